@@ -87,6 +87,7 @@ type KeyView struct {
 	SkipLoad  bool // request_configs has lmcache.skip_load: the request is to find nothing
 	Tags      []Tag
 
+	unasked  bool   // no hash will be needed
 	unhashed []byte // the encoded tokens after Hashes
 	ends     []int  // where each chunk of Hashes ends in tokens
 	tokens   []byte // all encoded tokens, and what follows them
@@ -137,8 +138,12 @@ const (
 // DecodeKey reads a key frame into k. It checks the whole token list, and hashes
 // only the leading chunks that the Memo remembers: what else a caller needs, Hash
 // computes.
-func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
-	*k = KeyView{Hashes: k.Hashes[:0], ends: k.ends[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
+func (m *Memo) DecodeKey(frame []byte, k *KeyView) error { return m.decodeKey(frame, k, true) }
+
+// decodeKey is DecodeKey; hashed says whether the caller needs hashes. Without them packed tokens are not compared with
+// those that the Memo remembers. Msgpack integers are, since that checks them at less cost than reading each.
+func (m *Memo) decodeKey(frame []byte, k *KeyView, hashed bool) error {
+	*k = KeyView{Hashes: k.Hashes[:0], ends: k.ends[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid, unasked: !hashed}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrKey, err)

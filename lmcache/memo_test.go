@@ -149,6 +149,35 @@ func FuzzDecodeKey(f *testing.F) {
 	})
 }
 
+// free_lookup_locks compares no packed tokens with those remembered; a lookup of the same key has all hashes.
+func TestFreeLookupLocksSearchesNoTokens(t *testing.T) {
+	memo := lmcache.NewMemo(4, 8<<20)
+	tokens := randomTokens(rand.New(rand.NewPCG(1, 2)), 40)
+	key := (&lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens, End: 40, RequestID: "r", Readers: 1, Packed: true}).Append(nil)
+	var view lmcache.KeyView
+	if err := memo.DecodeKey(key, &view); err != nil {
+		t.Fatal(err)
+	}
+	memo.Hash(&view, view.Chunks)
+	var d lmcache.Decoder
+	for _, op := range []lmcache.Op{lmcache.OpLookup, lmcache.OpFreeLookupLocks, lmcache.OpLookup} {
+		r, err := d.Decode(memo, lmcache.AllGenerations, op, [][]byte{key, {1}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch r := r.(type) {
+		case *lmcache.LookupRequest:
+			if want := kv.ChunkHashes(tokens, 4); !slices.Equal(r.Key.Hashes, want) {
+				t.Errorf("a lookup has hashes %v, want %v", r.Key.Hashes, want)
+			}
+		case *lmcache.FreeLookupLocksRequest:
+			if len(r.Key.Hashes) != 0 || r.From != 0 || r.To != 10 {
+				t.Errorf("free_lookup_locks has %d hashes, chunks %d to %d", len(r.Key.Hashes), r.From, r.To)
+			}
+		}
+	}
+}
+
 // A request of any operation decodes or is refused; nothing panics.
 func FuzzRequest(f *testing.F) {
 	f.Add(uint8(14), (&lmcache.EngineDriven{InstanceID: 7, Model: "m", WorldSize: 1, Layers: 1, Hidden: 1, DType: "float16"}).Append(nil), []byte{1}, []byte{0xc4, 0})

@@ -64,7 +64,7 @@ type (
 		Wait      bool
 		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a negative or absurd one
 	}
-	// FreeLookupLocksRequest gives back the pins of a range of chunks.
+	// FreeLookupLocksRequest gives back the pins of a range of chunks. A key with packed tokens has no Hashes: a session knows its pins.
 	FreeLookupLocksRequest struct {
 		Key            *KeyView
 		TensorParallel int64
@@ -180,7 +180,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		return &d.ping, d.ping.decode(p)
 	case OpLookup:
 		d.lookup = LookupRequest{Key: &d.key}
-		err := d.readers(memo, p, &d.lookup.TensorParallel)
+		err := d.readers(memo, p, &d.lookup.TensorParallel, true)
 		if err == nil {
 			d.lookup.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
 			d.lookup.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.lookup.To)
@@ -190,7 +190,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		return &d.status, d.status.decode(p)
 	case OpFreeLookupLocks:
 		d.free = FreeLookupLocksRequest{Key: &d.key}
-		err := d.readers(memo, p, &d.free.TensorParallel)
+		err := d.readers(memo, p, &d.free.TensorParallel, false)
 		if err == nil && len(p) > 2 {
 			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
 		}
@@ -305,9 +305,9 @@ func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
 	return nil
 }
 
-// readers decodes [key, tp_size].
-func (d *Decoder) readers(memo *Memo, p [][]byte, tensorParallel *int64) (err error) {
-	if err = memo.DecodeKey(p[0], &d.key); err == nil {
+// readers decodes [key, tp_size]; hashed as of Memo.decodeKey.
+func (d *Decoder) readers(memo *Memo, p [][]byte, tensorParallel *int64, hashed bool) (err error) {
+	if err = memo.decodeKey(p[0], &d.key, hashed); err == nil {
 		*tensorParallel, err = named("tp_size", DecodeInt, p[1])
 	}
 	return err

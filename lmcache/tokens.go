@@ -160,7 +160,9 @@ func (m *Memo) readPackedTokens(b []byte, k *KeyView) (rest []byte, err error) {
 	k.Packed = true
 	k.NumTokens, k.Chunks, k.tokens = len(text)/4, len(text)/4/m.chunkTokens, text
 	k.Hashes, k.ends = k.Hashes[:0], k.ends[:0]
-	k.unhashed = m.known(text, k.Chunks, k)
+	if k.unhashed = text; !k.unasked {
+		k.unhashed = m.known(text, k.Chunks, k)
+	}
 	return rest, nil
 }
 
