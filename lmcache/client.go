@@ -65,13 +65,22 @@ func endpoint(url string) string {
 	return "tcp://" + url
 }
 
+// ClientOptions say how a client proves who it is; one of them at most.
+type ClientOptions struct {
+	Curve *zmtp.CurveClient // its key
+	Plain *zmtp.PlainClient // its password
+}
+
 // NewClient returns a client of the server at url (host:port, tcp://, ipc://).
 // It does not wait for the connection; calls do.
-func NewClient(url string) (*Client, error) {
+func NewClient(url string) (*Client, error) { return OpenClient(url, ClientOptions{}) }
+
+// OpenClient is NewClient for a server that asks who its clients are.
+func OpenClient(url string, o ClientOptions) (*Client, error) {
 	c := &Client{}
 	c.mu.pending, c.mu.next = make(map[string]*call), make(chan struct{})
 	c.dealer = zmtp.NewDealer(endpoint(url), zmtp.DealerOptions{
-		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second,
+		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second, Curve: o.Curve, Plain: o.Plain,
 		NoWaiting: true, // the next server must not get what this one's clients gave up: a store, say, of blocks that others have by then
 	})
 	if err := c.dealer.Start(); err != nil {

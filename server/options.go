@@ -22,6 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // Options configures a Server. A zero field means its default.
@@ -45,6 +46,7 @@ type Options struct {
 	Trust             []netip.Prefix        // addresses whose peers are taken for this server's user; see package access
 	ShmDir            string                // where workers' segments are; default shm.Dir
 	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
+	Clients           zmtp.Authentication   // how they prove who they are; the clients of LMCache cannot
 	Salts             *auth.SaltSecrets     // whose signature a salt must have, which then counts as its tenant; without a memo. nil: any salt
 	CountUnsigned     bool                  // requests without such a signature are counted and served under the salt that they have
 	Log               *slog.Logger          // nil discards

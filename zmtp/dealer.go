@@ -48,6 +48,10 @@ type DealerOptions struct {
 	HeartbeatInterval time.Duration
 	HeartbeatTimeout  time.Duration
 
+	// One of these at most; neither: NULL.
+	Curve *CurveClient
+	Plain *PlainClient
+
 	Log *slog.Logger // nil discards
 }
 
@@ -98,6 +102,7 @@ func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 		})},
 	}
 	d.dial = func(ctx context.Context) (net.Conn, error) { return dial(ctx, endpoint) }
+	d.role.mechanism = clientMechanism(o.Curve, o.Plain, &d.role)
 	d.role.connected = d.connected
 	d.role.deliver = func(_ *Peer, m Message) {
 		if o.Handler != nil {

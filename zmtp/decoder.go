@@ -118,7 +118,7 @@ func (d *decoder) drop() {
 // greeting consumes the peer's greeting; ok is false while it is not whole.
 func (d *decoder) greeting() (minor byte, ok bool, err error) {
 	b := d.buf[d.start:d.end]
-	minor, err = checkGreeting(b[:min(len(b), greetingBytes)])
+	minor, err = checkGreeting(b[:min(len(b), greetingBytes)], mechanismNull)
 	if err != nil || len(b) < greetingBytes {
 		return 0, false, err
 	}

@@ -33,6 +33,7 @@ func (o RouterOptions) Validate() error {
 	options.Within(&c, "HeartbeatInterval", o.HeartbeatInterval, 0, forever)
 	options.Within(&c, "HeartbeatTimeout", o.HeartbeatTimeout, 0, forever)
 	options.Within(&c, "LargeBytes", o.LargeBytes, 0, maxBytes)
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
 	return c.Err()
 }
 
@@ -40,6 +41,8 @@ func (o RouterOptions) Validate() error {
 func (o DealerOptions) Validate() error {
 	var c options.Checks
 	c.That(len(o.Identity) <= 255, "Identity", "has %d bytes, at most 255 can be sent", len(o.Identity))
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
+	c.That(o.Plain == nil || len(o.Plain.User) <= 255 && len(o.Plain.Password) <= 255, "Plain", "has a user or password above 255 bytes")
 	options.Within(&c, "MaxFrameBytes", o.MaxFrameBytes, 0, maxBytes)
 	options.Within(&c, "MaxFrames", o.MaxFrames, 0, maxCount)
 	options.Within(&c, "MaxMessageBytes", o.MaxMessageBytes, 0, maxBytes)

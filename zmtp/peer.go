@@ -26,6 +26,8 @@ type role struct {
 	refused   func(p *Peer, socketType string)            // nil: not called
 	subscribe func(p *Peer, prefix []byte, on bool) error // of a PUB, on the reading goroutine
 
+	mechanism func() mechanism // of a connection; nil: NULL
+
 	received   *received // nil: not bounded beyond this connection's limits
 	large      func(*Peer) bool
 	largeBytes int64
@@ -73,6 +75,7 @@ type Peer struct {
 	corkedAt time.Duration // after born
 	readFn   func(uintptr) bool
 	who      any    // set before the first read
+	client   string // by its key or password; set before ready
 	fresh    bool   // the handshake is just over
 	whole    uint64 // messages received when the unfinished one was seen first
 
@@ -131,6 +134,9 @@ func newPeer(id uint64, c net.Conn, r *role) *Peer {
 	if sc, ok := c.(syscall.Conn); ok && haveRaw {
 		p.raw, _ = sc.SyscallConn()
 	}
+	if r.mechanism != nil {
+		secure(p, r.mechanism())
+	}
 	return p
 }
 
@@ -147,6 +153,15 @@ func (p *Peer) identity() string {
 		return ""
 	}
 	return p.routing
+}
+
+// Client is the name of the client that its key (Curve) or password (Plain) has proved; else empty.
+// It is known once OnConnect or the handler was called.
+func (p *Peer) Client() string {
+	if !p.ready.Load() {
+		return ""
+	}
+	return p.client
 }
 
 // Who is what RouterOptions.Identify returned for the connection; nil without it.
@@ -172,46 +187,6 @@ func (p *Peer) Err() error {
 // is called when the peer is gone.
 func (p *Peer) Close() { p.fail(ErrClosed) }
 
-// Send queues one message of copied frames and flushes it.
-//
-// While the peer's handler runs, on whatever goroutine Send is called, messages
-// only collect: the reading goroutine flushes them when it has handled every
-// message it had received, or after the first handler call that ends 100 µs
-// later. Call Flush to send at once.
-//
-// It returns ErrQueueFull while SendQueueBytes are queued (twice that while the
-// handler runs, so that a handler's first reply always fits unless others fill
-// the queue), and an error that wraps ErrClosed once the peer is closed.
-func (p *Peer) Send(frames ...[]byte) error {
-	if len(frames) == 0 {
-		return errNoFrames
-	}
-	p.mu.Lock()
-	if err := p.refuseLocked(); err != nil {
-		p.mu.Unlock()
-		return err
-	}
-	p.queued.Add(int64(p.mu.q.copyFrames(frames)))
-	p.unlockAndFlush()
-	return nil
-}
-
-// SendOwned is Send for frames that the caller never writes to again: it sends those of
-// 8 KiB and more by reference. Never give it the handler's frames.
-func (p *Peer) SendOwned(frames ...[]byte) error {
-	if len(frames) == 0 {
-		return errNoFrames
-	}
-	p.mu.Lock()
-	if err := p.refuseLocked(); err != nil {
-		p.mu.Unlock()
-		return err
-	}
-	p.queued.Add(int64(p.mu.q.ownFrames(frames)))
-	p.unlockAndFlush()
-	return nil
-}
-
 // Flush writes what the socket takes of the queued messages now.
 func (p *Peer) Flush() {
 	p.mu.Lock()
@@ -221,24 +196,6 @@ func (p *Peer) Flush() {
 	if start {
 		p.flush()
 	}
-}
-
-var errNoFrames = errors.New("zmtp: a message has at least one frame")
-
-func (p *Peer) refuseLocked() error {
-	if p.mu.err != nil {
-		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
-	}
-	bound := int64(p.role.limits.queueBytes)
-	if p.mu.corked {
-		bound *= 2
-	}
-	if p.queued.Load() > bound {
-		p.count.refused.Add(1)
-		return ErrQueueFull
-	}
-	p.count.messagesOut.Add(1)
-	return nil
 }
 
 // unlockAndFlush writes the queue unless another goroutine is about to.
@@ -510,8 +467,10 @@ func (p *Peer) trim() {
 // then flushes what they caused.
 func (p *Peer) received(n int) error {
 	p.in.wrote(n)
-	p.count.bytesIn.Add(uint64(n))
-	p.count.reads.Add(1)
+	if _, secured := p.conn.(*secureConn); !secured { // it counts what comes from the network
+		p.count.bytesIn.Add(uint64(n))
+		p.count.reads.Add(1)
+	}
 	p.mu.Lock()
 	p.mu.corked = true
 	p.mu.Unlock()

@@ -47,6 +47,8 @@ type PubOptions struct {
 
 	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
+	Authentication // how subscribers prove who they are
+
 	Log *slog.Logger // nil discards
 }
 
@@ -88,7 +90,7 @@ func NewPub(o PubOptions) *Pub {
 		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20, GiveWay: o.GiveWay,
 		HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
 		HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
-		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Networks: o.Networks, Log: o.Log,
+		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Networks: o.Networks, Authentication: o.Authentication, Log: o.Log,
 	})
 	p.r.role.own, p.r.role.subscribe = typePub, p.subscribe
 	return p

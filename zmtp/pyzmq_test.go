@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -35,6 +36,12 @@ type python struct {
 // zmq. The child lives for 30 s at most.
 func startPython(t testing.TB, args ...string) *python {
 	t.Helper()
+	return startSecurePython(t, nil, args...)
+}
+
+// startSecurePython is startPython with options for all sockets of the child.
+func startSecurePython(t testing.TB, security map[string]any, args ...string) *python {
+	t.Helper()
 	name := os.Getenv("KVASIR_PYTHON")
 	if name == "" {
 		t.Skip("KVASIR_PYTHON names no Python with pyzmq")
@@ -42,6 +49,13 @@ func startPython(t testing.TB, args ...string) *python {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	p := &python{t: t, cmd: exec.CommandContext(ctx, name, append([]string{"testdata/peer.py"}, args...)...)}
 	p.cmd.WaitDelay = time.Second
+	if security != nil {
+		text, err := json.Marshal(security)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.cmd.Env = append(os.Environ(), "ZMQ_SECURITY="+string(text))
+	}
 	p.cmd.Stderr = &p.stderr
 	stdin, err := p.cmd.StdinPipe()
 	if err != nil {

@@ -63,6 +63,8 @@ type RouterOptions struct {
 
 	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
+	Authentication // how clients prove who they are
+
 	Log *slog.Logger // connections that come and go at debug level; nil discards
 }
 
@@ -109,6 +111,7 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 	r.role.received.over = func() {
 		r.closeHeaviest((*Peer).heldBytes, r.role.received.limit, "of unfinished messages")
 	}
+	r.role.mechanism = o.mechanism(&r.role)
 	r.role.connected = r.connected
 	r.role.refused = o.OnRefused
 	r.mu.listeners = make(map[net.Listener]struct{})
@@ -247,6 +250,7 @@ func (r *Router) proceed(p *Peer) {
 		r.mu.past.Handshakes++
 	}
 	r.mu.Unlock()
+	r.o.refused(p, err)
 	r.log.Debug("zmtp: peer gone", "peer", p.id, "remote", p.RemoteAddr(), "err", err)
 	if p.ready.Load() && r.o.OnDisconnect != nil {
 		r.o.OnDisconnect(p, err)
@@ -259,7 +263,11 @@ func (r *Router) identify(p *Peer) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		p.who = r.o.Identify(p.conn)
+		c := p.conn
+		if s, ok := c.(*secureConn); ok {
+			c = s.NetConn()
+		}
+		p.who = r.o.Identify(c)
 	}()
 	<-done
 	if r.o.Share == nil {

@@ -2,7 +2,50 @@
 
 package zmtp
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+)
+
+// Send queues one message of copied frames and flushes it.
+//
+// While the peer's handler runs, on whatever goroutine Send is called, messages
+// only collect: the reading goroutine flushes them when it has handled every
+// message it had received, or after the first handler call that ends 100 µs
+// later. Call Flush to send at once.
+//
+// It returns ErrQueueFull while SendQueueBytes are queued (twice that while the
+// handler runs, so that a handler's first reply always fits unless others fill
+// the queue), and an error that wraps ErrClosed once the peer is closed.
+func (p *Peer) Send(frames ...[]byte) error {
+	if len(frames) == 0 {
+		return errNoFrames
+	}
+	p.mu.Lock()
+	if err := p.refuseLocked(); err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	p.queued.Add(int64(p.mu.q.copyFrames(frames)))
+	p.unlockAndFlush()
+	return nil
+}
+
+// SendOwned is Send for frames that the caller never writes to again: it sends those of
+// 8 KiB and more by reference. Never give it the handler's frames.
+func (p *Peer) SendOwned(frames ...[]byte) error {
+	if len(frames) == 0 {
+		return errNoFrames
+	}
+	p.mu.Lock()
+	if err := p.refuseLocked(); err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	p.queued.Add(int64(p.mu.q.ownFrames(frames)))
+	p.unlockAndFlush()
+	return nil
+}
 
 // SendWaiting is Send for many messages at once: while the queue is full, it flushes and waits
 // until the peer has read some, or is closed. Only the peer's handler may call it.
@@ -14,4 +57,22 @@ func (p *Peer) SendWaiting(frames ...[]byte) error {
 		}
 		p.awaitRoom()
 	}
+}
+
+var errNoFrames = errors.New("zmtp: a message has at least one frame")
+
+func (p *Peer) refuseLocked() error {
+	if p.mu.err != nil {
+		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
+	}
+	bound := int64(p.role.limits.queueBytes)
+	if p.mu.corked {
+		bound *= 2
+	}
+	if p.queued.Load() > bound {
+		p.count.refused.Add(1)
+		return ErrQueueFull
+	}
+	p.count.messagesOut.Add(1)
+	return nil
 }

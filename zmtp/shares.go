@@ -38,6 +38,9 @@ func (p *Peer) recordBuffer() {
 		return
 	}
 	now := max(0, int64(len(p.in.buf))-firstBuffer)
+	if c, ok := p.conn.(*secureConn); ok {
+		now += max(0, c.held()-firstBuffer)
+	}
 	if now == p.held.Load() {
 		return
 	}

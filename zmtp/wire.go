@@ -3,6 +3,7 @@
 package zmtp
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 )
@@ -74,15 +75,23 @@ func accepts(own socketType, peer string) bool {
 	return false
 }
 
-func appendGreeting(b []byte) []byte {
-	b = append(b, 0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, majorVersion, minorVersion)
-	b = append(b, "NULL"...)
-	return append(b, make([]byte, greetingBytes-16)...)
+func appendGreeting(b []byte) []byte { return appendGreetingOf(b, mechanismNull, false) }
+
+func appendGreetingOf(b []byte, mechanism string, asServer bool) []byte {
+	at := len(b)
+	b = append(b, make([]byte, greetingBytes)...)
+	g := b[at:]
+	g[0], g[8], g[9], g[10], g[11] = 0xFF, 1, 0x7F, majorVersion, minorVersion
+	copy(g[12:32], mechanism)
+	if asServer {
+		g[32] = 1
+	}
+	return b
 }
 
 // checkGreeting looks at as much of a greeting as has come, so that a stranger
-// is closed at its first byte. It returns the minor version once b is whole.
-func checkGreeting(b []byte) (minor byte, err error) {
+// is closed at its first byte. It returns the minor version once b is whole. mechanism is ours.
+func checkGreeting(b []byte, mechanism string) (minor byte, err error) {
 	if len(b) > 0 && b[0] != 0xFF {
 		return 0, notZMTP(b)
 	}
@@ -95,8 +104,8 @@ func checkGreeting(b []byte) (minor byte, err error) {
 	if len(b) < greetingBytes {
 		return 0, nil
 	}
-	if string(b[12:32]) != "NULL"+string(make([]byte, 16)) {
-		return 0, fmt.Errorf("%w: %q", errMechanism, b[12:32])
+	if theirs := string(bytes.TrimRight(b[12:32], "\x00")); theirs != mechanism {
+		return 0, fmt.Errorf("%w: the peer speaks %.20q, this socket %s", errMechanism, theirs, mechanism)
 	}
 	if b[10] > majorVersion { // a newer peer speaks down to us
 		return minorVersion, nil
@@ -114,11 +123,11 @@ func appendHeader(b []byte, flags byte, size int) []byte {
 // appendReady writes READY as libzmq does: the type, then the identity, which
 // is present even when empty.
 func appendReady(b []byte, own socketType, identity []byte) []byte {
-	size := 6 + (1 + len("Socket-Type") + 4 + len(own)) + (1 + len("Identity") + 4 + len(identity))
-	b = appendHeader(b, flagCommand, size)
-	b = append(b, "\x05READY"...)
-	b = appendProperty(b, "Socket-Type", []byte(own))
-	return appendProperty(b, "Identity", identity)
+	return appendCommand(b, "READY", properties(own, identity))
+}
+
+func properties(own socketType, identity []byte) []byte {
+	return appendProperty(appendProperty(nil, "Socket-Type", []byte(own)), "Identity", identity)
 }
 
 func appendProperty(b []byte, name string, value []byte) []byte {

@@ -55,7 +55,7 @@ func TestGreeting(t *testing.T) {
 	whole := appendGreeting(nil)
 	f := func(change func(b []byte) []byte, want error, hint string) {
 		t.Helper()
-		_, err := checkGreeting(change(bytes.Clone(whole)))
+		_, err := checkGreeting(change(bytes.Clone(whole)), mechanismNull)
 		if !errors.Is(err, want) || err != nil && !strings.Contains(err.Error(), hint) {
 			t.Fatalf("got %v, want %v with %q", err, want, hint)
 		}

@@ -60,8 +60,8 @@ var (
 	errNotZMTP = errors.New("zmtp: not a ZMTP peer")
 	// errVersion means that the peer speaks a ZMTP older than 3.0.
 	errVersion = errors.New("zmtp: ZMTP version older than 3.0")
-	// errMechanism means that the peer asks for a mechanism other than NULL.
-	errMechanism = errors.New("zmtp: mechanism is not NULL")
+	// errMechanism means that the peer asks for a mechanism that this socket does not speak.
+	errMechanism = errors.New("zmtp: another mechanism")
 	// errSocketType means that the peer's socket type cannot talk to ours.
 	errSocketType = errors.New("zmtp: incompatible socket type")
 	// errProtocol means that the peer broke the grammar of ZMTP.
@@ -94,6 +94,7 @@ var reasons = []struct {
 	{errNotZMTP, "not_zmtp"},
 	{errVersion, "version"},
 	{errMechanism, "mechanism"},
+	{errAuth, "auth"},
 	{errSocketType, "socket_type"},
 	{errProtocol, "protocol"},
 	{errTooLarge, "too_large"},

@@ -54,6 +54,7 @@ var thirdParty = map[string][]string{
 	"github.com/zeebo/xxh3":               {"cmd", "kv", "lmcache", "mooncake", "proxy", "sim", "store", "tier"},
 	"go.uber.org/goleak":                  {"internal/testkit"},
 	"go.yaml.in/yaml/v3":                  {"cmd"},
+	"golang.org/x/crypto":                 {"zmtp"}, // boxes of NaCl, for CURVE
 	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier"},
 }
 

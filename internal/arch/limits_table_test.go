@@ -106,7 +106,7 @@ var elsewhere = map[string]string{
 		"server/admin.maxExplained server/admin.maxModelName server/admin.maxSaltRunes server/admin.maxSkipDepth server/explain.maxModelName server/explain.maxRequestID " +
 		"store/pool.maxMapCells zmtp.maxCommandBytes zmtp.maxHeader zmtp.maxIdentity zmtp.maxPingContext zmtp.maxPrefix zmtp.maxProperties",
 	"bounds a file of the operator, or an option": "mooncake/bootstrap.maxLimit mooncake/bootstrap.maxStateBytes server.MaxPickleBytes server/admin.maxKeyFile store/pool.MaxBytes store/tenant.MaxTTL " +
-		"tier.MaxTiers zmtp.maxBytes zmtp.maxCount",
+		"tier.MaxTiers zmtp.maxBytes zmtp.maxClientName zmtp.maxClients zmtp.maxClientsFile zmtp.maxCount zmtp.maxKeyFile",
 	"is an option or a bound with a row of another page, as docs/operate/bootstrap.md": "mooncake/bootstrap.maxDirectoryBytes mooncake/bootstrap.maxProbesPerEngine mooncake/bootstrap.maxStates " +
 		"proxy.o.MaxInFlight proxy.o.MaxPerEngine proxy.o.MaxPrompts proxy.o.MaxQueue proxy.maxPrefilled proxy.maxTokenized",
 	"bounds a step of the server's own work": "internal/safelog.maxPlaces proxy.maxFailures proxy.maxFrees proxy.maxPause proxy/limits.maxBatch server/events.maxCompacted server/events.maxQuiet " +

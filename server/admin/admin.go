@@ -13,6 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/usage"
@@ -25,6 +26,7 @@ type Options struct {
 	AllowHosts []string                // names of this machine that requests may ask for, besides its host name
 	Flags      map[string]string       // what the server was started with, shown in /status
 	Socket     string                  // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
+	AskSocket  lmcache.ClientOptions   // as whom it is asked
 	Profiles   bool                    // serve Go's profiles at /debug/pprof/
 	Sources    map[string]string       // where each of Flags is from
 	Terms      *tenant.Terms           // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
@@ -79,7 +81,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	health := func(w http.ResponseWriter, r *http.Request) { answerHealth(s, w, r) }
 	mux.HandleFunc("GET /healthcheck", health)
 	mux.HandleFunc("GET /healthz", health)
-	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket})
+	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket, as: o.AskSocket})
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		writeJSON(w, http.StatusOK, Status{Status: s.Status(), Shape: shapeOf(s, o.Flags), Flags: o.Flags, Parts: o.Parts.figures(), Tenants: tenantsOf(s.Store()), ByModel: sharesOf(s.ByModel(), liveShares)})
 	})))

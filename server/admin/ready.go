@@ -24,6 +24,7 @@ const (
 type readiness struct {
 	server *server.Server
 	url    string // of the socket; empty: it is not asked
+	as     lmcache.ClientOptions
 
 	mu  sync.Mutex // who has it asks; the others wait for the answer
 	at  time.Time
@@ -50,7 +51,7 @@ func (r *readiness) trouble() string {
 func (r *readiness) ask() string {
 	ctx, cancel := context.WithTimeout(context.Background(), readyTimeout)
 	defer cancel()
-	c, err := lmcache.NewClient(r.url)
+	c, err := lmcache.OpenClient(r.url, r.as)
 	if err != nil {
 		return "its own socket cannot be asked: " + err.Error()
 	}

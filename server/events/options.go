@@ -11,6 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // Options configures a Book. A zero field means its default.
@@ -43,15 +44,16 @@ type PublisherOptions struct {
 	Topic          string // ModelInTopic in it stands for the model; default kv@kvasir@{model}
 	ChunkTokens    int    // per block; default 256
 	Encoding       event.Encoding
-	BatchEvents    int            // per message; default 256
-	Replay         int            // messages kept for replays; default 10,000
-	ReplayBytes    int            // of their payloads, at most; default 64 MiB
-	QueueBytes     int            // of a subscriber, or of a replay; default 16 MiB
-	MaxSubscribers int            // default 256
-	Interval       time.Duration  // between two messages with news: what comes meanwhile shares one; default 50 ms
-	Heartbeat      time.Duration  // after which a message without events is sent; default 5 s
-	Networks       *auth.Networks // from which subscribers may come; nil: any
-	Log            *slog.Logger   // nil discards
+	BatchEvents    int                 // per message; default 256
+	Replay         int                 // messages kept for replays; default 10,000
+	ReplayBytes    int                 // of their payloads, at most; default 64 MiB
+	QueueBytes     int                 // of a subscriber, or of a replay; default 16 MiB
+	MaxSubscribers int                 // default 256
+	Interval       time.Duration       // between two messages with news: what comes meanwhile shares one; default 50 ms
+	Heartbeat      time.Duration       // after which a message without events is sent; default 5 s
+	Networks       *auth.Networks      // from which subscribers may come; nil: any
+	Clients        zmtp.Authentication // how they prove who they are
+	Log            *slog.Logger        // nil discards
 }
 
 // Validate reports every field that cannot be used, as options.Errors.

@@ -72,9 +72,9 @@ type PublisherStats struct {
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
 	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
-	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true, Networks: p.o.Networks})
+	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true, Networks: p.o.Networks, Authentication: p.o.Clients})
 	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
-		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Networks: p.o.Networks, Log: p.log,
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Networks: p.o.Networks, Authentication: p.o.Clients, Log: p.log,
 	})
 	return p
 }

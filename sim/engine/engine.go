@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/kv/event"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
@@ -51,6 +52,8 @@ type Options struct {
 	// Registry has the Token and TLS of a registry that is not P's own. D shows its certificate alone: requests say which registry D asks,
 	// and one that is not the operator's must not learn the token.
 	Registry bootstrap.ClientOptions
+	// Cache says how a LMCacheMPConnector proves to its servers who it is.
+	Cache lmcache.ClientOptions
 	// Getenv is the environment of the connectors; default none but VLLM_HOST_IP=127.0.0.1.
 	Getenv func(string) (string, bool)
 	// First is the dialect of vLLM 0.13 for a MooncakeConnector: no transfer ids, no registry.

@@ -126,7 +126,7 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 // dial connects to the servers, and returns the size of their chunks.
 func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, err error) {
 	for i, url := range servers {
-		client, err := lmcache.NewClient(url)
+		client, err := lmcache.OpenClient(url, k.e.o.Cache)
 		if err != nil {
 			return 0, err
 		}

@@ -4,19 +4,32 @@ It exits with 0 when all went as it should. Every wait is bounded.
 """
 
 import hashlib
+import json
+import os
 import sys
 import time
 
 import zmq
+import zmq.auth.thread
+import zmq.utils.monitor
 
 WAIT = 10_000  # ms
+SECURITY = json.loads(os.environ.get("ZMQ_SECURITY", "{}"))  # options of every socket
 ctx = zmq.Context()
+authenticator = None
+if SECURITY.keys() & {"curve_server", "plain_server"}:  # libzmq asks it who may connect
+    authenticator = zmq.auth.thread.ThreadAuthenticator(ctx)
+    authenticator.start()
+    authenticator.configure_plain(domain="*", passwords={"ann": "secret"})
+    authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
 
 
 def sock(kind, **options):
     s = ctx.socket(kind)
     s.linger = 0
     s.rcvtimeo = s.sndtimeo = WAIT
+    for name, value in SECURITY.items():
+        setattr(s, name, value.encode() if isinstance(value, str) else value)
     for name, value in options.items():
         setattr(s, name, value)
     return s
@@ -115,6 +128,16 @@ def refused(endpoint, kind):
         sys.exit("nothing happened")
 
 
+def denied(endpoint):
+    s = sock(zmq.DEALER)
+    failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    monitor = s.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    s.connect(endpoint)
+    if not monitor.poll(WAIT):
+        sys.exit("nothing happened")
+    print(zmq.utils.monitor.recv_monitor_message(monitor)["event"].name, flush=True)
+
+
 # ROUTERs and others for our DEALER: they print their endpoint, and live until
 # their input ends.
 
@@ -183,4 +206,8 @@ def publishes(endpoint, kind):
         sys.stdin.read()
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
+try:
+    globals()[sys.argv[1]](*sys.argv[2:])
+finally:
+    if authenticator:
+        authenticator.stop()

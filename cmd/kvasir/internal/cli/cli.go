@@ -62,6 +62,7 @@ type root struct {
 	Sim         sim.Command    `cmd:"" group:"Try" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
 	Coordinator coordinatorCmd `cmd:"" group:"Try" help:"Show what the cache of a hybrid model keeps, finds and loads."`
 
+	CurveKey   curveKeyCmd   `cmd:"" group:"Help" help:"Make a key for --curve-key, ZeroMQ's encryption."`
 	Token      tokenCmd      `cmd:"" group:"Help" help:"Make a token for --token-file."`
 	Version    versionCmd    `cmd:"" group:"Help" help:"Print the version."`
 	HelpOf     helpCmd       `cmd:"" group:"Help" whole:"" name:"help" help:"Show the help of a command."`

@@ -28,6 +28,7 @@ type engineCmd struct {
 	configFlags
 	accessFlags
 	registryFlags
+	zmqClientFlags
 
 	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
 
@@ -246,6 +247,9 @@ func (c *engineCmd) Run(e *env) (err error) {
 	}
 	defer a.watch()()
 	o.Networks = a.networks["transfer"]
+	if o.Cache, err = c.zmqClientFlags.options(); err != nil {
+		return err
+	}
 	if events != nil {
 		p, err := openEnginePublisher(e.ctx, *events, c.DPRank, a.networks["events"], e.log)
 		if err != nil {

@@ -88,11 +88,15 @@ func localNetworks() []string {
 func (c *serverCmd) exposed() []exposure {
 	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // the start ends later on an unreadable file, with its name
 	out := []exposure{
-		{listener: "zmq", at: "--host " + c.Host, host: c.Host, risk: "store, replace and read the KV of prompts"},
+		{listener: "zmq", at: "--host " + c.Host, host: c.Host, own: c.asks("zmq"), risk: "store, replace and read the KV of prompts"},
 		{
 			listener: "http", at: "--http-host " + c.HTTPHost, host: c.HTTPHost, web: true, own: err != nil || len(keys) > 0,
 			risk: "read what is stored, and clear it",
 		},
 	}
-	return append(out, c.eventFlags.exposed()...)
+	for _, x := range c.eventFlags.exposed() {
+		x.own, x.keys = c.asks("events"), "--zmq-auth events=curve"
+		out = append(out, x)
+	}
+	return out
 }

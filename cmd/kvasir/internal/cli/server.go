@@ -44,6 +44,7 @@ type serverCmd struct {
 	configFlags
 	accessFlags
 	requiredSaltFlags
+	zmqAuthFlags
 
 	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
@@ -92,8 +93,9 @@ type serverCmd struct {
 	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms  *tenant.Terms
-	access *access
+	terms   *tenant.Terms
+	access  *access
+	zmqAuth *zmqAuth
 }
 
 // Help implements kong's detailed help.
@@ -324,7 +326,7 @@ var serverListeners = []string{"zmq", "http", "events"}
 
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...))
+	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.checkZMQAuth())
 }
 
 // Run serves until a signal.
@@ -348,6 +350,10 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if err := errors.Join(c.requiredSaltFlags.check(c.VLLMTier), c.saltFlags.open(c.access)); err != nil {
 		return err
 	}
+	if c.zmqAuth, err = c.zmqAuthFlags.open(e.log, c.access.tokens); err != nil {
+		return err
+	}
+	o.server.Clients = c.zmqAuth.of["zmq"]
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
 	o.server.CountUnsigned = c.requiredSaltFlags.Count
 	if err := c.warnSetup(e); err != nil {
@@ -366,7 +372,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	}
 	o.server.Events = c.book(st, o.tiers.Changes)
 	events := c.publisherOptions(c.Port, c.ChunkSize, e.log)
-	events.Networks = c.access.networks["events"]
+	events.Networks, events.Clients = c.access.networks["events"], c.zmqAuth.of["events"]
 	if o.server.Publisher, err = c.publisher(e, o.server.Events, events); err != nil {
 		return failedStart(st, err)
 	}
@@ -530,14 +536,15 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	gate := c.access.of("http")
 	gate.Keys = keys
 	defer c.access.watch()()
+	defer c.zmqAuth.watch(e.log)()
 	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
 	web := httpserver.NewServer(admin.Handler(srv, admin.Options{
-		AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate,
-		Metrics: func(r *metrics.Registry) { c.access.addMetrics(r, "zmq", "events") },
+		AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, AskSocket: c.zmqAuth.ready(), Profiles: c.Profiles, Parts: e.parts, Access: gate,
+		Metrics: func(r *metrics.Registry) { c.zmqAuth.addMetrics(r, c.access.networks) },
 	}))
 	defer web.Close()
 	var addresses []string

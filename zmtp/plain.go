@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package zmtp
+
+import "fmt"
+
+// PlainClient is what a client shows a server that asks for a password (PLAIN, RFC 24 of ZeroMQ). Everyone on the way reads it, and
+// all messages: it is for connections that something else protects.
+type PlainClient struct {
+	User, Password string // at most 255 bytes each
+}
+
+// plain is one connection's side of PLAIN. The commands are those of libzmq 4.3.5.
+//
+//	C: HELLO     1 B length + user, 1 B length + password
+//	S: WELCOME
+//	C: INITIATE  properties
+//	S: READY     properties
+type plain struct {
+	own     []byte // properties
+	account *PlainClient
+	check   func(user, password string) bool // nil: this is the client
+	stage   int
+	user    string
+	peer    []byte // its properties
+}
+
+func (m *plain) name() string                             { return mechanismPlain }
+func (m *plain) server() bool                             { return m.check != nil }
+func (m *plain) peerReady() []byte                        { return m.peer }
+func (m *plain) client() string                           { return m.user }
+func (m *plain) sealing() bool                            { return false }
+func (m *plain) seal(dst []byte, _ byte, _ []byte) []byte { return dst }
+func (m *plain) open(dst, _ []byte) (_ []byte, err error) { return dst, nil }
+
+func (m *plain) begin() []byte {
+	if m.check != nil {
+		return nil
+	}
+	data := append([]byte{byte(len(m.account.User))}, m.account.User...)
+	data = append(append(data, byte(len(m.account.Password))), m.account.Password...)
+	return appendCommand(nil, "HELLO", data)
+}
+
+func (m *plain) handle(name, data []byte) (answer []byte, done bool, err error) {
+	m.stage++
+	switch got := string(name); {
+	case m.check != nil && m.stage == 1 && got == "HELLO":
+		user, rest, ok := cutShort(data)
+		password, rest, ok2 := cutShort(rest)
+		if !ok || !ok2 || len(rest) > 0 {
+			return nil, false, fmt.Errorf("%w: malformed HELLO", errProtocol)
+		}
+		if !m.check(string(user), string(password)) {
+			return appendCommand(nil, "ERROR", []byte("\x03400")), false, fmt.Errorf("%w: user or password", errAuth)
+		}
+		m.user = string(user)
+		return appendCommand(nil, "WELCOME", nil), false, nil
+	case m.check != nil && m.stage == 2 && got == "INITIATE":
+		m.peer = append([]byte(nil), data...)
+		return appendCommand(nil, "READY", m.own), true, nil
+	case m.check == nil && m.stage == 1 && got == "WELCOME" && len(data) == 0:
+		return appendCommand(nil, "INITIATE", m.own), false, nil
+	case m.check == nil && m.stage == 2 && got == "READY":
+		m.peer = append([]byte(nil), data...)
+		return nil, true, nil
+	}
+	return nil, false, fmt.Errorf("%w: command %.20q in step %d of PLAIN", errProtocol, name, m.stage)
+}
+
+// cutShort cuts off a text with its length before it in one byte.
+func cutShort(b []byte) (text, rest []byte, ok bool) {
+	if len(b) == 0 || len(b) < 1+int(b[0]) {
+		return nil, nil, false
+	}
+	return b[1 : 1+int(b[0])], b[1+int(b[0]):], true
+}

@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package zmtp
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// errAuth means that the peer's key or password was refused, or does not fit what it sent.
+var errAuth = errors.New("zmtp: not authenticated")
+
+// mechanism is the part of a security mechanism that differs: its handshake, and how frames are sealed. One value serves one
+// connection. The reading goroutine calls it, but seal, which any goroutine calls under secureConn.write.
+type mechanism interface {
+	name() string
+	server() bool
+	begin() []byte                                                // the command after the greetings; nil: the peer begins
+	handle(name, data []byte) (answer []byte, done bool, e error) // a command of the handshake; the answer is sent also with an error
+	peerReady() (metadata []byte)                                 // properties of the peer, once done
+	client() string                                               // who the peer is, once done
+	sealing() bool                                                // frames are sealed, else they pass as they are
+	seal(dst []byte, flags byte, body []byte) []byte              // appends a frame
+	open(dst, data []byte) ([]byte, error)                        // appends the flags and the body of a sealed frame
+}
+
+// secureConn runs a mechanism below a Peer, which speaks NULL to it: the greeting and READY of the Peer stay here, those of the
+// remote peer are made from what the mechanism has learned, and frames between them are sealed and opened.
+//
+//	Peer   NULL greeting, READY, frames   secureConn   greeting, handshake, sealed frames   network
+type secureConn struct {
+	net.Conn
+	mech mechanism
+	peer *Peer
+
+	// Of the reading goroutine.
+	in    []byte // received
+	at    int    // of in, used
+	plain []byte // for the Peer
+	out   int    // of plain, taken
+	phase phase
+
+	write struct {
+		sync.Mutex
+		part    []byte // of what the Peer wrote, less than a frame
+		sealed  []byte // scratch
+		greeted bool   // the Peer's greeting was taken
+		said    bool   // its READY was
+	}
+}
+
+// secure puts a mechanism between a Peer and its connection.
+func secure(p *Peer, m mechanism) {
+	p.conn = &secureConn{Conn: p.conn, mech: m, peer: p}
+	p.raw = nil
+}
+
+// NetConn returns the connection below, whose kind says what the kernel knows of the peer.
+func (c *secureConn) NetConn() net.Conn { return c.Conn }
+
+// SyscallConn fails: bytes of the socket are not those that the Peer means.
+func (c *secureConn) SyscallConn() (syscall.RawConn, error) { return nil, errors.ErrUnsupported }
+
+// Read reads what the remote peer means. After an error of the network that passes, as a deadline, the next call goes on.
+func (c *secureConn) Read(b []byte) (int, error) {
+	for c.out == len(c.plain) {
+		c.plain, c.out = c.plain[:0], 0
+		more, err := c.step()
+		if err != nil {
+			return 0, err
+		}
+		if more {
+			continue
+		}
+		space := c.space()
+		c.peer.recordBuffer()
+		if len(c.in) > c.at && c.peer.begun.Load() == 0 {
+			c.peer.begun.Store(time.Now().UnixNano())
+		}
+		n, err := c.Conn.Read(space)
+		if n > 0 {
+			c.in = c.in[:len(c.in)+n]
+			c.peer.count.bytesIn.Add(uint64(n))
+			c.peer.count.reads.Add(1)
+		} else if err != nil {
+			if c.at == len(c.in) {
+				c.in, c.at = nil, 0 // an idle connection holds no buffer
+			}
+			return 0, err
+		}
+	}
+	n := copy(b, c.plain[c.out:])
+	c.out += n
+	if c.out == len(c.plain) && cap(c.plain) > keepBuffer {
+		c.plain, c.out = nil, 0
+	}
+	return n, nil
+}
+
+// space returns where to read to. The buffer grows as bytes come, so a length that the peer only claims takes no memory.
+func (c *secureConn) space() []byte {
+	if c.at == len(c.in) {
+		c.in, c.at = c.in[:0], 0
+		if cap(c.in) > keepBuffer {
+			c.in = nil
+		}
+	}
+	if cap(c.in)-len(c.in) < minRead {
+		next := make([]byte, len(c.in)-c.at, max(2*(len(c.in)-c.at), firstBuffer))
+		copy(next, c.in[c.at:])
+		c.in, c.at = next, 0
+	}
+	return c.in[len(c.in):cap(c.in)]
+}
+
+// held is how many bytes of memory the connection holds for what it reads.
+func (c *secureConn) held() int64 { return int64(cap(c.in) + cap(c.plain)) }
+
+// step uses the next part of what was received. It returns false when that is not whole.
+func (c *secureConn) step() (more bool, err error) {
+	b := c.in[c.at:]
+	if c.phase == wantGreeting {
+		return c.greeting(b)
+	}
+	if c.phase == traffic && !c.mech.sealing() {
+		c.plain = append(c.plain, b...)
+		c.at = len(c.in)
+		return len(b) > 0, nil
+	}
+	flags, body, n, err := c.frame(b)
+	if err != nil || n == 0 {
+		return false, err
+	}
+	c.at += n
+	c.peer.begun.Store(0)
+	if c.phase == traffic {
+		return true, c.message(flags, body)
+	}
+	if flags&flagCommand == 0 {
+		return false, fmt.Errorf("%w: message before READY", errProtocol)
+	}
+	return true, c.command(body)
+}
+
+func (c *secureConn) greeting(b []byte) (more bool, err error) {
+	minor, err := checkGreeting(b[:min(len(b), greetingBytes)], c.mech.name())
+	if err != nil || len(b) < greetingBytes {
+		return false, err
+	}
+	c.at += greetingBytes
+	c.phase = wantReady
+	c.plain = appendGreeting(c.plain)
+	c.plain[len(c.plain)-greetingBytes+11] = minor
+	return true, c.answer(c.mech.begin())
+}
+
+// frame returns the frame that b begins with, and its length; 0: it is not whole.
+func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error) {
+	if len(b) < 2 {
+		return 0, nil, 0, nil
+	}
+	flags = b[0]
+	if badFlags(flags) {
+		return 0, nil, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, flags)
+	}
+	size, header := uint64(b[1]), 2
+	if flags&flagLong != 0 {
+		if len(b) < maxHeader {
+			return 0, nil, 0, nil
+		}
+		size, header = binary.BigEndian.Uint64(b[1:]), maxHeader
+	}
+	if err := c.limit(size); err != nil {
+		return 0, nil, 0, err
+	}
+	if n = header + int(size); len(b) < n {
+		return 0, nil, 0, nil
+	}
+	return flags, b[header:n], n, nil
+}
+
+// limit refuses a frame by its header. What is in it meets the limits of the Peer's decoder, too.
+func (c *secureConn) limit(size uint64) error {
+	if c.phase != traffic {
+		if size > maxCommandBytes {
+			return fmt.Errorf("%w: command of %d bytes, at most %d", errTooLarge, size, maxCommandBytes)
+		}
+		return nil
+	}
+	d := &c.peer.in
+	switch {
+	case d.allow != nil && size > uint64(d.large)+sealedBytes && !d.allow():
+		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, size, d.large)
+	case size > uint64(max(d.maxFrame, maxCommandBytes))+sealedBytes:
+		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, size, d.maxFrame)
+	}
+	return nil
+}
+
+// command handles a command of the handshake.
+func (c *secureConn) command(body []byte) error {
+	name, data, err := splitCommand(body)
+	if err != nil {
+		return err
+	}
+	if string(name) == "ERROR" {
+		return fmt.Errorf("%w: %w", errAuth, parseError(data))
+	}
+	answer, done, err := c.mech.handle(name, data)
+	if err := errors.Join(err, c.answer(answer)); err != nil {
+		return err
+	}
+	if done {
+		c.phase = traffic
+		c.peer.client = c.mech.client()
+		c.plain = appendCommand(c.plain, "READY", c.mech.peerReady())
+	}
+	return nil
+}
+
+// message opens a sealed frame.
+func (c *secureConn) message(flags byte, body []byte) (err error) {
+	if flags&flagMore != 0 {
+		return fmt.Errorf("%w: a sealed frame is followed by another part", errProtocol)
+	}
+	name, data, err := splitCommand(body)
+	if err != nil {
+		return err
+	}
+	switch string(name) {
+	case "MESSAGE":
+	case "ERROR":
+		return parseError(data)
+	default:
+		return fmt.Errorf("%w: command %q among sealed frames", errProtocol, name)
+	}
+	from := len(c.plain)
+	c.plain = append(c.plain, make([]byte, maxHeader-1)...) // room for the header: the flags are its last byte until it is written
+	if c.plain, err = c.mech.open(c.plain, data); err != nil {
+		return err
+	}
+	inner := c.plain[from+maxHeader-1]
+	if inner&^(sealedMore|sealedCommand) != 0 {
+		return fmt.Errorf("%w: flags %#02x of a sealed frame", errProtocol, inner)
+	}
+	size := len(c.plain) - from - maxHeader
+	head := [maxHeader]byte{0: flagLong | inner&sealedMore}
+	if inner&sealedCommand != 0 {
+		head[0] |= flagCommand
+	}
+	binary.BigEndian.PutUint64(head[1:], uint64(size))
+	copy(c.plain[from:], head[:])
+	return nil
+}
+
+// answer writes a part of the handshake.
+func (c *secureConn) answer(b []byte) error {
+	if len(b) == 0 {
+		return nil
+	}
+	c.write.Lock()
+	defer c.write.Unlock()
+	_, err := c.Conn.Write(b)
+	return err
+}
+
+// Write takes what the Peer writes: its greeting, its READY, then frames.
+func (c *secureConn) Write(b []byte) (int, error) {
+	c.write.Lock()
+	defer c.write.Unlock()
+	w := &c.write
+	if w.said && !c.mech.sealing() {
+		return c.Conn.Write(b)
+	}
+	w.part = append(w.part, b...)
+	rest := w.part
+	if !w.greeted && len(rest) >= greetingBytes {
+		rest, w.greeted = rest[greetingBytes:], true
+		if _, err := c.Conn.Write(appendGreetingOf(nil, c.mech.name(), c.mech.server())); err != nil {
+			return 0, err
+		}
+	}
+	w.sealed = w.sealed[:0]
+	for w.greeted {
+		flags, body, n := ownFrame(rest)
+		if n == 0 {
+			break
+		}
+		rest = rest[n:]
+		switch {
+		case !w.said:
+			w.said = true // the mechanism sends what READY says
+		case c.mech.sealing():
+			w.sealed = c.mech.seal(w.sealed, flags, body)
+		default:
+			w.sealed = append(appendHeader(w.sealed, flags&^flagLong, len(body)), body...)
+		}
+	}
+	if w.said && !c.mech.sealing() {
+		w.sealed, rest = append(w.sealed, rest...), nil
+	}
+	w.part = append(w.part[:0], rest...)
+	if cap(w.part) > keepBuffer && len(w.part) == 0 {
+		w.part = nil
+	}
+	if len(w.sealed) > 0 {
+		if _, err := c.Conn.Write(w.sealed); err != nil {
+			return 0, err
+		}
+	}
+	if cap(w.sealed) > keepBuffer {
+		w.sealed = nil
+	}
+	return len(b), nil
+}
+
+// ownFrame returns the frame of the Peer's that b begins with, and its length; 0: it is not whole.
+func ownFrame(b []byte) (flags byte, body []byte, n int) {
+	if len(b) < 2 {
+		return 0, nil, 0
+	}
+	size, header := uint64(b[1]), 2
+	if b[0]&flagLong != 0 {
+		if len(b) < maxHeader {
+			return 0, nil, 0
+		}
+		size, header = binary.BigEndian.Uint64(b[1:]), maxHeader
+	}
+	if size > uint64(len(b)-header) {
+		return 0, nil, 0
+	}
+	return b[0], b[header : header+int(size)], header + int(size)
+}
+
+// Flags of a sealed frame (RFC 26, MESSAGE).
+const (
+	sealedMore    = 0x01
+	sealedCommand = 0x02
+)
+
+// appendCommand appends a command of a name and its data.
+func appendCommand(b []byte, name string, data []byte) []byte {
+	b = appendHeader(b, flagCommand, 1+len(name)+len(data))
+	return append(append(append(b, byte(len(name))), name...), data...)
+}
+
+// Mechanisms, as greetings name them.
+const (
+	mechanismNull  = "NULL"
+	mechanismPlain = "PLAIN"
+	mechanismCurve = "CURVE"
+)
+
+// Authentication says how the clients of a socket that listens prove who they are: by one of these at most, and then all of them
+// must. The zero value asks nothing (NULL).
+type Authentication struct {
+	Curve *CurveServer
+	Plain func(user, password string) bool // whether a client may connect; safe for concurrent use
+	// Refused is called for each connection that ended since its peer did not prove who it is, on its reading goroutine; nil: not called.
+	Refused func(from net.Addr, err error)
+}
+
+// refused calls Refused where a connection ended for that.
+func (a Authentication) refused(p *Peer, err error) {
+	asks := a.Curve != nil || a.Plain != nil
+	if asks && a.Refused != nil && !p.ready.Load() && (errors.Is(err, errAuth) || errors.Is(err, errMechanism)) {
+		a.Refused(p.RemoteAddr(), err)
+	}
+}
+
+// mechanism returns what makes the mechanism of a connection that came; nil: NULL.
+func (a Authentication) mechanism(r *role) func() mechanism {
+	switch {
+	case a.Curve != nil:
+		return func() mechanism { return &curve{from: a.Curve, own: properties(r.own, r.identity)} }
+	case a.Plain != nil:
+		return func() mechanism { return &plain{check: a.Plain, own: properties(r.own, r.identity)} }
+	}
+	return nil
+}
+
+// clientMechanism returns what makes the mechanism of a connection that was made; nil: NULL.
+func clientMechanism(c *CurveClient, p *PlainClient, r *role) func() mechanism {
+	switch {
+	case c != nil:
+		return func() mechanism { return &curve{to: c, own: properties(r.own, r.identity)} }
+	case p != nil:
+		return func() mechanism { return &plain{account: p, own: properties(r.own, r.identity)} }
+	}
+	return nil
+}
