@@ -4,6 +4,7 @@
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
 # --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
+# KVASIR_FLAGS are further flags of this build's server in lmcache: --memo-mib 0 has it hash each prompt, as at the first hit of a new one.
 # KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,7 +20,7 @@ race_lmcache() {
 	trap 'rm -f /dev/shm/lmcache_l1_pool_race_kvasir_*' EXIT
 	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --out "$result" "$@" --race \
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
-		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
+		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port} ${KVASIR_FLAGS:-}"
 }
 
 # race_events races this build without KV events against itself with ten subscribers of them: rows of race_lmcache.

@@ -136,7 +136,7 @@ func (n *sglangAnswer) object(chunk bool, choices ...any) map[string]any {
 	if choices == nil {
 		choices = []any{}
 	}
-	return map[string]any{"id": n.q.RID, "object": kind, "created": n.s.a.created, "model": n.s.a.e.Model(), "choices": choices, "usage": nil}
+	return map[string]any{"id": n.q.RID, "object": kind, "created": time.Now().Unix(), "model": n.s.a.e.Model(), "choices": choices, "usage": nil}
 }
 
 // event writes tokens as they come and reports whether the client is there. Those of /generate repeat all before.
