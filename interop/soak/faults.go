@@ -37,6 +37,7 @@ type schedule struct {
 	Seed   uint64
 	For    time.Duration
 	Cycle  time.Duration // faults, then quiet
+	Calm   time.Duration // before the quiet time, with load and without faults: hit rates are compared then
 	Quiet  time.Duration // the end of each cycle
 	Faults []fault
 }
@@ -75,9 +76,13 @@ func makeSchedule(o *options) *schedule {
 	}
 	cycle = min(cycle, max(o.length, 40*time.Second))
 	s := &schedule{Seed: o.seed, For: o.length, Cycle: cycle, Quiet: max(20*time.Second, cycle/10)}
+	if cycle >= 10*time.Minute {
+		s.Calm = 2 * time.Minute
+	}
 	if !o.faults {
 		return s
 	}
+	ends := cycle - s.Quiet - s.Calm
 	rnd := rand.New(rand.NewPCG(o.seed, 43))
 	only := strings.FieldsFunc(o.only, func(r rune) bool { return r == ',' })
 	total := 0
@@ -86,7 +91,7 @@ func makeSchedule(o *options) *schedule {
 	}
 	for c := range max(1, int(o.length/cycle)) {
 		var faults []fault
-		for at := time.Second; at < cycle-s.Quiet; at += time.Duration(100+rnd.IntN(1900)) * time.Millisecond {
+		for at := time.Second; at < ends; at += time.Duration(100+rnd.IntN(1900)) * time.Millisecond {
 			n, i := rnd.IntN(total), 0
 			for n >= kinds[i].weight {
 				n -= kinds[i].weight
@@ -94,7 +99,7 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
-			f.For = min(f.For, cycle-s.Quiet-at)
+			f.For = min(f.For, ends-at)
 			busy := slices.ContainsFunc(faults, func(g fault) bool { // one of a kind at one target at a time
 				return g.Target == f.Target && g.At+g.For+100*time.Millisecond > f.At
 			})

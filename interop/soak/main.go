@@ -39,6 +39,7 @@ type options struct {
 	dir       string
 	replay    string
 	resume    string
+	compare   string
 	shrink    bool
 	faults    bool
 	only      string
@@ -56,6 +57,7 @@ func main() {
 	flag.StringVar(&o.dir, "dir", "", "directory for logs, schedule and record; default a new one under the system's for temporary files")
 	flag.StringVar(&o.replay, "replay", "", "run the schedule of this `FILE` (schedule.json of a run) instead of a new one")
 	flag.StringVar(&o.resume, "resume", "", "go on with the run of this `DIR` that was interrupted: at the cycle after the last whole one")
+	flag.StringVar(&o.compare, "compare", "", "the record.json of a run of the same seed with -faults=false: the hit rate in calm times may be 3 points lower")
 	flag.BoolVar(&o.shrink, "shrink", false, "with -replay: leave faults out as long as the run still fails, and write the shortest schedule")
 	flag.BoolVar(&o.faults, "faults", true, "inject faults; false gives the hit rate without any")
 	flag.StringVar(&o.only, "only", "", "kinds of faults to inject, comma-separated; default all")
@@ -100,7 +102,7 @@ func (o *options) paths() (err error) {
 			return err
 		}
 	}
-	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume} {
+	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume, &o.compare} {
 		if *p == "" {
 			continue
 		}
@@ -125,7 +127,7 @@ func outer(ctx context.Context, o *options) error {
 		return err
 	}
 	args := []string{
-		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume,
+		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume, "-compare=" + o.compare,
 		fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
 	}
 	cmd := exec.Command(self, args...)

@@ -249,6 +249,9 @@ func variantOf(seed uint64) variant {
 func makeParts(o *options, v variant) (parts []*part) {
 	add := func(p *part) *part {
 		p.log = filepath.Join(o.dir, p.name+".log")
+		if p.kind != "redis" { // by the environment: the previous release has no such flag
+			p.env = append(p.env, "KVASIR_"+strings.ToUpper(p.args[1])+"_ALLOW_FROM="+network)
+		}
 		parts = append(parts, p)
 		return p
 	}
