@@ -148,6 +148,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
 	tokens = tokens[:min(len(tokens), maxPrompt)]
 	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
+	if rnd.IntN(6) == 0 { // a long answer, which faults meet in its middle
+		r.tokens = 100 + rnd.IntN(200)
+	}
 	switch rnd.IntN(8) {
 	case 0: // a list: the proxy splits it
 		for range 1 + rnd.IntN(3) {

@@ -36,6 +36,7 @@ type options struct {
 	binary    string
 	previous  string
 	bug       string
+	clocks    bool
 	dir       string
 	replay    string
 	resume    string
@@ -54,6 +55,7 @@ func main() {
 	flag.StringVar(&o.binary, "binary", "bin/kvasir", "the build under test")
 	flag.StringVar(&o.previous, "previous", "", "the previous release's binary, for swaps; without it they are left out")
 	flag.StringVar(&o.bug, "bug", "", "build with the change of this `PATCH` (interop/soak/bugs) and run that, to see that the soak finds it")
+	flag.BoolVar(&o.clocks, "clocks", false, "build with a wall clock that the driver steps, and run that; without it those faults are left out")
 	flag.StringVar(&o.dir, "dir", "", "directory for logs, schedule and record; default a new one under the system's for temporary files")
 	flag.StringVar(&o.replay, "replay", "", "run the schedule of this `FILE` (schedule.json of a run) instead of a new one")
 	flag.StringVar(&o.resume, "resume", "", "go on with the run of this `DIR` that was interrupted: at the cycle after the last whole one")
@@ -76,11 +78,11 @@ func run(o *options) error {
 	if os.Getenv(innerEnv) != "" {
 		return inner(ctx, o)
 	}
-	if o.bug != "" {
+	if o.bug != "" || o.clocks {
 		if err := o.paths(); err != nil {
 			return err
 		}
-		binary, err := buildWith(ctx, o.bug, o.dir)
+		binary, err := buildWith(ctx, o.bug, o.clocks, o.dir)
 		if err != nil {
 			return err
 		}
@@ -128,7 +130,7 @@ func outer(ctx context.Context, o *options) error {
 	}
 	args := []string{
 		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume, "-compare=" + o.compare,
-		fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
+		fmt.Sprintf("-clocks=%v", o.clocks), fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
 	}
 	cmd := exec.Command(self, args...)
 	cmd.Env = append(withoutFlags(os.Environ()), innerEnv+"=1")
