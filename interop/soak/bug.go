@@ -78,11 +78,11 @@ const clockEnv = "KVASIR_SOAK_CLOCK"
 // steppedNow is what Go's time.Now begins with in such a build.
 const steppedNow = `	sec, nsec, mono := runtimeNow()
 	if mono != 0 {
-		sec += stepped(mono)
+		sec += stepped()
 	}
 `
 
-// steppedFile reads the file at most each 20 ms.
+// steppedFile reads the file each 20 ms, on a goroutine: the runtime calls time.Now where no file can be read.
 const steppedFile = `package time
 
 import (
@@ -90,38 +90,44 @@ import (
 	"syscall"
 )
 
-var steppedAt, steppedBy atomic.Int64
+var steppedBy atomic.Int64
 
-func stepped(mono int64) int64 {
-	at := steppedAt.Load()
-	if mono < at || !steppedAt.CompareAndSwap(at, mono+20_000_000) {
-		return steppedBy.Load()
-	}
+func stepped() int64 { return steppedBy.Load() }
+
+func init() {
 	path, ok := syscall.Getenv("` + clockEnv + `")
 	if !ok {
-		return 0
+		return
 	}
-	fd, err := open(path)
-	if err != nil {
-		return steppedBy.Load()
-	}
-	var b [24]byte
-	n, err := read(fd, b[:])
-	closefd(fd)
-	if err != nil || n <= 0 {
-		return steppedBy.Load()
-	}
-	by, sign := int64(0), int64(1)
-	for _, c := range b[:n] {
-		switch {
-		case c == '-':
-			sign = -1
-		case '0' <= c && c <= '9':
-			by = 10*by + int64(c-'0')
+	read := func() {
+		fd, err := open(path)
+		if err != nil {
+			return
 		}
+		var b [24]byte
+		n, err := read(fd, b[:])
+		closefd(fd)
+		if err != nil || n <= 0 {
+			return
+		}
+		by, sign := int64(0), int64(1)
+		for _, c := range b[:n] {
+			switch {
+			case c == '-':
+				sign = -1
+			case '0' <= c && c <= '9':
+				by = 10*by + int64(c-'0')
+			}
+		}
+		steppedBy.Store(sign * by)
 	}
-	steppedBy.Store(sign * by)
-	return sign * by
+	read()
+	go func() {
+		for {
+			Sleep(20 * Millisecond)
+			read()
+		}
+	}()
 }
 `
 
