@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -146,47 +145,51 @@ func (r *reader) snapshot(ctx context.Context) (map[string]bool, error) {
 	}
 }
 
-// objects asks the node which chunks its pool has.
-func (r *reader) objects(ctx context.Context) (map[string]bool, error) {
-	has, token := map[string]bool{}, ""
-	for {
-		q, err := http.NewRequestWithContext(ctx, http.MethodGet, r.node.url("/cache/objects?page_size=5000&page_token="+token), nil)
-		if err != nil {
-			return nil, err
-		}
-		a, err := httpClient.Do(q)
-		if err != nil {
-			return nil, err
-		}
+// object is an object of a node's pool.
+type object struct {
+	Key struct {
+		Hash string `json:"chunk_hash_hex"`
+		Salt string `json:"cache_salt"`
+	}
+	Bytes int64 `json:"size_bytes"`
+}
+
+// objects asks a node for all objects of its pool.
+func (p *part) objects(ctx context.Context) (out []object, err error) {
+	for token := ""; ; {
 		var page struct {
-			Entries []struct {
-				Key struct {
-					Hash string `json:"chunk_hash_hex"`
-					Salt string `json:"cache_salt"`
-				}
-			}
-			Next string `json:"next_page_token"`
+			Entries []object
+			Next    string `json:"next_page_token"`
 		}
-		err = json.NewDecoder(a.Body).Decode(&page)
-		_ = a.Body.Close()
-		if err != nil {
+		if err := call(ctx, http.MethodGet, p.url("/cache/objects?page_size=5000&page_token="+token), "", &page); err != nil {
 			return nil, err
 		}
-		for _, e := range page.Entries {
-			b, err := hex.DecodeString(e.Key.Hash)
-			if err != nil || len(b) != len(kv.Hash{}) {
-				return nil, fmt.Errorf("a chunk hash is %q", e.Key.Hash)
-			}
-			h := kv.Hash(b)
-			if e.Key.Salt != "" {
-				h = kv.SaltedHash(e.Key.Salt, h)
-			}
-			has[event.CPU+"|"+hex.EncodeToString(h[:])] = true
-		}
+		out = append(out, page.Entries...)
 		if token = page.Next; token == "" {
-			return has, nil
+			return out, nil
 		}
 	}
+}
+
+// chunks asks the node which chunks its pool has, by the names of events.
+func (r *reader) chunks(ctx context.Context) (map[string]bool, error) {
+	objects, err := r.node.objects(ctx)
+	if err != nil {
+		return nil, err
+	}
+	has := map[string]bool{}
+	for _, o := range objects {
+		b, err := hex.DecodeString(o.Key.Hash)
+		if err != nil || len(b) != len(kv.Hash{}) {
+			return nil, fmt.Errorf("a chunk hash is %q", o.Key.Hash)
+		}
+		h := kv.Hash(b)
+		if o.Key.Salt != "" {
+			h = kv.SaltedHash(o.Key.Salt, h)
+		}
+		has[event.CPU+"|"+hex.EncodeToString(h[:])] = true
+	}
+	return has, nil
 }
 
 // compare reports how the reader's list differs from the server's, and from what the pool has.
@@ -195,7 +198,7 @@ func (r *reader) compare(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", r.node.name, err)
 	}
-	pool, err := r.objects(ctx)
+	pool, err := r.chunks(ctx)
 	if err != nil {
 		return fmt.Errorf("%s: %w", r.node.name, err)
 	}

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -37,6 +38,7 @@ type schedule struct {
 	Seed   uint64
 	For    time.Duration
 	Cycle  time.Duration // faults, then quiet
+	Calm   time.Duration // before the quiet time, with load and without faults: hit rates are compared then
 	Quiet  time.Duration // the end of each cycle
 	Faults []fault
 }
@@ -64,6 +66,8 @@ var kinds = []struct {
 	{"quota", 1, []string{"node1", "node2"}},
 	{"resize", 1, []string{"node1", "node2"}},
 	{"flip", 2, []string{"node1", "node2"}},
+	{"torn", 2, []string{"node1", "node2"}},
+	{"clock", 4, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2"}},
 	{"swap", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "relay", "proxy1", "proxy2"}},
 }
 
@@ -75,9 +79,13 @@ func makeSchedule(o *options) *schedule {
 	}
 	cycle = min(cycle, max(o.length, 40*time.Second))
 	s := &schedule{Seed: o.seed, For: o.length, Cycle: cycle, Quiet: max(20*time.Second, cycle/10)}
+	if cycle >= 10*time.Minute {
+		s.Calm = 2 * time.Minute
+	}
 	if !o.faults {
 		return s
 	}
+	ends := cycle - s.Quiet - s.Calm
 	rnd := rand.New(rand.NewPCG(o.seed, 43))
 	only := strings.FieldsFunc(o.only, func(r rune) bool { return r == ',' })
 	total := 0
@@ -86,7 +94,7 @@ func makeSchedule(o *options) *schedule {
 	}
 	for c := range max(1, int(o.length/cycle)) {
 		var faults []fault
-		for at := time.Second; at < cycle-s.Quiet; at += time.Duration(100+rnd.IntN(1900)) * time.Millisecond {
+		for at := time.Second; at < ends; at += time.Duration(100+rnd.IntN(1900)) * time.Millisecond {
 			n, i := rnd.IntN(total), 0
 			for n >= kinds[i].weight {
 				n -= kinds[i].weight
@@ -94,7 +102,7 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
-			f.For = min(f.For, cycle-s.Quiet-at)
+			f.For = min(f.For, ends-at)
 			busy := slices.ContainsFunc(faults, func(g fault) bool { // one of a kind at one target at a time
 				return g.Target == f.Target && g.At+g.For+100*time.Millisecond > f.At
 			})
@@ -132,7 +140,7 @@ func (f fault) refusesStarts() bool {
 	switch f.Kind {
 	case "shm-full", "disk-full", "read-only", "cut", "half", "slow": // the last three: a registry that engines do not reach
 		return true
-	case "kill", "stop", "term", "fds", "resize", "flip", "swap": // a registry or node that is down: engines wait for it, then end
+	case "kill", "stop", "term", "fds", "resize", "flip", "torn", "swap": // a registry or node that is down: engines wait for it, then end
 		return strings.HasPrefix(f.Target, "registry") || strings.HasPrefix(f.Target, "node")
 	}
 	return false
@@ -182,15 +190,17 @@ func (s *soak) inject(ctx context.Context, f fault) {
 		return
 	}
 	s.record.Faults[f.Kind]++
-	if f.Kind == "kill" || f.Kind == "flip" {
+	if f.Kind == "kill" || f.Kind == "flip" || f.Kind == "torn" {
 		s.record.Kills[s.part(f.Target).kind]++
 	}
 }
 
 func (s *soak) apply(ctx context.Context, f fault) error {
 	switch f.Kind {
-	case "kill", "term", "flip":
+	case "kill", "term", "flip", "torn":
 		return s.endAndStart(ctx, f)
+	case "clock":
+		return s.stepClock(ctx, f)
 	case "swap":
 		return s.swap(ctx, f)
 	case "stop":
@@ -267,8 +277,11 @@ func (s *soak) endAndStart(ctx context.Context, f fault) error {
 	if !p.end(sig, limit) {
 		s.violation("%s did not end within %v of %v: its stacks are in %s", p.name, limit, sig, p.log)
 	}
-	if f.Kind == "flip" {
+	switch f.Kind {
+	case "flip":
 		s.flip(f)
+	case "torn":
+		s.tear(f)
 	}
 	wait(ctx, f.For)
 	if ctx.Err() != nil {
@@ -333,6 +346,50 @@ func flipIn(path string, rnd *rand.Rand) {
 			return
 		}
 	}
+}
+
+// unsynced is for how long what was written may be lost in a power cut.
+const unsynced = 5 * time.Second
+
+// tear cuts off the ends of the files that a node wrote last, as a power cut leaves them.
+func (s *soak) tear(f fault) {
+	rnd := rand.New(rand.NewPCG(s.schedule.Seed, uint64(f.At)))
+	n := strings.TrimPrefix(f.Target, "node")
+	files, _ := filepath.Glob(filepath.Join(s.o.dir, "disk"+n, "kv", "*.seg")) // the pattern is well formed
+	if n == "2" {
+		objects, _ := filepath.Glob(filepath.Join(s.o.dir, "fs2", "*"))
+		files = append(files, objects...)
+	}
+	for _, path := range files {
+		st, err := os.Stat(path)
+		if err != nil || !st.Mode().IsRegular() || st.Size() == 0 || time.Since(st.ModTime()) > unsynced {
+			continue
+		}
+		_ = os.Truncate(path, st.Size()-min(st.Size(), 1+rnd.Int64N(256<<10))) // a file that is gone is no matter
+	}
+}
+
+// steps are by how much a clock is set, seconds.
+var steps = []int{2, -2, 90, -90, 3600, -3600, 100_000, -100_000}
+
+// stepClock sets the wall clock of a part forward or back, and right again.
+func (s *soak) stepClock(ctx context.Context, f fault) error {
+	if !s.o.clocks {
+		return errors.New("the build has no clock that can be stepped (-clocks)")
+	}
+	p := s.part(f.Target)
+	set := func(by int) error {
+		next := p.clock + ".new"
+		if err := os.WriteFile(next, []byte(strconv.Itoa(by)), 0o644); err != nil {
+			return err
+		}
+		return os.Rename(next, p.clock)
+	}
+	if err := set(steps[int(f.For/time.Millisecond)%len(steps)]); err != nil {
+		return err
+	}
+	wait(ctx, f.For)
+	return set(0)
 }
 
 // redis sends one command of plain words.

@@ -16,7 +16,10 @@ import (
 // relay and proxies.
 //
 //	ctl 10.77.0.1 (bridge)   r 10.77.0.2   h1 10.77.0.11   h2 10.77.0.12
-const bridgeAddr = "10.77.0.1"
+const (
+	bridgeAddr = "10.77.0.1"
+	network    = "10.77.0.0/24,127.0.0.1" // from which parts may be reached
+)
 
 var hosts = map[string]string{"r": "10.77.0.2", "h1": "10.77.0.11", "h2": "10.77.0.12"}
 

@@ -27,6 +27,7 @@ const (
 	deadline   = 90 * time.Second // of each request
 	grace      = 20 * time.Second // after a fault, in which requests may fail with an error
 	slowest    = 20 * time.Second // of a request while only nodes and tiers have faults
+	calmAfter  = time.Minute      // after a fault hit rates count again
 	maxPrompt  = 2500
 	chatsOfRun = 4096
 
@@ -136,6 +137,7 @@ type outcome struct {
 	kind  string // ok, error (a named one), cut (the connection broke), wrong (anything else)
 	text  string // the reason
 	texts map[int]string
+	usage usage
 }
 
 // one sends one request and judges its end. It reports whether there was an answer.
@@ -146,6 +148,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
 	tokens = tokens[:min(len(tokens), maxPrompt)]
 	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
+	if rnd.IntN(6) == 0 { // a long answer, which faults meet in its middle
+		r.tokens = 100 + rnd.IntN(200)
+	}
 	switch rnd.IntN(8) {
 	case 0: // a list: the proxy splits it
 		for range 1 + rnd.IntN(3) {
@@ -200,9 +205,20 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 		if r.salt == "" && r.n == 1 {
 			l.done(tokens)
 		}
+		l.hit(got.usage, !l.s.windows.during(began, ends, calmAfter, nil))
 	}
 	l.count(got.kind)
 	return got.kind == "ok"
+}
+
+// hit adds to the hit rate of the run. calm says that no fault was near the request.
+func (l *load) hit(u usage, calm bool) {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	l.s.record.Hits.add(u)
+	if calm {
+		l.s.record.CalmHits.add(u)
+	}
 }
 
 func (l *load) count(kind string) {
@@ -252,6 +268,9 @@ func (l *load) send(ctx context.Context, i, proxy int, r *ask) outcome {
 	if r.n > 1 {
 		fields["n"] = r.n
 	}
+	if r.stream {
+		fields["stream_options"] = map[string]bool{"include_usage": true}
+	}
 	if r.salt != "" {
 		fields["cache_salt"] = r.salt
 	}
@@ -285,7 +304,34 @@ type answer struct {
 		Index int
 		Text  string
 	}
+	Usage *usage
 	Error *struct{ Message string }
+}
+
+// usage is what an answer says of its prompt, in tokens.
+type usage struct {
+	Prompt  int64 `json:"prompt_tokens"`
+	Details struct {
+		Cached int64 `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
+}
+
+// hits are the prompt tokens of answered requests, and those of them that P or D had cached.
+type hits struct{ Prompt, Cached int64 }
+
+func (h *hits) add(u usage) {
+	h.Prompt += u.Prompt
+	h.Cached += u.Details.Cached
+}
+
+// percent is the hit rate.
+func (h hits) percent() float64 { return 100 * float64(h.Cached) / float64(max(1, h.Prompt)) }
+
+func (a *answer) of() usage {
+	if a.Usage == nil {
+		return usage{}
+	}
+	return *a.Usage
 }
 
 // judge reads an answer that is no stream.
@@ -301,7 +347,7 @@ func judge(status int, body []byte) outcome {
 		for _, c := range a.Choices {
 			texts[c.Index] += c.Text
 		}
-		return outcome{kind: "ok", texts: texts}
+		return outcome{kind: "ok", texts: texts, usage: a.of()}
 	case status >= 400 && a.Error != nil && a.Error.Message != "":
 		return outcome{kind: "error", text: fmt.Sprintf("status %d: %s", status, a.Error.Message)}
 	}
@@ -311,6 +357,7 @@ func judge(status int, body []byte) outcome {
 // readStream reads server-sent events up to [DONE] or an error event.
 func readStream(r io.Reader) outcome {
 	texts := map[int]string{}
+	var of usage
 	sc := bufio.NewScanner(r)
 	for sc.Scan() {
 		data, ok := strings.CutPrefix(sc.Text(), "data: ")
@@ -318,7 +365,7 @@ func readStream(r io.Reader) outcome {
 		case !ok:
 			continue
 		case data == "[DONE]":
-			return outcome{kind: "ok", texts: texts}
+			return outcome{kind: "ok", texts: texts, usage: of}
 		}
 		var a answer
 		if err := json.Unmarshal([]byte(data), &a); err != nil {
@@ -326,6 +373,9 @@ func readStream(r io.Reader) outcome {
 		}
 		if a.Error != nil {
 			return outcome{kind: "error", text: "event: " + a.Error.Message}
+		}
+		if a.Usage != nil {
+			of = *a.Usage
 		}
 		for _, c := range a.Choices {
 			texts[c.Index] += c.Text

@@ -158,6 +158,41 @@ func (p *part) books(ctx context.Context) error {
 	if status.L1.Resident != status.L1.Evictable {
 		return fmt.Errorf("%s: %d of %d chunks can be evicted while nothing is in progress", p.name, status.L1.Evictable, status.L1.Resident)
 	}
+	return p.tenants(ctx)
+}
+
+// tenants compares what a tenant with a quota is charged with the objects that it has.
+func (p *part) tenants(ctx context.Context) error {
+	var list struct {
+		Tenants []struct {
+			Salt    string `json:"cache_salt"`
+			Quota   *int64 `json:"quota_bytes"`
+			Bytes   int64
+			Objects int
+		}
+	}
+	if err := call(ctx, http.MethodGet, p.url("/tenants"), "", &list); err != nil {
+		return err
+	}
+	for _, t := range list.Tenants {
+		if t.Quota == nil {
+			continue
+		}
+		objects, err := p.objects(ctx)
+		if err != nil {
+			return err
+		}
+		bytes, n := int64(0), 0
+		for _, o := range objects {
+			if o.Key.Salt == t.Salt {
+				bytes += o.Bytes
+				n++
+			}
+		}
+		if bytes != t.Bytes || n != t.Objects {
+			return fmt.Errorf("%s: tenant %q is charged %d bytes for %d objects; it has %d bytes in %d objects", p.name, t.Salt, t.Bytes, t.Objects, bytes, n)
+		}
+	}
 	return nil
 }
 

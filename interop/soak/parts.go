@@ -27,6 +27,7 @@ type part struct {
 	args   []string
 	env    []string
 	log    string
+	clock  string // file with the seconds that its wall clock is ahead, in a build with -clocks
 	mu     struct {
 		sync.Mutex
 		cmd     *exec.Cmd
@@ -249,6 +250,10 @@ func variantOf(seed uint64) variant {
 func makeParts(o *options, v variant) (parts []*part) {
 	add := func(p *part) *part {
 		p.log = filepath.Join(o.dir, p.name+".log")
+		if p.kind != "redis" { // by the environment: the previous release has no such flag
+			p.clock = filepath.Join(o.dir, p.name+".clock")
+			p.env = append(p.env, clockEnv+"="+p.clock, "KVASIR_"+strings.ToUpper(p.args[1])+"_ALLOW_FROM="+network)
+		}
 		parts = append(parts, p)
 		return p
 	}

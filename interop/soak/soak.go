@@ -22,6 +22,8 @@ type record struct {
 	Ended      time.Time
 	Cycles     int // whole ones
 	Requests   map[string]int
+	Hits       hits // of all answered requests
+	CalmHits   hits // of those that no fault was near
 	Faults     map[string]int
 	Kills      map[string]int // by kind of part
 	Refused    int            // starts that were refused with a reason, as while /dev/shm is full
@@ -188,8 +190,34 @@ func (s *soak) play(parent context.Context) error {
 	switch {
 	case len(s.record.Violations) > 0:
 		return errViolated
+	case parent.Err() == nil && s.o.compare != "":
+		return s.compareHits()
 	case parent.Err() != nil:
 		return fmt.Errorf("interrupted after %d of %d cycles: go on with -resume %s", s.record.Cycles, cycles, s.o.dir)
+	}
+	return nil
+}
+
+// maxHitDifference is how far the hit rate in calm times may be below that of a run without faults, points.
+const maxHitDifference = 3
+
+// compareHits compares the hit rate in calm times with that of a run of the same seed without faults.
+func (s *soak) compareHits() error {
+	var r record
+	if err := readJSON(s.o.compare, &r); err != nil {
+		return err
+	}
+	if r.Seed != s.record.Seed || len(r.Faults) > 0 {
+		return fmt.Errorf("%s is no record of seed %d without faults", s.o.compare, s.record.Seed)
+	}
+	with, without := s.record.CalmHits, r.Hits
+	s.logf("hit rate in calm times %.1f %% of %d tokens, without faults %.1f %% of %d", with.percent(), with.Prompt, without.percent(), without.Prompt)
+	switch {
+	case with.Prompt == 0 || without.Prompt == 0:
+		return errors.New("hit rates cannot be compared: no request was answered in a calm time; a run of 40 minutes has such times")
+	case with.percent() < without.percent()-maxHitDifference:
+		s.violation("the hit rate in calm times is %.1f %%, without faults it is %.1f %%", with.percent(), without.percent())
+		return errViolated
 	}
 	return nil
 }
@@ -304,6 +332,11 @@ func (s *soak) stop() {
 // print prints the record.
 func (s *soak) print() {
 	fmt.Printf("seed %d: %d cycles in %v, requests %v\n", s.record.Seed, s.record.Cycles, time.Since(s.began).Round(time.Second), s.record.Requests)
+	fmt.Printf("hit rate %.1f %% of %d prompt tokens", s.record.Hits.percent(), s.record.Hits.Prompt)
+	if n := s.record.CalmHits.Prompt; n > 0 {
+		fmt.Printf(", in calm times %.1f %% of %d", s.record.CalmHits.percent(), n)
+	}
+	fmt.Println()
 	total := 0
 	for _, n := range s.record.Kills {
 		total += n
