@@ -3,6 +3,7 @@
 # each unit is hardened; the manual has no fault; go install takes the module; the chart makes valid objects; the deb lives in a Debian of its own. Needs git, Go and, for the units, systemd-analyze. Writes below a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+here=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "release-check: $*" >&2; exit 1; }
@@ -50,6 +51,8 @@ if command -v groff >/dev/null; then
 		[ -z "$faults" ] || fail "$page: $faults"
 	done
 fi
+cd "$here"
+(cd internal/tools/site && go vet . && go test -count=1 .)
 .ci/goinstall.sh
 .ci/chart.sh
 .ci/packages.sh

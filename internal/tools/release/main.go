@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command release builds what a release consists of: for each platform a static binary with manual, completions, units and
-// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX), and checksums of all of
+// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX); the pages as a site; and checksums of all of
 // them. It runs in the root of the repository, and says what it wrote. Two runs from one commit write equal bytes, wherever and
 // whenever they run: all times are that of the commit, or SOURCE_DATE_EPOCH.
 package main
@@ -78,7 +78,12 @@ func run(out string, archs []string) error {
 	if err := os.MkdirAll(out, 0o755); err != nil {
 		return err
 	}
-	var names []string
+	name, err := writeSite(work, version, date, out)
+	if err != nil {
+		return fmt.Errorf("site: %w", err)
+	}
+	names := []string{name}
+	fmt.Println(filepath.Join(out, name))
 	for _, arch := range archs {
 		b := &build{version: version, arch: arch, date: date, binary: filepath.Join(work, "kvasir-"+arch)}
 		if err := compile(b.binary, arch); err != nil {
