@@ -37,7 +37,7 @@ for version in 0.1.0 0.1.1; do
 		sed -i "s/^const release = .*/const release = \"$version\"/" cmd/kvasir/internal/cli/help.go
 		git diff --quiet || git -c user.name=check -c user.email=check@localhost commit -qam "release $version"
 		[ -x "$work/release" ] || (cd internal/tools/release && go build -o "$work/release" .)
-		"$work/release" -arch "$arch" -out "$work/dist-$version" >/dev/null
+		"$work/release" -os linux -arch "$arch" -out "$work/dist-$version" >/dev/null
 	)
 done
 debootstrap --variant=minbase --include=systemd bookworm "$root" "${MIRROR:-http://deb.debian.org/debian}" >"$work/debootstrap.log" 2>&1 || { tail "$work/debootstrap.log"; fail "debootstrap"; }

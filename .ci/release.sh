@@ -27,6 +27,7 @@ version=$("$binary" --version | cut -d' ' -f2)
 for module in $(go version -m "$binary" | awk '$1 == "dep" { print $2 "@" $3 }'); do
 	grep -q "pkg:golang/$module\"" kvasir-*-linux-amd64.cdx.json || fail "the list of modules lacks $module"
 done
+for name in kvasir-*-darwin-amd64.tar.gz kvasir-*-darwin-arm64.tar.gz kvasir-*-site.tar.gz; do [ -s "$name" ] || fail "there is no $name"; done
 unpacked=$(tar -xOf kvasir-*-linux-amd64.image.tar --wildcards '*.tar.gz' | gzip -dc | wc -c)
 [ "$unpacked" -le 30000000 ] || fail "the image has $unpacked bytes unpacked, more than 30 MB"
 echo "image: $unpacked bytes unpacked"

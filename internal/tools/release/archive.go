@@ -17,9 +17,9 @@ import (
 	"time"
 )
 
-// writeArchive writes kvasir-VERSION-linux-ARCH.tar.gz, with one folder of that name.
+// writeArchive writes kvasir-VERSION-OS-ARCH.tar.gz, with one folder of that name.
 func writeArchive(b *build, out string) (string, error) {
-	return pack(fmt.Sprintf("kvasir-%s-linux-%s", b.version, b.arch), b.files, b.date, out)
+	return pack(fmt.Sprintf("kvasir-%s-%s-%s", b.version, b.system, b.arch), b.files, b.date, out)
 }
 
 // writeSite writes kvasir-VERSION-site.tar.gz: the pages as a site.
