@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page docs fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page docs site fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -48,10 +48,14 @@ check: have-go ## format, vet, staticcheck, gocyclo, the generated reference, ru
 docs: have-go ## write docs/reference/commands: flags, routes and metrics of each command, from the code
 	$(GO) run ./internal/tools/docs
 
+site: have-go ## make a site of the pages in bin/site: open bin/site/index.html, no server needed
+	cd internal/tools/site && $(GO) build -o ../../../bin/make-site .
+	bin/make-site -out bin/site
+
 fmt: ## format all Go files
 	$(GO) tool gofumpt -w .
 
-release: have-go ## archives, deb, rpm, image, lists of modules and checksums of this commit in dist/
+release: have-go ## archives, deb, rpm, image, site, lists of modules and checksums of this commit in dist/
 	cd internal/tools/release && $(GO) build -o ../../../bin/release .
 	bin/release -out dist
 

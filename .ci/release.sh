@@ -3,6 +3,7 @@
 # each unit is hardened; the manual has no fault; go install takes the module; the chart makes valid objects; the deb lives in a Debian of its own. Needs git, Go and, for the units, systemd-analyze. Writes below a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+here=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "release-check: $*" >&2; exit 1; }
@@ -26,6 +27,7 @@ version=$("$binary" --version | cut -d' ' -f2)
 for module in $(go version -m "$binary" | awk '$1 == "dep" { print $2 "@" $3 }'); do
 	grep -q "pkg:golang/$module\"" kvasir-*-linux-amd64.cdx.json || fail "the list of modules lacks $module"
 done
+for name in kvasir-*-darwin-amd64.tar.gz kvasir-*-darwin-arm64.tar.gz kvasir-*-site.tar.gz; do [ -s "$name" ] || fail "there is no $name"; done
 unpacked=$(tar -xOf kvasir-*-linux-amd64.image.tar --wildcards '*.tar.gz' | gzip -dc | wc -c)
 [ "$unpacked" -le 30000000 ] || fail "the image has $unpacked bytes unpacked, more than 30 MB"
 echo "image: $unpacked bytes unpacked"
@@ -50,6 +52,8 @@ if command -v groff >/dev/null; then
 		[ -z "$faults" ] || fail "$page: $faults"
 	done
 fi
+cd "$here"
+(cd internal/tools/site && go vet . && go test -count=1 .)
 .ci/goinstall.sh
 .ci/chart.sh
 .ci/packages.sh

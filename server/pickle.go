@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/pickle"
@@ -39,15 +37,6 @@ func (o *Options) routerLimits(r *zmtp.RouterOptions) {
 	r.MaxMessageBytes = r.MaxFrameBytes + message - plainFrame
 	all := max(r.MaxMessageBytes, min(4*r.MaxMessageBytes, systemMemory()/4))
 	r.MaxReceiveBytes, r.MaxUnsentBytes = all, all
-}
-
-// systemMemory is the machine's, bytes; 0 where it is unknown.
-func systemMemory() int64 {
-	var info unix.Sysinfo_t
-	if err := unix.Sysinfo(&info); err != nil {
-		return 0
-	}
-	return int64(info.Totalram) * int64(info.Unit)
 }
 
 // plainFrame is the longest frame, bytes, of a peer that has no worker whose chunks

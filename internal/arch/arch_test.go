@@ -69,7 +69,8 @@ const (
 
 // small packages that stand alone although they have one importer.
 var small = map[string]string{
-	"sim/sweep": "a subject beside sim/fleet, with a result of its own; internal/plot draws what it drew itself",
+	"internal/tools/pages": "the check of internal/tools/docs and the test that types pages read the same marks",
+	"sim/sweep":            "a subject beside sim/fleet, with a result of its own; internal/plot draws what it drew itself",
 }
 
 const maxFileLines = 600

@@ -236,7 +236,10 @@ func (e *Engine) Model() string { return e.o.Model }
 // MaxModel returns the longest sequence, in tokens.
 func (e *Engine) MaxModel() int { return e.o.MaxModel }
 
-// Close aborts what runs, stops the connectors and gives the memory back.
+// endTimeout bounds the wait for stores in progress when an engine ends.
+const endTimeout = 5 * time.Second
+
+// Close aborts what runs, waits for stores in progress, stops the connectors and gives the memory back.
 func (e *Engine) Close() error {
 	e.stop()
 	<-e.done

@@ -318,8 +318,16 @@ func (k *lmcacheConn) collect(reg *metrics.Registry, labels map[string]string) {
 	}
 }
 
+// close ends the connector. What was computed is stored before, for at most endTimeout.
 func (k *lmcacheConn) close(ctx context.Context) error {
 	var errs []error
+	storing, cancel := context.WithTimeout(ctx, endTimeout)
+	defer cancel()
+	for _, w := range k.workers {
+		if err := w.Flush(storing); err != nil {
+			k.e.log.Warn("the engine ends before all KV is stored", "err", err)
+		}
+	}
 	for _, w := range k.workers {
 		if err := w.Close(ctx); err != nil {
 			k.e.log.Warn("the cache server did not learn of the end", "err", err)

@@ -120,3 +120,34 @@ func TestCacheServer(t *testing.T) {
 	f("lmcache_driven", 2, false)
 	f("engine_driven", 2, true)
 }
+
+// What an engine computed is stored when it ends, also when it ends right after its answer.
+func TestEndingEngineStoresWhatItComputed(t *testing.T) {
+	f := func(name, dir, config string, env map[string]string) {
+		t.Helper()
+		g := geometry(2)
+		g.HeadBytes = 1024 // copies take milliseconds
+		o := engine.Options{Model: "org/model", KV: g, MaxModel: 1024, ShmDir: dir}
+		for seed := range uint32(3) {
+			r := engine.Request{ID: fmt.Sprint("r", seed), Tokens: prompt(500, seed), MaxTokens: 1}
+			first := openUnclosed(t, o, config, env)
+			if _, end := ask(t, first, r); end.Err != nil {
+				t.Fatalf("%s: %v", name, end.Err)
+			}
+			if err := first.Close(); err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			second := open(t, o, config, env)
+			if _, end := ask(t, second, r); end.Err != nil || end.Cached < 480 {
+				t.Fatalf("%s: prompt %d: %+v, want 480 tokens or more from the cache", name, seed, end)
+			}
+			idle(t, second)
+		}
+	}
+	n := startNode(t, 64<<20)
+	f("engine_driven", n.dir, lmcacheConfig(n.url, "engine_driven"), nil)
+	n = startNode(t, 64<<20)
+	f("lmcache_driven", n.dir, lmcacheConfig(n.url, "lmcache_driven"), nil)
+	c := newStoreCluster(t, 3)
+	f("Mooncake Store", "", storeConfig("kv_both"), c.env)
+}

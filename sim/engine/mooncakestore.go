@@ -45,8 +45,9 @@ type storeConn struct {
 		sync.Mutex
 		arrived, failed []string
 	}
-	saves   chan save
-	waiting atomic.Int64 // bytes of saves
+	saves   chan save      // closed at the end
+	saving  sync.WaitGroup // of the goroutine that takes them
+	waiting atomic.Int64   // bytes of saves
 }
 
 // storeRequest is a request as the connector sees it. The loop owns it, but for hit.
@@ -147,7 +148,7 @@ func newStore(e *Engine, c *kvconfig.Config) (_ *storeConn, err error) {
 	if len(o.Moot) > 0 {
 		e.log.Info("these variables change nothing: the engine lends the store no memory and no disk", "variables", o.Moot)
 	}
-	k.going.Go(k.save)
+	k.saving.Go(k.save)
 	return k, nil
 }
 
@@ -347,13 +348,16 @@ func (k *storeConn) offer(r *storeRequest, tables [][]sched.BlockID, blocks []co
 	}
 }
 
-// save stores what was offered, until the connector is closed.
+// save stores what was offered, until the connector is closed and nothing is left.
 func (k *storeConn) save() {
 	for {
 		select {
 		case <-k.ctx.Done():
 			return
-		case s := <-k.saves:
+		case s, ok := <-k.saves:
+			if !ok {
+				return
+			}
 			ctx, cancel := context.WithTimeout(k.ctx, saveTimeout)
 			var failed error
 			for rank, w := range k.workers {
@@ -404,7 +408,16 @@ func (k *storeConn) collect(reg *metrics.Registry, labels map[string]string) {
 	}
 }
 
-func (k *storeConn) close(context.Context) error {
+// close ends the connector. What was computed is stored before, for at most endTimeout.
+func (k *storeConn) close(ctx context.Context) error {
+	close(k.saves)
+	storing, cancel := context.WithTimeout(ctx, endTimeout)
+	defer cancel()
+	late := context.AfterFunc(storing, k.stop)
+	k.saving.Wait()
+	if !late() {
+		k.e.log.Warn("the engine ends before all KV is stored", "err", context.Cause(storing))
+	}
 	k.stop()
 	k.going.Wait()
 	if k.te != nil {

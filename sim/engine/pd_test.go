@@ -37,6 +37,18 @@ func geometry(tp int) kvmem.Geometry {
 // open starts an engine with the connectors of a --kv-transfer-config; "" for none.
 func open(t testing.TB, o engine.Options, config string, env map[string]string) *engine.Engine {
 	t.Helper()
+	e := openUnclosed(t, o, config, env)
+	t.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return e
+}
+
+// openUnclosed is open for an engine that the test closes.
+func openUnclosed(t testing.TB, o engine.Options, config string, env map[string]string) *engine.Engine {
+	t.Helper()
 	if config != "" {
 		o.Connectors = parsed(t, config)
 	}
@@ -52,11 +64,6 @@ func open(t testing.TB, o engine.Options, config string, env map[string]string) 
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		if err := e.Close(); err != nil {
-			t.Error(err)
-		}
-	})
 	return e
 }
 

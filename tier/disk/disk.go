@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//go:build linux
-
 // Package disk is a tier on local disks: a log of segments in each of some directories.
 //
 // Objects are appended to a segment with direct I/O, straight from and to the caller's

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//go:build linux
-
 package disk
 
 import (
@@ -83,7 +81,7 @@ func openFiles(path string, look bool) (_ *osFiles, err error) {
 			return nil, err
 		}
 	}
-	o := &osFiles{path: path, dir: -1, direct: unix.O_DIRECT}
+	o := &osFiles{path: path, dir: -1, direct: directIO}
 	defer func() {
 		if err != nil {
 			_ = o.close()
@@ -219,7 +217,7 @@ func (o *osFiles) create(name string, bytes int64) (file, error) {
 		return nil, fmt.Errorf("make %s: %w", name, err)
 	}
 	if bytes > 0 {
-		err = unix.Fallocate(fd, 0, 0, bytes)
+		err = fallocate(fd, 0, bytes)
 		if errors.Is(err, unix.EOPNOTSUPP) {
 			err = unix.Ftruncate(fd, bytes)
 		}
@@ -251,7 +249,7 @@ func (o *osFiles) space() (all, free int64, err error) {
 	if err := unix.Fstatfs(o.dir, &st); err != nil {
 		return 0, 0, err
 	}
-	return int64(st.Blocks) * st.Bsize, int64(st.Bavail) * st.Bsize, nil
+	return int64(st.Blocks) * int64(st.Bsize), int64(st.Bavail) * int64(st.Bsize), nil
 }
 
 func (o *osFiles) close() error {
@@ -329,9 +327,9 @@ func (f osFile) size() (int64, error) {
 
 func (f osFile) truncate(bytes int64) error { return unix.Ftruncate(f.fd, bytes) }
 func (f osFile) reserve(bytes int64) error {
-	return unix.Fallocate(f.fd, unix.FALLOC_FL_KEEP_SIZE, 0, bytes)
+	return fallocate(f.fd, keepSize, bytes)
 }
-func (f osFile) sync() error  { return unix.Fdatasync(f.fd) }
+func (f osFile) sync() error  { return syncData(f.fd) }
 func (f osFile) close() error { return unix.Close(f.fd) }
 
 // replace writes a file as a whole: the old one or the new one is there at any moment.

@@ -239,7 +239,7 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 
 // used notes that a file was read: most file systems do so once a day, or not at all. Files of another user stay as they are.
 func used(path string) {
-	_ = unix.UtimesNanoAt(unix.AT_FDCWD, path, []unix.Timespec{{Nsec: unix.UTIME_NOW}, {Nsec: unix.UTIME_OMIT}}, unix.AT_SYMLINK_NOFOLLOW)
+	touch(path)
 }
 
 // missing says that nothing is there, where that is why a file cannot be opened.
@@ -256,7 +256,7 @@ func (d *Dir) open(path string, flags int, mode uint32) (fd int, direct bool, er
 	flags |= unix.O_CLOEXEC | unix.O_NOFOLLOW
 	direct = d.o.Direct && !d.noDirect.Load()
 	if direct {
-		err = retry(func() error { fd, err = unix.Open(path, flags|unix.O_DIRECT, mode); return err })
+		err = retry(func() error { fd, err = unix.Open(path, flags|directIO, mode); return err })
 		if !errors.Is(err, unix.EINVAL) {
 			return fd, true, err
 		}
@@ -342,6 +342,6 @@ func indirect(fd int) error {
 	if err != nil {
 		return err
 	}
-	_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, flags&^unix.O_DIRECT)
+	_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, flags&^directIO)
 	return err
 }

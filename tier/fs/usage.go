@@ -132,7 +132,7 @@ func (d *Dir) checkRoom(n int64) error {
 func (d *Dir) statfs() {
 	var st unix.Statfs_t
 	if err := retry(func() error { return unix.Statfs(d.o.Path, &st) }); err == nil {
-		d.usage.free.Store(int64(st.Bavail) * st.Bsize)
+		d.usage.free.Store(int64(st.Bavail) * int64(st.Bsize))
 	}
 }
 

@@ -106,14 +106,14 @@ func (c *Conn) Stands() bool {
 	if err != nil {
 		return false
 	}
-	fds := []unix.PollFd{{Events: unix.POLLRDHUP}}
+	fds := []unix.PollFd{{Events: pollHangup}}
 	if raw.Control(func(fd uintptr) {
 		fds[0].Fd = int32(fd)
 		_, err = unix.Poll(fds, 0)
 	}) != nil {
 		return false
 	}
-	return err == nil && fds[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) == 0
+	return err == nil && fds[0].Revents&(pollHangup|unix.POLLHUP|unix.POLLERR) == 0
 }
 
 // Write sends a frame, whose body write appends.

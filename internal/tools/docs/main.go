@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command docs writes the generated part of the reference, docs/reference/commands: flags from the command line itself, HTTP routes,
-// metrics and environment variables from the code; and the sample of a trace in docs/examples. With -check it writes nothing and reports what is missing or wrong.
+// metrics and environment variables from the code; and the sample of a trace in docs/examples. With -check it writes nothing and reports what is missing or wrong,
+// shell blocks with a wrong mark among it; with -v also which shell blocks no test types, and why.
 package main
 
 import (
@@ -9,23 +10,30 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io/fs"
+	"io"
 	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/tools/pages"
 )
 
 // out is the folder of the generated pages.
-const out = "docs/reference/commands"
+const out = pages.Generated
 
 func main() {
 	check := flag.Bool("check", false, "write nothing; report pages that are not current, and what no page or test names")
 	kvasir := flag.String("kvasir", "", "the kvasir to ask for its flags; without it, one is built")
+	verbose := flag.Bool("v", false, "with -check, list the shell blocks that no test types, each with its reason")
 	flag.Parse()
-	faults, err := run(*check, *kvasir)
+	notTyped := io.Discard
+	if *verbose {
+		notTyped = os.Stdout
+	}
+	faults, err := run(*check, *kvasir, notTyped)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "docs:", err)
 		os.Exit(1)
@@ -38,8 +46,8 @@ func main() {
 	}
 }
 
-// run writes the pages, or with check returns what is wrong.
-func run(check bool, kvasir string) (faults []string, err error) {
+// run writes the pages, or with check returns what is wrong, and writes to notTyped which shell blocks no test types.
+func run(check bool, kvasir string, notTyped io.Writer) (faults []string, err error) {
 	if _, err := os.Stat("go.mod"); err != nil {
 		return nil, errors.New("run it in the root of the repository")
 	}
@@ -51,21 +59,22 @@ func run(check bool, kvasir string) (faults []string, err error) {
 	if err != nil {
 		return nil, err
 	}
-	hand, err := handWritten("docs", "README.md")
+	hand, err := pages.All(".")
 	if err != nil {
 		return nil, err
 	}
-	pages, faults := reference(commands, c, hand)
+	written, faults := reference(commands, c, hand)
 	if !check {
-		return faults, errors.Join(write(pages), os.WriteFile(tracePath, trace(), 0o644))
+		return faults, errors.Join(write(written), os.WriteFile(tracePath, trace(), 0o644))
 	}
+	faults = append(faults, blocks(hand, notTyped)...)
 	for _, name := range untested(leaves(commands), c.tests) {
 		faults = append(faults, name+": no test runs this command")
 	}
 	if text, err := os.ReadFile(tracePath); err != nil || !bytes.Equal(text, trace()) {
 		faults = append(faults, tracePath+" is not current: run go run ./internal/tools/docs")
 	}
-	return append(faults, stale(pages)...), nil
+	return append(faults, stale(written)...), nil
 }
 
 // commandPages asks a kvasir for the reference of its flags.
@@ -97,29 +106,30 @@ func commandPages(kvasir string) (map[string]string, error) {
 	return pages, nil
 }
 
-// handWritten returns the Markdown pages at or below each path, by path; generated ones are left out.
-func handWritten(paths ...string) (map[string]string, error) {
-	pages := map[string]string{}
-	for _, p := range paths {
-		err := filepath.WalkDir(p, func(name string, d fs.DirEntry, err error) error {
-			if err != nil {
-				return err
+// blocks returns what is wrong with the blocks of pages and the marks before them. TestPagesAsTyped in cmd/kvasir/internal/cli types each
+// shell block without a mark against it; blocks lists the others.
+func blocks(hand map[string]string, notTyped io.Writer) (faults []string) {
+	typed, all := 0, 0
+	for _, name := range slices.Sorted(maps.Keys(hand)) {
+		page, wrong := pages.Read(hand[name])
+		for _, w := range wrong {
+			faults = append(faults, name+": "+w)
+		}
+		for _, s := range page.Steps {
+			switch {
+			case s.Text == "":
+				continue
+			case s.NotTyped == "":
+				typed++
+			default:
+				first, _, _ := strings.Cut(s.Text, "\n")
+				fmt.Fprintf(notTyped, "%s:%d: not typed (%s): %s\n", name, s.Line, s.NotTyped, first)
 			}
-			if filepath.ToSlash(name) == out {
-				return fs.SkipDir
-			}
-			if d.IsDir() || !strings.HasSuffix(name, ".md") {
-				return nil
-			}
-			text, err := os.ReadFile(name)
-			pages[filepath.ToSlash(name)] = string(text)
-			return err
-		})
-		if err != nil {
-			return nil, err
+			all++
 		}
 	}
-	return pages, nil
+	fmt.Fprintf(notTyped, "%d of %d shell blocks are typed\n", typed, all)
+	return faults
 }
 
 // leaves returns the commands that have none below them.

@@ -104,6 +104,21 @@ func TestUntestedCommands(t *testing.T) {
 	}
 }
 
+// Blocks that nobody types are listed with their reason; a block without a language and a mark without a block are faults.
+func TestBlocks(t *testing.T) {
+	var list strings.Builder
+	faults := blocks(map[string]string{
+		"a.md": "<!-- not typed: needs root -->\n```sh\nsudo x\nsudo y\n```\n```sh\nls\n```\n",
+		"b.md": "```\nkvasir server\n```\n<!-- soon -->\n",
+	}, &list)
+	if len(faults) != 2 || !strings.HasPrefix(faults[0], "b.md: line 1: ") || !strings.HasPrefix(faults[1], "b.md: line 4: ") {
+		t.Errorf("%q", faults)
+	}
+	if want := "a.md:2: not typed (needs root): sudo x\n1 of 2 shell blocks are typed\n"; list.String() != want {
+		t.Errorf("%q, want %q", list.String(), want)
+	}
+}
+
 // A page that was changed, one that is missing and one too many are found.
 func TestStalePages(t *testing.T) {
 	t.Chdir(t.TempDir())

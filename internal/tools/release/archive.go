@@ -8,24 +8,57 @@ import (
 	"compress/gzip"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 )
 
-// writeArchive writes kvasir-VERSION-linux-ARCH.tar.gz, with one folder of that name.
+// writeArchive writes kvasir-VERSION-OS-ARCH.tar.gz, with one folder of that name.
 func writeArchive(b *build, out string) (string, error) {
-	folder := fmt.Sprintf("kvasir-%s-linux-%s", b.version, b.arch)
-	files := make([]file, len(b.files))
-	for i, f := range b.files {
-		files[i] = file{folder + "/" + f.path, f.text, f.mode}
+	return pack(fmt.Sprintf("kvasir-%s-%s-%s", b.version, b.system, b.arch), b.files, b.date, out)
+}
+
+// writeSite writes kvasir-VERSION-site.tar.gz: the pages as a site.
+func writeSite(work, version string, date time.Time, out string) (string, error) {
+	tool, dir := filepath.Join(work, "site-tool"), filepath.Join(work, "site")
+	for _, args := range [][]string{{"go", "build", "-C", "internal/tools/site", "-o", tool, "."}, {tool, "-out", dir}} {
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.Stderr = os.Stderr
+		if err := cmd.Run(); err != nil {
+			return "", fmt.Errorf("%s: %w", strings.Join(args, " "), err)
+		}
+	}
+	var files []file
+	err := fs.WalkDir(os.DirFS(dir), ".", func(name string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		files = append(files, file{name, text, 0o644})
+		return err
+	})
+	if err != nil {
+		return "", err
+	}
+	return pack(fmt.Sprintf("kvasir-%s-site", version), files, date, out)
+}
+
+// pack writes FOLDER.tar.gz, with the files in that folder.
+func pack(folder string, files []file, date time.Time, out string) (string, error) {
+	files = slices.Clone(files)
+	for i := range files {
+		files[i].path = folder + "/" + files[i].path
 	}
 	var packed bytes.Buffer
 	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // without a name or a time
 	if err != nil {
 		return "", err
 	}
-	if err := writeTar(z, files, b.date); err != nil {
+	if err := writeTar(z, files, date); err != nil {
 		return "", err
 	}
 	if err := z.Close(); err != nil {

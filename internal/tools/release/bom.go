@@ -26,7 +26,7 @@ func writeBOM(b *build, out string) (string, error) {
 	purl := func(path, version string) string { return "pkg:golang/" + path + "@" + version }
 	main := cdx.Component{
 		BOMRef: purl(b.info.Main.Path, "v"+b.version), Type: cdx.ComponentTypeApplication, Name: "kvasir", Version: b.version,
-		PackageURL: purl(b.info.Main.Path, "v"+b.version) + "?goos=linux&goarch=" + b.arch,
+		PackageURL: purl(b.info.Main.Path, "v"+b.version) + "?goos=" + b.system + "&goarch=" + b.arch,
 		Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: fmt.Sprintf("%x", sum)}},
 		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}},
 	}
@@ -55,7 +55,7 @@ func writeBOM(b *build, out string) (string, error) {
 	if err := cdx.NewBOMEncoder(&packed, cdx.BOMFileFormatJSON).SetPretty(true).EncodeVersion(bom, cdx.SpecVersion1_6); err != nil {
 		return "", err
 	}
-	name := fmt.Sprintf("kvasir-%s-linux-%s.cdx.json", b.version, b.arch)
+	name := fmt.Sprintf("kvasir-%s-%s-%s.cdx.json", b.version, b.system, b.arch)
 	return name, os.WriteFile(filepath.Join(out, name), packed.Bytes(), 0o644)
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command release builds what a release consists of: for each platform a static binary with manual, completions, units and
-// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX), and checksums of all of
+// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX); the pages as a site; and checksums of all of
 // them. It runs in the root of the repository, and says what it wrote. Two runs from one commit write equal bytes, wherever and
 // whenever they run: all times are that of the commit, or SOURCE_DATE_EPOCH.
 package main
@@ -25,8 +25,9 @@ import (
 func main() {
 	out := flag.String("out", "dist", "directory to write to; it must be empty or missing")
 	archs := flag.String("arch", "amd64,arm64", "architectures, by commas")
+	systems := flag.String("os", "linux,darwin", "operating systems, by commas; for darwin an archive and a list of modules")
 	flag.Parse()
-	if err := run(*out, strings.Split(*archs, ",")); err != nil {
+	if err := run(*out, strings.Split(*systems, ","), strings.Split(*archs, ",")); err != nil {
 		fmt.Fprintln(os.Stderr, "release:", err)
 		os.Exit(1)
 	}
@@ -35,6 +36,7 @@ func main() {
 // build is what one platform's artefacts are made of.
 type build struct {
 	version string // 0.1.0
+	system  string // linux or darwin
 	arch    string // as Go calls it
 	date    time.Time
 	binary  string // its path
@@ -49,10 +51,15 @@ type file struct {
 	mode int64
 }
 
-func run(out string, archs []string) error {
+func run(out string, systems, archs []string) error {
+	for _, s := range systems {
+		if s != "linux" && s != "darwin" {
+			return fmt.Errorf("no release is built for %s: want linux or darwin", s)
+		}
+	}
 	for _, a := range archs {
 		if a != "amd64" && a != "arm64" {
-			return fmt.Errorf("no release is built for linux/%s: want amd64 or arm64", a)
+			return fmt.Errorf("no release is built for %s: want amd64 or arm64", a)
 		}
 	}
 	if entries, err := os.ReadDir(out); err == nil && len(entries) > 0 {
@@ -68,7 +75,7 @@ func run(out string, archs []string) error {
 	}
 	defer os.RemoveAll(work)
 	host := filepath.Join(work, "host")
-	if err := compile(host, runtime.GOARCH); err != nil {
+	if err := compile(host, runtime.GOOS, runtime.GOARCH); err != nil {
 		return err
 	}
 	common, version, err := commonFiles(host, work, date)
@@ -78,37 +85,59 @@ func run(out string, archs []string) error {
 	if err := os.MkdirAll(out, 0o755); err != nil {
 		return err
 	}
-	var names []string
-	for _, arch := range archs {
-		b := &build{version: version, arch: arch, date: date, binary: filepath.Join(work, "kvasir-"+arch)}
-		if err := compile(b.binary, arch); err != nil {
-			return err
-		}
-		if b.info, err = buildinfo.ReadFile(b.binary); err != nil {
-			return err
-		}
-		text, err := os.ReadFile(b.binary)
-		if err != nil {
-			return err
-		}
-		b.files = append(slices.Clone(common), file{"kvasir", text, 0o755})
-		slices.SortFunc(b.files, func(a, b file) int { return strings.Compare(a.path, b.path) })
-		for _, write := range []func(*build, string) (string, error){writeArchive, writeBOM, writeDeb, writeRPM, writeImage} {
-			name, err := write(b, out)
+	name, err := writeSite(work, version, date, out)
+	if err != nil {
+		return fmt.Errorf("site: %w", err)
+	}
+	names := []string{name}
+	fmt.Println(filepath.Join(out, name))
+	for _, system := range systems {
+		for _, arch := range archs {
+			b := &build{version: version, system: system, arch: arch, date: date, binary: filepath.Join(work, "kvasir-"+system+"-"+arch)}
+			written, err := platform(b, common, out)
 			if err != nil {
-				return fmt.Errorf("linux/%s: %w", arch, err)
+				return fmt.Errorf("%s/%s: %w", system, arch, err)
 			}
-			names = append(names, name)
-			fmt.Println(filepath.Join(out, name))
+			names = append(names, written...)
 		}
 	}
 	return writeSums(out, names)
 }
 
-// compile builds the command for Linux, with the commit in it.
-func compile(path, arch string) error {
+// platform writes what a platform gets. macOS gets no units and no packages: commands that need shared memory do not run there.
+func platform(b *build, common []file, out string) (names []string, err error) {
+	if err := compile(b.binary, b.system, b.arch); err != nil {
+		return nil, err
+	}
+	if b.info, err = buildinfo.ReadFile(b.binary); err != nil {
+		return nil, err
+	}
+	text, err := os.ReadFile(b.binary)
+	if err != nil {
+		return nil, err
+	}
+	writers := []func(*build, string) (string, error){writeArchive, writeBOM, writeDeb, writeRPM, writeImage}
+	b.files = append(slices.Clone(common), file{"kvasir", text, 0o755})
+	if b.system != "linux" {
+		writers = writers[:2]
+		b.files = slices.DeleteFunc(b.files, func(f file) bool { return strings.HasPrefix(f.path, "systemd/") })
+	}
+	slices.SortFunc(b.files, func(a, b file) int { return strings.Compare(a.path, b.path) })
+	for _, write := range writers {
+		name, err := write(b, out)
+		if err != nil {
+			return nil, err
+		}
+		names = append(names, name)
+		fmt.Println(filepath.Join(out, name))
+	}
+	return names, nil
+}
+
+// compile builds the command, with the commit in it.
+func compile(path, system, arch string) error {
 	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=true", "-ldflags", "-s -w", "-o", path, "./cmd/kvasir")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOFLAGS=", "GOAMD64=v1", "GOARM64=v8.0", "GOTOOLCHAIN=local")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS="+system, "GOARCH="+arch, "GOFLAGS=", "GOAMD64=v1", "GOARM64=v8.0", "GOTOOLCHAIN=local")
 	cmd.Stderr = os.Stderr
 	return cmd.Run()
 }

@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -147,6 +148,9 @@ func Main(args []string, stdout, stderr io.Writer) int {
 
 // runOrCheck runs the command, or with --check-config prints its flags.
 func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
+	if err := refuseElsewhere(runtime.GOOS, ctx.Selected().Path()); err != nil {
+		return err
+	}
 	c, ok := ctx.Selected().Target.Addr().Interface().(configurable)
 	if !ok {
 		return ctx.Run(e, &sim.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
+//go:build linux
+
 package cli
 
 import (
-	"io"
-
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/doctor"
 )
 
@@ -37,26 +37,4 @@ func (c *doctorCmd) Run(e *env) error {
 		PoolBytes: int64(c.L1Size), Listen: c.Listen, Advertised: c.Advertised, Pythons: c.Python, Tiers: c.Tier, Peers: c.Peer,
 	})
 	return e.report(r, c.JSON)
-}
-
-// report is what a command found out, and its exit code.
-type report interface {
-	Write(w io.Writer) error
-	WriteJSON(w io.Writer) error
-	ExitCode() int
-}
-
-// report prints a report, as JSON or for people, and returns its exit code as an error unless that is 0.
-func (e *env) report(r report, asJSON bool) error {
-	write := r.Write
-	if asJSON {
-		write = r.WriteJSON
-	}
-	if err := write(e.stdout); err != nil {
-		return err
-	}
-	if code := r.ExitCode(); code != 0 {
-		return exitError(code)
-	}
-	return nil
 }

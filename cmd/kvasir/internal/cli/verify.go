@@ -161,3 +161,25 @@ func writeFile(path string, write func(io.Writer) error) error {
 	}
 	return errors.Join(write(f), f.Close())
 }
+
+// report is what a command found out, and its exit code.
+type report interface {
+	Write(w io.Writer) error
+	WriteJSON(w io.Writer) error
+	ExitCode() int
+}
+
+// report prints a report, as JSON or for people, and returns its exit code as an error unless that is 0.
+func (e *env) report(r report, asJSON bool) error {
+	write := r.Write
+	if asJSON {
+		write = r.WriteJSON
+	}
+	if err := write(e.stdout); err != nil {
+		return err
+	}
+	if code := r.ExitCode(); code != 0 {
+		return exitError(code)
+	}
+	return nil
+}

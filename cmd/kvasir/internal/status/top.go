@@ -70,7 +70,7 @@ func take(ctx context.Context, o *Options, request string, at time.Time) (*Snaps
 
 // IsTerminal reports whether a file is one.
 func IsTerminal(f *os.File) bool {
-	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	_, err := unix.IoctlGetTermios(int(f.Fd()), getTermios)
 	return err == nil
 }
 
@@ -170,14 +170,14 @@ func draw(out *os.File, s *Screen, paused bool) error {
 // settings back. What is no terminal has no keys.
 func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 	fd := int(in.Fd())
-	old, err := unix.IoctlGetTermios(fd, unix.TCGETS)
+	old, err := unix.IoctlGetTermios(fd, getTermios)
 	if err != nil {
 		return nil, func() {}, nil //nolint:nilerr // not a terminal
 	}
 	raw := *old
 	raw.Lflag &^= unix.ICANON | unix.ECHO
 	raw.Cc[unix.VMIN], raw.Cc[unix.VTIME] = 0, 1 // a read ends after a tenth of a second
-	if err := unix.IoctlSetTermios(fd, unix.TCSETS, &raw); err != nil {
+	if err := unix.IoctlSetTermios(fd, setTermios, &raw); err != nil {
 		return nil, nil, fmt.Errorf("set the terminal: %w", err)
 	}
 	out, stop, done := make(chan byte), make(chan struct{}), make(chan struct{})
@@ -206,7 +206,7 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 	return out, func() {
 		close(stop)
 		<-done
-		_ = unix.IoctlSetTermios(fd, unix.TCSETS, old) // a terminal that is gone needs none
+		_ = unix.IoctlSetTermios(fd, setTermios, old) // a terminal that is gone needs none
 	}, nil
 }
 

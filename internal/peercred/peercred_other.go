@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package peercred
+
+import (
+	"errors"
+	"net"
+	"net/netip"
+	"strconv"
+)
+
+// As on Linux; here nobody is identified.
+var (
+	ErrNotHere  = errors.New("peercred: the peer's socket is not in this network namespace")
+	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
+	ErrNoSource = errors.New("peercred: the system cannot identify peers")
+)
+
+// Peer is who is behind a connection.
+type Peer struct {
+	Addr   netip.Addr
+	UID    int
+	PID    int
+	Socket uint64
+	Err    error
+}
+
+// Known reports whether UID is.
+func (p *Peer) Known() bool { return p.Err == nil }
+
+// String names the user, or the address.
+func (p *Peer) String() string {
+	if p.Known() {
+		return "uid " + strconv.Itoa(p.UID)
+	}
+	return p.Addr.String()
+}
+
+// Of returns a peer that is not known.
+func Of(c net.Conn) Peer {
+	from, _ := netip.ParseAddrPort(c.RemoteAddr().String())
+	return Peer{Addr: from.Addr().Unmap(), Err: ErrNoSource}
+}
+
+// Process is a process.
+type Process struct {
+	PID     int
+	Started uint64
+}
+
+// RemovedFile is a file without a name that processes map.
+type RemovedFile struct {
+	Path  string
+	Bytes int64
+	Taken int64
+	PIDs  []int
+}
+
+// Nothing is seen of other processes.
+
+func Namespace() string                              { return "unknown" }
+func Running(int) (Process, bool)                    { return Process{}, false }
+func (Process) Ancestors() []Process                 { return nil }
+func (Process) Gone() bool                           { return false }
+func HasSocket(int, uint64) (has, seen bool)         { return false, false }
+func Owners(int, map[uint64]bool) map[uint64]Process { return nil }
+func Mapped(int, string) (map[string]uint64, bool)   { return nil, false }
+func Mappers(string, uint64, Process) ([]int, bool)  { return nil, false }
+func MapperStopped(string, uint64) bool              { return false }
+func MappedRemoved(string) []RemovedFile             { return nil }
+func Command(int) string                             { return "" }

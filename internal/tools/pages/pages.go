@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package pages reads what a Markdown page has its reader type: shell blocks, the marks before them, and what the reader should see
+// after them. A mark is a comment on a line of its own:
+//
+//	<!-- not typed: REASON -->   the next shell block is not typed by a test
+//	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on
+//	<!-- host: NAME -->          it is typed on another host
+//	<!-- soon -->                it is typed again until the reader sees what the page shows
+//	<!-- needs: PROGRAM -->      the page is typed where that program is installed
+//	<!-- ctrl-c: NAME -->        stands alone: Ctrl-C in that terminal
+//
+// Shell blocks without a mark are typed one after the other. A block of the language text after one, under the same
+// heading, is what the reader should see.
+package pages
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// Step is a shell block of a page, or a Ctrl-C.
+type Step struct {
+	Line      int    // of the page, from 1
+	Text      string // the commands
+	NotTyped  string // why no test types them; "": a test does
+	Terminal  string // where they go on; "": they end
+	Host      string // "": the first
+	Soon      bool   // they are typed again until Shown is seen
+	Shown     string // what the reader should see; "…" stands for anything
+	Interrupt string // the terminal that gets Ctrl-C; there is no Text
+}
+
+// Page is what a page has its reader type.
+type Page struct {
+	Steps []Step
+	Needs []string // programs
+}
+
+// Typed reports whether a test types anything of the page.
+func (p *Page) Typed() bool {
+	return slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Text != "" && s.NotTyped == "" })
+}
+
+// languages are those of blocks that nobody types; "sh" are commands.
+var languages = []string{"text", "go", "yaml", "ini", "json"}
+
+var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)
+
+// Read returns the steps of a page, and what is wrong with its blocks and marks.
+func Read(text string) (p Page, faults []string) {
+	var next Step // what the marks say of the next shell block
+	marked, language, begin, typed := 0, "", 0, -1
+	var block strings.Builder
+	wrong := func(line int, format string, args ...any) {
+		faults = append(faults, fmt.Sprintf("line %d: ", line)+fmt.Sprintf(format, args...))
+	}
+	n := 0
+	for line := range strings.Lines(text) {
+		n++
+		line = strings.TrimRight(line, "\r\n")
+		if begin > 0 { // in a block
+			if line != "```" {
+				block.WriteString(line + "\n")
+				continue
+			}
+			switch {
+			case language == "sh":
+				next.Line, next.Text = begin, block.String()
+				p.Steps = append(p.Steps, next)
+				typed, next, marked = len(p.Steps)-1, Step{}, 0
+			case language == "text" && typed >= 0:
+				p.Steps[typed].Shown += block.String()
+			}
+			begin = 0
+			block.Reset()
+			continue
+		}
+		if fence, ok := strings.CutPrefix(line, "```"); ok {
+			language, begin = fence, n
+			if language != "sh" && !slices.Contains(languages, language) {
+				wrong(n, "a block of the language %q: want sh for what is typed, else %s", language, strings.Join(languages, ", "))
+			}
+			if marked > 0 && language != "sh" {
+				wrong(marked, "a mark that no shell block follows")
+				next, marked = Step{}, 0
+			}
+			continue
+		}
+		if strings.HasPrefix(line, "#") {
+			typed = -1
+		}
+		m := mark.FindStringSubmatch(line)
+		if m == nil {
+			continue
+		}
+		value := strings.TrimSpace(m[2])
+		if (value == "") != (m[1] == "soon") {
+			wrong(n, "the mark %q lacks a value, or has one too many", m[1])
+		}
+		marked = n
+		switch m[1] {
+		case "not typed":
+			next.NotTyped = value
+		case "terminal":
+			next.Terminal = value
+		case "host":
+			next.Host = value
+		case "soon":
+			next.Soon = true
+		case "needs":
+			p.Needs = append(p.Needs, value)
+			marked = 0
+		case "ctrl-c":
+			p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
+			marked = 0
+		}
+	}
+	if begin > 0 {
+		wrong(begin, "the block does not end")
+	}
+	if marked > 0 {
+		wrong(marked, "a mark that no shell block follows")
+	}
+	return p, faults
+}
+
+// Missing returns the first line of shown that output does not have after the lines before it; "" if it has all. "…" stands for any text
+// within a line, and alone for any lines.
+func Missing(shown, output string) string {
+	lines := strings.Split(output, "\n")
+	for want := range strings.Lines(shown) {
+		want = strings.TrimSpace(want)
+		if want == "" || want == "…" {
+			continue
+		}
+		parts := strings.Split(want, "…")
+		for i := range parts {
+			parts[i] = regexp.QuoteMeta(parts[i])
+		}
+		pattern := regexp.MustCompile("^" + strings.Join(parts, ".*") + "$")
+		i := slices.IndexFunc(lines, func(line string) bool { return pattern.MatchString(strings.TrimSpace(line)) })
+		if i < 0 {
+			return want
+		}
+		lines = lines[i+1:]
+	}
+	return ""
+}
+
+// Generated is the folder of the pages that are written from the code: what they show is the text of --help.
+const Generated = "docs/reference/commands"
+
+// All returns the text of the pages for users in the repository at root, by their path from there, the generated ones left out.
+func All(root string) (map[string]string, error) {
+	out := map[string]string{}
+	for _, top := range []string{"README.md", "docs"} {
+		err := filepath.WalkDir(filepath.Join(root, top), func(name string, d fs.DirEntry, err error) error {
+			if err != nil {
+				return err
+			}
+			rel, err := filepath.Rel(root, name)
+			if err != nil {
+				return err
+			}
+			rel = filepath.ToSlash(rel)
+			if rel == Generated {
+				return fs.SkipDir
+			}
+			if d.IsDir() || !strings.HasSuffix(rel, ".md") {
+				return nil
+			}
+			text, err := os.ReadFile(name)
+			out[rel] = string(text)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}

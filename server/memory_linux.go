@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server
+
+import "golang.org/x/sys/unix"
+
+// systemMemory is the machine's, bytes; 0 where it is unknown.
+func systemMemory() int64 {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0
+	}
+	return int64(info.Totalram) * int64(info.Unit)
+}

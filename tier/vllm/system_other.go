@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package vllm
+
+import "golang.org/x/sys/unix"
+
+// pollHangup reports a peer that has closed its side.
+const pollHangup = unix.POLLHUP
