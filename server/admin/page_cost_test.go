@@ -37,6 +37,7 @@ func TestPageFirstPaint(t *testing.T) {
 			t.Errorf("%v points of an hour", points)
 		}
 		took = append(took, ms)
+		t.Logf("%.0f ms: %v", ms, b.eval(`(() => { const n = performance.getEntriesByType("navigation")[0], p = performance.getEntriesByType("paint").map(x => x.name + " " + Math.round(x.startTime)); return "answer " + Math.round(n.responseEnd) + ", document " + Math.round(n.domInteractive) + ", " + p.join(", "); })()`))
 		b.call("Page.close", map[string]any{}, nil)
 	}
 	slices.Sort(took)

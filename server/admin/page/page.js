@@ -114,12 +114,14 @@ function logarithmic(low, high) {
   return { ticks, at: v => Math.log(v / from) / Math.log(to / from) };
 }
 const charts = {}; // by section: how it was drawn, for the cursor
+const sizes = {}; // of the charts, pixels: read together, since each look after a change makes the browser lay the page out
+function measure() { for (const b of document.querySelectorAll(".chart svg")) sizes[b.parentElement.id] = [Math.max(200, b.clientWidth), Math.max(100, b.clientHeight)]; }
 const M = { left: 62, right: 14, top: 8, bottom: 24 };
 
 // draw draws lines over x. c has xs, lines of { name, cls, values, area, dash, marks }, the scale y, texts of ticks, and x: { at(v) in 0 to 1, ticks of
 // [value, text] }. label is for those who do not see it.
 function draw(id, c) {
-  const box = $(id).querySelector("svg"), w = Math.max(200, box.clientWidth), h = Math.max(100, box.clientHeight), iw = w - M.left - M.right, ih = h - M.top - M.bottom;
+  const box = $(id).querySelector("svg"), [w, h] = sizes[id], iw = w - M.left - M.right, ih = h - M.top - M.bottom;
   const X = v => M.left + iw * c.x.at(v), Y = v => M.top + ih * (1 - Math.max(0, Math.min(1, c.y.at(v)))), parts = [];
   for (const t of c.y.ticks) parts.push(svg("line", { class: "grid", x1: M.left, x2: w - M.right, y1: Y(t), y2: Y(t) }), text(M.left - 8, Y(t) + 4, c.tick(t), "end"));
   let free = Infinity; // texts are written from the right to the left, where there is room
@@ -315,7 +317,8 @@ function showFindings(list) {
 function showMap(e) {
   const m = e.map, n = m.resident.length, st = e.status, pool = st.l1, cols = 40, rows = Math.max(1, Math.ceil(n / cols)), box = $("map");
   const hue = "abcdefgh", who = e.pool_owners || [], cls = i => i < 0 ? "soft" : i < hue.length && who[i].known ? hue[i] : "rest", name = o => o.known ? salted(o.model_name, o.cache_salt) : "others, or not named since the start";
-  put("pool-text", size(pool.total_bytes - pool.free_bytes) + " of " + size(pool.total_bytes) + " in chunks of " + st.chunk_size + " tokens; " + size(pool.staged_bytes) + " being written, " + size(pool.quarantined_bytes) + " waiting for workers that are gone; " + many(pool.allocation_failures, "store") + " did not fit.");
+  const also = [pool.staged_bytes ? size(pool.staged_bytes) + " being written" : "", pool.quarantined_bytes ? size(pool.quarantined_bytes) + " waiting for workers that are gone" : "", pool.allocation_failures ? many(pool.allocation_failures, "store") + " did not fit" : ""].filter(x => x);
+  put("pool-text", size(pool.total_bytes - pool.free_bytes) + " of " + size(pool.total_bytes) + " in chunks of " + st.chunk_size + " tokens" + (also.length ? "; " + also.join(", ") : "") + "." + (m.sampled ? " A sample of the chunks stands for all." : ""));
   const sig = JSON.stringify([m, who]);
   if (box.sig === sig) return;
   box.sig = sig;
@@ -498,9 +501,15 @@ function show(e) {
   put("who", short(st.version) + ", process " + st.pid + ", up " + span(st.uptime_s));
   $("who").title = "kvasir " + st.version + ", since " + st.started;
   showPeers(e.peers || []);
+  if (!painted) measure();
   showTiles(e);
   drawCharts(e.now_s, st.hit_curves);
-  if (!painted) { painted = true; requestAnimationFrame(() => performance.mark("figures")); }
+  if (painted) { showRest(e, old); return; }
+  painted = true; // what is seen first comes first
+  requestAnimationFrame(() => { performance.mark("figures"); setTimeout(() => { if (now === e) showRest(e, old); }); });
+}
+function showRest(e, old) {
+  const st = e.status;
   showFindings(st.findings);
   drawCurve(st);
   showReasons(st, old);
@@ -760,7 +769,7 @@ function nextTheme() {
   if (theme) document.documentElement.dataset.theme = themes[theme]; else delete document.documentElement.dataset.theme;
 }
 function press(group, b) { for (const x of document.querySelectorAll("[data-" + group + "]")) x.setAttribute("aria-pressed", x === b); }
-function redraw() { if (now) { drawCharts(now.now_s, now.status.hit_curves); drawCurve(now.status); } }
+function redraw() { measure(); if (now) { drawCharts(now.now_s, now.status.hit_curves); drawCurve(now.status); } }
 for (const b of document.querySelectorAll("[data-range]")) b.onclick = () => { range = +b.dataset.range; press("range", b); redraw(); };
 for (const b of document.querySelectorAll("[data-window]")) b.onclick = () => { curveOf = +b.dataset.window; press("window", b); redraw(); };
 for (const b of document.querySelectorAll("[data-list]")) b.onclick = () => { list = b.dataset.list; press("list", b); if (now) showLists(now); };
