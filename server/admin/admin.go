@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/pprof"
 	"strconv"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
@@ -34,6 +35,8 @@ type Options struct {
 	Cost       Cost                    // what a hit saves, for the page
 	Peers      []string                // pages of other nodes, which the page links to: CheckPeer
 	History    *History                // the last hour, which its owner fills by Run; nil: one that takes points while somebody looks
+
+	liveTimeout time.Duration // of tests, for liveTimeout
 }
 
 // Cost says what a hit saves.

@@ -37,3 +37,6 @@ func (h *History) AddPoint(at time.Duration) {
 	now, used, bounds := h.look(at)
 	h.add(now, used, bounds)
 }
+
+// WithLiveTimeout gives listeners of /live less time to take an event.
+func (o *Options) WithLiveTimeout(d time.Duration) { o.liveTimeout = d }

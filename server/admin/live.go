@@ -3,6 +3,7 @@
 package admin
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"embed"
 	"encoding/base64"
@@ -212,7 +213,7 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 				event = with(event, "history", mustJSON(l.o.History.points(recentPoints)))
 			}
 			last = number
-			_ = c.SetWriteDeadline(time.Now().Add(liveTimeout))
+			_ = c.SetWriteDeadline(time.Now().Add(cmp.Or(l.o.liveTimeout, liveTimeout)))
 			if _, err := fmt.Fprintf(w, "data: %s\n\n", event); err != nil || c.Flush() != nil {
 				return // the client is gone
 			}

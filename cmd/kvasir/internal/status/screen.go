@@ -208,7 +208,7 @@ func (s *Screen) worth() string {
 	var parts []string
 	live := &s.now.Live
 	if p50, p99, ok := s.hour.times(); ok {
-		parts = append(parts, fmt.Sprintf("half within %s, 99 %% within %s", shortTime(p50), shortTime(p99)))
+		parts = append(parts, fmt.Sprintf("p50 %s  p99 %s", shortTime(p50), shortTime(p99)))
 	}
 	if w := s.now.Status.HitCurves; len(w) > 1 && w[1].Asked > 0 {
 		parts = append(parts, fmt.Sprintf("possible %.1f %% (1h)", 100*w[1].Ceiling))
