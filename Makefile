@@ -67,8 +67,8 @@ soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of
 	CAP=$(CAP) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 3600s -run TestCap ./tier/disk
 	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
 
-page: have-go ## click through the admin page in headless Chromium; PICTURES=FOLDER keeps what was seen
-	KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestPageInABrowser ./server/admin
+page: have-go ## click through the admin page in headless Chromium, and measure it; PICTURES=FOLDER takes pictures of the server at $$KVASIR_PAGE
+	KVASIR_PAGE_COST=1 KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 900s -run TestPage ./server/admin
 
 fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 	.ci/fuzz.sh $(FUZZTIME)

@@ -86,18 +86,10 @@ func (p *Proxy) Admin(token string) http.Handler {
 	})
 	one := func(pattern string, f func(b *backend)) {
 		handle(pattern, func(_ http.ResponseWriter, r *http.Request) error {
-			url, role := r.URL.Query().Get("url"), r.URL.Query().Get("role")
-			found := 0
-			for _, b := range p.fleet.engines() {
-				if b.url == trimURL(url) && (role == "" || roleNames[role] == b.role) {
-					found++
-					f(b)
-				}
-			}
-			if found == 0 {
+			url := r.URL.Query().Get("url")
+			if !p.each(url, r.URL.Query().Get("role"), f) {
 				return &refusal{status: http.StatusNotFound, kind: "NotFoundError", text: fmt.Sprintf("no engine %.200q", url)}
 			}
-			p.fleet.dispatch()
 			return nil
 		})
 	}
@@ -105,6 +97,32 @@ func (p *Proxy) Admin(token string) http.Handler {
 	one("POST /engines/drain", func(b *backend) { b.draining.Store(true) })
 	one("POST /engines/undrain", func(b *backend) { b.draining.Store(false) })
 	return mux
+}
+
+// each calls f with the engines of a URL, and of a role unless it is empty. It reports whether there is one.
+func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
+	for _, b := range p.fleet.engines() {
+		if b.url == trimURL(url) && (role == "" || roleNames[role] == b.role) {
+			found = true
+			f(b)
+		}
+	}
+	if found {
+		p.fleet.dispatch()
+	}
+	return found
+}
+
+// Engines returns the engines, as Admin shows them.
+func (p *Proxy) Engines() []EngineState { return p.states() }
+
+// DrainEngine lets no new requests to the engines of a URL, and of a role unless it is empty, or lets them through again. It reports false where
+// there is none.
+func (p *Proxy) DrainEngine(url, role string, on bool) bool {
+	if _, known := roleNames[role]; role != "" && !known {
+		return false
+	}
+	return p.each(url, role, func(b *backend) { b.draining.Store(on) })
 }
 
 func badAdmin(format string, args ...any) error {

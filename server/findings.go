@@ -17,14 +17,18 @@ import (
 
 // Finding is something that keeps hits away, and what to do about it.
 type Finding struct {
-	What string `json:"what"`
-	Do   string `json:"do"`
+	What   string `json:"what"`
+	Do     string `json:"do"`
+	Normal bool   `json:"normal,omitempty"` // nothing needs to be done as long as it is expected
 }
+
+// normally begins what to do about a finding that is normal.
+const normally = "normal "
 
 // findings explains a Status: what comes first in the way of a hit comes first.
 func (st *Status) findings() []Finding {
 	out := []Finding{}
-	add := func(what, do string) { out = append(out, Finding{what, do}) }
+	add := func(what, do string) { out = append(out, Finding{what, do, strings.HasPrefix(do, normally)}) }
 	for _, why := range st.Unhealthy {
 		add("the server is not healthy: "+why, "see docs/operate/server.md; engines compute what they cannot load")
 	}
@@ -99,11 +103,11 @@ func (st *Status) lookupFindings(add func(what, do string)) {
 			fmt.Sprintf("send longer prompts, or take a smaller --chunk-size (a multiple of the engine's block size; then restart the engines), for example %d", max(st.ChunkTokens/4, 16)))
 	}
 	if len(st.Workers) > 0 && l.Lookups == 0 && l.Short == 0 && len(st.Declined) == 0 {
-		add("workers are registered, and no prompt was asked for yet", fmt.Sprintf("send one of at least %d tokens", st.ChunkTokens))
+		add("workers are registered, and no prompt was asked for yet", fmt.Sprintf("normal before the first request: send one of at least %d tokens", st.ChunkTokens))
 	}
 	if l.Hits > 0 && l.Retrieves*4 < l.Hits {
 		add(fmt.Sprintf("%s here and %s", times(l.Hits, "lookup hit", "lookups hit"), times(l.Retrieves, "load followed", "loads followed")),
-			"vLLM's own prefix cache has answered: it is asked first, and only what is not in the engine's memory is loaded from here. "+
+			"normal where vLLM's own prefix cache has answered: it is asked first, and only what is not in the engine's memory is loaded from here. "+
 				"To see this cache at work, restart the engine between two prompts")
 	}
 	if l.Lookups > 0 && l.HitTokens*10 < l.AskedTokens*9 {

@@ -23,12 +23,12 @@ func TestFindings(t *testing.T) {
 		got := st.findings()
 		if what == "" {
 			if len(got) != 0 {
-				t.Errorf("want nothing, got %q", got)
+				t.Errorf("want nothing, got %+v", got)
 			}
 			return
 		}
 		if len(got) != 1 || !strings.Contains(got[0].What, what) || !strings.Contains(got[0].Do, do) {
-			t.Errorf("want one of %q, %q, got %q", what, do, got)
+			t.Errorf("want one of %q, %q, got %+v", what, do, got)
 		}
 	}
 	missed := func(why string) func(*Status) {

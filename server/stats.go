@@ -185,6 +185,11 @@ func (s *Server) CurveStats() CurveStats {
 	return out
 }
 
+// LookedUp returns the number of lookups since the start, the tokens that they asked for, and those that hit.
+func (s *Server) LookedUp() (lookups, askedTokens, hitTokens uint64) {
+	return s.n.requests[lmcache.OpLookup].Load(), s.n.askedTokens.Load(), s.n.hitTokens.Load()
+}
+
 // ByModel are the figures by model, salt and worker.
 func (s *Server) ByModel() usage.Stats { return s.tally.Stats() }
 

@@ -104,7 +104,7 @@ var elsewhere = map[string]string{
 		"lmcache.maxShmNameBytes lmcache.maxTimeout lmcache.maxUnread lmcache.maxUnreadBytes mooncake/bootstrap.maxAddrBytes mooncake/bootstrap.maxEngineIDBytes " +
 		"mooncake/bootstrap.maxHeader mooncake/bootstrap.maxLease mooncake/bootstrap.maxSize mooncake/bootstrap.o.MaxWait proxy.maxAbort proxy.maxInfoTime proxy.maxOpening proxy.maxRequests proxy.maxRoom server.maxSamples server.maxSlowID server/lent.maxPage server/lent.maxStride " +
 		"server/admin.maxExplained server/admin.maxModelName server/admin.maxSaltRunes server/admin.maxSkipDepth server/explain.maxModelName server/explain.maxRequestID " +
-		"store/pool.maxMapCells zmtp.maxCommandBytes zmtp.maxHeader zmtp.maxIdentity zmtp.maxPingContext zmtp.maxPrefix zmtp.maxProperties",
+		"server/admin.maxPoolOwners server/admin.maxTimes store/pool.maxMapCells store/pool.MaxOwners zmtp.maxCommandBytes zmtp.maxHeader zmtp.maxIdentity zmtp.maxPingContext zmtp.maxPrefix zmtp.maxProperties",
 	"bounds a file of the operator, or an option": "mooncake/bootstrap.maxLimit mooncake/bootstrap.maxStateBytes server.MaxPickleBytes server/admin.maxKeyFile store/pool.MaxBytes store/tenant.MaxTTL " +
 		"tier.MaxTiers zmtp.maxBytes zmtp.maxClientName zmtp.maxClients zmtp.maxClientsFile zmtp.maxCount zmtp.maxKeyFile",
 	"is an option or a bound with a row of another page, as docs/operate/bootstrap.md": "mooncake/bootstrap.maxDirectoryBytes mooncake/bootstrap.maxProbesPerEngine mooncake/bootstrap.maxStates " +

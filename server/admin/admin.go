@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/pprof"
 	"strconv"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
@@ -33,6 +34,17 @@ type Options struct {
 	Access     auth.Options            // who may send requests; its Need and Refuse are the interface's own
 	Metrics    func(*metrics.Registry) // adds figures of other listeners; nil: none
 	Parts      *Parts                  // what runs beside the server in this process; nil: nothing
+	Cost       Cost                    // what a hit saves, for the page
+	Peers      []string                // pages of other nodes, which the page links to: CheckPeer
+	History    *History                // the last hour, which its owner fills by Run; nil: one that takes points while somebody looks
+
+	liveTimeout time.Duration // of tests, for liveTimeout
+}
+
+// Cost says what a hit saves.
+type Cost struct {
+	PrefillTokens float64 `json:"prefill_tokens_per_s"` // that the GPUs of an engine compute; 0: nothing is said
+	GPUHourPrice  float64 `json:"gpu_hour_price"`       // in any currency; 0: no money is shown
 }
 
 // Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /transfers /version /metrics and
@@ -71,7 +83,11 @@ func Handler(s *server.Server, o Options) http.Handler {
 	guard := httpserver.Guard{AllowHosts: o.AllowHosts}
 	mux := http.NewServeMux()
 	mux.Handle("GET /{$}", page(guard))
-	shown := &live{server: s, parts: o.Parts}
+	if o.History == nil {
+		o.History = NewHistory(s)
+	}
+	gate := newGate(o.Access)
+	shown := &live{server: s, gate: gate, o: &o}
 	mux.Handle("GET /live", guard.Handler(shown))
 	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.once)))
 	mux.Handle("GET /transfers", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -97,6 +113,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
 	(&tenantRoutes{s, book}).handle(mux, guard)
 	lists := newListBodies()
+	handleEngines(mux, guard, o.Parts)
 	handlePins(mux, guard, s, lists)
 	handleObjects(mux, guard, s, lists)
 	handlePrefetches(mux, guard, s, lists)
@@ -110,12 +127,11 @@ func Handler(s *server.Server, o Options) http.Handler {
 			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
 		}
 	}
-	gate := newGate(o.Access)
 	metrics.AddWith(reg, map[string]string{"listener": "http"}, gate.Stats)
 	if o.Metrics != nil {
 		o.Metrics(reg)
 	}
-	return gate.Handler(mux)
+	return gate.Handler(forHostAlone(gate, mux))
 }
 
 // Status is the body of /status.

@@ -3,26 +3,43 @@
 package admin
 
 import (
+	"cmp"
 	"crypto/sha256"
-	_ "embed"
+	"embed"
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/http"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// pageHTML is the page at /: one file, which loads nothing from other servers.
+// pageFiles are the page at /: its text, its style and its program.
 //
-//go:embed page.html
-var pageHTML []byte
+//go:embed page
+var pageFiles embed.FS
+
+// pageHTML is the page as it is sent: one text, which loads nothing from other servers.
+var pageHTML = joinPage()
+
+func joinPage() []byte {
+	read := func(name string) string {
+		b, err := pageFiles.ReadFile("page/" + name)
+		if err != nil {
+			panic("BUG: admin: " + err.Error()) // it is part of the binary
+		}
+		return string(b)
+	}
+	return []byte(strings.NewReplacer("/*page.css*/", read("page.css"), "/*page.js*/", read("page.js")).Replace(read("page.html")))
+}
 
 // Limits of /live.
 const (
@@ -39,6 +56,7 @@ const (
 // Live is an event of GET /live: what the page shows.
 type Live struct {
 	AtMillis int64                         `json:"at_ms"` // Unix time
+	Now      float64                       `json:"now_s"` // since the start, monotonic: rates are differences over it
 	Status   server.Status                 `json:"status"`
 	Workers  int                           `json:"workers"` // registered; Status has the first 64
 	Bytes    LiveBytes                     `json:"bytes"`
@@ -47,11 +65,21 @@ type Live struct {
 	Ended    []explain.Lookup              `json:"ended"` // the last lookups that found less than they asked for, 8 at most
 	Parts    map[string]map[string]float64 `json:"parts"`
 
+	ByAll       int                `json:"by_in_all"`
+	TenantsAll  int                `json:"tenants_in_all"`
 	By          []Share            `json:"by"`           // hits by model and tenant, those that were asked for most first, 64 at most
 	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
 	Tenants     []Tenant           `json:"tenants"`      // those that have something of their own, 64 at most
 	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
 	PD          Transfers          `json:"pd"`           // single transfers from P to D
+
+	Owners  []PoolOwner   `json:"pool_owners"`       // by place in the map's owner
+	Engines []ProxyEngine `json:"engines,omitempty"` // of a proxy in this process, 64 at most
+	Cost    Cost          `json:"cost"`
+	Peers   []string      `json:"peers"`         // pages of other nodes
+	May     string        `json:"may,omitempty"` // in the first event of a stream: read, write or admin, the scope of who looks
+
+	History *Points `json:"history,omitempty"` // an hour in the first event of a stream, and in /now?history=1; then the newest two points
 }
 
 // LiveBytes are counters since the start, bytes.
@@ -65,14 +93,16 @@ type LiveBytes struct {
 // live makes events, each once for all listeners.
 type live struct {
 	server *server.Server
-	parts  *Parts
+	gate   *auth.Gate
+	o      *Options
 
 	mu        sync.Mutex
 	listeners int
-	event     []byte // the newest, JSON
+	event     []byte // the newest, JSON without its history
 	number    int    // of it
 	at        time.Time
 	pool      pool.Map
+	owners    []PoolOwner
 	slow      []server.SlowRequest
 	poolAt    time.Time
 }
@@ -85,29 +115,48 @@ func (l *live) latest() ([]byte, int) {
 	if l.event != nil && now.Sub(l.at) < liveEvery*9/10 {
 		return l.event, l.number
 	}
+	l.o.History.takeDue()
 	if l.poolAt.IsZero() || now.Sub(l.poolAt) >= mapEvery {
 		l.pool, l.slow = l.server.Look(mapCells)
-		l.poolAt = now
+		l.owners, l.poolAt = ownersOf(l.server, &l.pool), now
 	}
 	n, why, by := l.server.Stats(), l.server.Explain("", liveEnded), l.server.ByModel()
 	e := Live{
-		AtMillis: now.UnixMilli(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.parts.figures(),
-		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, liveShares), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...), PD: l.parts.lastTransfers(),
+		AtMillis: now.UnixMilli(), Now: l.o.History.now().Seconds(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.o.Parts.figures(),
+		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, math.MaxInt), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...), PD: l.o.Parts.lastTransfers(),
+		Owners: l.owners, Cost: l.o.Cost, Peers: append([]string{}, l.o.Peers...),
 		Bytes: LiveBytes{Stored: n.StoredBytes, Retrieved: n.RetrievedBytes, Below: n.BelowBytes, Evicted: n.EvictedBytes},
 	}
+	e.Engines, _ = l.o.Parts.proxyEngines(liveShares)
 	for _, tokens := range by.HitL2 {
 		e.BelowTokens += tokens
 	}
+	e.ByAll, e.TenantsAll = len(e.By), len(e.Tenants)
+	e.By = e.By[:min(len(e.By), liveShares)]
 	e.Tenants = e.Tenants[:min(len(e.Tenants), liveShares)]
 	e.Workers = len(e.Status.Workers)
 	e.Status.Workers = e.Status.Workers[:min(e.Workers, liveWorkers)]
-	body, err := json.Marshal(&e)
-	if err != nil {
-		panic("BUG: admin: " + err.Error()) // structs of numbers and texts
-	}
-	l.event, l.at = body, now
+	l.event, l.at = mustJSON(&e), now
 	l.number++
 	return l.event, l.number
+}
+
+// with adds a field to a JSON object, the last one.
+func with(object []byte, name string, value []byte) []byte {
+	out := make([]byte, 0, len(object)+len(name)+len(value)+4)
+	out = append(out, object[:len(object)-1]...)
+	out = append(out, `,"`+name+`":`...)
+	out = append(out, value...)
+	return append(out, '}')
+}
+
+// mustJSON encodes what has only numbers and texts.
+func mustJSON(v any) []byte {
+	body, err := json.Marshal(v)
+	if err != nil {
+		panic("BUG: admin: " + err.Error())
+	}
+	return body
 }
 
 // enter takes a listener, if there is room for one more.
@@ -125,13 +174,19 @@ func (l *live) leave() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.listeners--; l.listeners == 0 {
-		l.event, l.pool, l.poolAt = nil, pool.Map{}, time.Time{} // no listener needs them
+		l.event, l.pool, l.owners, l.poolAt = nil, pool.Map{}, nil, time.Time{} // no listener needs them
+		l.o.History.forget()
 	}
 }
 
 // once answers with one event, as JSON: what a program needs that looks now and then.
-func (l *live) once(w http.ResponseWriter, _ *http.Request) {
+func (l *live) once(w http.ResponseWriter, r *http.Request) {
 	event, _ := l.latest()
+	history := l.o.History.json
+	if r.URL.Query().Get("history") == "" {
+		history = func() []byte { return mustJSON(l.o.History.points(recentPoints)) }
+	}
+	event = with(event, "history", history())
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	_, _ = w.Write(event) // the client is gone if this fails
@@ -152,8 +207,13 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer tick.Stop()
 	for last := 0; ; {
 		if event, number := l.latest(); number != last { // else a tick came early
+			if last == 0 {
+				event = with(with(event, "may", mustJSON(mayOf(l.gate, r).String())), "history", l.o.History.json())
+			} else {
+				event = with(event, "history", mustJSON(l.o.History.points(recentPoints)))
+			}
 			last = number
-			_ = c.SetWriteDeadline(time.Now().Add(liveTimeout))
+			_ = c.SetWriteDeadline(time.Now().Add(cmp.Or(l.o.liveTimeout, liveTimeout)))
 			if _, err := fmt.Fprintf(w, "data: %s\n\n", event); err != nil || c.Flush() != nil {
 				return // the client is gone
 			}

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
@@ -221,5 +223,66 @@ func TestLiveRequests(t *testing.T) {
 	next, _ := events(t, web.URL)
 	if e := next(); len(e.Requests) != 8 || e.Requests[0].Request != "chat-19" || len(e.By) != 1 {
 		t.Errorf("%+v, %+v", e.By, e.Requests)
+	}
+}
+
+// smallBuffers gives connections buffers that one event fills.
+type smallBuffers struct{ net.Listener }
+
+func (l smallBuffers) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err == nil {
+		err = c.(*net.TCPConn).SetWriteBuffer(4096)
+	}
+	return c, err
+}
+
+// A listener that never reads is dropped, and its place is free again; those who read go on.
+func TestLiveDropsWhoNeverReads(t *testing.T) {
+	s := newServer(t)
+	h := admin.NewHistory(s)
+	h.FillHistory(3600, func(int) uint64 { return 5000 }, func(int) uint64 { return 4000 }) // a first event of 50 KiB
+	o := admin.Options{History: h}
+	o.WithLiveTimeout(200 * time.Millisecond)
+	web := httptest.NewUnstartedServer(admin.Handler(s, o))
+	web.Listener = smallBuffers{web.Listener}
+	web.Start()
+	t.Cleanup(func() { web.CloseClientConnections(); web.Close(); http.DefaultClient.CloseIdleConnections() })
+	for range 16 {
+		c, err := net.Dial("tcp", web.Listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		if err := c.(*net.TCPConn).SetReadBuffer(4096); err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(c, "GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+	}
+	testkit.Eventually(t, "a listener that reads gets in", func() bool {
+		res, err := http.Get(web.URL + "/live")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		return res.StatusCode == http.StatusOK
+	})
+	next, _ := events(t, web.URL)
+	for range 3 {
+		next()
+	}
+}
+
+// Of many tenants the first 64 are in an event, and their number.
+func TestLiveOfManyTenants(t *testing.T) {
+	s := newServer(t)
+	for i := range 200 {
+		if err := s.Store().SetTTL(fmt.Sprintf("tenant-%03d", i), time.Hour); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var e admin.Live
+	if _, body := ask(admin.Handler(s, admin.Options{}), "GET", "http://localhost/now", ""); json.Unmarshal([]byte(body), &e) != nil || len(e.Tenants) != 64 || e.TenantsAll != 200 || e.Tenants[0].Salt != "tenant-000" {
+		t.Errorf("%d of %d tenants", len(e.Tenants), e.TenantsAll)
 	}
 }

@@ -20,6 +20,19 @@ type Parts struct {
 	stats     map[string]func() any
 	transfers map[string]func() []transferlog.Transfer
 	engines   func() []bootstrap.EngineState
+	backends  func() []ProxyEngine
+	drain     func(url, role string, on bool) error
+}
+
+// ProxyEngine is an engine that a proxy of this process sends requests to.
+type ProxyEngine struct {
+	URL      string   `json:"url"`
+	Role     string   `json:"role"`             // engine, prefill, decode
+	Reason   string   `json:"reason,omitempty"` // why it gets no requests
+	Well     bool     `json:"well"`
+	Draining bool     `json:"draining"` // it gets no new requests
+	Requests int      `json:"requests"` // in progress
+	Models   []string `json:"models"`
 }
 
 // Transfers is what the parts know of single transfers from P to D.
@@ -66,6 +79,37 @@ func (p *Parts) AddEngines(engines func() []bootstrap.EngineState) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.engines = engines
+}
+
+// AddProxy adds the engines of a proxy. drain stops new requests to one, or lets them through again; role may be empty. It returns ErrNoEngine
+// for one that the proxy does not have.
+func (p *Parts) AddProxy(engines func() []ProxyEngine, drain func(url, role string, on bool) error) {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.backends, p.drain = engines, drain
+}
+
+// proxy returns what AddProxy added; nil for nothing.
+func (p *Parts) proxy() (engines func() []ProxyEngine, drain func(url, role string, on bool) error) {
+	if p == nil {
+		return nil, nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.backends, p.drain
+}
+
+// proxyEngines returns the engines of the proxy, most at most, and how many there are; nil where there is no proxy.
+func (p *Parts) proxyEngines(most int) ([]ProxyEngine, int) {
+	engines, _ := p.proxy()
+	if engines == nil {
+		return nil, 0
+	}
+	list := engines()
+	return list[:min(len(list), most)], len(list)
 }
 
 // lastTransfers returns what is known of single transfers.

@@ -6,7 +6,10 @@ import (
 	"cmp"
 	"slices"
 
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Share is what one model and tenant asked for and found since the start.
@@ -31,4 +34,65 @@ func sharesOf(st usage.Stats, most int) []Share {
 		return cmp.Or(cmp.Compare(b.AskedTokens, a.AskedTokens), cmp.Compare(a.Model, b.Model), cmp.Compare(a.Salt, b.Salt))
 	})
 	return out[:min(len(out), most)]
+}
+
+// PoolOwner is what one model and tenant have of the pool.
+type PoolOwner struct {
+	Model  string `json:"model_name"` // empty with Known false
+	Salt   string `json:"cache_salt"`
+	Known  bool   `json:"known"` // false: no request has named them since the start, or they are the rest
+	Bytes  int64  `json:"bytes"`
+	Chunks int    `json:"chunks"`
+}
+
+// maxPoolOwners bounds the owners of an event; those who have least share the last one.
+const maxPoolOwners = 12
+
+// ownersOf names the owners of a map, those who have most first, and changes the map's places accordingly.
+func ownersOf(s *server.Server, m *pool.Map) []PoolOwner {
+	type name struct {
+		model, salt string
+		known       bool
+	}
+	var all []PoolOwner
+	at := make(map[name]int)
+	place := make([]name, len(m.Owners))
+	for i, o := range m.Owners {
+		var of name
+		if n, ok := s.NameOf(o.Namespace); ok && o.Namespace != (kv.Namespace{}) {
+			of = name{n.Model, n.Salt, true}
+		}
+		k, ok := at[of]
+		if !ok {
+			k = len(all)
+			at[of] = k
+			all = append(all, PoolOwner{Model: of.model, Salt: of.salt, Known: of.known})
+		}
+		all[k].Bytes += o.Bytes
+		all[k].Chunks += o.Chunks
+		place[i] = of
+	}
+	slices.SortStableFunc(all, func(a, b PoolOwner) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	if len(all) > maxPoolOwners {
+		rest := PoolOwner{}
+		for _, o := range all[maxPoolOwners-1:] {
+			rest.Bytes += o.Bytes
+			rest.Chunks += o.Chunks
+		}
+		all = append(all[:maxPoolOwners-1:maxPoolOwners-1], rest)
+	}
+	for k, o := range all {
+		at[name{o.Model, o.Salt, o.Known}] = -1 - k // places of the list
+	}
+	for i, o := range m.Owner {
+		if o < 0 {
+			continue
+		}
+		if k := at[place[o]]; k < 0 {
+			m.Owner[i] = -1 - k
+		} else {
+			m.Owner[i] = len(all) - 1
+		}
+	}
+	return append([]PoolOwner{}, all...)
 }

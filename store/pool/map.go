@@ -2,7 +2,11 @@
 
 package pool
 
-import "cmp"
+import (
+	"cmp"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
 
 // Map is what lies where in the pool: the pool's bytes in cells of one size, and in each the
 // bytes that are resident, staged, and of slots that wait for a worker that is gone. The
@@ -14,15 +18,30 @@ type Map struct {
 	Quarantined []int64 `json:"quarantined"`
 	Sampled     bool    `json:"sampled"` // one slot in several was looked at, and stands for the others
 
+	Owner  []int   `json:"owner"` // of each cell, who has about the most of it: a place in Owners, -1 where there is no chunk
+	Owners []Owner `json:"-"`     // of the chunks that are resident or staged, MaxOwners at most; more share the last one
+
 	bytes int64 // of the pool
 	most  int   // slots to look at
 	next  int   // slot
+
+	lead  []int64 // of each cell, by how many bytes its owner leads
+	place map[kv.Namespace]int
+}
+
+// Owner is what one namespace has of the pool.
+type Owner struct {
+	Namespace kv.Namespace // zero: of the namespaces beyond MaxOwners
+	Bytes     int64
+	Chunks    int
 }
 
 // Limits of a Map.
 const (
 	maxMapCells = 4096
 	maxMapped   = 1 << 17 // slots that are looked at by default
+
+	MaxOwners = 256
 )
 
 // NewMap returns an empty Map of a pool of bytes bytes, in at most cells cells, of at least
@@ -31,10 +50,15 @@ func NewMap(bytes int64, cells, most int) Map {
 	parts := int64(min(max(cells, 1), maxMapCells))
 	cell := max((bytes+parts-1)/parts, 4096)
 	n := int((bytes + cell - 1) / cell)
-	return Map{
+	m := Map{
 		CellBytes: cell, Resident: make([]int64, n), Staged: make([]int64, n), Quarantined: make([]int64, n),
+		Owner: make([]int, n), Owners: []Owner{}, lead: make([]int64, n), place: make(map[kv.Namespace]int),
 		bytes: bytes, most: cmp.Or(most, maxMapped),
 	}
+	for i := range m.Owner {
+		m.Owner[i] = -1
+	}
+	return m
 }
 
 // AddSome looks at n slots of p, and reports whether there are more.
@@ -53,9 +77,44 @@ func (m *Map) AddSome(p *Pool, n int) (more bool) {
 		default:
 			continue
 		}
-		m.add(of, p.Offset(slot), p.Round(p.Length(slot)), int64(step))
+		off, n := p.Offset(slot), p.Round(p.Length(slot))
+		m.add(of, off, n, int64(step))
+		if p.StateOf(slot) != Condemned {
+			m.own(p.KeyOf(slot).Namespace, off, n, step)
+		}
 	}
 	return m.next < slots
+}
+
+// own counts a chunk for its namespace, and in the cells that have it. Of a cell the one leads whose bytes outweigh those of the others
+// so far: the majority, where there is one.
+func (m *Map) own(of kv.Namespace, off, n int64, times int) {
+	at, known := m.place[of]
+	if !known {
+		if len(m.Owners) >= MaxOwners-1 {
+			of = kv.Namespace{}
+		}
+		if at, known = m.place[of]; !known {
+			at = len(m.Owners)
+			m.place[of] = at
+			m.Owners = append(m.Owners, Owner{Namespace: of})
+		}
+	}
+	m.Owners[at].Bytes += n * int64(times)
+	m.Owners[at].Chunks += times
+	for n > 0 {
+		i := off / m.CellBytes
+		part := min(n, (i+1)*m.CellBytes-off)
+		switch {
+		case m.Owner[i] == at:
+			m.lead[i] += part
+		case m.lead[i] < part:
+			m.Owner[i], m.lead[i] = at, part-m.lead[i]
+		default:
+			m.lead[i] -= part
+		}
+		off, n = off+part, n-part
+	}
 }
 
 // add adds times the n bytes at off to the cells that have them, and never more to one than

@@ -301,6 +301,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	}
 	e.parts.Add("proxy", func() any { return p.Stats() })
 	e.parts.AddTransfers("proxy", p.Transfers)
+	addProxy(e, p)
 	e.isReady()
 	return so.Serve(e.ctx)
 }

@@ -45,6 +45,7 @@ type serverCmd struct {
 	accessFlags
 	requiredSaltFlags
 	zmqAuthFlags
+	pageFlags
 
 	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
@@ -212,7 +213,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	if err := c.checkTenants(int64(c.L1SizeGB)); err != nil {
 		wrong("%v", err)
 	}
-	if err := c.eventFlags.check(); err != nil {
+	if err := errors.Join(c.eventFlags.check(), c.pageFlags.check()); err != nil {
 		wrong("%v", err)
 	}
 	ports := map[int]bool{c.Port: true}
@@ -542,8 +543,10 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
+	history := admin.NewHistory(srv)
 	web := httpserver.NewServer(admin.Handler(srv, admin.Options{
-		AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, AskSocket: c.zmqAuth.ready(), Profiles: c.Profiles, Parts: e.parts, Access: gate,
+		History: history, Cost: admin.Cost{PrefillTokens: c.Prefill, GPUHourPrice: c.Price}, Peers: c.Peers, AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms,
+		Socket: places[0].endpoint, AskSocket: c.zmqAuth.ready(), Profiles: c.Profiles, Parts: e.parts, Access: gate,
 		Metrics: func(r *metrics.Registry) { c.zmqAuth.addMetrics(r, c.access.networks) },
 	}))
 	defer web.Close()
@@ -578,6 +581,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer wg.Wait()
 	defer stop()
 	wg.Go(func() { srv.Run(background) })
+	wg.Go(func() { history.Run(background) })
 	failed := make(chan error, 1)
 	wg.Go(func() {
 		if err := c.access.serve(web, listener); !errors.Is(err, http.ErrServerClosed) {

@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"os"
 	"syscall"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/server/admin"
@@ -25,6 +26,9 @@ const maxAnswer = 64 << 20
 type Asker struct {
 	token  string // empty: none
 	client http.Client
+
+	hourOf  string    // the server that has told its last hour
+	askedAt time.Time // when it was asked last
 }
 
 // AccessFlags are what a server may want of those who ask it.

@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"maps"
 	"math"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
 )
 
 // Screen is what kvasir top shows: the last two snapshots, and what went before as far as
@@ -29,6 +31,7 @@ type Screen struct {
 	err         error     // of the last attempt
 	lost        time.Time // since when the server does not answer
 	history     []float64 // hit rates, one an interval; NaN: no lookups
+	hour        hour      // what the server kept; empty: it keeps none
 }
 
 // maxHistory bounds the history: the widest line.
@@ -51,6 +54,10 @@ func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	if s.history = append(s.history, rate); len(s.history) > maxHistory {
 		s.history = s.history[1:]
 	}
+	if !snap.isLater(s.before) {
+		s.hour = hour{}
+	}
+	s.hour.add(snap.Live.History)
 }
 
 // block is a part of the screen. Where there is too little room its last rows give way,
@@ -140,7 +147,7 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 	}
 	st := &s.now.Status
 	up := time.Duration(st.Uptime * float64(time.Second)).Round(time.Second)
-	lines := []string{s.bold(pad(fmt.Sprintf("kvasir %s  %s  process %d  up %v", text(st.Version), s.URL, st.PID, up), note, width))}
+	lines := []string{s.bold(pad(title(&st.Status, s.URL, up, width-len([]rune(note))-1), note, width))}
 	switch {
 	case s.err != nil:
 		lines = append(lines, s.red(fmt.Sprintf("NO ANSWER for %v, what follows is old: %s", at.Sub(s.lost).Round(time.Second), text(s.err.Error()))))
@@ -160,10 +167,73 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 		fmt.Sprintf("requests  lookups %s   sessions %d   transfers %d   workers %d", s.perSecond(func(s *Snapshot) float64 { return float64(s.Status.Lookup.Lookups) }), st.Sessions, p.Transfers, len(st.Workers)),
 		fmt.Sprintf("GB/s      stored %s   retrieved %s   from tiers %s   evicted %s", s.gigabytesPerSecond("kvasir_stored_bytes_total"), s.gigabytesPerSecond("kvasir_retrieved_bytes_total"),
 			s.gigabytesPerSecond("kvasir_below_read_bytes_total"), s.gigabytesPerSecond("kvasir_evicted_bytes_total")))
-	if len(s.history) > 1 {
-		lines = append(lines, "hit rate  "+spark(s.history, min(width-10, maxHistory)))
+	if line := s.worth(); line != "" {
+		lines = append(lines, line)
+	}
+	switch room := min(width-10, maxHistory); {
+	case len(s.hour.asked) > 1:
+		lines = append(lines, "hit rate  "+spark(s.hour.rates(room-8), room-8)+fmt.Sprintf(" %2.0f min", math.Ceil(s.hour.seconds()/60)))
+	case len(s.history) > 1:
+		lines = append(lines, "hit rate  "+spark(s.history, room))
 	}
 	return append(lines, "")
+}
+
+// title is the first line, without what has no room: the process, then the URL.
+func title(st *server.Status, url string, up time.Duration, room int) string {
+	version := text(shortVersion(st.Version))
+	for _, line := range []string{
+		fmt.Sprintf("kvasir %s  %s  process %d  up %v", version, url, st.PID, up), fmt.Sprintf("kvasir %s  %s  up %v", version, url, up), fmt.Sprintf("kvasir %s  up %v", version, up),
+	} {
+		if len([]rune(line)) <= room {
+			return line
+		}
+	}
+	return "kvasir " + version
+}
+
+// pseudo is the version of a commit without a tag.
+var pseudo = regexp.MustCompile(`-([0-9a-f]{8})[0-9a-f]{4}(\+dirty)?$`)
+
+// shortVersion is the commit alone where a version has no tag.
+func shortVersion(v string) string {
+	if m := pseudo.FindStringSubmatch(v); m != nil {
+		return m[1]
+	}
+	return v
+}
+
+// worth says how long lookups take, which hit rate is possible, and what hits saved; empty where the server does not tell.
+func (s *Screen) worth() string {
+	var parts []string
+	live := &s.now.Live
+	if p50, p99, ok := s.hour.times(); ok {
+		parts = append(parts, fmt.Sprintf("p50 %s  p99 %s", shortTime(p50), shortTime(p99)))
+	}
+	if w := s.now.Status.HitCurves; len(w) > 1 && w[1].Asked > 0 {
+		parts = append(parts, fmt.Sprintf("possible %.1f %% (1h)", 100*w[1].Ceiling))
+	}
+	if rate := live.Cost.PrefillTokens; rate > 0 {
+		saved := float64(s.now.Status.Lookup.HitTokens) / rate
+		part := "saved " + time.Duration(saved*float64(time.Second)).Round(time.Second).String()
+		if live.Cost.GPUHourPrice > 0 {
+			part += fmt.Sprintf(" = %.2f", saved/3600*live.Cost.GPUHourPrice)
+		}
+		parts = append(parts, part)
+	}
+	if len(parts) == 0 {
+		return ""
+	}
+	return "lookups   " + strings.Join(parts, "   ")
+}
+
+// shortTime writes seconds in three digits.
+func shortTime(seconds float64) string {
+	d := time.Duration(seconds * float64(time.Second))
+	unit := time.Nanosecond
+	for ; d/unit >= 1000; unit *= 10 {
+	}
+	return d.Round(unit).String()
 }
 
 // misses are the reasons, the most frequent of the interval first.
@@ -256,8 +326,17 @@ func (s *Screen) slow() block {
 
 func (s *Screen) findings() (out block) {
 	out.title = "what keeps hits away (kvasir status says what to do)"
-	for _, f := range s.now.Status.Findings {
-		out.rows = append(out.rows, "  - "+text(f.What))
+	for _, normal := range []bool{false, true} {
+		for _, f := range s.now.Status.Findings {
+			if f.Normal != normal {
+				continue
+			}
+			mark := "  - "
+			if normal {
+				mark = "  (normal) "
+			}
+			out.rows = append(out.rows, mark+text(f.What))
+		}
 	}
 	return out
 }

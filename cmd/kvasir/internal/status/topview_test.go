@@ -28,13 +28,14 @@ func TestMain(m *testing.M) { testkit.Main(m) }
 
 // fake answers as a server does: figures grow by one step with each question for a status.
 type fake struct {
-	step  atomic.Int64
-	down  atomic.Bool
-	many  int // workers, misses
-	edit  func(*admin.Status)
-	model string
-	old   bool // it has no /now
-	blind bool // it runs a registry, and neither relay nor proxy
+	step     atomic.Int64
+	down     atomic.Bool
+	many     int // workers, misses
+	edit     func(*admin.Status)
+	liveEdit func(*admin.Live)
+	model    string
+	old      bool // it has no /now
+	blind    bool // it runs a registry, and neither relay nor proxy
 }
 
 func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -50,7 +51,11 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			w.WriteHeader(http.StatusNotFound)
 			return
 		}
-		_ = json.NewEncoder(w).Encode(f.live(uint64(f.step.Load())))
+		e := f.live(uint64(f.step.Load()))
+		if f.liveEdit != nil {
+			f.liveEdit(&e)
+		}
+		_ = json.NewEncoder(w).Encode(e)
 	case "/explain":
 		if r.URL.Query().Get("request_id") == "gone" {
 			_, _ = w.Write([]byte(`{"reasons": {}, "lookups": [], "requests": []}`))

@@ -113,7 +113,7 @@ func (s *Screen) blocks(width int) []block {
 	case Slow:
 		return []block{s.slowest(), s.ended(), s.slow()}
 	case Pool:
-		return []block{s.cells(width), s.poolFigures(), s.workers(), s.tierTable()}
+		return []block{s.cells(width), s.owners(), s.memory(width), s.poolFigures(), s.workers(), s.tierTable()}
 	case Transfers:
 		return append(s.singleTransfers(width), s.partsInFull()...)
 	}
@@ -350,6 +350,41 @@ func (s *Screen) cells(width int) block {
 		out.rows = append(out.rows, line)
 	}
 	out.rows = append(out.rows, "  # chunks  + some  w being written  x waits for a worker that is gone  . free")
+	return out
+}
+
+// owners are the models and tenants that have the pool.
+func (s *Screen) owners() block {
+	out := block{title: "who has it                                                    bytes     share", least: 2}
+	for _, o := range s.now.Live.Owners {
+		name := "others, or not named since the start"
+		if o.Known {
+			name = cmp.Or(o.Model, "no name")
+			if o.Salt != "" {
+				name += ", " + o.Salt
+			}
+		}
+		out.rows = append(out.rows, fmt.Sprintf("  %s %12s %9s", column(name, 52), kv.FormatBytes(o.Bytes), share2(uint64(max(0, o.Bytes)), uint64(max(0, s.now.Status.Pool.TotalBytes)))))
+	}
+	return out
+}
+
+// memory says what other amounts of memory would find.
+func (s *Screen) memory(width int) (out block) {
+	w := s.now.Status.HitCurves
+	if len(w) < 2 || w[1].Asked == 0 {
+		return out
+	}
+	of := &w[1]
+	out = block{title: "what other amounts of memory would find, of the last hour (kvasir advise)", least: 1}
+	line := fmt.Sprintf("now %.1f %%", 100*of.Hit)
+	for _, p := range of.Curve {
+		line += fmt.Sprintf(", %s %.1f %%", kv.FormatBytes(p.Bytes), 100*p.Rate)
+	}
+	for _, p := range of.Tiers {
+		line += fmt.Sprintf(", with tier %s %.1f %%", text(p.Name), 100*p.Rate)
+	}
+	out.rows = wrap(line+fmt.Sprintf(", without end %.1f %%", 100*of.Ceiling), width)
 	return out
 }
 

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admin
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"net/url"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+)
+
+// forHostAlone refuses what a page of another host's browser wants to change, where requests need no credential: a person who may look at the
+// page is not for that reason one who may clear the cache. Programs are no browsers: for them the networks count. Pages of other sites
+// are refused before, by the Guard of each route.
+func forHostAlone(gate *auth.Gate, h http.Handler) http.Handler {
+	if gate.WantsCredentials() {
+		return h
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodGet && r.Method != http.MethodHead && fromBrowser(r) && !fromHost(r) {
+			writeJSON(w, http.StatusForbidden, map[string]string{"error": "without --token-file the page changes things only in a browser of the server's host"})
+			return
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+// fromBrowser reports whether a browser sent a request for a page: programs send neither header.
+func fromBrowser(r *http.Request) bool {
+	return r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != ""
+}
+
+func fromHost(r *http.Request) bool {
+	at, err := netip.ParseAddrPort(r.RemoteAddr)
+	return err == nil && at.Addr().Unmap().IsLoopback()
+}
+
+// mayOf returns the scope of a request: read, write or admin.
+func mayOf(gate *auth.Gate, r *http.Request) auth.Scope {
+	if !gate.WantsCredentials() {
+		if fromHost(r) {
+			return auth.Admin
+		}
+		return auth.Read
+	}
+	for _, s := range []auth.Scope{auth.Admin, auth.Write} {
+		if auth.Allows(r, s) {
+			return s
+		}
+	}
+	return auth.Read
+}
+
+// CheckPeer says what is wrong with the address of another node's page.
+func CheckPeer(text string) error {
+	u, err := url.Parse(text)
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.User != nil {
+		return fmt.Errorf("%.100q is not http://HOST:PORT", text)
+	}
+	return nil
+}
+
+// ErrNoEngine means that the proxy has no engine of that address.
+var ErrNoEngine = errors.New("the proxy has no such engine")
+
+// handleEngines serves what a proxy in this process says of its engines, and drains them: the routes that it has itself on --admin-port.
+func handleEngines(mux *http.ServeMux, guard httpserver.Guard, parts *Parts) {
+	mux.Handle("GET /engines", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		engines, _ := parts.proxy()
+		if engines == nil {
+			noProxy(w)
+			return
+		}
+		writeJSON(w, http.StatusOK, map[string]any{"engines": engines()})
+	})))
+	for path, on := range map[string]bool{"POST /engines/drain": true, "POST /engines/undrain": false} {
+		mux.Handle(path, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			_, drain := parts.proxy()
+			if drain == nil {
+				noProxy(w)
+				return
+			}
+			q := r.URL.Query()
+			if err := drain(q.Get("url"), q.Get("role"), on); err != nil {
+				writeJSON(w, http.StatusNotFound, map[string]string{"error": err.Error()})
+				return
+			}
+			writeJSON(w, http.StatusOK, map[string]any{"url": q.Get("url"), "draining": on})
+		})))
+	}
+}
+
+func noProxy(w http.ResponseWriter) {
+	writeJSON(w, http.StatusNotFound, map[string]string{"error": "no proxy runs in this process: its engines are drained at its own --admin-port"})
+}

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admin
+
+import (
+	"context"
+	"encoding/json"
+	"math"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/histogram"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+)
+
+// The history is historyPoints points, one every historyEvery: an hour.
+const (
+	historyEvery  = 5 * time.Second
+	historyPoints = 720
+	recentPoints  = 2 // in each event after the first
+)
+
+// History is the last hour of a server, for the page and kvasir top: it is there when they open. Its points take 68 KiB
+// from the start on and never more, and while pages are open 90 KiB as JSON. All times in it are since its start and monotonic, so a wall clock
+// that is set changes nothing. Methods are safe for concurrent use.
+type History struct {
+	server *server.Server
+	began  time.Time
+
+	mu   sync.Mutex
+	last totals
+	n    int // points since the start
+	ring [historyPoints]point
+
+	encoded  []byte // all points, once a client asked for them
+	encodedN int    // n at that time
+}
+
+// totals are counters since the start of the server.
+type totals struct {
+	at                                time.Duration
+	lookups, asked, hit               uint64 // the last two in tokens
+	stored, retrieved, below, evicted uint64 // bytes
+	times                             [maxTimes]uint64
+}
+
+// maxTimes bounds the buckets of the histogram of lookups.
+const maxTimes = 16
+
+// point is what happened between two moments.
+type point struct {
+	at, took                          time.Duration // its end, and its length
+	lookups, asked, hit               uint64
+	stored, retrieved, below, evicted uint64
+	used                              float64 // share of the pool at its end
+	p50, p99                          float64 // seconds a lookup took; 0: there was none
+}
+
+// NewHistory returns the history of a server, which begins now. Run fills it.
+func NewHistory(s *server.Server) *History {
+	h := &History{server: s, began: time.Now()}
+	h.last, _, _ = h.look(0)
+	return h
+}
+
+// Run takes a point every five seconds, until ctx ends.
+func (h *History) Run(ctx context.Context) {
+	tick := time.NewTicker(historyEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			h.takeDue()
+		}
+	}
+}
+
+// now returns the time since the start of the history.
+func (h *History) now() time.Duration { return time.Since(h.began) }
+
+// takeDue takes a point, unless the last one is newer than nine tenths of an interval: a tick may come early.
+func (h *History) takeDue() {
+	at := h.now()
+	h.mu.Lock()
+	due := at-h.last.at >= historyEvery*9/10
+	h.mu.Unlock()
+	if due {
+		now, used, bounds := h.look(at)
+		h.add(now, used, bounds)
+	}
+}
+
+// look returns the counters of the server, the share of its pool in use, and the bounds of its histogram of lookups.
+func (h *History) look(at time.Duration) (now totals, used float64, times histogram.Counts) {
+	st := h.server.Stats()
+	now = totals{at: at, stored: st.StoredBytes, retrieved: st.RetrievedBytes, below: st.BelowBytes, evicted: st.EvictedBytes}
+	now.lookups, now.asked, now.hit = h.server.LookedUp()
+	times = st.Durations[lmcache.OpLookup.String()]
+	copy(now.times[:], times.Buckets)
+	return now, st.UsageRatio, times
+}
+
+// add takes the point between the last look and this one.
+func (h *History) add(now totals, used float64, times histogram.Counts) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	was := h.last
+	if now.at <= was.at {
+		return // two clients had the same thought
+	}
+	var buckets [maxTimes]uint64
+	for i := range buckets {
+		buckets[i] = now.times[i] - min(was.times[i], now.times[i])
+	}
+	grown := func(now, was uint64) uint64 { return now - min(now, was) }
+	h.ring[h.n%historyPoints] = point{
+		at: now.at, took: now.at - was.at, lookups: grown(now.lookups, was.lookups), asked: grown(now.asked, was.asked), hit: grown(now.hit, was.hit),
+		stored: grown(now.stored, was.stored), retrieved: grown(now.retrieved, was.retrieved), below: grown(now.below, was.below), evicted: grown(now.evicted, was.evicted),
+		used: used, p50: quantile(buckets[:], times.Bounds, 0.5), p99: quantile(buckets[:], times.Bounds, 0.99),
+	}
+	h.last = now
+	h.n++
+}
+
+// quantile returns a quantile of a histogram of times, seconds, as Prometheus does: within a bucket times are taken for evenly spread, and
+// above the last bound for that bound. 0 where nothing was counted.
+func quantile(buckets []uint64, bounds []int64, q float64) float64 {
+	total := uint64(0)
+	for _, n := range buckets {
+		total += n
+	}
+	if total == 0 || len(bounds) == 0 {
+		return 0
+	}
+	rank, below, from := q*float64(total), 0.0, 0.0
+	for i, bound := range bounds {
+		n := 0.0
+		if i < len(buckets) {
+			n = float64(buckets[i])
+		}
+		if below+n >= rank {
+			return (from + (float64(bound)-from)*(rank-below)/n) / 1e9
+		}
+		below, from = below+n, float64(bound)
+	}
+	return from / 1e9
+}
+
+// Points are points of a History, one value for each in every column; what is not known is NaN, null in JSON.
+type Points struct {
+	Last int `json:"last"` // number of the newest, from 1; 0: there is none yet
+
+	At        Column `json:"at_s"`   // when it ended, on the clock of the event's now_s
+	Took      Column `json:"took_s"` // how long it is
+	HitRate   Column `json:"hit_rate"`
+	Asked     Column `json:"asked_tokens"` // in a second, as the next ones
+	Hit       Column `json:"hit_tokens"`
+	Lookups   Column `json:"lookups"`
+	Stored    Column `json:"stored_bytes"`
+	Retrieved Column `json:"retrieved_bytes"`
+	Below     Column `json:"below_bytes"` // that came from tiers below the pool
+	Evicted   Column `json:"evicted_bytes"`
+	Used      Column `json:"used"`         // share of the pool
+	P50       Column `json:"lookup_p50_s"` // of lookups
+	P99       Column `json:"lookup_p99_s"`
+}
+
+// Column is a list of numbers, four digits of each in JSON.
+type Column []float64
+
+// MarshalJSON implements json.Marshaler.
+func (c Column) MarshalJSON() ([]byte, error) {
+	b := append(make([]byte, 0, 2+6*len(c)), '[')
+	for i, v := range c {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		switch {
+		case math.IsNaN(v) || math.IsInf(v, 0):
+			b = append(b, "null"...)
+		case v >= 1000:
+			b = strconv.AppendFloat(b, v, 'f', 0, 64)
+		default:
+			b = strconv.AppendFloat(b, v, 'g', 4, 64)
+		}
+	}
+	return append(b, ']'), nil
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (c *Column) UnmarshalJSON(text []byte) error {
+	var list []*float64
+	if err := json.Unmarshal(text, &list); err != nil {
+		return err
+	}
+	*c = make(Column, len(list))
+	for i, v := range list {
+		if (*c)[i] = math.NaN(); v != nil {
+			(*c)[i] = *v
+		}
+	}
+	return nil
+}
+
+// points returns the newest most points, the oldest of them first.
+func (h *History) points(most int) Points {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.pointsLocked(most)
+}
+
+func (h *History) pointsLocked(most int) Points {
+	out := Points{Last: h.n}
+	share := func(part, of uint64) float64 {
+		if of == 0 {
+			return math.NaN()
+		}
+		return float64(part) / float64(of)
+	}
+	for i := h.n - min(h.n, historyPoints, most); i < h.n; i++ {
+		p := &h.ring[i%historyPoints]
+		each := func(n uint64) float64 { return float64(n) / p.took.Seconds() }
+		for _, c := range []struct {
+			of *Column
+			v  float64
+		}{
+			{&out.At, math.Round(p.at.Seconds()*10) / 10},
+			{&out.Took, math.Round(p.took.Seconds()*10) / 10},
+			{&out.HitRate, share(p.hit, p.asked)},
+			{&out.Asked, each(p.asked)},
+			{&out.Hit, each(p.hit)},
+			{&out.Lookups, each(p.lookups)},
+			{&out.Stored, each(p.stored)},
+			{&out.Retrieved, each(p.retrieved)},
+			{&out.Below, each(p.below)},
+			{&out.Evicted, each(p.evicted)},
+			{&out.Used, p.used},
+			{&out.P50, notZero(p.p50)},
+			{&out.P99, notZero(p.p99)},
+		} {
+			*c.of = append(*c.of, c.v)
+		}
+	}
+	return out
+}
+
+func notZero(v float64) float64 {
+	if v == 0 {
+		return math.NaN()
+	}
+	return v
+}
+
+// json returns all points as JSON. The caller must not change it.
+func (h *History) json() []byte {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.encoded == nil || h.encodedN != h.n {
+		h.encoded, h.encodedN = mustJSON(h.pointsLocked(historyPoints)), h.n
+	}
+	return h.encoded
+}
+
+// forget drops what json keeps.
+func (h *History) forget() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.encoded = nil
+}
