@@ -57,7 +57,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 		name, h := t.name(keys[s.of]), all[s.of].header
 		queries = append(queries, query{name, []string{"STRLEN", stripeName(name, h, s.i)}, func(c *resp.Conn) error {
 			n, err := c.Int()
-			s.there = err == nil && n == h.size(s.i)
+			s.there = err == nil && n == h.stripeBytes(s.i)
 			return unlessWrongType(err)
 		}})
 	}
@@ -75,7 +75,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 // lookAt asks for an object's header.
 func (t *Tier) lookAt(k kv.Key, f *found) query {
 	name := t.name(k)
-	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(headerBytes - 1)}, func(c *resp.Conn) (err error) {
+	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(sealedHeaderBytes - 1)}, func(c *resp.Conn) (err error) {
 		*f, err = readFound(c, k)
 		return err
 	}}
@@ -98,8 +98,8 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 		return f, nil
 	case err != nil:
 		return f, err
-	case n > headerBytes:
-		return f, fmt.Errorf("%w: %d bytes where %d were asked for", resp.ErrProtocol, n, headerBytes)
+	case n > sealedHeaderBytes:
+		return f, fmt.Errorf("%w: %d bytes where %d were asked for", resp.ErrProtocol, n, sealedHeaderBytes)
 	case n == 0:
 		return f, nil
 	}
@@ -166,21 +166,28 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer
 	case n < headerBytes:
 		return h, errForeign
 	}
-	var b [headerBytes]byte
-	if err := c.Fill(b[:]); err != nil {
+	var all [sealedHeaderBytes]byte
+	b := all[:headerBytes]
+	if err := c.Fill(b); err != nil {
 		return h, err
 	}
-	h, ok := parseHeader(b[:], k)
+	if size := headerSize(b); size > headerBytes && n >= int64(size) {
+		if err := c.Fill(all[headerBytes:size]); err != nil {
+			return h, err
+		}
+		b = all[:size]
+	}
+	h, ok := parseHeader(b, k)
 	if !ok {
 		return header{}, errForeign
 	}
 	if int64(h.length) != int64(len(dst)) {
 		return header{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: h.meta()}
 	}
-	if n-headerBytes != h.size(0) {
+	if n-int64(h.size()) != h.stripeBytes(0) {
 		return h, tier.ErrMissing
 	}
-	return h, sum.Fill(c, dst[:h.size(0)], 0)
+	return h, sum.Fill(c, dst[:h.stripeBytes(0)], 0)
 }
 
 // readError says that nothing is there, where that is what an answer means.
@@ -219,12 +226,14 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	switch {
 	case was.foreign:
 		return false, fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
-	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum}:
+	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum, Seal: m.Seal}:
 		return false, nil
+	case was.good && m.Unseals(was.meta()):
+		return false, fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 	case m.Over(time.Now()):
 		return false, fmt.Errorf("%w: its time to live is over", tier.ErrNotKept)
 	}
-	h := header{uint64(m.Len), m.Sum, uint64(t.o.Stripe)}
+	h := headerOf(m, t.o.Stripe)
 	if h.stripes() > maxStripes {
 		return false, fmt.Errorf("%w: %d bytes are too many", tier.ErrNotKept, m.Len)
 	}
@@ -242,12 +251,12 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 			return true, err
 		}
 	}
-	before, err := t.writeFirst(ctx, k, h, src[:h.size(0)], was, ttl)
+	before, err := t.writeFirst(ctx, k, h, src[:h.stripeBytes(0)], was, ttl)
 	if err != nil {
 		return true, err
 	}
 	for _, f := range []found{was, before} {
-		if f.headed && (f.sum != h.sum || f.stripe != h.stripe) {
+		if f.headed && (f.sum != h.sum || f.stripe != h.stripe || f.write != h.write || f.seal != h.seal) {
 			err = errors.Join(err, t.remove(ctx, name, names(name, f.header)[1:]))
 		}
 	}

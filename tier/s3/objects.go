@@ -201,7 +201,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 				return fmt.Errorf("%w: Content-Range %.60q", errAnswer, a.Field("Content-Range"))
 			}
 			if whole != size {
-				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole}}
+				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole, Seal: t.labelled(k, whole, a.Field(metaAnswer)).Seal}}
 			}
 			o, err := objectOf(a)
 			if err != nil {
@@ -239,7 +239,7 @@ func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte,
 			return err
 		}
 		if o.length != int64(len(dst)) {
-			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length}}
+			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length, Seal: t.labelled(k, o.length, o.meta).Seal}}
 		}
 		return t.fill(a, dst, sum)
 	})

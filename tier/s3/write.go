@@ -52,8 +52,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	for race := range maxRaces {
 		var was object
 		was, err = t.look(ctx, name)
-		if err != nil || t.keeps(m, t.known(k, was.length, was.meta)) {
+		has := t.known(k, was.length, was.meta)
+		if err != nil || t.keeps(m, has) {
 			return err
+		}
+		if m.Unseals(has) {
+			return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 		}
 		err = t.put(ctx, name, labelOf(k, m), src, was.there)
 		switch {
@@ -73,7 +77,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 // keeps reports whether a bucket need not take an object, because of what it has under the name: an object of the right
 // length that does not live longer.
 func (t *Tier) keeps(m, has tier.Meta) bool {
-	return has.Len == m.Len && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
+	return has.Len == m.Len && has.Seal == m.Seal && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }
 
 // refused says that the place does not take objects, where that is why it refused.

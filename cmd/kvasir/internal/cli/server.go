@@ -37,6 +37,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // serverCmd has LMCache's flag names.
@@ -92,8 +93,9 @@ type serverCmd struct {
 	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms  *tenant.Terms
-	access *access
+	terms    *tenant.Terms
+	access   *access
+	tierKeys *seal.Keys
 }
 
 // Help implements kong's detailed help.
@@ -110,6 +112,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558 --allow-from 10.0.0.0/24    (for routers)
   kvasir server --l1-size-gb 100 --vllm-tier /run/kvasir.sock    (vLLM's own tiered offloading: kvasir vllm-tier --help)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
+  kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000 --tier-key-file /etc/kvasir/tier-keys    (encrypted)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
@@ -446,7 +449,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.ProbeTiers = below.Probe
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters, o.server.Contents = o.tiers.Names, below.Each, below.Disk, below.Clusters, below.Contents
-	o.server.Numbers = below.Numbers
+	o.server.Numbers, o.server.Seals, c.tierKeys = below.Numbers, below.Seals, below.Keys
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {
 		if err := book.Repair(); err != nil {
@@ -571,6 +574,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer wg.Wait()
 	defer stop()
 	wg.Go(func() { srv.Run(background) })
+	wg.Go(func() { c.tierKeys.Watch(background, e.log) })
 	failed := make(chan error, 1)
 	wg.Go(func() {
 		if err := c.access.serve(web, listener); !errors.Is(err, http.ErrServerClosed) {
