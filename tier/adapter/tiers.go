@@ -106,7 +106,7 @@ func Open(o Options) (s Set, err error) {
 		}
 		opened = append(opened, s.Disk)
 		sayRooms(s.Disk, o.Log)
-		sealed := seal.New(s.Disk, o.keys, seal.Options{Name: "disk", InRAM: true, Log: o.Log})
+		sealed := seal.New(s.Disk, o.keys, seal.Options{Name: "disk", Log: o.Log})
 		s.Seals["disk"] = sealed.Sealed()
 		s.Each = append(s.Each, tier.Counted(tier.Bounded(sealed, tier.Limits{}), "disk"))
 		s.Each[0].Watch(o.Log)
@@ -276,7 +276,7 @@ func openSealed(t tier.Tier, name string, o Options) (tier.Tier, error) {
 	if err != nil {
 		return nil, errors.Join(err, t.Close())
 	}
-	return seal.New(t, keys, seal.Options{Name: name, InRAM: name == "disk", Log: o.Log}), nil
+	return seal.New(t, keys, seal.Options{Name: name, Log: o.Log}), nil
 }
 
 // PlaceOf names where the objects of a tier for a tool go.

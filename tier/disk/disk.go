@@ -173,6 +173,9 @@ func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time
 	return v, nil
 }
 
+// Flows implements tier.Flowing.
+func (d *Disk) Flows() {}
+
 // Opened is closed when the whole index has been read.
 func (d *Disk) Opened() <-chan struct{} { return d.opened }
 

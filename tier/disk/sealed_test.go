@@ -65,7 +65,7 @@ func TestSealedDirectoryIsMarked(t *testing.T) {
 			o.Whole = keys.Whole
 		}
 		d := open(t, o)
-		f(seal.New(d, keys, seal.Options{Name: "disk", InRAM: true}))
+		f(seal.New(d, keys, seal.Options{Name: "disk"}))
 		closeDisk(t, d)
 	}
 	life(false, func(x tier.Tier) { put(t, x, 1, 5000) })
@@ -128,7 +128,7 @@ func TestSealedLives(t *testing.T) {
 				t.Fatal(err)
 			}
 			<-d.Opened()
-			return d, seal.New(d, keys, seal.Options{InRAM: true})
+			return d, seal.New(d, keys, seal.Options{})
 		}
 		d, x := begin(first)
 		for i := range objects {
@@ -163,7 +163,7 @@ func TestSealedRecordsAreCompared(t *testing.T) {
 	d := open(t, o)
 	defer closeDisk(t, d)
 	for _, seed := range []byte{1, 2} {
-		x := seal.New(d, tiertest.Keys(t, seed), seal.Options{InRAM: true})
+		x := seal.New(d, tiertest.Keys(t, seed), seal.Options{})
 		b, m := object(int(seed), 9000, 0)
 		if err := x.Write(t.Context(), tiertest.Key(int(seed)), m, b); err != nil {
 			t.Fatal(err)

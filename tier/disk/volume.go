@@ -262,6 +262,9 @@ func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte
 			return nil
 		})
 	}
+	if flow := tier.FlowOf(ctx); flow != nil {
+		return v.readFlow(ctx, s, r, dst, flow)
+	}
 	ends := v.heads.get()
 	defer v.heads.put(ends)
 	body, rest, extra := parts(int64(r.len))
@@ -469,6 +472,13 @@ func (v *volume) wrote(n int64) {
 
 // append writes a record to the place that was reserved for it.
 func (v *volume) append(ctx context.Context, s *segment, r *record, src []byte) error {
+	flow := tier.FlowOf(ctx)
+	if flow != nil && shm.Aligned(src, block) {
+		return v.appendFlow(ctx, s, r, src, flow)
+	}
+	if err := flow.Wants(0, int64(len(src))); err != nil {
+		return err
+	}
 	ends := v.heads.get()
 	defer v.heads.put(ends)
 	clear(ends)

@@ -115,16 +115,18 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 
 // readNative fills dst from an object's stripes.
 func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
-	name := t.name(k)
+	name, flow := t.name(k), tier.FlowOf(ctx)
 	var h header
 	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
-		h, err = readFirst(c, k, name, dst, sum)
+		h, err = readFirst(c, k, name, dst, sum, flow)
 		return err
 	})
 	torn := err != nil // its first value is
 	for i := 1; err == nil && i < h.stripes(); i++ {
 		from, to := h.span(i)
-		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum) })
+		err = t.at(ctx, name, to-from, func(c *resp.Conn) error {
+			return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum, flow)
+		})
 	}
 	if errors.Is(err, errForeign) {
 		return tier.Meta{}, tier.ErrMissing
@@ -157,7 +159,7 @@ func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) e
 
 // readFirst reads an object's header and its first stripe. With an error about the
 // object the header is that of one whose stripes do not fit it.
-func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer) (h header, _ error) {
+func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer, flow *tier.Flow) (h header, _ error) {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -187,7 +189,8 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer
 	if n-int64(h.size()) != h.stripeBytes(0) {
 		return h, tier.ErrMissing
 	}
-	return h, sum.Fill(c, dst[:h.stripeBytes(0)], 0)
+	flow.Starts(h.meta())
+	return h, flow.Fill(sum, c, dst[:h.stripeBytes(0)], 0)
 }
 
 // readError says that nothing is there, where that is what an answer means.
@@ -202,7 +205,7 @@ func readError(err error) error {
 }
 
 // readExact fills dst, which begins at byte at of the object, with a value that is as long.
-func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer) error {
+func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer, flow *tier.Flow) error {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -213,7 +216,7 @@ func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *t
 	case n != int64(len(dst)):
 		return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: n}}
 	}
-	return sum.Fill(c, dst, at)
+	return flow.Fill(sum, c, dst, at)
 }
 
 // writeNative writes an object's stripes, the first one last.
@@ -237,12 +240,13 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	if h.stripes() > maxStripes {
 		return false, fmt.Errorf("%w: %d bytes are too many", tier.ErrNotKept, m.Len)
 	}
-	ttl := t.lifeOf(m)
+	ttl, flow := t.lifeOf(m), tier.FlowOf(ctx)
 	life := cmp.Or(ttl, strayLife)
 	for i := 1; i < h.stripes(); i++ {
 		from, to := h.span(i)
 		err := t.at(ctx, name, to-from, func(c *resp.Conn) error {
-			if err := c.Send([]string{"SET", stripeName(name, h, i)}, [][]byte{src[from:to]}, "EX", seconds(life)); err != nil {
+			parts, ready := flow.Parts(src[from:to], from)
+			if err := c.SendWhen([]string{"SET", stripeName(name, h, i)}, parts, ready, "EX", seconds(life)); err != nil {
 				return err
 			}
 			return c.OK()
@@ -277,7 +281,7 @@ func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 // before their time, in the place of what was there, and returns what it replaced in fact. Where
 // there was nothing, and another server has written one meanwhile, the new one stays.
 func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
-	name := t.name(k)
+	name, flow := t.name(k), tier.FlowOf(ctx)
 	var options []string
 	if ttl > 0 {
 		options = append(options, "EX", seconds(ttl))
@@ -290,7 +294,17 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 		if was.there {
 			c.Command(t.lookAt(k, nil).args...)
 		}
-		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(k), first}, options...); err != nil {
+		parts, ready := flow.Parts(first, 0)
+		if ready != nil { // the header is
+			whenReady := ready
+			ready = func(i int) error {
+				if i == 0 {
+					return nil
+				}
+				return whenReady(i - 1)
+			}
+		}
+		if err := c.SendWhen([]string{"SET", name}, append([][]byte{h.bytes(k)}, parts...), ready, options...); err != nil {
 			return err
 		}
 		if was.there {

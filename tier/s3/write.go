@@ -125,7 +125,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		if l.length > t.o.Upload {
 			return t.upload(ctx, name, fields, condition, src, part)
 		}
-		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src}, nothing)
+		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src, flow: tier.FlowOf(ctx)}, nothing)
 	}
 	err := write(condition)
 	if condition != nil && (status(err) == http.StatusNotImplemented || hasCode(err, "NotImplemented")) {
@@ -173,10 +173,10 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 			_ = t.do(ctx, &request{kind: kindDelete, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID})}, nothing)
 		}
 	}()
-	size := int64(len(src))
+	size, flow := int64(len(src)), tier.FlowOf(ctx)
 	tags := make([]string, (size-1)/part+1)
 	err = spread(ctx, uploadWidth, len(tags), func(ctx context.Context, i int) error {
-		r := request{kind: kindPut, name: name, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
+		r := request{kind: kindPut, name: name, flow: flow, at: int64(i) * part, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
 		return t.do(ctx, &r, func(a *http1.Response) error {
 			if tags[i] = a.Field("Etag"); tags[i] == "" {
 				return fmt.Errorf("%w: a part without an ETag", errAnswer)

@@ -160,18 +160,11 @@ func span(i, size int64) (plain, sealed, n int64) {
 	return plain, headerBytes + plain + tagBytes*i, min(pieceBytes, size-plain)
 }
 
-// seal encrypts src, whose xxh3 is sum, into dst, which has sealedBytes(len(src)) bytes. Error: shm.ErrFault.
-func (k *key) seal(dst, src []byte, name *kv.Key, sum uint64, end uint32) error {
-	h := header{end: end, id: k.id, size: int64(len(src))}
+// newHeader returns the header of an object that is to be encrypted, with a salt of its own.
+func (k *key) newHeader(size int64, end uint32) (h header) {
+	h.end, h.id, h.size = end, k.id, size
 	_, _ = rand.Read(h.salt[:]) // never fails
-	h.put(dst)
-	b, pieces := k.newBox(dst, &h.salt, sum, name), piecesOf(h.size)
-	return spread(pieces, func(i int64) error {
-		at, to, n := span(i, h.size)
-		nonce := nonceOf(i, pieces)
-		b.aead.Seal(dst[to:to], nonce[:], src[at:at+n], b.data[:])
-		return nil
-	})
+	return h
 }
 
 // open decrypts src into dst. With an error the bytes of dst mean nothing. Errors: errDamaged, shm.ErrFault.

@@ -81,9 +81,8 @@ type Tier struct {
 
 // Options configures a Tier.
 type Options struct {
-	Name  string // of the tier, for the log
-	InRAM bool   // Stat of the tier costs next to nothing: what is there is not encrypted again
-	Log   *slog.Logger
+	Name string // of the tier, for the log
+	Log  *slog.Logger
 }
 
 // New returns the Tier over another one. It is a tier.Notebook where the other one is.
@@ -216,7 +215,9 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	}
 	buf := takeBuffer(sealedBytes(int64(len(dst))))
 	defer giveBuffer(buf)
-	m, err := t.of.Read(ctx, k, buf.b)
+	o := newOpening(t.keys.ring(), &k, dst, buf.b)
+	m, err := t.of.Read(tier.WithFlow(ctx, &tier.Flow{Begin: o.begin, Got: o.got}), k, buf.b)
+	opened := o.end(err == nil, m)
 	if e, ok := errors.AsType[*tier.CorruptError](err); ok {
 		got := tier.Meta{Len: plainBytes(e.Got.Len)}
 		if e.Got.Seal == 0 && e.Got.Len == int64(len(dst)) {
@@ -242,7 +243,7 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	if err == nil && h.id != one.id {
 		err = errKeyID
 	}
-	if err == nil {
+	if err == nil && !opened {
 		err = one.open(dst, buf.b, &h, &k, m.Sum)
 	}
 	switch {
@@ -287,19 +288,17 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		m.Sum, m.NoSum = xxh3.Hash(src), false
 	}
 	below := tier.Meta{Len: sealedBytes(m.Len), Sum: one.masked(m.Sum, &k), End: m.End, Seal: one.number}
-	if t.o.InRAM {
-		var has [1]tier.Meta
-		if err := t.of.Stat(ctx, []kv.Key{k}, has[:]); err != nil || below.Lasts(has[0]) {
-			return err
-		}
-	}
 	buf := takeBuffer(below.Len)
 	defer giveBuffer(buf)
-	if err := one.seal(buf.b, src, &k, m.Sum, m.End); err != nil {
+	s := newSealing(one, buf.b, src, &k, m.Sum, m.End)
+	defer s.end()
+	if _, ok := t.of.(tier.Flowing); ok {
+		ctx = tier.WithFlow(ctx, &tier.Flow{Need: s.need})
+	} else if err := s.need(0, below.Len); err != nil {
 		return err
 	}
 	err := t.of.Write(ctx, k, below, buf.b)
-	if err == nil {
+	if err == nil && s.used() { // else the place has it already
 		t.n.encrypted.Add(1)
 	}
 	return err

@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -19,8 +20,10 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 func TestMain(m *testing.M) { testkit.Main(m) }
@@ -31,6 +34,13 @@ func oneKey(seed byte) *key {
 	var master [32]byte
 	copy(master[:], bytes.Repeat([]byte{seed}, 32))
 	return newKey(master)
+}
+
+// seal encrypts src into dst at once.
+func (k *key) seal(dst, src []byte, name *kv.Key, sum uint64, end uint32) error {
+	s := newSealing(k, dst, src, name, sum, end)
+	defer s.end()
+	return s.need(0, int64(len(dst)))
 }
 
 // Objects of every length around pieces come back, and no two ciphertexts are alike.
@@ -251,6 +261,93 @@ func TestMaskedChecksum(t *testing.T) {
 		m := k.masked(sum, &testName)
 		if k.masked(m, &testName) != sum || m == sum || m == k.masked(sum, &other) || m == oneKey(2).masked(sum, &testName) {
 			t.Errorf("%x becomes %x", sum, m)
+		}
+	}
+}
+
+// lazyPlace is a place that has everything already.
+type lazyPlace struct{ tier.Tier }
+
+func (lazyPlace) Flows() {}
+
+func (lazyPlace) Write(context.Context, kv.Key, tier.Meta, []byte) error { return nil }
+
+// greedyPlace is a place that asks for the bytes in an order of its own.
+type greedyPlace struct {
+	tier.Tier
+	stored []byte
+}
+
+func (*greedyPlace) Flows() {}
+
+func (p *greedyPlace) Write(ctx context.Context, _ kv.Key, _ tier.Meta, src []byte) error {
+	f, n := tier.FlowOf(ctx), int64(len(src))
+	for _, part := range [][2]int64{{n - 1, n}, {0, 1}, {n / 3, n / 2}, {0, n}} {
+		if err := f.Wants(part[0], part[1]); err != nil {
+			return err
+		}
+	}
+	p.stored = bytes.Clone(src)
+	return nil
+}
+
+// What a place does not take is not encrypted; what it takes is whole, in whatever order it asks.
+func TestPlacesTakeWhatTheyNeed(t *testing.T) {
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := make([]byte, 1<<20+5)
+	_, _ = rand.Read(src)
+	m := tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}
+	lazy := New(lazyPlace{}, keys, Options{}).Sealed()
+	if err := lazy.Write(t.Context(), testName, m, src); err != nil || lazy.Stats().Encrypted != 0 {
+		t.Errorf("%v, %+v", err, lazy.Stats())
+	}
+	place := &greedyPlace{}
+	x := New(place, keys, Options{}).Sealed()
+	if err := x.Write(t.Context(), testName, m, src); err != nil || x.Stats().Encrypted != 1 {
+		t.Fatalf("%v, %+v", err, x.Stats())
+	}
+	k := keys.ring().list[0]
+	h, err := parseHeader(place.stored)
+	dst := make([]byte, len(src))
+	if err == nil {
+		err = k.open(dst, place.stored, &h, &testName, m.Sum)
+	}
+	if err != nil || !bytes.Equal(dst, src) {
+		t.Error(err)
+	}
+}
+
+// Memory that goes away under an object is an error, whichever goroutine meets it.
+func TestMemoryThatGoesAway(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "seg")
+	s, err := shm.Create(path, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := os.Truncate(path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := s.Bytes(0, 1<<20)
+	for range 20 {
+		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone)
+		if !errors.Is(err, shm.ErrFault) {
+			t.Fatalf("write: %v", err)
+		}
+		one, b := keys.ring().list[0], make([]byte, sealedBytes(1<<20))
+		if err := one.seal(b, make([]byte, 1<<20), &testName, 1, 0); err != nil {
+			t.Fatal(err)
+		}
+		h, _ := parseHeader(b)
+		if err := one.open(gone, b, &h, &testName, 1); !errors.Is(err, shm.ErrFault) {
+			t.Fatalf("open: %v", err)
 		}
 	}
 }
