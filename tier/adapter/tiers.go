@@ -160,6 +160,9 @@ func Open(o Options) (s Set, err error) {
 		}
 		places = append(places, a.Type+":"+a.place())
 	}
+	if s.Keys != nil { // what a pool has noted as written to a plain place is written again
+		places = append(places, "encrypted")
+	}
 	s.Place = strings.Join(places, " ")
 	switch len(s.Each) {
 	case 0:

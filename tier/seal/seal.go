@@ -265,7 +265,7 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 		return tier.Meta{}, tier.ErrMissing
 	}
 	t.n.decrypted.Add(1)
-	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: m.End}, nil
+	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // Redis does not say its End
 }
 
 // ErrSum means that an object in memory has not the checksum that it had.

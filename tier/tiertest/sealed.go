@@ -341,6 +341,11 @@ func rotated(t *testing.T, s *sealedPlace) {
 	write(t, both, Key(6), 6, 3006)
 	write(t, s.with(Keys(t, 3)), Key(7), 7, 3007)
 	write(t, s.with(nil), Key(8), 8, 3008)
+	mortal, mm := Object(9, 3009)
+	mm.End = uint32(time.Now().Add(time.Hour).Unix())
+	if err := old.Write(t.Context(), Key(9), mm, mortal); err != nil {
+		t.Fatal(err)
+	}
 	free := func(ctx context.Context, _ int64) error { return ctx.Err() }
 	// Broken off after three, then again.
 	ctx, cancel := context.WithCancel(t.Context())
@@ -353,12 +358,15 @@ func rotated(t *testing.T, s *sealedPlace) {
 		t.Errorf("broken off: %v", err)
 	}
 	n, err := both.Rekey(t.Context(), free, func(seal.RekeyStats) {})
-	if want := Keys(t, 2).IDs()[0]; err != nil || n.Seen != 9 || n.Rewritten != 3 || n.Current != 4 || n.Plain != 1 || n.Unknown != 1 || n.Failed != 0 || n.Key != want {
+	if want := Keys(t, 2).IDs()[0]; err != nil || n.Seen != 10 || n.Rewritten != 4 || n.Current != 4 || n.Plain != 1 || n.Unknown != 1 || n.Failed != 0 || n.Key != want {
 		t.Errorf("%+v, %v", n, err)
 	}
 	for i := range 7 {
 		b, m := Object(i, 3000+i)
 		expect(t, last, Key(i), b, m)
+	}
+	if got, err := last.Read(t.Context(), Key(9), make([]byte, 3009)); err != nil || got != mm {
+		t.Errorf("an object with an end of its life: %+v, %v, want %+v", got, err, mm)
 	}
 	b, m := Object(7, 3007)
 	expect(t, s.with(Keys(t, 3)), Key(7), b, m)
