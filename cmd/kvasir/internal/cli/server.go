@@ -70,6 +70,8 @@ type serverCmd struct {
 	Checksum  mibSize   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
 	Unsummed  bool      `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
 
+	Shield bool `name:"timing-shield" help:"Hide by time whether another tenant sent a prompt: token lists are not remembered (--memo-mib), lookups do not look for chunks under other salts, so kvasir explain does not name them. Give tenants salts of their own, best with --require-signed-salts." group:"Access"`
+
 	adapter.Flags
 	eventFlags
 
@@ -235,7 +237,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), TrustUnsummed: c.Unsummed, Log: log,
 		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], WriteAnswers: answerPolicies[c.Answers], LoadIfFaster: c.Faster,
-		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
+		OwnNames: c.Shield, TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
 	if o.tiers, err = c.Flags.Options(log); err != nil {
 		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
@@ -248,7 +250,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Revisions:   revisions,
 		ChunkTokens: c.ChunkSize, WorkerReap: seconds(c.Reap), KeepSilent: c.Reap == 0, RegistrationGrace: seconds(c.Grace), KeepNeverPinged: c.Grace == 0,
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate, SGLangCPUViews: c.CPUViews,
-		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
+		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0 || c.Shield, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
 		DrainTimeout: cmp.Or(seconds(c.Drain), 1), Log: log, Version: Version(),
 	}
 	said := strings.Join(bad, " ")
