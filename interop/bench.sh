@@ -3,12 +3,12 @@
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
-# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
+# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, sealed, timing, access, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
 # KVASIR_FLAGS are further flags of this build's server in lmcache: --memo-mib 0 has it hash each prompt, as at the first hit of a new one.
 # KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy sglang clients}
+bench=${BENCH:-accuracy lmcache events tiers redis s3 sealed timing access scale coordinator transfer mooncake store proxy sglang clients}
 
 # race_lmcache races the real LMCache server and this build under one client: of 0.5.6, or with RELEASE set of that one.
 race_lmcache() {
@@ -71,6 +71,39 @@ race_tiers() (
 	KVASIR_BENCH_DIR=$dir go test -run - -bench Open -benchtime 3x ./tier/disk | grep Benchmark
 	[ -z "${KVASIR_TRACE:-}" ] || KVASIR_BENCH_DIR=$dir go test -run - -bench Trace -benchtime 1x -timeout 1h ./tier/disk | grep Benchmark
 )
+
+# race_sealed compares encrypted objects of 1 and 4 MiB with plain ones, per layout: medians of nine turns that alternate, and their ratio, wanted
+# at most 1.1. Beside it the floor: AES-256-GCM of this machine.
+race_sealed() (
+	local redis port dir
+	go test -run - -bench AES ./tier/seal | grep Benchmark
+	dir=$(mktemp -d -p "${KVASIR_BENCH_DIR:-bin}" sealed-XXXXXX)
+	dir=$(cd "$dir" && pwd)
+	trap 'rm -rf "$dir"' EXIT
+	echo "disk"
+	KVASIR_BENCH_DIR=$dir go test -run - -bench Sealed -benchtime 1x ./tier/disk | grep Benchmark
+	echo "s3_native, over a store of the same process"
+	go test -run - -bench Sealed -benchtime 1x ./tier/s3 | grep Benchmark
+	redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: redis is left out"; return 0; }
+	port=$(python3 interop/shared/ports.py)
+	"$redis" --port "$port" --save "" --appendonly no --dir "$dir" >"$dir/redis.log" &
+	redis=$!
+	trap 'kill "$redis"; rm -rf "$dir"' EXIT
+	for _ in $(seq 100); do (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break; sleep 0.1; done
+	echo "redis"
+	KVASIR_REDIS=127.0.0.1:$port go test -run - -bench Sealed -benchtime 1x ./tier/redis | grep Benchmark
+)
+
+# race_timing has one tenant probe the prompts of another one: area under the curve of the times, of a shared namespace, own salts, and own salts
+# with --timing-shield. KVASIR_TIMING is the number of probes.
+race_timing() {
+	KVASIR_TIMING=${KVASIR_TIMING:-10000} go test -count 1 -run Timing -v -timeout 60m ./interop/timing
+}
+
+# race_access compares the proxy with API keys, https and networks with one that has none: added medians of nine turns that alternate, wanted at most 1.3.
+race_access() {
+	KVASIR_ACCESS=${KVASIR_ACCESS:-200} go test -count 1 -run Access -v -timeout 20m ./interop/timing
+}
 
 # race_redis puts LMCache's resp adapter, ours and a plain loop over one Redis, in turns.
 race_redis() {
@@ -214,7 +247,7 @@ race_store() {
 for part in $bench; do
 	case $part in
 	lmcache | events | tiers | redis | s3) "race_$part" "$@" ;;
-	accuracy | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
+	accuracy | sealed | timing | access | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

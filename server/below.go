@@ -4,6 +4,7 @@ package server
 
 import (
 	"fmt"
+	"maps"
 	"strings"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // BelowStatus is about what lies below the pool, since the start.
@@ -52,6 +54,9 @@ type TierStatus struct {
 	UsedBytes  int64   `json:"used_bytes"`
 	LimitBytes int64   `json:"limit_bytes"`
 	FreeBytes  int64   `json:"free_bytes"`
+
+	Encrypted    bool              `json:"encrypted"`               // at rest
+	SealedMisses map[string]uint64 `json:"sealed_misses,omitempty"` // objects that were there and could not be opened, by reason
 }
 
 // Tiers are those that lie below the pool.
@@ -59,6 +64,9 @@ func (s *Server) Tiers() []*tier.Counting { return s.opts.Tiers }
 
 // Disk is the one among the Tiers; nil for none.
 func (s *Server) Disk() *disk.Disk { return s.opts.Disk }
+
+// Seals are the tiers that are encrypted where the server has keys, by their names.
+func (s *Server) Seals() map[string]*seal.Tier { return s.opts.Seals }
 
 // Clusters are the tiers that are clusters of Mooncake Store, by their names.
 func (s *Server) Clusters() map[string]*mooncakestore.Tier { return s.opts.Clusters }
@@ -75,6 +83,11 @@ func (s *Server) below(st *store.Stats) BelowStatus {
 		row.State, row.LastError = string(now.State), safelog.Text(now.Err, safelog.MaxText)
 		if !now.Since.IsZero() {
 			row.Since = now.Since.UTC().Format(time.RFC3339)
+		}
+		if sealed := s.opts.Seals[t.Name()]; sealed != nil {
+			n := sealed.Stats()
+			row.Encrypted, row.SealedMisses = n.Keys > 0, n.Misses
+			maps.DeleteFunc(row.SealedMisses, func(_ string, n uint64) bool { return n == 0 })
 		}
 		out.Tiers = append(out.Tiers, row)
 	}
@@ -133,6 +146,14 @@ var stateAdvice = map[tier.State]string{
 	tier.Nameless:    "chunks of that model are not written there: serve it under a shorter name (--served-model-name), or take a layout of Kvasir's own",
 }
 
+// sealedAdvice says what to do about objects that cannot be opened, by reason.
+var sealedAdvice = []struct{ reason, what, do string }{
+	{"missing_key", "encrypted with a key that this server does not have", "add that key as a later line of --tier-key-file, or drop the tier (kvasir tier drop)"},
+	{"plain", "not encrypted, from before the tier had a key", "they are replaced when engines store them again; kvasir tier drop removes them now"},
+	{"damaged", "changed, cut, exchanged, or put back after a clear", "they were removed and are stored again; if their number grows, the disk is faulty or someone writes there"},
+	{"newer", "encrypted by a newer build", "start that build"},
+}
+
 // findings explains what the tiers keep away.
 func (b *BelowStatus) findings(add func(what, do string)) {
 	for i := range b.Tiers {
@@ -140,6 +161,11 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 		if t.Corrupt > 0 {
 			add(fmt.Sprintf("tier %s had %s of another length or checksum", t.Name, times(t.Corrupt, "object", "objects")),
 				"torn writes of a crash are normal and are replaced; if their number grows, the disk is faulty or another program writes there")
+		}
+		for _, a := range sealedAdvice {
+			if n := t.SealedMisses[a.reason]; n > 0 {
+				add(fmt.Sprintf("tier %s missed %s of objects that are %s", t.Name, times(n, "time", "times"), a.what), a.do)
+			}
 		}
 		if do := stateAdvice[tier.State(t.State)]; do != "" {
 			add(fmt.Sprintf("tier %s is %s since %s: %s", t.Name, strings.ReplaceAll(t.State, "_", " "), t.Since, t.LastError), do)

@@ -22,6 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -60,6 +61,7 @@ type Options struct {
 	Names             *tier.Names           // learns the namespaces that requests use; nil for none
 	Revisions         map[string]string     // of the weights of models: chunks of another revision are not found
 	Contents          map[string]tier.Tier  // the tiers themselves, by their names: for what leaves them
+	Seals             map[string]*seal.Tier // those of the Contents that can be encrypted, by their names
 	Numbers           map[string]uint8      // of the Contents in Changes; the disk notes its removals itself and has none
 	SweepRate         int                   // objects a second that leave a tier after a clear; default 500
 	DropRate          int                   // objects a second that DropTier removes; default 20,000

@@ -72,6 +72,11 @@ func (s *Server) runSweeps(ctx context.Context) {
 // ErrNoTier means that a server has no tier of that name.
 var ErrNoTier = errors.New("there is no such tier")
 
+// noTier is the error for a name that no tier has.
+func (s *Server) noTier(name string) error {
+	return fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
+}
+
 // DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It
 // returns how many objects it removed, also with an error. Subscribers of KV events learn that the tier has none of those
 // chunks; any that stay are announced again when they are seen. Chunks in the pool do not count as being in the tier any more
@@ -79,7 +84,7 @@ var ErrNoTier = errors.New("there is no such tier")
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {
-		return 0, fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
+		return 0, s.noTier(name)
 	}
 	unnamed := false
 	of := s.belongsTo(model)

@@ -163,7 +163,7 @@ func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Ha
 					_, st := s.mu.pool.Find(k)
 					out.Shard, out.Gone = shard, s.whyLocked(k, st)
 					out.Why = out.Gone.Why
-					if out.Why == miss.NeverStored {
+					if out.Why == miss.NeverStored && !s.opts.OwnNames {
 						out.Why, out.Others = s.mu.chunks.Others(k, !sh.Groups.Full(g), s.keyOfLocked)
 					}
 					return

@@ -80,6 +80,7 @@ type Options struct {
 
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
+	OwnNames  bool      // a lookup does not look for its chunk under other names, as those of other tenants: it would take another time
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
 
 	// Moment says at which generation of Below a write begins (generation.Book); nil for

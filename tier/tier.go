@@ -24,6 +24,10 @@ type Meta struct {
 	Sum   uint64 // xxh3 of the bytes, as the store gave it; the store compares it after Read
 	NoSum bool   // the place has no checksum of it, because another program put it there
 
+	// Seal is the short name of the key that package seal encrypted it with; 0: it is plain. Sum is masked then, and Len that of the
+	// encrypted bytes. Only places with a layout of ours keep it, and only package seal and they see it.
+	Seal uint16
+
 	// End is the end of its life, Unix seconds; 0: it has none. The disk, native Redis and native S3 treat what is over as
 	// missing; places with LMCache's layouts keep no End.
 	End uint32
@@ -35,8 +39,11 @@ func (m Meta) Over(now time.Time) bool { return m.End > 0 && now.Unix() >= int64
 // Lasts reports whether an object that a place has under the key of m is good for m: the same bytes, with a life that
 // is not longer.
 func (m Meta) Lasts(has Meta) bool {
-	return has.Len == m.Len && has.Sum == m.Sum && has.NoSum == m.NoSum && (has.End == m.End || has.End > 0 && m.End > 0 && has.End < m.End)
+	return has.Len == m.Len && has.Sum == m.Sum && has.NoSum == m.NoSum && has.Seal == m.Seal && (has.End == m.End || has.End > 0 && m.End > 0 && has.End < m.End)
 }
+
+// Unseals reports whether an object of m, which is plain, would replace an encrypted one.
+func (m Meta) Unseals(has Meta) bool { return m.Seal == 0 && has.Seal != 0 }
 
 // Page is what padding rounds lengths up to, bytes.
 const Page = 4096
@@ -118,6 +125,9 @@ var (
 	// ErrNotKept means that a place did not take an object: it is full, has its budget
 	// written, or does not keep what comes for the first time. It is no failure.
 	ErrNotKept = errors.New("tier: not kept")
+
+	// ErrSealed, beside ErrNotKept, says that an encrypted object is there: a plain one never replaces it.
+	ErrSealed = errors.New("tier: an encrypted object is there, and this server has no key")
 
 	// ErrResting means that a place is left alone after failures, or is not there now; it
 	// may be asked again later.

@@ -238,6 +238,7 @@ type Request struct {
 	Target string // path and query
 	Fields []byte
 	Body   [][]byte
+	Ready  func(part int) error // waits until a part of Body may be looked at, one after the other; nil: all may
 
 	// Whole says that the server is to have all of it, also when ctx ends while it is sent: within WholeTime.
 	Whole bool
@@ -298,7 +299,7 @@ func (n *Conn) do(r *Request) (*Response, error) {
 		head = append(strconv.AppendInt(append(head, "Content-Length: "...), int64(length), 10), "\r\n"...)
 	}
 	head = append(head, "\r\n"...)
-	head, werr := n.write(head, length, r.Body)
+	head, werr := n.write(head, length, r.Body, r.Ready)
 	if cap(head) <= maxPooledHead {
 		*pooled = head
 		heads.Put(pooled)
@@ -334,21 +335,41 @@ func isTimeout(err error) bool {
 const small = 4 << 10
 
 // write sends head and body, and returns the buffer of head, to which it may have appended the body.
-func (n *Conn) write(head []byte, length int, body [][]byte) ([]byte, error) {
+func (n *Conn) write(head []byte, length int, body [][]byte, ready func(int) error) ([]byte, error) {
 	if length <= small {
-		for _, p := range body {
+		for i, p := range body {
+			if ready != nil {
+				if err := ready(i); err != nil {
+					return head, err
+				}
+			}
 			head = append(head, p...)
 		}
 		_, err := n.nc.Write(head)
 		return head, err
 	}
 	pieces := make(net.Buffers, 0, 1+len(body))
-	pieces = append(append(pieces, head), body...)
+	if pieces = append(pieces, head); ready == nil {
+		return head, n.writeAll(append(pieces, body...))
+	}
+	for i, p := range body {
+		if err := ready(i); err != nil {
+			return head, err
+		}
+		if err := n.writeAll(append(pieces, p)); err != nil {
+			return head, err
+		}
+		pieces = pieces[:0]
+	}
+	return head, nil
+}
+
+func (n *Conn) writeAll(pieces net.Buffers) error {
 	if raw, ok := n.nc.(*rawio.Conn); ok {
-		return head, raw.WriteAll(pieces)
+		return raw.WriteAll(pieces)
 	}
 	_, err := pieces.WriteTo(n.nc)
-	return head, err
+	return err
 }
 
 // Field is a line of an answer's head, its name in canonical form.

@@ -128,6 +128,12 @@ func (c *Conn) Flush() error {
 // added. The value is the parts in a row. They are not copied, and not looked at after
 // Send has returned.
 func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
+	return c.SendWhen(before, parts, nil, after...)
+}
+
+// SendWhen is Send, and calls ready before it looks at each part; nil: all are ready. An error of ready is the connection's, since a part of the
+// command is sent.
+func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) error, after ...string) error {
 	if c.err != nil {
 		return c.err
 	}
@@ -146,9 +152,26 @@ func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 		tail = appendText(tail, a)
 	}
 	c.pending++
-	buffers := append(net.Buffers{c.out}, parts...)
-	buffers = append(buffers, tail)
-	_, err := buffers.WriteTo(c.nc)
+	var buffers net.Buffers
+	var err error
+	if buffers = append(buffers, c.out); ready == nil {
+		buffers = append(buffers, parts...)
+	} else {
+		for i := range parts {
+			if err = ready(i); err != nil {
+				break
+			}
+			buffers = append(buffers, parts[i])
+			if _, err = buffers.WriteTo(c.nc); err != nil {
+				break
+			}
+			buffers = nil
+		}
+	}
+	if err == nil {
+		buffers = append(buffers, tail)
+		_, err = buffers.WriteTo(c.nc)
+	}
 	c.out = c.out[:0]
 	if err != nil {
 		return c.fail(fmt.Errorf("send: %w", err))

@@ -235,3 +235,37 @@ func FuzzConn(f *testing.F) {
 		}
 	})
 }
+
+// A part is sent once it is ready, as Send sends it; one that never is ends the connection, since a part of the command is on its way.
+func TestPartsThatBecomeReady(t *testing.T) {
+	parts := [][]byte{[]byte("he"), []byte("ad")}
+	whole, w := conn("+OK\r\n")
+	if err := whole.Send([]string{"SET", "a"}, parts, "NX"); err != nil {
+		t.Fatal(err)
+	}
+	c, s := conn("+OK\r\n")
+	var asked []int
+	if err := c.SendWhen([]string{"SET", "a"}, parts, func(i int) error {
+		asked = append(asked, i)
+		if i == 1 && !strings.HasSuffix(s.sent.String(), "he") {
+			t.Errorf("before the second part %q was sent", s.sent.String())
+		}
+		return nil
+	}, "NX"); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.OK(); err != nil || !c.Reusable() || len(asked) != 2 || s.sent.String() != w.sent.String() {
+		t.Errorf("%v, %v, %q, want %q", err, asked, s.sent.String(), w.sent.String())
+	}
+	gone := errors.New("gone")
+	c, _ = conn("+OK\r\n")
+	err := c.SendWhen([]string{"SET", "a"}, parts, func(i int) error {
+		if i == 1 {
+			return gone
+		}
+		return nil
+	})
+	if !errors.Is(err, gone) || c.Reusable() {
+		t.Errorf("%v, reusable: %v", err, c.Reusable())
+	}
+}

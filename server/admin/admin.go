@@ -77,6 +77,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	if d := s.Disk(); d != nil {
 		metrics.Add(reg, d.Stats)
 	}
+	for name, t := range s.Seals() {
+		metrics.AddWith(reg, map[string]string{"tier": name}, t.Stats)
+	}
 	for name, c := range s.Clusters() {
 		metrics.AddWith(reg, map[string]string{"tier": name}, c.Stats)
 	}
@@ -104,6 +107,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
+	mux.Handle("POST /tiers/rekey", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { rekeyTier(s, w, r) })))
 	mux.Handle("POST /tiers/drop", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { dropTier(s, w, r) })))
 	book := o.Terms
 	if book == nil {

@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // Flags are those of a command that has tiers.
@@ -21,6 +23,9 @@ type Flags struct {
 	DiskAll    bool     `name:"disk-first-touch" help:"Write every chunk to disk. By default chunks are written at once while the disk has room or that gives more hits, else when they were asked for again." group:"Tiers"`
 	DiskAgain  bool     `name:"disk-second-touch" help:"Write only chunks to disk that were asked for again: the least wear." group:"Tiers"`
 
+	KeyFile    string  `name:"tier-key-file" help:"File of keys, 32 bytes a line (openssl rand -hex 32), that encrypt --disk, redis and s3_native at rest: the first one encrypts, all of them decrypt. It is read again when it changes. Also KVASIR_TIER_KEYS, the keys themselves." group:"Tiers" placeholder:"FILE"`
+	KeyCommand Command `name:"tier-key-command" help:"Shell command that prints the keys instead, as from a key management service: run at the start, every hour, and by kvasir tier rekey. It has 10 s." group:"Tiers" placeholder:"COMMAND"`
+
 	L2      []Text  `name:"l2-adapter" sep:"none" help:"A tier below the pool, as JSON with LMCache's keys: {\"type\":\"fs\",\"base_path\":\"/data/kv\"}, fs_native, redis, resp, valkey, s3, s3_native or mooncake_store. LMCache servers may share all but redis and s3_native. Repeat it for more tiers: the first is asked first, after the disks." group:"Tiers" placeholder:"JSON"`
 	Trust   string  `name:"l2-trust" help:"What of an --l2-adapter is served. length: what has the right length, and the right checksum where it has one (LMCache writes none); checksum: only what has a checksum." default:"length" enum:"length,checksum" group:"Tiers"`
 	Timeout float64 `name:"l2-prefetch-load-timeout" help:"Seconds that a lookup waits for tiers. Its answer is what has arrived by then; what arrives later stays in the pool." default:"2" group:"Tiers"`
@@ -31,7 +36,23 @@ type Flags struct {
 	Answers string  `name:"l2-write-answers" help:"When chunks with generated tokens are written to tiers: yes (as --l2-write says), hit (once a lookup found them in the pool) or no (never)." default:"hit" enum:"yes,hit,no" group:"Tiers"`
 }
 
+// Command is a shell command that may have a secret in it. Its String hides it.
+type Command string
+
+func (c Command) String() string {
+	if c == "" {
+		return ""
+	}
+	return "(set)"
+}
+
+// MarshalYAML is how a file of flags shows it.
+func (c Command) MarshalYAML() (any, error) { return c.String(), nil }
+
 const gib = 1 << 30
+
+// KeysVariable is the environment variable with the keys of tiers, separated by commas.
+const KeysVariable = "KVASIR_TIER_KEYS"
 
 // Options turns the flags into Options. The error names every flag that cannot be used.
 func (f *Flags) Options(log *slog.Logger) (Options, error) {
@@ -68,6 +89,10 @@ func (f *Flags) Options(log *slog.Logger) (Options, error) {
 		o.Disk.Dirs = append(o.Disk.Dirs, disk.Dir{Path: path, Bytes: int64(f.DiskGB * gib)})
 	}
 	o.Disk.MinFree, o.Disk.WriteBudget, o.Disk.FirstTouch, o.Disk.SecondTouch, o.Disk.Log = int64(f.DiskFree*gib), int64(f.DiskWrites*gib), f.DiskAll, f.DiskAgain, log
+	o.Keys = seal.Source{File: f.KeyFile, Command: string(f.KeyCommand), Text: os.Getenv(KeysVariable)}
+	if len(f.Disk)+len(f.L2) == 0 && (f.KeyFile != "" || f.KeyCommand != "") {
+		wrong("--tier-key-file and --tier-key-command encrypt tiers, and none is given: add --disk or --l2-adapter")
+	}
 	if len(f.Disk) > 0 && len(errs) == 0 {
 		if err := o.Disk.Validate(); err != nil {
 			wrong("--disk: %w", err)

@@ -19,6 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // Options says which tiers there are.
@@ -30,8 +31,10 @@ type Options struct {
 	Names    *tier.Names
 	Changes  *tier.Changes // knows what the tiers have; nil for none
 	Log      *slog.Logger  // nil discards
+	Keys     seal.Source   // that encrypt the disks, redis and s3_native; without any they are plain
 
-	number uint8 // of the next tier in Changes
+	keys   *seal.Keys // of Keys, opened
+	number uint8      // of the next tier in Changes
 }
 
 // Set is the tiers of one server.
@@ -44,6 +47,8 @@ type Set struct {
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
 	Contents map[string]tier.Tier           // the tiers themselves, by their names, for tier.RemoveIf
 	Numbers  map[string]uint8               // of the adapters' Contents in Options.Changes
+	Seals    map[string]*seal.Tier          // those that are encrypted where there are keys, by their names
+	Keys     *seal.Keys                     // nil for none; the owner has them watched
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
 }
@@ -78,18 +83,34 @@ func Open(o Options) (s Set, err error) {
 	if len(o.Disk.Dirs)+len(o.Adapters) > tier.MaxTiers {
 		return Set{}, errTooMany
 	}
+	if len(o.Disk.Dirs)+len(o.Adapters) > 0 {
+		if s.Keys, err = seal.OpenKeys(context.Background(), o.Keys); err != nil {
+			return Set{}, err
+		}
+		o.keys, s.Seals = s.Keys, make(map[string]*seal.Tier)
+		defer func() {
+			if err == nil {
+				saySealed(&s, o.Log)
+			}
+		}()
+	}
 	o.number = 1
 	if len(o.Disk.Dirs) > 0 {
 		o.Disk.Changes, o.Disk.Number = o.Changes, o.number
+		if o.keys != nil {
+			o.Disk.Sealed, o.Disk.Whole = true, o.keys.Whole
+		}
 		o.number += uint8(len(o.Disk.Dirs))
 		if s.Disk, err = disk.Open(o.Disk); err != nil {
 			return Set{}, explain(err)
 		}
 		opened = append(opened, s.Disk)
 		sayRooms(s.Disk, o.Log)
-		s.Each = append(s.Each, tier.Counted(tier.Bounded(s.Disk, tier.Limits{}), "disk"))
+		sealed := seal.New(s.Disk, o.keys, seal.Options{Name: "disk", Log: o.Log})
+		s.Seals["disk"] = sealed.Sealed()
+		s.Each = append(s.Each, tier.Counted(tier.Bounded(sealed, tier.Limits{}), "disk"))
 		s.Each[0].Watch(o.Log)
-		s.Contents = map[string]tier.Tier{"disk": s.Disk}
+		s.Contents = map[string]tier.Tier{"disk": sealed}
 		for _, d := range o.Disk.Dirs {
 			places = append(places, "disk:"+absolute(d.Path))
 		}
@@ -100,7 +121,12 @@ func Open(o Options) (s Set, err error) {
 			return Set{}, fmt.Errorf("--l2-adapter: %w", err)
 		}
 		opened = append(opened, d)
-		name, used := uniqueName(s.Each, a.Type), tier.Recorded(d, o.Changes, o.number)
+		name := uniqueName(s.Each, a.Type)
+		if a.ownLayout() {
+			sealed := seal.New(d, o.keys, seal.Options{Name: name, Log: o.Log})
+			d, s.Seals[name] = sealed, sealed.Sealed()
+		}
+		used := tier.Recorded(d, o.Changes, o.number)
 		if s.Numbers == nil {
 			s.Numbers = make(map[string]uint8)
 		}
@@ -134,6 +160,9 @@ func Open(o Options) (s Set, err error) {
 		}
 		places = append(places, a.Type+":"+a.place())
 	}
+	if s.Keys != nil { // what a pool has noted as written to a plain place is written again
+		places = append(places, "encrypted")
+	}
 	s.Place = strings.Join(places, " ")
 	switch len(s.Each) {
 	case 0:
@@ -147,6 +176,29 @@ func Open(o Options) (s Set, err error) {
 		s.Tier = tier.Cascade(tier.CascadeOptions{}, all...)
 	}
 	return s, nil
+}
+
+// ownLayout reports whether objects lie there in a layout of Kvasir's own, which can be encrypted.
+func (a *Adapter) ownLayout() bool { return a.Type == "redis" || a.Type == "s3_native" }
+
+// saySealed says once what is encrypted, and what is not.
+func saySealed(s *Set, log *slog.Logger) {
+	if s.Keys == nil || log == nil {
+		return
+	}
+	var sealed, plain []string
+	for _, t := range s.Each {
+		if s.Seals[t.Name()] != nil {
+			sealed = append(sealed, t.Name())
+		} else {
+			plain = append(plain, t.Name())
+		}
+	}
+	say := log.Info
+	if len(plain) > 0 {
+		say = log.Warn
+	}
+	say("tiers are encrypted at rest; the pool in /dev/shm and layouts of LMCache and Mooncake are plain", "encrypted", sealed, "plain", plain, "keys", s.Keys.IDs())
 }
 
 var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
@@ -208,13 +260,26 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 			return nil, err
 		}
 		<-d.Opened()
-		return d, nil
+		return openSealed(d, "disk", o)
 	}
 	a, err := parseShort(text)
 	if err != nil {
 		return nil, err
 	}
-	return openAdapter(a, o)
+	t, err := openAdapter(a, o)
+	if err != nil || !a.ownLayout() {
+		return t, err
+	}
+	return openSealed(t, a.Type, o)
+}
+
+// openSealed puts the keys of a tool over a tier, which it closes when there is an error.
+func openSealed(t tier.Tier, name string, o Options) (tier.Tier, error) {
+	keys, err := seal.OpenKeys(context.Background(), o.Keys)
+	if err != nil {
+		return nil, errors.Join(err, t.Close())
+	}
+	return seal.New(t, keys, seal.Options{Name: name, Log: o.Log}), nil
 }
 
 // PlaceOf names where the objects of a tier for a tool go.

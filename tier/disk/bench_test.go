@@ -20,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
 // benchBytes are the objects of a benchmark, all together. KVASIR_BENCH_DIR names the
@@ -195,7 +196,7 @@ func BenchmarkOpen(b *testing.B) {
 		id := uint64(s) + 1
 		records := make([]record, each)
 		for i := range records {
-			records[i] = record{benchKey(int64(s)*each + int64(i)), uint32((block + int64(i)*rec) / block), n, 1, false, 0}
+			records[i] = record{benchKey(int64(s)*each + int64(i)), uint32((block + int64(i)*rec) / block), n, 1, false, 0, 0}
 		}
 		end := block + each*rec
 		buf := shm.MakeAligned(int(indexBytes(each)), block)
@@ -251,4 +252,14 @@ func BenchmarkOpen(b *testing.B) {
 			b.ReportMetric(float64(heap)/segments/each, "B/object")
 		})
 	}
+}
+
+// BenchmarkSealed compares encrypted objects with plain ones.
+func BenchmarkSealed(b *testing.B) {
+	tiertest.RaceSealed(b, func(b *testing.B) (one, other tier.Tier) {
+		place := func(sealed bool) tier.Tier {
+			return open(b, Options{Dirs: []Dir{{benchDir(b), 2 * benchBytes}}, SegmentBytes: 256 << 20, MinFree: 1, FirstTouch: true, Sealed: sealed})
+		}
+		return place(false), place(true)
+	})
 }

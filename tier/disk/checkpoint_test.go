@@ -27,7 +27,7 @@ func checkpointOf(t *testing.T, m *memFiles, objects []int) file {
 		b := shm.MakeAligned(int(indexBytes(n)), block)
 		records := make([]record, n)
 		for j := range records {
-			records[j] = record{benchKey(int64(j)), uint32(1 + 2*j), 1, uint64(i), false, 0}
+			records[j] = record{benchKey(int64(j)), uint32(1 + 2*j), 1, uint64(i), false, 0, 0}
 		}
 		end := int64(1+2*n) * block
 		putTrailer(b, putIndex(b[block:], trailer{seq: uint32(i), id: uint64(i), end: end, bytes: end + int64(len(b))}, records))

@@ -385,7 +385,7 @@ func TestWrittenWhileItsSegmentIsSynced(t *testing.T) {
 			t.Fatal(s, err)
 		}
 		v.syncActive()
-		r := record{tiertest.Key(2), uint32(at / block), uint32(meta.Len), meta.Sum, false, 0}
+		r := record{tiertest.Key(2), uint32(at / block), uint32(meta.Len), meta.Sum, false, 0, 0}
 		err = v.append(t.Context(), s, &r, b)
 		v.finish(s, &r, nil, err)
 		if err != nil {

@@ -137,8 +137,8 @@ func TestPayloadThatLooksLikeARecord(t *testing.T) {
 	v.mu.Unlock()
 	forged := shm.MakeAligned(4*block, block)
 	bytes2, meta2 := object(2, 100, 0)
-	victim := record{tiertest.Key(2), 7, 100, meta2.Sum, false, 0} // where the payload's second block will be
-	putRecord(forged[block:], seg.id+1, &victim)                   // who writes payloads does not know the id
+	victim := record{tiertest.Key(2), 7, 100, meta2.Sum, false, 0, 0} // where the payload's second block will be
+	putRecord(forged[block:], seg.id+1, &victim)                      // who writes payloads does not know the id
 	copy(forged[block+headBytes:], bytes2)
 	sum := tier.Meta{Len: int64(len(forged)), Sum: hashOf(forged)}
 	if err := d.Write(t.Context(), tiertest.Key(3), sum, forged); err != nil {

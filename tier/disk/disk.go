@@ -62,6 +62,11 @@ type Options struct {
 	Look         bool  // for tools: no directory is made, nothing goes for the room of others, and no checkpoint says what was read
 	Log          *slog.Logger
 
+	// Sealed says that encrypted objects are written: older builds do not open the directories then. Whole returns an error for an
+	// encrypted object whose bytes are not those that were written; nil: nobody knows.
+	Sealed bool
+	Whole  func(k kv.Key, m tier.Meta, stored []byte) error
+
 	// What is found, comes and goes is noted as a tier's of that number, of the first Dir; those after it have the next ones.
 	Changes *tier.Changes
 	Number  uint8
@@ -166,6 +171,9 @@ func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time
 	return v, nil
 }
 
+// Flows implements tier.Flowing.
+func (d *Disk) Flows() {}
+
 // Opened is closed when the whole index has been read.
 func (d *Disk) Opened() <-chan struct{} { return d.opened }
 
@@ -229,7 +237,11 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if err := d.Stat(ctx, []kv.Key{k}, has[:]); err != nil || m.Lasts(has[0]) {
 		return err
 	}
-	if !d.admits(&k, m.Len) {
+	if m.Unseals(has[0]) {
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
+	}
+	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // by what a newer key encrypted
+	if !d.admits(&k, m.Len) && !replaced {
 		d.admission.refused.Add(1)
 		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
 	}

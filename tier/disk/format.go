@@ -34,14 +34,15 @@ import (
 //	                           64 32  chunk               60  4  CRC-32C of 0..59
 //	                           96  4  rank
 //	index entry               100  4  group
-//	 0 16  namespace          124  4  CRC-32C of 0..123
-//	16 32  chunk              128     what is left of the
-//	48  4  rank                       payload after its last
-//	52  4  group                      whole block
-//	56  4  place, in blocks  4096     the payload's whole blocks
-//	60  4  payload's bytes
+//	 0 16  namespace          104  2  key that encrypted it
+//	16 32  chunk              124  4  CRC-32C of 0..123
+//	48  4  rank               128     what is left of the
+//	52  4  group                      payload after its last
+//	56  4  place, in blocks           whole block
+//	60  4  payload's bytes   4096     the payload's whole blocks
 //	64  8  payload's xxh3
 //	72  1  1: read since it was written
+//	74  2  key that encrypted it
 //	76  4  end of its life, seconds since 1970; 0: none
 //
 // The namespace covers model, salt and layout. A rest that is too long for the header's
@@ -54,10 +55,15 @@ import (
 //	marker: 0 8 "KVDISKID" or "KVCHECKP", 8 4 version, 16 8 id of the directory, 24 to 47 as in a segment's header,
 //	60 4 CRC-32C of 0..59
 //
+// The marker of a directory with encrypted objects has version 2: older builds, which would take them for damaged, do not open
+// it. The key of an object is the short name that package seal gives it, 0 for a plain one; the xxh3 of an encrypted object is
+// masked, and says nothing of the payload.
+//
 // Journal of what was deleted: entries of 16 bytes, 8 segment's id, 4 place in blocks,
 // 4 CRC-32C of the 12.
 const (
-	version = 1
+	version       = 1
+	sealedVersion = 2 // of a directory's marker
 
 	block        = 4096
 	headBytes    = 128 // of a record, before the payload's rest
@@ -111,6 +117,11 @@ type record struct {
 	sum   uint64
 	hot   bool   // it was read since it was written
 	over  uint32 // end of its life, seconds since 1970; 0: none
+	seal  uint16 // key that encrypted it; 0: it is plain
+}
+
+func (r *record) meta() tier.Meta {
+	return tier.Meta{Len: int64(r.len), Sum: r.sum, End: r.over, Seal: r.seal}
 }
 
 // ended reports whether its life is over.
@@ -143,6 +154,7 @@ func putRecord(b []byte, id uint64, r *record) {
 	le.PutUint64(b[32:], uint64(r.len))
 	le.PutUint64(b[40:], r.sum)
 	putKey(b[48:], &r.key)
+	le.PutUint16(b[104:], r.seal)
 	le.PutUint32(b[124:], crc(b[:124]))
 }
 
@@ -154,11 +166,13 @@ func getRecord(b []byte, id uint64, place int64) (r record, err error) {
 		le.Uint64(b[16:]) != id || le.Uint64(b[24:]) != uint64(place) || n < 1 || n > maxSegment-2*block || place < block || place > maxSegment {
 		return record{}, errDamaged
 	}
-	return record{key: getKey(b[48:]), block: uint32(place / block), len: uint32(n), sum: le.Uint64(b[40:]), over: le.Uint32(b[12:])}, nil
+	return record{key: getKey(b[48:]), block: uint32(place / block), len: uint32(n), sum: le.Uint64(b[40:]), over: le.Uint32(b[12:]), seal: le.Uint16(b[104:])}, nil
 }
 
 // sealBlock ends a structure with its checksum.
-func sealBlock(b []byte, magic string) {
+func sealBlock(b []byte, magic string) { sealBlockAs(b, magic, version) }
+
+func sealBlockAs(b []byte, magic string, version uint32) {
 	copy(b, magic)
 	le.PutUint32(b[8:], version)
 	le.PutUint32(b[crcAt:], crc(b[:crcAt]))
@@ -170,8 +184,12 @@ func checkBlock(b []byte, magic string) error {
 	if string(b[:8]) != magic || le.Uint32(b[crcAt:]) != crc(b[:crcAt]) {
 		return errDamaged
 	}
-	if v := le.Uint32(b[8:]); v != version {
-		return fmt.Errorf("%w: version %d, this build knows %d", ErrNewer, v, version)
+	known := uint32(version)
+	if magic == dirMagic {
+		known = sealedVersion
+	}
+	if v := le.Uint32(b[8:]); v < version || v > known {
+		return fmt.Errorf("%w: version %d, this build knows %d", ErrNewer, v, known)
 	}
 	return nil
 }
@@ -236,6 +254,7 @@ func putIndex(b []byte, t trailer, records []record) trailer {
 		if r.hot {
 			e[72] = 1
 		}
+		le.PutUint16(e[74:], r.seal)
 		le.PutUint32(e[76:], r.over)
 	}
 	t.entries = len(records)
@@ -273,7 +292,7 @@ func getIndex(records []record, b []byte, t trailer) ([]record, error) {
 	records = slices.Grow(records, t.entries)[:t.entries]
 	for i := range records {
 		e, r := b[i*entryBytes:], &records[i]
-		*r = record{getKey(e), le.Uint32(e[56:]), le.Uint32(e[60:]), le.Uint64(e[64:]), e[72]&1 != 0, le.Uint32(e[76:])}
+		*r = record{getKey(e), le.Uint32(e[56:]), le.Uint32(e[60:]), le.Uint64(e[64:]), e[72]&1 != 0, le.Uint32(e[76:]), le.Uint16(e[74:])}
 		if r.block < 1 || r.len < 1 || r.end() > t.end {
 			return nil, errDamaged
 		}
@@ -281,11 +300,13 @@ func getIndex(records []record, b []byte, t trailer) ([]record, error) {
 	return records, nil
 }
 
-func putMark(b []byte, magic string, id uint64, w wear) {
+func putMark(b []byte, magic string, id uint64, w wear) { putMarkAs(b, magic, version, id, w) }
+
+func putMarkAs(b []byte, magic string, version uint32, id uint64, w wear) {
 	clear(b[:block])
 	le.PutUint64(b[16:], id)
 	putWear(b, w)
-	sealBlock(b, magic)
+	sealBlockAs(b, magic, version)
 }
 
 func getMark(b []byte, magic string) (id uint64, err error) {

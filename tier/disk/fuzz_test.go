@@ -23,7 +23,7 @@ func atLeast(b []byte, n int) []byte {
 // What is read as the header of a record is written as it was read.
 func FuzzRecord(f *testing.F) {
 	b := make([]byte, headBytes)
-	putRecord(b, 7, &record{tiertest.Key(3), 5, 70_000, 9, false, 0})
+	putRecord(b, 7, &record{tiertest.Key(3), 5, 70_000, 9, false, 0, 0})
 	f.Add(b, uint64(7), int64(5*block))
 	f.Add([]byte{}, uint64(0), int64(0))
 	f.Fuzz(func(t *testing.T, b []byte, id uint64, at int64) {
@@ -43,7 +43,7 @@ func FuzzRecord(f *testing.F) {
 
 // What is read as an index lies in the segment that it says, whatever its bytes are.
 func FuzzIndex(f *testing.F) {
-	records := []record{{tiertest.Key(1), 1, 5000, 1, false, 0}, {tiertest.Key(2), 4, 1, 2, true, 9}}
+	records := []record{{tiertest.Key(1), 1, 5000, 1, false, 0, 0}, {tiertest.Key(2), 4, 1, 2, true, 9, 7}}
 	index := make([]byte, block)
 	t := putIndex(index, trailer{seq: 3, id: 4, end: 6 * block, bytes: 8 * block}, records)
 	tail := make([]byte, block)

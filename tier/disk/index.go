@@ -4,6 +4,7 @@ package disk
 
 import (
 	"hash/maphash"
+	"slices"
 
 	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -21,6 +22,7 @@ type index struct {
 	free   uint32 // the first of those that were given back, plus 1; each names the next in block
 	n      int
 	kinds  kinds
+	seals  []uint16 // short names of keys that encrypted objects; the first one is 0, of plain ones
 }
 
 const (
@@ -38,7 +40,8 @@ type table struct {
 	used  int
 }
 
-// item is an object. That it was read is the highest bit of block, which is at most 1<<20.
+// item is an object. That it was read is the highest bit of block, which is at most 1<<20; below it stands the place of its
+// key in seals.
 type item struct {
 	chunk                 kv.Hash
 	sum                   [2]uint32 // lower and upper half: with a uint64 an item had 64 bytes
@@ -46,20 +49,43 @@ type item struct {
 	seg, block, len, over uint32
 }
 
-const hotBit = 1 << 31
+const (
+	hotBit    = 1 << 31
+	sealShift = 21
+	blockMask = 1<<sealShift - 1
+	maxSeals  = 1 << 10
+)
 
-func (it *item) entry() entry {
-	return entry{uint64(it.sum[1])<<32 | uint64(it.sum[0]), it.seg, it.block &^ hotBit, it.len, it.block&hotBit != 0, it.over}
+// entry returns where the object of an item is.
+func (x *index) entry(it *item) entry {
+	return entry{uint64(it.sum[1])<<32 | uint64(it.sum[0]), it.seg, it.block & blockMask, it.len, it.block&hotBit != 0, it.over, x.seals[it.block&^hotBit>>sealShift]}
 }
 
-func (it *item) set(e entry) {
+// put notes where the object of an item is.
+func (x *index) put(it *item, e entry) {
 	it.sum, it.seg, it.block, it.len, it.over = [2]uint32{uint32(e.sum), uint32(e.sum >> 32)}, e.seg, e.block, e.len, e.over
+	it.block |= x.sealPlace(e.seal) << sealShift
 	if e.hot {
 		it.block |= hotBit
 	}
 }
 
-func newIndex() index { return index{seed: maphash.MakeSeed(), kinds: newKinds()} }
+// sealPlace returns where the short name of a key stands in seals. Beyond maxSeals names the last one stands for all others: their objects are
+// misses then, since they cannot be opened with it.
+func (x *index) sealPlace(seal uint16) uint32 {
+	at := slices.Index(x.seals, seal)
+	if at < 0 {
+		if at = len(x.seals); at == maxSeals {
+			return maxSeals - 1
+		}
+		x.seals = append(x.seals, seal)
+	}
+	return uint32(at)
+}
+
+func newIndex() index {
+	return index{seed: maphash.MakeSeed(), kinds: newKinds(), seals: []uint16{0}}
+}
 
 // len returns how many objects there are.
 func (x *index) len() int { return x.n }
@@ -68,7 +94,7 @@ func (x *index) len() int { return x.n }
 func (x *index) get(k *kv.Key) (entry, bool) {
 	t, tag := x.table(k)
 	if at := x.find(t, tag, x.kinds.find(k), k); at >= 0 {
-		return x.at(t.slots[at]).entry(), true
+		return x.entry(x.at(t.slots[at])), true
 	}
 	return entry{}, false
 }
@@ -76,7 +102,7 @@ func (x *index) get(k *kv.Key) (entry, bool) {
 // set notes where an object is.
 func (x *index) set(k *kv.Key, e entry) {
 	it, _ := x.item(k)
-	it.set(e)
+	x.put(it, e)
 }
 
 // item returns the item of an object, which had none when had is false: then it must be
@@ -126,7 +152,7 @@ func (x *index) walk(from, n int, f func(kv.Key, entry)) (next int, done bool) {
 	for i := from; i < next; i++ {
 		if it := x.items.At(i); it.kind > 0 {
 			kind := &x.kinds.all[it.kind]
-			f(kv.Key{Namespace: kind.namespace, Chunk: it.chunk, Rank: kind.rank, Group: kind.group}, it.entry())
+			f(kv.Key{Namespace: kind.namespace, Chunk: it.chunk, Rank: kind.rank, Group: kind.group}, x.entry(it))
 		}
 	}
 	return next, next == int(x.used)

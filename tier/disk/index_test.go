@@ -22,7 +22,7 @@ func indexKey(i int) (k kv.Key) {
 }
 
 func indexEntry(r *rand.Rand) entry {
-	return entry{r.Uint64(), r.Uint32(), r.Uint32N(1<<20 + 1), r.Uint32(), r.IntN(2) == 0, r.Uint32()}
+	return entry{r.Uint64(), r.Uint32(), r.Uint32N(1<<20 + 1), r.Uint32(), r.IntN(2) == 0, r.Uint32(), uint16(r.IntN(5))}
 }
 
 // compareIndex compares an index with a map, key by key and as a whole.

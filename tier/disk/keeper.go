@@ -340,7 +340,7 @@ func (v *volume) walk(s *segment) (records []record) {
 	v.list(func(part []listed) bool {
 		for _, o := range part {
 			if o.seg == s.seq {
-				records = append(records, record{o.key, o.block, o.len, o.sum, o.hot, o.over})
+				records = append(records, record{o.key, o.block, o.len, o.sum, o.hot, o.over, o.seal})
 			}
 		}
 		return true
@@ -411,7 +411,7 @@ func (v *volume) readmit(s *segment, records []record) {
 		if t == nil || err != nil {
 			return
 		}
-		copied := record{r.key, uint32(at / block), r.len, r.sum, false, r.over}
+		copied := record{r.key, uint32(at / block), r.len, r.sum, false, r.over, r.seal}
 		err = v.append(v.life, t, &copied, b)
 		v.finish(t, &copied, &entry{seg: s.seq, block: r.block}, err)
 		if err != nil {

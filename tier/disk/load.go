@@ -91,15 +91,15 @@ func (v *volume) insertSome(s *segment, records []record) {
 			v.goneLocked(s, r.block)
 			continue
 		}
-		e := entry{r.sum, s.seq, r.block, r.len, r.hot, r.over}
+		e := entry{r.sum, s.seq, r.block, r.len, r.hot, r.over, r.seal}
 		it, had := v.mu.index.item(&r.key)
-		if old := it.entry(); had && !e.newer(&old) {
+		if old := v.mu.index.entry(it); had && !e.newer(&old) {
 			v.goneLocked(s, r.block) // else it came back when the newer one is deleted
 			continue
 		} else if had {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
 		}
-		it.set(e)
+		v.mu.index.put(it, e)
 		if r.hot {
 			s.heat += float64(r.len)
 		}
@@ -319,15 +319,23 @@ func (v *volume) open() error {
 	return nil
 }
 
-// mark reads the marker of the directory, and makes it in an empty one.
+// mark reads the marker of the directory, and makes it in an empty one. The marker of a directory that gets encrypted objects has their
+// version before the first one is written.
 func (v *volume) mark(names map[string]int64) error {
-	if _, ok := names[markName]; !ok {
-		v.id = randomID()
+	at := uint32(version)
+	if v.opts.Sealed {
+		at = sealedVersion
+	}
+	write := func() error {
 		return replace(v.files, markName, func(put func([]byte) error) error {
 			b := shm.MakeAligned(block, block)
-			putMark(b, dirMagic, v.id, wear{})
+			putMarkAs(b, dirMagic, at, v.id, wear{})
 			return put(b)
 		})
+	}
+	if _, ok := names[markName]; !ok {
+		v.id = randomID()
+		return write()
 	}
 	b, err := contents(v.files, names, markName)
 	if err != nil {
@@ -336,6 +344,9 @@ func (v *volume) mark(names map[string]int64) error {
 	v.id, err = getMark(b, dirMagic)
 	if errors.Is(err, errDamaged) {
 		err = fmt.Errorf("%w: its file %s is none of ours", ErrNotOurs, markName)
+	}
+	if err == nil && v.opts.Sealed && !v.opts.Look && le.Uint32(b[8:]) < at {
+		return write()
 	}
 	return err
 }

@@ -156,8 +156,10 @@ func patch(t *testing.T, path string, off int64, change func(b []byte)) {
 	}
 }
 
-func asVersion2(b []byte) {
-	le.PutUint32(b[8:], 2)
+func asVersion2(b []byte) { asVersion(b, 2) }
+
+func asVersion(b []byte, version uint32) {
+	le.PutUint32(b[8:], version)
 	le.PutUint32(b[crcAt:], crc(b[:crcAt]))
 }
 
@@ -167,13 +169,13 @@ func TestNewerDirectory(t *testing.T) {
 	d := open(t, small(dir))
 	put(t, d, 1, 10_000)
 	closeDisk(t, d)
-	patch(t, filepath.Join(dir, markName), 0, asVersion2)
+	patch(t, filepath.Join(dir, markName), 0, func(b []byte) { asVersion(b, sealedVersion+1) })
 	if err := os.Truncate(filepath.Join(dir, lockName), 0); err != nil {
 		t.Fatal(err)
 	}
 	before := snapshot(t, dir)
 	_, err := Open(small(dir))
-	if !errors.Is(err, ErrNewer) || !strings.Contains(err.Error(), "version 2") {
+	if !errors.Is(err, ErrNewer) || !strings.Contains(err.Error(), "version 3") {
 		t.Errorf("%v", err)
 	}
 	after := snapshot(t, dir)

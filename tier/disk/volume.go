@@ -97,9 +97,12 @@ type entry struct {
 	len   uint32
 	hot   bool
 	over  uint32 // end of its life, seconds since 1970; 0: none
+	seal  uint16 // key that encrypted it; 0: it is plain
 }
 
-func (e *entry) meta() tier.Meta { return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over} }
+func (e *entry) meta() tier.Meta {
+	return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over, Seal: e.seal}
+}
 
 // newer reports whether a record was reserved after another of the same key.
 func (e *entry) newer(than *entry) bool {
@@ -184,10 +187,10 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	}
 	defer v.calls.Done()
 	defer v.release(s)
-	r := record{k, e.block, e.len, e.sum, false, e.over}
+	r := record{k, e.block, e.len, e.sum, false, e.over, e.seal}
 	got := tier.Meta{Len: int64(len(dst))}
 	err = v.readInto(ctx, s, &r, dst)
-	if err == nil {
+	if err == nil && e.seal == 0 { // the tag of an encrypted one is compared by who decrypts it
 		if got.Sum = xxh3.Hash(dst); got.Sum != e.sum {
 			err = fmt.Errorf("%w: checksum %x", errDamaged, got.Sum)
 		}
@@ -259,6 +262,9 @@ func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte
 			return nil
 		})
 	}
+	if flow := tier.FlowOf(ctx); flow != nil {
+		return v.readFlow(ctx, s, r, dst, flow)
+	}
 	ends := v.heads.get()
 	defer v.heads.put(ends)
 	body, rest, extra := parts(int64(r.len))
@@ -307,7 +313,7 @@ func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, e
 	switch got, err := getRecord(ends, s.id, int64(r.block)*block); {
 	case err != nil:
 		return err
-	case got.key != r.key || got.len != r.len || got.sum != r.sum:
+	case got.key != r.key || got.len != r.len || got.sum != r.sum || got.seal != r.seal:
 		return fmt.Errorf("%w: it is another object", errDamaged)
 	}
 	return nil
@@ -336,19 +342,6 @@ func (v *volume) stream(ctx context.Context, s *segment, r *record, f func([]byt
 	return f(restOf(ends, rest, extra))
 }
 
-// verify compares a record with its checksum. It passes the number of bytes it read to paced.
-func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(int) error) error {
-	h := xxh3.New()
-	err := v.stream(ctx, s, r, func(b []byte) error {
-		_, _ = h.Write(b) // never fails
-		return paced(len(b))
-	})
-	if err == nil && h.Sum64() != r.sum {
-		err = fmt.Errorf("%w: checksum %x", errDamaged, h.Sum64())
-	}
-	return err
-}
-
 // write appends an object. Errors: tier.ErrNotKept.
 func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if err := v.begin(); err != nil {
@@ -364,7 +357,7 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 	if err != nil {
 		return err
 	}
-	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false, m.End}
+	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false, m.End, m.Seal}
 	err = errClosed // should src fault
 	defer func() { v.finish(s, &r, nil, err) }()
 	if err = v.append(ctx, s, &r, src); err != nil {
@@ -479,6 +472,13 @@ func (v *volume) wrote(n int64) {
 
 // append writes a record to the place that was reserved for it.
 func (v *volume) append(ctx context.Context, s *segment, r *record, src []byte) error {
+	flow := tier.FlowOf(ctx)
+	if flow != nil && shm.Aligned(src, block) {
+		return v.appendFlow(ctx, s, r, src, flow)
+	}
+	if err := flow.Wants(0, int64(len(src))); err != nil {
+		return err
+	}
 	ends := v.heads.get()
 	defer v.heads.put(ends)
 	clear(ends)
@@ -535,7 +535,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	if s.pending == 0 && s != v.mu.active {
 		signal(v.full)
 	}
-	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len, over: r.over}
+	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len, over: r.over, seal: r.seal}
 	old, had := v.mu.index.get(&r.key)
 	s.dirty = true // it may have been synced since the reservation
 	switch {

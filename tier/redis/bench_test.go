@@ -92,3 +92,21 @@ func cpu() time.Duration {
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u)
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
+
+// BenchmarkSealed compares encrypted objects with plain ones, in a real Redis (KVASIR_REDIS).
+func BenchmarkSealed(b *testing.B) {
+	addr := os.Getenv("KVASIR_REDIS")
+	if addr == "" {
+		b.Skip("KVASIR_REDIS names no server")
+	}
+	tiertest.RaceSealed(b, func(b *testing.B) (one, other tier.Tier) {
+		place := func(name string) tier.Tier {
+			x, err := redis.Open(redis.Options{Addrs: []string{addr}, Prefix: fmt.Sprintf("bench-%s-%d:", name, time.Now().UnixNano())})
+			if err != nil {
+				b.Fatal(err)
+			}
+			return x
+		}
+		return place("plain"), place("sealed")
+	})
+}

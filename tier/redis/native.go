@@ -57,7 +57,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 		name, h := t.name(keys[s.of]), all[s.of].header
 		queries = append(queries, query{name, []string{"STRLEN", stripeName(name, h, s.i)}, func(c *resp.Conn) error {
 			n, err := c.Int()
-			s.there = err == nil && n == h.size(s.i)
+			s.there = err == nil && n == h.stripeBytes(s.i)
 			return unlessWrongType(err)
 		}})
 	}
@@ -75,7 +75,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 // lookAt asks for an object's header.
 func (t *Tier) lookAt(k kv.Key, f *found) query {
 	name := t.name(k)
-	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(headerBytes - 1)}, func(c *resp.Conn) (err error) {
+	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(sealedHeaderBytes - 1)}, func(c *resp.Conn) (err error) {
 		*f, err = readFound(c, k)
 		return err
 	}}
@@ -98,8 +98,8 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 		return f, nil
 	case err != nil:
 		return f, err
-	case n > headerBytes:
-		return f, fmt.Errorf("%w: %d bytes where %d were asked for", resp.ErrProtocol, n, headerBytes)
+	case n > sealedHeaderBytes:
+		return f, fmt.Errorf("%w: %d bytes where %d were asked for", resp.ErrProtocol, n, sealedHeaderBytes)
 	case n == 0:
 		return f, nil
 	}
@@ -115,16 +115,18 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 
 // readNative fills dst from an object's stripes.
 func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
-	name := t.name(k)
+	name, flow := t.name(k), tier.FlowOf(ctx)
 	var h header
 	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
-		h, err = readFirst(c, k, name, dst, sum)
+		h, err = readFirst(c, k, name, dst, sum, flow)
 		return err
 	})
 	torn := err != nil // its first value is
 	for i := 1; err == nil && i < h.stripes(); i++ {
 		from, to := h.span(i)
-		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum) })
+		err = t.at(ctx, name, to-from, func(c *resp.Conn) error {
+			return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum, flow)
+		})
 	}
 	if errors.Is(err, errForeign) {
 		return tier.Meta{}, tier.ErrMissing
@@ -157,7 +159,7 @@ func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) e
 
 // readFirst reads an object's header and its first stripe. With an error about the
 // object the header is that of one whose stripes do not fit it.
-func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer) (h header, _ error) {
+func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer, flow *tier.Flow) (h header, _ error) {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -166,21 +168,29 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer
 	case n < headerBytes:
 		return h, errForeign
 	}
-	var b [headerBytes]byte
-	if err := c.Fill(b[:]); err != nil {
+	var all [sealedHeaderBytes]byte
+	b := all[:headerBytes]
+	if err := c.Fill(b); err != nil {
 		return h, err
 	}
-	h, ok := parseHeader(b[:], k)
+	if size := headerSize(b); size > headerBytes && n >= int64(size) {
+		if err := c.Fill(all[headerBytes:size]); err != nil {
+			return h, err
+		}
+		b = all[:size]
+	}
+	h, ok := parseHeader(b, k)
 	if !ok {
 		return header{}, errForeign
 	}
 	if int64(h.length) != int64(len(dst)) {
 		return header{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: h.meta()}
 	}
-	if n-headerBytes != h.size(0) {
+	if n-int64(h.size()) != h.stripeBytes(0) {
 		return h, tier.ErrMissing
 	}
-	return h, sum.Fill(c, dst[:h.size(0)], 0)
+	flow.Starts(h.meta())
+	return h, flow.Fill(sum, c, dst[:h.stripeBytes(0)], 0)
 }
 
 // readError says that nothing is there, where that is what an answer means.
@@ -195,7 +205,7 @@ func readError(err error) error {
 }
 
 // readExact fills dst, which begins at byte at of the object, with a value that is as long.
-func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer) error {
+func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer, flow *tier.Flow) error {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -206,7 +216,7 @@ func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *t
 	case n != int64(len(dst)):
 		return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: n}}
 	}
-	return sum.Fill(c, dst, at)
+	return flow.Fill(sum, c, dst, at)
 }
 
 // writeNative writes an object's stripes, the first one last.
@@ -219,21 +229,24 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	switch {
 	case was.foreign:
 		return false, fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
-	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum}:
+	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum, Seal: m.Seal}:
 		return false, nil
+	case was.good && m.Unseals(was.meta()):
+		return false, fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 	case m.Over(time.Now()):
 		return false, fmt.Errorf("%w: its time to live is over", tier.ErrNotKept)
 	}
-	h := header{uint64(m.Len), m.Sum, uint64(t.o.Stripe)}
+	h := headerOf(m, t.o.Stripe)
 	if h.stripes() > maxStripes {
 		return false, fmt.Errorf("%w: %d bytes are too many", tier.ErrNotKept, m.Len)
 	}
-	ttl := t.lifeOf(m)
+	ttl, flow := t.lifeOf(m), tier.FlowOf(ctx)
 	life := cmp.Or(ttl, strayLife)
 	for i := 1; i < h.stripes(); i++ {
 		from, to := h.span(i)
 		err := t.at(ctx, name, to-from, func(c *resp.Conn) error {
-			if err := c.Send([]string{"SET", stripeName(name, h, i)}, [][]byte{src[from:to]}, "EX", seconds(life)); err != nil {
+			parts, ready := flow.Parts(src[from:to], from)
+			if err := c.SendWhen([]string{"SET", stripeName(name, h, i)}, parts, ready, "EX", seconds(life)); err != nil {
 				return err
 			}
 			return c.OK()
@@ -242,12 +255,12 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 			return true, err
 		}
 	}
-	before, err := t.writeFirst(ctx, k, h, src[:h.size(0)], was, ttl)
+	before, err := t.writeFirst(ctx, k, h, src[:h.stripeBytes(0)], was, ttl)
 	if err != nil {
 		return true, err
 	}
 	for _, f := range []found{was, before} {
-		if f.headed && (f.sum != h.sum || f.stripe != h.stripe) {
+		if f.headed && (f.sum != h.sum || f.stripe != h.stripe || f.write != h.write || f.seal != h.seal) {
 			err = errors.Join(err, t.remove(ctx, name, names(name, f.header)[1:]))
 		}
 	}
@@ -268,7 +281,7 @@ func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 // before their time, in the place of what was there, and returns what it replaced in fact. Where
 // there was nothing, and another server has written one meanwhile, the new one stays.
 func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
-	name := t.name(k)
+	name, flow := t.name(k), tier.FlowOf(ctx)
 	var options []string
 	if ttl > 0 {
 		options = append(options, "EX", seconds(ttl))
@@ -281,7 +294,17 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 		if was.there {
 			c.Command(t.lookAt(k, nil).args...)
 		}
-		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(k), first}, options...); err != nil {
+		parts, ready := flow.Parts(first, 0)
+		if ready != nil { // the header is
+			whenReady := ready
+			ready = func(i int) error {
+				if i == 0 {
+					return nil
+				}
+				return whenReady(i - 1)
+			}
+		}
+		if err := c.SendWhen([]string{"SET", name}, append([][]byte{h.bytes(k)}, parts...), ready, options...); err != nil {
 			return err
 		}
 		if was.there {

@@ -19,6 +19,9 @@ import (
 // maxValue is the longest value that Redis takes by default, bytes.
 const maxValue = 512 << 20
 
+// Flows implements tier.Flowing.
+func (t *Tier) Flows() {}
+
 // Stat implements tier.Tier.
 func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
 	if err := ctx.Err(); err != nil {
@@ -81,7 +84,7 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer)
 	if !ok {
 		return tier.Meta{}, tier.ErrMissing
 	}
-	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) error { return readExact(c, k, name, dst, 0, sum) })
+	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) error { return readExact(c, k, name, dst, 0, sum, nil) })
 	if errors.Is(err, errForeign) {
 		err = tier.ErrMissing
 	}

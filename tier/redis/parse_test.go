@@ -12,19 +12,20 @@ import (
 
 // A header that is parsed is one that was written; nothing that it says is too large.
 func FuzzHeader(f *testing.F) {
-	f.Add(header{1, 2, 3}.bytes(kv.Key{}))
-	f.Add(header{1 << 30, 2, 4 << 20}.bytes(kv.Key{}))
+	f.Add(header{length: 1, sum: 2, stripe: 3}.bytes(kv.Key{}))
+	f.Add(header{length: 100, sum: 2, stripe: 64, seal: 5, write: 6}.bytes(kv.Key{}))
+	f.Add(header{length: 1 << 30, sum: 2, stripe: 4 << 20}.bytes(kv.Key{}))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, ok := parseHeader(b, kv.Key{})
 		if !ok {
 			return
 		}
-		if string(b[:8]) == headerMagic && string(h.bytes(kv.Key{})) != string(b) {
+		if string(b[:8]) != formerMagic && string(h.bytes(kv.Key{})) != string(b[:h.size()]) {
 			t.Fatalf("%+v of %x", h, b)
 		}
 		sum := int64(0)
 		for i := range h.stripes() {
-			sum += h.size(i)
+			sum += h.stripeBytes(i)
 		}
 		if sum != int64(h.length) {
 			t.Fatalf("%+v: stripes of %d bytes", h, sum)
@@ -43,13 +44,18 @@ func TestHeaderRefuses(t *testing.T) {
 	f(header{length: 1, stripe: 0})
 	f(header{length: 1 << 60, stripe: 1 << 60})
 	f(header{length: 1 << 40, stripe: 1})
-	b := header{5, 6, 7}.bytes(kv.Key{})
-	for i := range b {
-		b[i] ^= 1
-		if _, ok := parseHeader(b, kv.Key{}); ok {
-			t.Errorf("byte %d may be another one", i)
+	for _, h := range []header{{length: 5, sum: 6, stripe: 7}, {length: 5, sum: 6, stripe: 7, seal: 8, write: 9}} {
+		b := h.bytes(kv.Key{})
+		for i := range b {
+			b[i] ^= 1
+			if _, ok := parseHeader(b, kv.Key{}); ok {
+				t.Errorf("byte %d may be another one", i)
+			}
+			b[i] ^= 1
+			if _, ok := parseHeader(b[:i], kv.Key{}); ok {
+				t.Errorf("%d bytes are a header", i)
+			}
 		}
-		b[i] ^= 1
 	}
 }
 

@@ -72,3 +72,17 @@ func BenchmarkRead(b *testing.B) {
 		return err
 	})
 }
+
+// BenchmarkSealed compares encrypted objects with plain ones, in a store of this process.
+func BenchmarkSealed(b *testing.B) {
+	tiertest.RaceSealed(b, func(b *testing.B) (one, other tier.Tier) {
+		place := func() tier.Tier {
+			x, err := s3.Open(s3.Options{URL: startFake(b, httptest.NewServer, "/bucket").url, Keys: keys()})
+			if err != nil {
+				b.Fatal(err)
+			}
+			return x
+		}
+		return place(), place()
+	})
+}

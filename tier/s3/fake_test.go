@@ -36,7 +36,7 @@ func (s stored) tag() string {
 // fake is an object store in this process, with one bucket, that can be made to misbehave.
 // It trusts everybody: signatures are tested by their vectors, and against real servers.
 type fake struct {
-	t   *testing.T
+	t   testing.TB
 	url string // of the bucket
 	*httptest.Server
 
@@ -61,7 +61,7 @@ type fake struct {
 
 func newFake(t *testing.T) *fake { return startFake(t, httptest.NewServer, "/bucket") }
 
-func startFake(t *testing.T, start func(http.Handler) *httptest.Server, root string) *fake {
+func startFake(t testing.TB, start func(http.Handler) *httptest.Server, root string) *fake {
 	f := &fake{t: t, objects: map[string]stored{}, uploads: map[string]map[int][]byte{}, metas: map[string]string{}, modified: map[string]time.Time{}}
 	f.Server = start(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, root) }))
 	f.url = f.URL + root

@@ -17,6 +17,7 @@ func FuzzLabel(f *testing.F) {
 	f.Add("1.00000000000000000000000000000000.0000000000000000.01")
 	f.Add("2....")
 	f.Add(labelOf(kv.Key{}, tier.Meta{Len: 1}).String())
+	f.Add(labelOf(kv.Key{}, tier.Meta{Len: 81, Seal: 7}).String())
 	f.Fuzz(func(t *testing.T, text string) {
 		if l, ok := parseLabel(text); ok && (l.String() != text || l.length < 1) {
 			t.Errorf("%q is %+v", text, l)
@@ -27,8 +28,10 @@ func FuzzLabel(f *testing.F) {
 func TestLabel(t *testing.T) {
 	for _, want := range []label{
 		{namespace: kv.Namespace{1, 15: 0xff}, sum: 0xfedcba9876543210, length: 1 << 40},
-		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 0},
-		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 1<<32 - 1},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 0, 0},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 1<<32 - 1, 0},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 0, 1},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 1<<32 - 1, 0xffff},
 	} {
 		if l, ok := parseLabel(want.String()); !ok || l != want {
 			t.Errorf("%q: %+v", want, l)

@@ -24,8 +24,9 @@ import (
 //
 //	2.NAMESPACE.SUM.LENGTH.KEY    namespace 32 digits, xxh3 and kv.Key.Digest 16, hexadecimal; length decimal, bytes
 //
-// and where an object has an end of its life, 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. Objects of
-// earlier releases have 1.NAMESPACE.SUM.LENGTH.
+// and where an object has an end of its life, 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. An encrypted object
+// has 4.NAMESPACE.SUM.LENGTH.KEY.END.SEAL: its xxh3 is masked, its length that of the encrypted bytes, END 0 where it has none, SEAL
+// the short name of the key, 4 digits; earlier releases take it for no object. Objects of earlier releases have 1.NAMESPACE.SUM.LENGTH.
 const metaField = "x-amz-meta-kvasir"
 
 // label is what stands in an object's metadata.
@@ -36,10 +37,11 @@ type label struct {
 	key       uint64 // digest of the key, where bound
 	bound     bool
 	end       uint32 // of its life, seconds since 1970; 0: none
+	seal      uint16 // short name of the key; 0: it is plain
 }
 
 func labelOf(k kv.Key, m tier.Meta) label {
-	return label{k.Namespace, m.Sum, m.Len, k.Digest(), true, m.End}
+	return label{k.Namespace, m.Sum, m.Len, k.Digest(), true, m.End, m.Seal}
 }
 
 // of reports whether the object can be k's.
@@ -52,6 +54,9 @@ func (l label) String() string {
 		return fmt.Sprintf("1.%s.%016x.%d", l.namespace, l.sum, l.length)
 	}
 	text := fmt.Sprintf("%s.%016x.%d.%016x", l.namespace, l.sum, l.length, l.key)
+	if l.seal > 0 {
+		return fmt.Sprintf("4.%s.%d.%04x", text, l.end, l.seal)
+	}
 	if l.end > 0 {
 		return fmt.Sprintf("3.%s.%d", text, l.end)
 	}
@@ -61,7 +66,7 @@ func (l label) String() string {
 // parseLabel reads what String writes, and nothing else.
 func parseLabel(text string) (l label, ok bool) {
 	parts := strings.Split(text, ".")
-	if l.bound = len(parts) == 5 || len(parts) == 6; len(parts) != 4 && !l.bound {
+	if l.bound = len(parts) >= 5 && len(parts) <= 7; len(parts) != 4 && !l.bound {
 		return label{}, false
 	}
 	k, err := kv.ParseKey("kv1/" + parts[1] + "/00000000.00000000/" + strings.Repeat("0", 64))
@@ -73,12 +78,19 @@ func parseLabel(text string) (l label, ok bool) {
 			return label{}, false
 		}
 	}
-	if len(parts) == 6 {
+	if len(parts) >= 6 {
 		end, err := strconv.ParseUint(parts[5], 10, 32)
 		if err != nil {
 			return label{}, false
 		}
 		l.end = uint32(end)
+	}
+	if len(parts) == 7 {
+		seal, err := strconv.ParseUint(parts[6], 16, 16)
+		if err != nil || seal == 0 {
+			return label{}, false
+		}
+		l.seal = uint16(seal)
 	}
 	l.namespace = k.Namespace
 	if l.sum, err = strconv.ParseUint(parts[2], 16, 64); err != nil {
@@ -151,5 +163,5 @@ func (t *Tier) labelled(k kv.Key, length int64, meta string) tier.Meta {
 	case !ok, !l.of(k), l.length != length: // not ours, a later release's, of another layout, torn
 		return tier.Meta{}
 	}
-	return tier.Meta{Len: length, Sum: l.sum, End: l.end}
+	return tier.Meta{Len: length, Sum: l.sum, End: l.end, Seal: l.seal}
 }

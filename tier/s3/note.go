@@ -35,7 +35,7 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 			return fmt.Errorf("%w: a note of %d bytes", errAnswer, n)
 		}
 		now = note{a.Field("Etag"), make([]byte, n)}
-		return t.fill(a, now.text, nil)
+		return t.fill(a, now.text, nil, nil)
 	})
 	switch {
 	case status(err) == http.StatusNotModified && was != nil:

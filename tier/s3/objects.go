@@ -87,6 +87,9 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 	return err
 }
 
+// Flows implements tier.Flowing.
+func (t *Tier) Flows() {}
+
 // maxStatFailures failures end a Stat.
 const maxStatFailures = 3
 
@@ -201,7 +204,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 				return fmt.Errorf("%w: Content-Range %.60q", errAnswer, a.Field("Content-Range"))
 			}
 			if whole != size {
-				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole}}
+				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole, Seal: t.labelled(k, whole, a.Field(metaAnswer)).Seal}}
 			}
 			o, err := objectOf(a)
 			if err != nil {
@@ -212,7 +215,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 			}
 			o.length = whole
 			parts[i] = o
-			return t.fill(a, dst[from:to], nil)
+			return t.fill(a, dst[from:to], nil, nil)
 		})
 	})
 	if status(err) == http.StatusRequestedRangeNotSatisfiable {
@@ -231,6 +234,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 
 // readWhole reads an object with one request.
 func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte, sum *tier.Summer) (o object, _ error) {
+	flow := tier.FlowOf(ctx)
 	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *http1.Response) (err error) {
 		if a.Status != http.StatusOK {
 			return fmt.Errorf("%w: status %d", errAnswer, a.Status)
@@ -239,9 +243,10 @@ func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte,
 			return err
 		}
 		if o.length != int64(len(dst)) {
-			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length}}
+			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length, Seal: t.labelled(k, o.length, o.meta).Seal}}
 		}
-		return t.fill(a, dst, sum)
+		flow.Starts(t.known(k, o.length, o.meta))
+		return t.fill(a, dst, sum, flow)
 	})
 	return o, err
 }

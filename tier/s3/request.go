@@ -38,6 +38,8 @@ type request struct {
 	query  string // escaped and in order
 	fields []aws.Field
 	body   []byte
+	flow   *tier.Flow // of body, which is at byte at of its object; nil: all of it is there
+	at     int64
 	bytes  int64 // of the answer, about
 }
 
@@ -178,6 +180,9 @@ func (t *Tier) exchange(ctx context.Context, conn *http1.Conn, r *request, keys 
 	send := http1.Request{Method: r.kind.method(), Target: target, Fields: head}
 	if len(r.body) > 0 {
 		send.Body = [][]byte{r.body}
+		if r.flow != nil {
+			send.Body, send.Ready = r.flow.Parts(r.body, r.at)
+		}
 	}
 	t.bill.requests[r.kind].Add(1)
 	done := false
@@ -337,8 +342,8 @@ func length(a *http1.Response) (int64, error) {
 }
 
 // fill reads an answer of exactly as many bytes as dst has.
-func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer) error {
-	if err := sum.Fill(a, dst, 0); err != nil {
+func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer, flow *tier.Flow) error {
+	if err := flow.Fill(sum, a, dst, 0); err != nil {
 		return fmt.Errorf("s3: read: %w", err)
 	}
 	t.bill.received.Add(uint64(len(dst)))

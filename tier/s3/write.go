@@ -52,8 +52,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	for race := range maxRaces {
 		var was object
 		was, err = t.look(ctx, name)
-		if err != nil || t.keeps(m, t.known(k, was.length, was.meta)) {
+		has := t.known(k, was.length, was.meta)
+		if err != nil || t.keeps(m, has) {
 			return err
+		}
+		if m.Unseals(has) {
+			return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 		}
 		err = t.put(ctx, name, labelOf(k, m), src, was.there)
 		switch {
@@ -73,7 +77,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 // keeps reports whether a bucket need not take an object, because of what it has under the name: an object of the right
 // length that does not live longer.
 func (t *Tier) keeps(m, has tier.Meta) bool {
-	return has.Len == m.Len && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
+	return has.Len == m.Len && has.Seal == m.Seal && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }
 
 // refused says that the place does not take objects, where that is why it refused.
@@ -121,7 +125,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		if l.length > t.o.Upload {
 			return t.upload(ctx, name, fields, condition, src, part)
 		}
-		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src}, nothing)
+		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src, flow: tier.FlowOf(ctx)}, nothing)
 	}
 	err := write(condition)
 	if condition != nil && (status(err) == http.StatusNotImplemented || hasCode(err, "NotImplemented")) {
@@ -169,10 +173,10 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 			_ = t.do(ctx, &request{kind: kindDelete, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID})}, nothing)
 		}
 	}()
-	size := int64(len(src))
+	size, flow := int64(len(src)), tier.FlowOf(ctx)
 	tags := make([]string, (size-1)/part+1)
 	err = spread(ctx, uploadWidth, len(tags), func(ctx context.Context, i int) error {
-		r := request{kind: kindPut, name: name, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
+		r := request{kind: kindPut, name: name, flow: flow, at: int64(i) * part, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
 		return t.do(ctx, &r, func(a *http1.Response) error {
 			if tags[i] = a.Field("Etag"); tags[i] == "" {
 				return fmt.Errorf("%w: a part without an ETag", errAnswer)

@@ -49,6 +49,7 @@ var servedBy = map[string][]string{
 	"store/evict":                           {"server"},
 	"tier":                                  {"server"},
 	"tier/disk":                             {"server"},
+	"tier/seal":                             {"server"},
 	"tier/keeper":                           {"keeper"},
 }
 

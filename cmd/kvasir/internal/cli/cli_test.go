@@ -56,6 +56,7 @@ type serving struct {
 	cmd        *exec.Cmd
 	port, http int
 	lines      chan string
+	waited     []string // lines that wait has read
 }
 
 func serve(t testing.TB, args ...string) *serving {
@@ -105,7 +106,7 @@ func (s *serving) wait(t testing.TB, text string) {
 			if !ok {
 				t.Fatalf("the server ended before it said %q: %s", text, last)
 			}
-			last = line
+			last, s.waited = line, append(s.waited, line)
 			if strings.Contains(line, text) {
 				return
 			}

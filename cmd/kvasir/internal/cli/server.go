@@ -32,11 +32,10 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // serverCmd has LMCache's flag names.
@@ -71,6 +70,8 @@ type serverCmd struct {
 	Checksum  mibSize   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
 	Unsummed  bool      `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
 
+	Shield bool `name:"timing-shield" help:"Hide by time whether another tenant sent a prompt: token lists are not remembered (--memo-mib), lookups do not look for chunks under other salts, so kvasir explain does not name them. Give tenants salts of their own, best with --require-signed-salts." group:"Access"`
+
 	adapter.Flags
 	eventFlags
 
@@ -94,9 +95,10 @@ type serverCmd struct {
 	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms   *tenant.Terms
-	access  *access
-	zmqAuth *zmqAuth
+	terms    *tenant.Terms
+	access   *access
+	zmqAuth  *zmqAuth
+	tierKeys *seal.Keys
 }
 
 // Help implements kong's detailed help.
@@ -113,6 +115,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558 --allow-from 10.0.0.0/24    (for routers)
   kvasir server --l1-size-gb 100 --vllm-tier /run/kvasir.sock    (vLLM's own tiered offloading: kvasir vllm-tier --help)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
+  kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000 --tier-key-file /etc/kvasir/tier-keys    (encrypted)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
@@ -235,7 +238,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), TrustUnsummed: c.Unsummed, Log: log,
 		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], WriteAnswers: answerPolicies[c.Answers], LoadIfFaster: c.Faster,
-		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
+		OwnNames: c.Shield, TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
 	if o.tiers, err = c.Flags.Options(log); err != nil {
 		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
@@ -248,7 +251,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Revisions:   revisions,
 		ChunkTokens: c.ChunkSize, WorkerReap: seconds(c.Reap), KeepSilent: c.Reap == 0, RegistrationGrace: seconds(c.Grace), KeepNeverPinged: c.Grace == 0,
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate, SGLangCPUViews: c.CPUViews,
-		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
+		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0 || c.Shield, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
 		DrainTimeout: cmp.Or(seconds(c.Drain), 1), Log: log, Version: Version(),
 	}
 	said := strings.Join(bad, " ")
@@ -404,69 +407,6 @@ func failedStart(st *store.Store, err error) error {
 	return errors.Join(err, st.Close())
 }
 
-// tiersOf returns the tiers for the estimate of hit rates, with their limits.
-func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
-	for _, t := range list {
-		out = append(out, hitcurve.Tier{Name: t.Name(), Bytes: max(t.Stats().Limit, 0)})
-	}
-	return out
-}
-
-// openStore opens the tiers and the pool. A pool that this process may not have is refused before anything is opened or resized.
-func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
-	if err := fitsLimit("/", "--l1-size-gb", c.L1SizeGB); err != nil {
-		return nil, err
-	}
-	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
-		o.tiers.Names = tier.NewNames()
-		o.tiers.Names.SetRevisions(o.server.Revisions)
-	}
-	below, err := adapter.Open(o.tiers)
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil && below.Tier != nil {
-			err = errors.Join(err, below.Tier.Close())
-		}
-	}()
-	p, err := pool.Open(o.pool)
-	if err != nil {
-		return nil, explainPool(err, "--shm-name or --port")
-	}
-	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
-		return nil, errors.Join(err, p.Close())
-	}
-	o.server.Lifetimes = evict.NewLifetimes()
-	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
-	o.store.TenantPolicy = func(quota int64) evict.Policy {
-		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
-		return o.server.Lifetimes.Watch(policy)
-	}
-	o.store.Curves = &hitcurve.Options{Policy: c.policyName(), Tiers: tiersOf(below.Each)}
-	if err = c.openGenerations(o, below); err != nil {
-		return nil, errors.Join(err, p.Close())
-	}
-	o.store.Place = below.Place
-	if below.Disk != nil {
-		o.store.BelowOpened = below.Disk.Opened()
-	}
-	o.server.ProbeTiers = below.Probe
-	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters, o.server.Contents = o.tiers.Names, below.Each, below.Disk, below.Clusters, below.Contents
-	o.server.Numbers = below.Numbers
-	st := store.New(p, o.store)
-	if book := o.server.Generations; book != nil {
-		if err := book.Repair(); err != nil {
-			o.store.Log.Warn("keep the generations that the tiers have", "err", err)
-		}
-	}
-	if err = c.terms.Apply(st); err != nil {
-		below.Tier = nil // the store closes it
-		return nil, errors.Join(err, st.Close())
-	}
-	return st, nil
-}
-
 // The engines' connections, one a worker and one a scheduler, and the server's own
 // files.
 const minFiles, fewFiles = 32, 256
@@ -582,6 +522,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer stop()
 	wg.Go(func() { srv.Run(background) })
 	wg.Go(func() { history.Run(background) })
+	wg.Go(func() { c.tierKeys.Watch(background, e.log) })
 	failed := make(chan error, 1)
 	wg.Go(func() {
 		if err := c.access.serve(web, listener); !errors.Is(err, http.ErrServerClosed) {

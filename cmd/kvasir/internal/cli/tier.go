@@ -3,12 +3,16 @@
 package cli
 
 import (
+	"os"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/adapter"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // tierCmd looks after what lies below pools.
@@ -17,6 +21,7 @@ type tierCmd struct {
 	Verify tierVerifyCmd `cmd:"" help:"Read everything that has a checksum, and compare."`
 	Drop   tierDropCmd   `cmd:"" help:"Remove what a tier has."`
 	Copy   tierCopyCmd   `cmd:"" help:"Copy what one tier has to another."`
+	Rekey  tierRekeyCmd  `cmd:"" help:"Have a running server encrypt a tier anew with the first of its keys."`
 	Check  tierCheckCmd  `cmd:"" help:"Try a tier: whether it answers, what this user may do, and how fast. Exit 0: all works; 1: something cannot be done, such as writing; 2: the tier cannot be used."`
 }
 
@@ -24,7 +29,8 @@ type tierCmd struct {
 func (tierCmd) Help() string {
 	return `A TIER is the JSON of kvasir server --l2-adapter, or short: fs:/data/kv, fs_native:/data/kv, redis:10.0.0.7:6379,
 s3_native:BUCKET/PREFIX (region, endpoint and credentials from AWS_REGION, AWS_ENDPOINT_URL and where else Amazon's programs look).
-A server may work on it at the same time.
+A server may work on it at the same time. Encrypted objects of disk, redis and s3_native need the server's --tier-key-file, --tier-key-command
+or KVASIR_TIER_KEYS; without it they are not shown.
 
 Examples:
   kvasir tier ls fs:/data/kv
@@ -32,15 +38,53 @@ Examples:
   kvasir tier check s3_native:my-bucket/kvasir
   kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
   kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)
+  kvasir tier rekey disk --url http://127.0.0.1:8080          (of a running server)
   kvasir tier copy fs:/data/kv fs:/mnt/new
   kvasir tier copy fs:/data/kv redis:10.0.0.7:6379
   kvasir tier copy fs:/data/kv s3_native:my-bucket/kvasir`
 }
 
+// tierKeyFlags say where the keys of encrypted tiers are from.
+type tierKeyFlags struct {
+	KeyFile    string `name:"tier-key-file" help:"Keys of an encrypted tier, as the server has them. Also KVASIR_TIER_KEYS, the keys themselves." placeholder:"FILE"`
+	KeyCommand string `name:"tier-key-command" help:"Shell command that prints them." placeholder:"COMMAND"`
+}
+
+func (f *tierKeyFlags) source() seal.Source {
+	return seal.Source{File: f.KeyFile, Command: f.KeyCommand, Text: os.Getenv(adapter.KeysVariable)}
+}
+
+type tierRekeyCmd struct {
+	Tier string `arg:"" help:"The name that the server's status has for the tier, such as disk or redis."`
+	URL  string `name:"url" required:"" help:"HTTP interface of the running server." placeholder:"http://HOST:PORT"`
+	status.AccessFlags
+	Rate mibSize `name:"rate-mib" help:"Bytes that are read and written in a second, at most: MiB, or with a unit." default:"128"`
+	JSON bool    `name:"json" help:"Print a line of JSON each second, and one at the end."`
+}
+
+// Help implements kong's detailed help.
+func (tierRekeyCmd) Help() string {
+	return `Rotate a key: put a new line before the others of the server's --tier-key-file, run this, then remove the old line. The server reads the
+keys again at once. Objects that have the newest key are left alone, so a rekey that was broken off goes on.
+
+Examples:
+  kvasir tier rekey disk --url http://127.0.0.1:8080
+  kvasir tier rekey redis --url http://127.0.0.1:8080 --rate-mib 32 --json | tail -1`
+}
+
+// Run has the server do it.
+func (c *tierRekeyCmd) Run(_ *env, asking *sim.Env) error {
+	if c.Rate < 1<<20 || int64(c.Rate) > server.MaxRekeyRate {
+		return usagef("--rate-mib is 1 MiB to 1 TiB a second")
+	}
+	return status.RekeyTier(asking, c.URL, c.AccessFlags, c.Tier, int64(c.Rate), c.JSON)
+}
+
 type tierLsCmd struct {
 	Tier    string `arg:"" help:"TYPE:PATH or JSON."`
 	Objects bool   `help:"A line for each object."`
-	JSON    bool   `name:"json" help:"Print JSON: one object, or with --objects a line for each."`
+	tierKeyFlags
+	JSON bool `name:"json" help:"Print JSON: one object, or with --objects a line for each."`
 }
 
 // Help implements kong's detailed help.
@@ -57,13 +101,14 @@ func (c *tierLsCmd) Run(e *env) error {
 	if c.JSON {
 		list = tiertool.ListJSON
 	}
-	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return list(e.ctx, e.stdout, t, c.Objects) })
+	return tiertool.With(c.Tier, c.source(), e.log, func(t tier.Tier) error { return list(e.ctx, e.stdout, t, c.Objects) })
 }
 
 type tierVerifyCmd struct {
-	Tier   string `arg:"" help:"TYPE:PATH or JSON."`
-	Remove bool   `help:"Remove damaged objects: they become misses, and are stored again."`
-	JSON   bool   `name:"json" help:"Print a line of JSON for each damaged object, and one with the figures."`
+	Tier string `arg:"" help:"TYPE:PATH or JSON."`
+	tierKeyFlags
+	Remove bool `help:"Remove damaged objects: they become misses, and are stored again."`
+	JSON   bool `name:"json" help:"Print a line of JSON for each damaged object, and one with the figures."`
 }
 
 // Help implements kong's detailed help.
@@ -80,7 +125,7 @@ func (c *tierVerifyCmd) Run(e *env) error {
 	if c.JSON {
 		verify = tiertool.VerifyJSON
 	}
-	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return verify(e.ctx, e.stdout, t, c.Remove) })
+	return tiertool.With(c.Tier, c.source(), e.log, func(t tier.Tier) error { return verify(e.ctx, e.stdout, t, c.Remove) })
 }
 
 type tierDropCmd struct {
@@ -117,7 +162,7 @@ func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 	if c.JSON {
 		drop = tiertool.DropJSON
 	}
-	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error {
+	return tiertool.With(c.Tier, seal.Source{}, e.log, func(t tier.Tier) error {
 		return drop(e.ctx, e.stdout, t, tiertool.Filter{Model: c.Model, Salt: c.Salt, Torn: c.Torn})
 	})
 }
@@ -125,7 +170,8 @@ func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 type tierCopyCmd struct {
 	From string `arg:"" help:"TYPE:PATH or JSON."`
 	To   string `arg:"" help:"TYPE:PATH or JSON; made when it is not there."`
-	JSON bool   `name:"json" help:"Print a line of JSON for each object that cannot be read, every 10 s one with the figures, and one at the end."`
+	tierKeyFlags
+	JSON bool `name:"json" help:"Print a line of JSON for each object that cannot be read, every 10 s one with the figures, and one at the end."`
 }
 
 // Help implements kong's detailed help.
@@ -142,14 +188,15 @@ func (c *tierCopyCmd) Run(e *env) error {
 	if c.JSON {
 		report = tiertool.CopyJSON(e.stdout)
 	}
-	return tiertool.CopyBetween(e.ctx, report, e.log, c.From, c.To)
+	return tiertool.CopyBetween(e.ctx, report, e.log, c.source(), c.From, c.To)
 }
 
 type tierCheckCmd struct {
-	Tier    string  `arg:"" help:"TYPE:PATH or JSON."`
-	Size    mibSize `help:"Size of an object: MiB, or with a unit." default:"4"`
-	Objects int     `help:"How many objects are written and read." default:"16"`
-	JSON    bool    `name:"json" help:"Print the sentences and the verdict as JSON."`
+	Tier string  `arg:"" help:"TYPE:PATH or JSON."`
+	Size mibSize `help:"Size of an object: MiB, or with a unit." default:"4"`
+	tierKeyFlags
+	Objects int  `help:"How many objects are written and read." default:"16"`
+	JSON    bool `name:"json" help:"Print the sentences and the verdict as JSON."`
 }
 
 // Help implements kong's detailed help.
@@ -170,7 +217,7 @@ func (c *tierCheckCmd) Run(e *env) error {
 	if c.JSON {
 		w = &said
 	}
-	v := tiertool.CheckTier(e.ctx, w, e.log, c.Tier, int64(c.Size), c.Objects)
+	v := tiertool.CheckTier(e.ctx, w, e.log, c.source(), c.Tier, int64(c.Size), c.Objects)
 	if c.JSON {
 		if err := tiertool.CheckJSON(e.stdout, v, said.String()); err != nil {
 			return err

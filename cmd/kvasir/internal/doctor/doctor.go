@@ -21,6 +21,7 @@ import (
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // Level says how bad a finding is.
@@ -125,7 +126,7 @@ func Run(ctx context.Context, o Options) *Report {
 	}
 	if o.TryTier == nil {
 		o.TryTier = func(ctx context.Context, text string) (tiertool.Verdict, []string) {
-			return tiertool.TierFaults(ctx, io.Discard, o.Log, text, checkBytes, checkObjects)
+			return tiertool.TierFaults(ctx, io.Discard, o.Log, seal.Source{}, text, checkBytes, checkObjects)
 		}
 	}
 	d := &doctor{Options: o}

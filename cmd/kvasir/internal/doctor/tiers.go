@@ -20,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 	"github.com/kvasir-kv/kvasir/tier/redis"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // What the check of a tier writes.
@@ -172,7 +173,7 @@ const policyTime = 15 * time.Second
 
 // policy looks at what Redis does when its memory is used up.
 func (d *doctor) policy(ctx context.Context, name, kind, text string) {
-	err := tiertool.With(text, d.Log, func(t tier.Tier) error {
+	err := tiertool.With(text, seal.Source{}, d.Log, func(t tier.Tier) error {
 		r, ok := t.(interface {
 			Servers(context.Context) ([]redis.ServerMemory, error)
 		})

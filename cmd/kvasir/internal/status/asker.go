@@ -77,7 +77,16 @@ func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
 }
 
 // do sends a request. Where the server refuses it, the error is the server's own text.
-func (a *Asker) do(r *http.Request) ([]byte, error) {
+func (a *Asker) do(r *http.Request) (body []byte, err error) {
+	err = a.stream(r, func(answer io.Reader) (err error) {
+		body, err = io.ReadAll(io.LimitReader(answer, maxAnswer))
+		return err
+	})
+	return body, err
+}
+
+// stream is do for an answer that take reads as it comes.
+func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 	at := r.URL.String()
 	if a.token != "" {
 		r.Header.Set("Authorization", "Bearer "+a.token)
@@ -85,31 +94,32 @@ func (a *Asker) do(r *http.Request) ([]byte, error) {
 	answer, err := a.client.Do(r)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
+		return fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
 	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("%s does not answer in time: see the server's log", at)
+		return fmt.Errorf("%s does not answer in time: see the server's log", at)
 	case err != nil:
-		return nil, err
+		return err
 	}
 	defer answer.Body.Close()
+	if answer.StatusCode == http.StatusOK {
+		return take(answer.Body)
+	}
 	body, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
 	switch {
 	case err != nil:
-		return nil, err
+		return err
 	case answer.StatusCode == http.StatusUnauthorized:
-		return nil, fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
+		return fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
 	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the scope of the token
-		return nil, fmt.Errorf("%s: %s", at, printable(detailOf(body)))
+		return fmt.Errorf("%s: %s", at, printable(detailOf(body)))
 	case answer.StatusCode == http.StatusForbidden:
-		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
-	case answer.StatusCode == http.StatusOK:
-		return body, nil
+		return fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
 	}
 	var refusal struct{ Error string }
 	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
-		return nil, errors.New(printable(refusal.Error))
+		return errors.New(printable(refusal.Error))
 	}
-	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
+	return fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
 }
 
 // detailOf returns the text of a refusal by who asks; "": it is another one.

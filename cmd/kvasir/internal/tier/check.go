@@ -19,6 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // Verdict is what Check found, as the exit code of kvasir tier check.
@@ -58,19 +59,19 @@ func (c *checking) fault(v Verdict, format string, args ...any) {
 
 // CheckTier tries what a server does with a tier, with objects of its own that it removes: it asks, writes, reads,
 // compares and deletes, and measures. It writes a sentence for each. size is how large an object is, objects how many are measured.
-func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, text string, size int64, objects int) Verdict {
-	v, _ := TierFaults(ctx, w, log, text, size, objects)
+func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) Verdict {
+	v, _ := TierFaults(ctx, w, log, keys, text, size, objects)
 	return v
 }
 
 // TierFaults is CheckTier. It also returns the sentences about what does not work.
-func TierFaults(ctx context.Context, w io.Writer, log *slog.Logger, text string, size int64, objects int) (Verdict, []string) {
+func TierFaults(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) (Verdict, []string) {
 	c := &checking{w: w}
 	if place, err := adapter.PlaceOf(text); err == nil {
 		c.say("Objects go to %s.", printable(safelog.HideLogin(place)))
 	}
 	names := tier.NewNames()
-	err := with(text, adapter.Options{Names: names, Log: log, Existing: true}, func(t tier.Tier) error {
+	err := with(text, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(t tier.Tier) error {
 		c.t = t
 		c.run(ctx, names, size, objects)
 		return nil

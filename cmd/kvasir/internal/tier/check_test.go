@@ -13,6 +13,7 @@ import (
 
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // A check says what works and what does not, with a verdict, and leaves nothing behind.
@@ -20,7 +21,7 @@ func TestCheckSaysWhatWorks(t *testing.T) {
 	f := func(text string, want tiertool.Verdict, sentences ...string) {
 		t.Helper()
 		var out bytes.Buffer
-		got := tiertool.CheckTier(t.Context(), &out, slog.New(slog.DiscardHandler), text, 5000, 3)
+		got := tiertool.CheckTier(t.Context(), &out, slog.New(slog.DiscardHandler), seal.Source{}, text, 5000, 3)
 		for _, s := range sentences {
 			if !strings.Contains(out.String(), s) {
 				t.Errorf("%s: no %q in\n%s", text, s, out.String())

@@ -24,11 +24,12 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
 // With calls f with a tier that it opens and closes: TYPE:PATH, or an --l2-adapter.
-func With(text string, log *slog.Logger, f func(tier.Tier) error) error {
-	return with(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true}, f)
+func With(text string, keys seal.Source, log *slog.Logger, f func(tier.Tier) error) error {
+	return with(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true, Keys: keys}, f)
 }
 
 func with(text string, o adapter.Options, f func(tier.Tier) error) error {
@@ -41,10 +42,10 @@ func with(text string, o adapter.Options, f func(tier.Tier) error) error {
 
 // CopyBetween is Copy between two tiers that it opens and closes. The second one is made
 // when it is not there.
-func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, from, to string) error {
+func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, keys seal.Source, from, to string) error {
 	names := tier.NewNames()
-	return with(from, adapter.Options{Names: names, Log: log, Existing: true}, func(a tier.Tier) error {
-		return with(to, adapter.Options{Names: names, Log: log}, func(b tier.Tier) error { return Copy(ctx, r, a, b, names) })
+	return with(from, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(a tier.Tier) error {
+		return with(to, adapter.Options{Names: names, Log: log, Keys: keys}, func(b tier.Tier) error { return Copy(ctx, r, a, b, names) })
 	})
 }
 
@@ -341,6 +342,9 @@ func DropJSON(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 }
 
 func drop(ctx context.Context, t tier.Tier, f Filter) (n dropped, _ error) {
+	if s, ok := t.(interface{ Below() tier.Tier }); ok { // what cannot be decrypted goes, too
+		t = s.Below()
+	}
 	_, named := t.(*fs.Dir)
 	if e, ok := t.(tier.Emptying); ok && !named && !f.Torn && f.Salt == "" {
 		return empty(ctx, e, f.Model)

@@ -20,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
@@ -247,34 +248,34 @@ func TestDisk(t *testing.T) {
 	}
 	log := slog.New(slog.DiscardHandler)
 	nothing := func(tier.Tier) error { return nil }
-	if err := tiertool.With("disk:"+dir, log, nothing); !errors.Is(err, disk.ErrInUse) && !strings.Contains(err.Error(), "in use") {
+	if err := tiertool.With("disk:"+dir, seal.Source{}, log, nothing); !errors.Is(err, disk.ErrInUse) && !strings.Contains(err.Error(), "in use") {
 		t.Errorf("while somebody has it: %v", err)
 	}
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
 	var out strings.Builder
-	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error {
+	if err := tiertool.With("disk:"+dir, seal.Source{}, log, func(x tier.Tier) error {
 		return errors.Join(tiertool.List(t.Context(), &out, x, false), tiertool.Verify(t.Context(), &out, x, false))
 	}); err != nil || !strings.Contains(out.String(), "5 objects, ") || !strings.Contains(out.String(), "5 objects are as they were written") {
 		t.Errorf("%v: %s", err, &out)
 	}
-	if err := tiertool.CopyBetween(t.Context(), tiertool.CopyText(&out), log, "disk:"+dir, "disk:"+to); err == nil {
+	if err := tiertool.CopyBetween(t.Context(), tiertool.CopyText(&out), log, seal.Source{}, "disk:"+dir, "disk:"+to); err == nil {
 		t.Error("a disk without a limit was made")
 	}
-	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.Drop(t.Context(), &out, x, tiertool.Filter{}) }); err != nil {
+	if err := tiertool.With("disk:"+dir, seal.Source{}, log, func(x tier.Tier) error { return tiertool.Drop(t.Context(), &out, x, tiertool.Filter{}) }); err != nil {
 		t.Error(err)
 	}
 	if files, err := filepath.Glob(filepath.Join(dir, "*.seg")); err != nil || len(files) > 0 {
 		t.Errorf("nothing is left, in %v, %v", files, err)
 	}
 	out.Reset()
-	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.List(t.Context(), &out, x, true) }); err != nil || !strings.Contains(out.String(), "\n0 objects, ") {
+	if err := tiertool.With("disk:"+dir, seal.Source{}, log, func(x tier.Tier) error { return tiertool.List(t.Context(), &out, x, true) }); err != nil || !strings.Contains(out.String(), "\n0 objects, ") {
 		t.Errorf("%v: %s", err, &out)
 	}
 	empty := t.TempDir() // where a disk is to be mounted, perhaps
 	for _, text := range []string{"disk:" + to, "disk:" + empty, "fs:" + to, "fss:/x", "{"} {
-		if err := tiertool.With(text, log, nothing); err == nil {
+		if err := tiertool.With(text, seal.Source{}, log, nothing); err == nil {
 			t.Errorf("%s was opened", text)
 		}
 	}
@@ -306,7 +307,7 @@ func TestLookingAtADiskEvictsNothing(t *testing.T) {
 			other := filepath.Join(dir, "other")
 			testkit.FillFS(t, dir, other, free)
 			var out strings.Builder
-			if err := tiertool.With("disk:"+path, slog.New(slog.DiscardHandler), func(x tier.Tier) error {
+			if err := tiertool.With("disk:"+path, seal.Source{}, slog.New(slog.DiscardHandler), func(x tier.Tier) error {
 				time.Sleep(3 * time.Second) // a disk looks at what is free once a second
 				return tiertool.List(t.Context(), &out, x, false)
 			}); err != nil || !strings.Contains(out.String(), "\n80 objects, ") {

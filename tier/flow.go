@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tier
+
+import (
+	"context"
+	"io"
+	"slices"
+)
+
+// Flow lets a wrapper work on the bytes of an object while the place below it moves them. It travels with the context of a Read or a Write, to a
+// place that is a Flowing. Its methods may be called at the same time, and those of a nil Flow do nothing.
+type Flow struct {
+	Begin func(m Meta)                     // Read: the bytes of an object come next; called again where a place reads them again
+	Got   func(from, to int64)             // Read: dst[from:to] is there, and is not written again unless Begin is called
+	Need  func(from, to int64) (err error) // Write: waits until src[from:to] is there
+}
+
+// Flowing is a place that asks the Flow of a Write before it looks at bytes of src. It need not call the Flow of a Read.
+type Flowing interface{ Flows() }
+
+type flowKey struct{}
+
+// WithFlow returns a context with a Flow.
+func WithFlow(ctx context.Context, f *Flow) context.Context {
+	return context.WithValue(ctx, flowKey{}, f)
+}
+
+// FlowOf returns the Flow of a context, nil where it has none.
+func FlowOf(ctx context.Context) *Flow {
+	f, _ := ctx.Value(flowKey{}).(*Flow)
+	return f
+}
+
+// Starts calls Begin.
+func (f *Flow) Starts(m Meta) {
+	if f != nil && f.Begin != nil {
+		f.Begin(m)
+	}
+}
+
+// Has calls Got.
+func (f *Flow) Has(from, to int64) {
+	if f != nil && f.Got != nil {
+		f.Got(from, to)
+	}
+}
+
+// Wants calls Need.
+func (f *Flow) Wants(from, to int64) error {
+	if f == nil || f.Need == nil {
+		return nil
+	}
+	return f.Need(from, to)
+}
+
+// flowPiece is how much moves between two calls of a Flow, bytes.
+const flowPiece = 256 << 10
+
+// Fill fills dst, which begins at byte at of the object, from r, and passes what comes to sum and to the Flow. Errors: those of Summer.Fill.
+func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
+	if f == nil || f.Got == nil {
+		return sum.Fill(r, dst, at)
+	}
+	for len(dst) > 0 {
+		n := min(len(dst), flowPiece)
+		if err := sum.Fill(r, dst[:n], at); err != nil {
+			return err
+		}
+		f.Has(at, at+int64(n))
+		dst, at = dst[n:], at+int64(n)
+	}
+	return nil
+}
+
+// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part is there; nil: all
+// are. Without a Flow there is one part.
+func (f *Flow) Parts(src []byte, at int64) (parts [][]byte, ready func(part int) error) {
+	if f == nil || f.Need == nil {
+		return [][]byte{src}, nil
+	}
+	parts = slices.Collect(slices.Chunk(src, flowPiece))
+	return parts, func(i int) error {
+		from := at + int64(i)*flowPiece
+		return f.Need(from, from+int64(len(parts[i])))
+	}
+}

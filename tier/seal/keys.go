@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package seal
+
+import (
+	"bytes"
+	"context"
+	"crypto/hkdf"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os/exec"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Limits of keys.
+const (
+	maxKeys        = 16
+	maxKeyText     = 64 << 10 // bytes of a file, or that a command prints
+	commandTime    = 10 * time.Second
+	commandRefresh = time.Hour
+	reloadPause    = 200 * time.Millisecond
+)
+
+// key is a master key, and what is derived from it.
+type key struct {
+	master [32]byte
+	id     [idBytes]byte
+	number uint16 // its short name, from 1
+	mask   [32]byte
+}
+
+func newKey(master [32]byte) *key {
+	k := &key{master: master}
+	derive := func(out []byte, info string) {
+		b, err := hkdf.Key(sha256.New, master[:], nil, info, len(out))
+		if err != nil {
+			panic("BUG: seal: " + err.Error())
+		}
+		copy(out, b)
+	}
+	derive(k.id[:], "kvasir tier key id 1")
+	derive(k.mask[:], "kvasir tier checksum 1")
+	k.number = max(1, binary.LittleEndian.Uint16(k.id[:]))
+	return k
+}
+
+// masked hides the xxh3 of an object, or shows it again: beside a sealed object the plain one would say whether a guess is right.
+func (k *key) masked(sum uint64, name *kv.Key) uint64 {
+	var b [32 + nameBytes]byte
+	copy(b[:], k.mask[:])
+	putName(b[32:], name)
+	pad := sha256.Sum256(b[:])
+	return sum ^ binary.LittleEndian.Uint64(pad[:])
+}
+
+// ring are the keys that count. The first one encrypts, all of them decrypt.
+type ring struct {
+	list     []*key
+	byNumber map[uint16]*key
+}
+
+func (r *ring) has(id [idBytes]byte) bool {
+	for _, k := range r.list {
+		if k.id == id {
+			return true
+		}
+	}
+	return false
+}
+
+// Source says where keys are from: one of its fields is set.
+type Source struct {
+	File    string // read again when it changes
+	Command string // prints the keys; for /bin/sh
+	Text    string // the keys themselves, from the environment
+}
+
+// Keys are master keys. The methods are safe for concurrent use, and of a nil Keys there are none.
+type Keys struct {
+	source Source
+	file   *auth.File
+	all    atomic.Pointer[ring]
+	mu     sync.Mutex // one Reload at a time
+}
+
+// ErrSource means that several sources of keys are given.
+var ErrSource = errors.New("keys of tiers are given in more than one way: choose a file, a command or the environment")
+
+// OpenKeys reads the keys: one on each line, 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
+// skipped. The first key encrypts, all of them decrypt. Without a source there are none, and Keys is nil. Errors: ErrSource, and why a key
+// cannot be used, which never has the key in it.
+func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
+	given := 0
+	for _, text := range []string{s.File, s.Command, s.Text} {
+		if text != "" {
+			given++
+		}
+	}
+	switch given {
+	case 0:
+		return nil, nil
+	case 1:
+	default:
+		return nil, ErrSource
+	}
+	k := &Keys{source: s}
+	k.all.Store(&ring{})
+	if s.File != "" {
+		var err error
+		k.file, err = auth.OpenFile(auth.FileOptions{Path: s.File, MaxBytes: maxKeyText, Parse: k.parse})
+		if err != nil {
+			return nil, fmt.Errorf("keys of tiers: %w", err)
+		}
+		return k, nil
+	}
+	if _, err := k.load(ctx); err != nil {
+		return nil, fmt.Errorf("keys of tiers: %w", err)
+	}
+	return k, nil
+}
+
+// load takes the keys of the environment or of the command. It reports how many keys count no more.
+func (k *Keys) load(ctx context.Context) (removed int, err error) {
+	from, text := "the environment", bytes.ReplaceAll([]byte(k.source.Text), []byte(","), []byte("\n"))
+	if k.source.Command != "" {
+		from = "the command of keys"
+		if text, err = output(ctx, k.source.Command); err != nil {
+			return 0, err
+		}
+	}
+	c, err := k.parse(text)
+	if err == nil && c.Entries == 0 {
+		err = errors.New("no key")
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", from, err)
+	}
+	c.Take()
+	return c.Removed, nil
+}
+
+// parse reads a text of keys. Its errors have a line's number and none of its text.
+func (k *Keys) parse(text []byte) (auth.Change, error) {
+	next := &ring{byNumber: make(map[uint16]*key)}
+	n := 0
+	for line := range bytes.Lines(text) {
+		n++
+		line = bytes.TrimSpace(line)
+		if len(line) == 0 || line[0] == '#' {
+			continue
+		}
+		master, err := parseKey(line)
+		if err != nil {
+			return auth.Change{}, fmt.Errorf("line %d: %w", n, err)
+		}
+		one := newKey(master)
+		switch other := next.byNumber[one.number]; {
+		case other != nil && other.id == one.id:
+			return auth.Change{}, fmt.Errorf("line %d: the same key as on a line before", n)
+		case other != nil:
+			return auth.Change{}, fmt.Errorf("line %d: this key has the short name of another one, %04x, by chance: make another key", n, one.number)
+		case len(next.list) == maxKeys:
+			return auth.Change{}, fmt.Errorf("more than %d keys", maxKeys)
+		}
+		next.list, next.byNumber[one.number] = append(next.list, one), one
+	}
+	removed := 0
+	for _, was := range k.all.Load().list {
+		if !next.has(was.id) {
+			removed++
+		}
+	}
+	return auth.Change{Take: func() { k.all.Store(next) }, Entries: len(next.list), Removed: removed}, nil
+}
+
+var errKey = errors.New("a key is 32 bytes, as 64 hexadecimal digits or in base64 (openssl rand -hex 32 makes one)")
+
+func parseKey(line []byte) (master [32]byte, err error) {
+	b, err := hex.DecodeString(string(line))
+	if err != nil {
+		b, err = base64.StdEncoding.DecodeString(string(line))
+	}
+	if err != nil || len(b) != len(master) {
+		return master, errKey
+	}
+	copy(master[:], b)
+	if master == ([32]byte{}) {
+		return master, errors.New("a key of zeros")
+	}
+	return master, nil
+}
+
+// output returns what a command prints, at most maxKeyText bytes of it, within commandTime. What the command says of its errors is not shown: it may
+// have keys in it.
+func output(ctx context.Context, command string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	defer cancel()
+	c := exec.CommandContext(ctx, "/bin/sh", "-c", command)
+	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	c.Cancel = func() error { return syscall.Kill(-c.Process.Pid, syscall.SIGKILL) } // its children, too
+	c.WaitDelay = time.Second
+	pipe, err := c.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Start(); err != nil {
+		return nil, fmt.Errorf("run the command of keys: %w", err)
+	}
+	text, err := io.ReadAll(io.LimitReader(pipe, maxKeyText+1))
+	if len(text) > maxKeyText {
+		cancel()
+		err = fmt.Errorf("it prints more than %d bytes", maxKeyText)
+	}
+	ended := c.Wait()
+	switch {
+	case err == nil && ctx.Err() != nil:
+		err = fmt.Errorf("it did not end within %v", commandTime)
+	case err == nil:
+		err = ended
+	}
+	if err != nil {
+		return nil, fmt.Errorf("the command of keys: %w; run it by hand to see why", err)
+	}
+	return text, nil
+}
+
+// Watch reads the keys again when their file changes, and every hour where a command prints them, until ctx ends. What cannot be
+// read is logged, and the former keys count.
+func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
+	switch {
+	case k == nil:
+	case k.file != nil:
+		k.file.Watch(ctx, auth.WatchInterval, log)
+	case k.source.Command != "":
+		tick := time.NewTicker(commandRefresh)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+			case <-ctx.Done():
+				return
+			}
+			if err := k.Reload(ctx); err != nil {
+				log.Error("the keys of tiers cannot be read again: the former ones count", "err", err)
+			}
+		}
+	}
+}
+
+// Reload reads the keys again now. A file counts when two looks find the same text and no key lacks: Watch takes other changes.
+func (k *Keys) Reload(ctx context.Context) error {
+	if k == nil {
+		return nil
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.file == nil {
+		_, err := k.load(ctx)
+		return err
+	}
+	var last []byte
+	for range 2 {
+		text, err := auth.ReadSecret(k.source.File, maxKeyText)
+		if err != nil {
+			return err
+		}
+		if last != nil && (!bytes.Equal(text, last) || text[len(text)-1] != '\n') {
+			return nil
+		}
+		if last == nil {
+			last = text
+			select {
+			case <-time.After(reloadPause):
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	}
+	c, err := k.parse(last)
+	if err != nil {
+		return fmt.Errorf("%s: %w", k.source.File, err)
+	}
+	if c.Entries > 0 && c.Removed == 0 {
+		c.Take()
+	}
+	return nil
+}
+
+// IDs returns the ids of the keys, the one that encrypts first. They are no secrets.
+func (k *Keys) IDs() (out []string) {
+	if k == nil {
+		return nil
+	}
+	for _, one := range k.all.Load().list {
+		out = append(out, hex.EncodeToString(one.id[:]))
+	}
+	return out
+}
+
+func (k *Keys) ring() *ring {
+	if k == nil {
+		return &ring{}
+	}
+	return k.all.Load()
+}

@@ -1,0 +1,533 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package seal encrypts what a tier keeps.
+//
+// A Tier lies between the store and a place with a layout of Kvasir's own (disk, native Redis, native S3). Each object is encrypted with
+// AES-256-GCM under a key of its own, which is derived from a master key and a random salt. The tag takes the place of the checksum, and
+// covers the object's name, generation, length and end of life: an object that was changed, cut, exchanged or put back is a miss.
+//
+// Places keep the short name of the master key in tier.Meta.Seal. So a Stat knows without a read which objects can be opened: plain objects
+// are misses where there are keys, and encrypted ones where there is not the right key. Neither are removed, and the store's next write
+// replaces them only by an encrypted one.
+package seal
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// reason says why an object that is there is a miss.
+type reason int
+
+const (
+	missingKey reason = iota
+	plain
+	damaged
+	newer
+	reasons
+)
+
+var reasonNames = [reasons]string{"missing_key", "plain", "damaged", "newer"}
+
+var reasonTexts = [reasons]string{
+	"encrypted with a key that this server does not have; they stay",
+	"not encrypted, while this server has keys; they are replaced when they are stored again",
+	"changed, cut, exchanged or put back after a clear; they are removed",
+	"encrypted by a newer build; they stay",
+}
+
+// Stats are the figures of a Tier.
+type Stats struct {
+	Misses    map[string]uint64 `counter:"kvasir_tier_sealed_misses_total" label:"reason" help:"Times that an object of the tier was there and counted as a miss: missing_key (encrypted with a key that the server does not have), plain (not encrypted, while the server has keys), damaged (changed, cut, exchanged, put back after a clear), newer (of a newer build)."`
+	Encrypted uint64            `counter:"kvasir_tier_encrypted_objects_total" help:"Objects that were encrypted to be written to the tier."`
+	Decrypted uint64            `counter:"kvasir_tier_decrypted_objects_total" help:"Objects of the tier that were read and decrypted."`
+	Rekeyed   uint64            `counter:"kvasir_tier_rekeyed_objects_total" help:"Objects that kvasir tier rekey encrypted with a newer key."`
+	Keys      int               `gauge:"kvasir_tier_keys" help:"Keys that the server has for the tier; 0: the tier is not encrypted."`
+}
+
+// Tier is a tier.Tier whose objects are encrypted in another one. Without keys it passes plain objects on and has no others. Its methods
+// are safe for concurrent use.
+type Tier struct {
+	of   tier.Tier
+	keys *Keys
+	o    Options
+	log  *slog.Logger
+	n    struct {
+		misses                        [reasons]atomic.Uint64
+		encrypted, decrypted, rekeyed atomic.Uint64
+	}
+	said [reasons]atomic.Bool
+	turn chan struct{} // has a place for a RemoveIf, or one object of a Rekey
+	busy chan struct{} // has a place for one Rekey
+
+	mu struct {
+		sync.Mutex
+		rekeyed kv.Key        // is being encrypted anew
+		done    chan struct{} // closed when it was; nil while none is
+	}
+}
+
+// Options configures a Tier.
+type Options struct {
+	Name string // of the tier, for the log
+	Log  *slog.Logger
+}
+
+// New returns the Tier over another one. It is a tier.Notebook where the other one is.
+func New(of tier.Tier, keys *Keys, o Options) interface {
+	tier.Tier
+	Sealed() *Tier
+} {
+	t := &Tier{of: of, keys: keys, o: o, log: o.Log, turn: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
+	if t.log == nil {
+		t.log = slog.New(slog.DiscardHandler)
+	}
+	if n, ok := of.(tier.Notebook); ok {
+		return &notebook{t, n}
+	}
+	return t
+}
+
+// Sealed returns t.
+func (t *Tier) Sealed() *Tier { return t }
+
+// Below returns the tier that keeps the objects as they are.
+func (t *Tier) Below() tier.Tier { return t.of }
+
+// notebook is a Tier over a tier.Notebook. Notes are plain: they have generations of models.
+type notebook struct {
+	*Tier
+	note tier.Notebook
+}
+
+// Note implements tier.Notebook.
+func (n *notebook) Note(ctx context.Context) ([]byte, error) { return n.note.Note(ctx) }
+
+// SetNote implements tier.Notebook.
+func (n *notebook) SetNote(ctx context.Context, text []byte) error { return n.note.SetNote(ctx, text) }
+
+// Stats returns the figures.
+func (t *Tier) Stats() Stats {
+	s := Stats{Misses: make(map[string]uint64), Encrypted: t.n.encrypted.Load(), Decrypted: t.n.decrypted.Load(), Rekeyed: t.n.rekeyed.Load(), Keys: len(t.keys.ring().list)}
+	for i, name := range reasonNames {
+		s.Misses[name] = t.n.misses[i].Load()
+	}
+	return s
+}
+
+// refuse counts an object as a miss, and logs the first one of each reason.
+func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
+	t.n.misses[why].Add(1)
+	if !t.said[why].Swap(true) {
+		t.log.Warn("objects of a tier cannot be opened: they are misses", "why", reasonTexts[why], "tier", t.o.Name, "object", k.String(), "key", fmt.Sprintf("%04x", seal), "keys", t.keys.IDs())
+	}
+}
+
+// shown returns what a Meta of the place means to the caller: zero for a miss.
+func (t *Tier) shown(k *kv.Key, m tier.Meta) tier.Meta {
+	if m.Len == 0 {
+		return tier.Meta{}
+	}
+	r := t.keys.ring()
+	if len(r.list) == 0 && m.Seal == 0 {
+		return m
+	}
+	one, size := r.byNumber[m.Seal], plainBytes(m.Len)
+	switch {
+	case m.Seal == 0:
+		t.refuse(plain, k, 0)
+	case one == nil:
+		t.refuse(missingKey, k, m.Seal)
+	case size == 0:
+		t.refuse(damaged, k, m.Seal)
+	default:
+		return tier.Meta{Len: size, Sum: one.masked(m.Sum, k), End: m.End}
+	}
+	return tier.Meta{}
+}
+
+// Stat implements tier.Tier.
+func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	if err := t.of.Stat(ctx, keys, metas); err != nil {
+		return err
+	}
+	for i := range keys {
+		metas[i] = t.shown(&keys[i], metas[i])
+	}
+	return nil
+}
+
+// Read implements tier.Tier. What was changed is removed, so that the next write replaces it.
+func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	m, _, err := t.read(ctx, k, dst, false)
+	return m, err
+}
+
+// ReadSummed implements tier.Summing. Of an encrypted object the checksum is that of the bytes that were written, since its tag was compared.
+func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, uint64, error) {
+	return t.read(ctx, k, dst, true)
+}
+
+func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, summed bool) (m tier.Meta, sum uint64, err error) {
+	if len(t.keys.ring().list) > 0 {
+		m, err = t.readSealed(ctx, k, dst)
+		return m, m.Sum, err
+	}
+	if summed {
+		m, sum, err = tier.ReadSummed(ctx, t.of, k, dst)
+	} else {
+		m, err = t.of.Read(ctx, k, dst)
+	}
+	if e, ok := errors.AsType[*tier.CorruptError](err); ok && e.Got.Seal != 0 {
+		m.Seal, err = e.Got.Seal, nil
+	}
+	if err == nil && m.Seal != 0 {
+		t.refuse(missingKey, &k, m.Seal)
+		return tier.Meta{}, 0, tier.ErrMissing
+	}
+	return m, sum, err
+}
+
+// readSealed reads an encrypted object. One that is replaced meanwhile, by Rekey, may not be there for a moment, where the place keeps it in several values.
+func (t *Tier) readSealed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	m, err := t.readSealedOnce(ctx, k, dst)
+	if errors.Is(err, tier.ErrMissing) && ctx.Err() == nil && len(t.busy) > 0 {
+		return t.readSealedOnce(ctx, k, dst)
+	}
+	return m, err
+}
+
+func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	if len(dst) == 0 {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	buf := takeBuffer(sealedBytes(int64(len(dst))))
+	defer giveBuffer(buf)
+	o := newOpening(t.keys.ring(), &k, dst, buf.b)
+	m, err := t.of.Read(tier.WithFlow(ctx, &tier.Flow{Begin: o.begin, Got: o.got}), k, buf.b)
+	opened := o.end(err == nil, m)
+	if e, ok := errors.AsType[*tier.CorruptError](err); ok {
+		got := tier.Meta{Len: plainBytes(e.Got.Len)}
+		if e.Got.Seal == 0 && e.Got.Len == int64(len(dst)) {
+			t.refuse(plain, &k, 0)
+			return tier.Meta{}, tier.ErrMissing
+		}
+		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: got}
+	}
+	if err != nil {
+		return tier.Meta{}, err
+	}
+	if m.Seal == 0 {
+		t.refuse(plain, &k, 0)
+		return tier.Meta{}, tier.ErrMissing
+	}
+	one := t.keys.ring().byNumber[m.Seal]
+	if one == nil {
+		t.refuse(missingKey, &k, m.Seal)
+		return tier.Meta{}, tier.ErrMissing
+	}
+	m.Sum = one.masked(m.Sum, &k)
+	h, err := parseHeader(buf.b)
+	if err == nil && h.id != one.id {
+		err = errKeyID
+	}
+	if err == nil && !opened {
+		err = one.open(dst, buf.b, &h, &k, m.Sum)
+	}
+	switch {
+	case err == nil:
+	case errors.Is(err, errNewer):
+		t.refuse(newer, &k, m.Seal)
+		return tier.Meta{}, tier.ErrMissing
+	case errors.Is(err, errKeyID):
+		t.refuse(missingKey, &k, m.Seal)
+		return tier.Meta{}, tier.ErrMissing
+	case errors.Is(err, shm.ErrFault): // dst is gone; the place has no part in it
+		return tier.Meta{}, err
+	default:
+		t.refuse(damaged, &k, m.Seal)
+		_ = t.of.Delete(ctx, []kv.Key{k}) // else no write would replace it
+		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: int64(len(dst))}}
+	}
+	if (tier.Meta{End: h.end}).Over(time.Now()) {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	t.n.decrypted.Add(1)
+	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // Redis does not say its End
+}
+
+// ErrSum means that an object in memory has not the checksum that it had.
+var ErrSum = errors.New("seal: the object changed in memory since its checksum was computed")
+
+// Write implements tier.Tier.
+func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	r := t.keys.ring()
+	if len(r.list) == 0 {
+		return t.of.Write(ctx, k, m, src)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if m.Len != int64(len(src)) || m.Len < 1 {
+		return fmt.Errorf("seal: write of %d bytes as %d", len(src), m.Len)
+	}
+	one := r.list[0]
+	if m.NoSum {
+		m.Sum, m.NoSum = xxh3.Hash(src), false
+	}
+	below := tier.Meta{Len: sealedBytes(m.Len), Sum: one.masked(m.Sum, &k), End: m.End, Seal: one.number}
+	buf := takeBuffer(below.Len)
+	defer giveBuffer(buf)
+	s := newSealing(one, buf.b, src, &k, m.Sum, m.End)
+	defer s.end()
+	if _, ok := t.of.(tier.Flowing); ok {
+		ctx = tier.WithFlow(ctx, &tier.Flow{Need: s.need})
+	} else if err := s.need(0, below.Len); err != nil {
+		return err
+	}
+	err := t.of.Write(ctx, k, below, buf.b)
+	if err == nil && s.used() { // else the place has it already
+		t.n.encrypted.Add(1)
+	}
+	return err
+}
+
+// Delete implements tier.Tier. It waits while one of the objects is being encrypted anew, which would bring it back.
+func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	if done := t.rekeying(keys); done != nil {
+		select {
+		case <-done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return t.of.Delete(ctx, keys)
+}
+
+func (t *Tier) rekeying(keys []kv.Key) chan struct{} {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.mu.done != nil {
+		for i := range keys {
+			if keys[i] == t.mu.rekeyed {
+				return t.mu.done
+			}
+		}
+	}
+	return nil
+}
+
+// List implements tier.Lister. Objects that cannot be opened are left out.
+func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	l, ok := t.of.(tier.Lister)
+	if !ok {
+		return tier.ErrNoList
+	}
+	return l.List(ctx, func(k kv.Key, m tier.Meta) bool {
+		m = t.shown(&k, m)
+		return m.Len == 0 || f(k, m)
+	})
+}
+
+// Hottest implements tier.Ranking.
+func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	return tier.Hottest(ctx, t.of, n, func(k kv.Key, m tier.Meta) bool {
+		m = t.shown(&k, m)
+		return m.Len == 0 || f(k, m)
+	})
+}
+
+// RemoveIf implements tier.Emptying. No object is encrypted anew meanwhile.
+func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
+	select {
+	case t.turn <- struct{}{}:
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+	defer func() { <-t.turn }()
+	return tier.RemoveIf(ctx, t.of, f, pace)
+}
+
+// Space implements tier.Sized.
+func (t *Tier) Space() tier.Space {
+	if s, ok := t.of.(tier.Sized); ok {
+		return s.Space()
+	}
+	return tier.Space{Free: -1}
+}
+
+// Requests implements tier.Billed.
+func (t *Tier) Requests() (tier.Requests, bool) {
+	if b, ok := t.of.(tier.Billed); ok {
+		return b.Requests()
+	}
+	return tier.Requests{}, false
+}
+
+// Close implements tier.Tier.
+func (t *Tier) Close() error { return t.of.Close() }
+
+// Whole returns an error when the bytes that a place has of an encrypted object are not what was written. It knows nothing of an object whose
+// key is missing. It is for places that look at what they keep in the background.
+func (k *Keys) Whole(name kv.Key, m tier.Meta, stored []byte) error {
+	one := k.ring().byNumber[m.Seal]
+	if one == nil {
+		return nil
+	}
+	h, err := parseHeader(stored)
+	switch {
+	case errors.Is(err, errNewer), err == nil && h.id != one.id:
+		return nil
+	case err != nil:
+		return err
+	}
+	return one.check(stored, &h, &name, one.masked(m.Sum, &name))
+}
+
+// RekeyStats say how far a Rekey is.
+type RekeyStats struct {
+	Key       string `json:"key"`               // id of the key that encrypts
+	Seen      int64  `json:"seen"`              // objects
+	Current   int64  `json:"current"`           // had the key already
+	Rewritten int64  `json:"rewritten"`         // have it now
+	Bytes     int64  `json:"bytes"`             // of them
+	Plain     int64  `json:"plain"`             // are not encrypted; they stay, and are misses
+	Unknown   int64  `json:"missing_key"`       // have a key that the server lacks; they stay
+	Failed    int64  `json:"failed"`            // were damaged, or the place did not take or give them
+	Why       string `json:"failure,omitempty"` // the last one
+}
+
+// Errors of Rekey.
+var (
+	ErrNoKeys = errors.New("the tier is not encrypted: give the server keys")
+	ErrBusy   = errors.New("another rekey of the tier goes on")
+)
+
+// Rekey encrypts every object anew that an older key encrypted, one after the other. pace waits until so many bytes may be read and written; so is
+// called after each object. When it ends early, what was done stays, and another call goes on. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList,
+// those of pace and of the list.
+func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
+	l, ok := t.of.(tier.Lister)
+	switch {
+	case len(t.keys.ring().list) == 0:
+		return s, ErrNoKeys
+	case !ok:
+		return s, tier.ErrNoList
+	}
+	select {
+	case t.busy <- struct{}{}:
+	default:
+		return s, ErrBusy
+	}
+	defer func() { <-t.busy }()
+	if err := t.keys.Reload(ctx); err != nil {
+		return s, fmt.Errorf("read the keys again: %w", err)
+	}
+	var stopped error
+	err = l.List(ctx, func(k kv.Key, m tier.Meta) bool {
+		r := t.keys.ring()
+		s.Key = hex.EncodeToString(r.list[0].id[:])
+		s.Seen++
+		switch {
+		case m.Seal == r.list[0].number:
+			s.Current++
+		case m.Seal == 0:
+			s.Plain++
+		case r.byNumber[m.Seal] == nil:
+			s.Unknown++
+		default:
+			stopped = pace(ctx, 2*m.Len)
+			if stopped == nil {
+				stopped = t.rekeyOne(ctx, k, m, &s)
+			}
+		}
+		so(s)
+		return stopped == nil
+	})
+	return s, errors.Join(stopped, err)
+}
+
+// maxRekey bounds the objects of a Rekey, bytes: what a place says of a length sizes no larger memory.
+const maxRekey = 1 << 30
+
+// rekeyOne encrypts one object anew. The error is that of the context.
+func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStats) error {
+	select {
+	case t.turn <- struct{}{}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	defer func() { <-t.turn }()
+	done := make(chan struct{})
+	t.mu.Lock()
+	t.mu.rekeyed, t.mu.done = k, done
+	t.mu.Unlock()
+	defer func() {
+		t.mu.Lock()
+		t.mu.rekeyed, t.mu.done = kv.Key{}, nil
+		t.mu.Unlock()
+		close(done)
+	}()
+	err := t.rewrite(ctx, k, plainBytes(m.Len))
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(err, tier.ErrMissing): // it went meanwhile
+	case err != nil:
+		s.Failed++
+		s.Why = err.Error()
+	default:
+		s.Rewritten++
+		s.Bytes += m.Len
+		t.n.rekeyed.Add(1)
+	}
+	return nil
+}
+
+func (t *Tier) rewrite(ctx context.Context, k kv.Key, size int64) error {
+	if size == 0 {
+		return errDamaged
+	}
+	if size > maxRekey {
+		return fmt.Errorf("an object of %d bytes is larger than %d", size, int64(maxRekey))
+	}
+	buf := takeBuffer(size)
+	defer giveBuffer(buf)
+	m, err := t.readSealed(ctx, k, buf.b)
+	if err != nil {
+		return err
+	}
+	err = t.Write(ctx, k, m, buf.b)
+	if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
+		err = t.Write(ctx, k, m, buf.b)
+	}
+	return err
+}
+
+// buffer is memory of a call, at a multiple of a page, as places with direct I/O want it.
+type buffer struct{ all, b []byte }
+
+var buffers = sync.Pool{New: func() any { return new(buffer) }}
+
+func takeBuffer(n int64) *buffer {
+	b := buffers.Get().(*buffer)
+	if int64(len(b.all)) < n {
+		b.all = shm.MakeAligned(int(tier.Padded(n)), tier.Page)
+	}
+	b.b = b.all[:n]
+	return b
+}
+
+func giveBuffer(b *buffer) { buffers.Put(b) }

@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package seal
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+func TestMain(m *testing.M) { testkit.Main(m) }
+
+var testName = kv.Key{Namespace: kv.Namespace{1}, Chunk: kv.Hash{2}, Rank: 3, Group: 4}
+
+func oneKey(seed byte) *key {
+	var master [32]byte
+	copy(master[:], bytes.Repeat([]byte{seed}, 32))
+	return newKey(master)
+}
+
+// seal encrypts src into dst at once.
+func (k *key) seal(dst, src []byte, name *kv.Key, sum uint64, end uint32) error {
+	s := newSealing(k, dst, src, name, sum, end)
+	defer s.end()
+	return s.need(0, int64(len(dst)))
+}
+
+// Objects of every length around pieces come back, and no two ciphertexts are alike.
+func TestLengths(t *testing.T) {
+	k := oneKey(1)
+	for _, n := range []int{1, 15, 16, 17, pieceBytes - 1, pieceBytes, pieceBytes + 1, 2 * pieceBytes, 7*pieceBytes + 3, 4 << 20} {
+		src := make([]byte, n)
+		_, _ = rand.Read(src)
+		one, two, dst := make([]byte, sealedBytes(int64(n))), make([]byte, sealedBytes(int64(n))), make([]byte, n)
+		for _, b := range [][]byte{one, two} {
+			if err := k.seal(b, src, &testName, 7, 9); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if bytes.Equal(one[headerBytes:], two[headerBytes:]) {
+			t.Errorf("%d bytes: two writes are alike", n)
+		}
+		h, err := parseHeader(one)
+		if err != nil || h.size != int64(n) || h.end != 9 || h.id != k.id {
+			t.Fatalf("%d bytes: %+v, %v", n, h, err)
+		}
+		if err := k.open(dst, one, &h, &testName, 7); err != nil || !bytes.Equal(dst, src) {
+			t.Errorf("%d bytes: %v", n, err)
+		}
+		if err := k.check(one, &h, &testName, 7); err != nil {
+			t.Errorf("%d bytes: %v", n, err)
+		}
+		if err := k.open(dst, one, &h, &testName, 8); err == nil {
+			t.Errorf("%d bytes: another checksum is taken", n)
+		}
+		if err := oneKey(2).open(dst, one, &h, &testName, 7); err == nil {
+			t.Errorf("%d bytes: another key opens it", n)
+		}
+		if got := plainBytes(int64(len(one))); got != int64(n) {
+			t.Errorf("%d bytes become %d", n, got)
+		}
+	}
+	for n := int64(-1); n < 3*pieceBytes; n++ {
+		if size := plainBytes(n); size != 0 && sealedBytes(size) != n {
+			t.Fatalf("%d bytes are of %d", n, size)
+		}
+	}
+}
+
+// FuzzHeader: what is read as a header is written as it was read, and opens nothing.
+func FuzzHeader(f *testing.F) {
+	k := oneKey(1)
+	whole := make([]byte, sealedBytes(100))
+	_ = k.seal(whole, make([]byte, 100), &testName, 7, 0)
+	f.Add(whole)
+	f.Add(whole[:headerBytes])
+	f.Add([]byte(magic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h, err := parseHeader(b)
+		if err != nil {
+			return
+		}
+		again := make([]byte, headerBytes)
+		if h.put(again); !bytes.Equal(again, b[:headerBytes]) || h.size < 1 || h.size > maxObject {
+			t.Fatalf("%x is %+v", b, h)
+		}
+		opened := k.check(b, &h, &testName, 7) == nil
+		if want := bytes.Equal(b, whole); opened != want {
+			t.Fatalf("opens: %v, want %v: %x", opened, want, b)
+		}
+	})
+}
+
+// A nonce is never used twice for an object, and each object has a key of its own.
+func TestNoncesAndKeysDiffer(t *testing.T) {
+	seen := map[[12]byte]bool{}
+	for pieces := range int64(5) {
+		clear(seen)
+		for i := range pieces {
+			seen[nonceOf(i, pieces)] = true
+		}
+		if int64(len(seen)) != pieces {
+			t.Errorf("%d nonces of %d pieces", len(seen), pieces)
+		}
+	}
+	salts := map[string]bool{}
+	k, b := oneKey(1), make([]byte, sealedBytes(1))
+	for range 1000 {
+		if err := k.seal(b, []byte{1}, &testName, 1, 0); err != nil {
+			t.Fatal(err)
+		}
+		salts[string(b[24:56])] = true
+	}
+	if len(salts) != 1000 {
+		t.Errorf("%d salts of 1000 objects", len(salts))
+	}
+}
+
+func TestKeys(t *testing.T) {
+	dir := t.TempDir()
+	good, other := strings.Repeat("ab", 32), base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{9}, 32))
+	file := func(text string, mode os.FileMode) string {
+		t.Helper()
+		path := filepath.Join(dir, fmt.Sprintf("keys-%d", time.Now().UnixNano()))
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	f := func(s Source, want string, ids int) {
+		t.Helper()
+		k, err := OpenKeys(t.Context(), s)
+		if want == "" && (err != nil || len(k.IDs()) != ids) {
+			t.Errorf("%+v: %v, %v", s, k.IDs(), err)
+		}
+		if want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%+v: %v, want %q", s, err, want)
+		}
+		if s.File != "" && s.Text == "" && err != nil && !strings.Contains(err.Error(), s.File) {
+			t.Errorf("%v does not name %s", err, s.File)
+		}
+		if err != nil && strings.Contains(err.Error(), "abab") {
+			t.Errorf("the error has a key: %v", err)
+		}
+	}
+	f(Source{}, "", 0)
+	f(Source{File: file(good+"\n", 0o600)}, "", 1)
+	f(Source{File: file("# first\n\n"+good+"\n"+other, 0o640)}, "", 2)
+	f(Source{Text: good + "," + other}, "", 2)
+	f(Source{Command: "echo " + good + "; echo " + other + "; echo key >&2"}, "", 2)
+	open := file(good+"\n", 0o644)
+	f(Source{File: open}, "chmod o-rwx", 0)
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink(open, link); err != nil {
+		t.Fatal(err)
+	}
+	f(Source{File: link}, "chmod o-rwx", 0)
+	f(Source{File: file("", 0o600)}, "empty", 0)
+	f(Source{File: file("# none\n", 0o600)}, "no entry", 0)
+	f(Source{File: filepath.Join(dir, "none")}, "no such file", 0)
+	f(Source{File: file(good[:62]+"\n", 0o600)}, "line 1: a key is 32 bytes", 0)
+	f(Source{File: file(good+"\n"+good+"ab\n", 0o600)}, "line 2: a key is 32 bytes", 0)
+	f(Source{File: file(good+"\n"+good+"\n", 0o600)}, "line 2: the same key", 0)
+	f(Source{File: file(strings.Repeat("00", 32)+"\n", 0o600)}, "zeros", 0)
+	f(Source{File: file(strings.Repeat("#\n", maxKeyText), 0o600)}, "more than", 0)
+	f(Source{Text: "short"}, "the environment: line 1", 0)
+	f(Source{Text: ","}, "no key", 0)
+	f(Source{Command: "exit 3"}, "exit status 3", 0)
+	f(Source{Command: "true"}, "no key", 0)
+	f(Source{Command: "yes " + good}, "more than 65536 bytes", 0)
+	f(Source{File: "x", Text: "y"}, ErrSource.Error(), 0)
+	long := &strings.Builder{}
+	for i := range maxKeys + 1 {
+		fmt.Fprintln(long, hex.EncodeToString(append(bytes.Repeat([]byte{7}, 31), byte(i))))
+	}
+	f(Source{Text: long.String()}, "more than 16 keys", 0)
+}
+
+// A command that does not end is ended, with its children.
+func TestSlowCommandOfKeysIsEnded(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	began := time.Now()
+	if _, err := OpenKeys(ctx, Source{Command: "sleep 100 & sleep 100"}); err == nil || time.Since(began) > 8*time.Second {
+		t.Errorf("after %v: %v", time.Since(began), err)
+	}
+}
+
+// A file of keys is read again when it changes; half of one never counts.
+func TestKeysAreReadAgain(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keys")
+	write := func(text string) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	one, two := strings.Repeat("11", 32)+"\n", strings.Repeat("22", 32)+"\n"
+	write(one)
+	k, err := OpenKeys(t.Context(), Source{File: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := k.IDs()[0]
+	reload := func(text string, want int) {
+		t.Helper()
+		write(text)
+		_ = k.Reload(t.Context())
+		if ids := k.IDs(); len(ids) != want {
+			t.Errorf("%q: %v", text, ids)
+		}
+	}
+	reload(two[:40], 1)
+	reload(two+one[:64], 1) // its last line does not end
+	reload(two, 1)          // a key would be gone: Watch takes that
+	if k.IDs()[0] != first {
+		t.Error("a key is gone at once")
+	}
+	reload(two+one, 2)
+	if k.IDs()[1] != first {
+		t.Error(k.IDs())
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); k.Watch(ctx, slog.New(slog.NewTextHandler(io.Discard, nil))) }()
+	cancel()
+	<-done
+	var none *Keys
+	none.Watch(t.Context(), nil)
+	if err := none.Reload(t.Context()); err != nil || none.IDs() != nil {
+		t.Error(err)
+	}
+}
+
+// A checksum is shown again by its key and name alone.
+func TestMaskedChecksum(t *testing.T) {
+	k, other := oneKey(1), testName
+	other.Group++
+	for _, sum := range []uint64{0, 1, 1 << 63} {
+		m := k.masked(sum, &testName)
+		if k.masked(m, &testName) != sum || m == sum || m == k.masked(sum, &other) || m == oneKey(2).masked(sum, &testName) {
+			t.Errorf("%x becomes %x", sum, m)
+		}
+	}
+}
+
+// lazyPlace is a place that has everything already.
+type lazyPlace struct{ tier.Tier }
+
+func (lazyPlace) Flows() {}
+
+func (lazyPlace) Write(context.Context, kv.Key, tier.Meta, []byte) error { return nil }
+
+// greedyPlace is a place that asks for the bytes in an order of its own.
+type greedyPlace struct {
+	tier.Tier
+	stored []byte
+}
+
+func (*greedyPlace) Flows() {}
+
+func (p *greedyPlace) Write(ctx context.Context, _ kv.Key, _ tier.Meta, src []byte) error {
+	f, n := tier.FlowOf(ctx), int64(len(src))
+	for _, part := range [][2]int64{{n - 1, n}, {0, 1}, {n / 3, n / 2}, {0, n}} {
+		if err := f.Wants(part[0], part[1]); err != nil {
+			return err
+		}
+	}
+	p.stored = bytes.Clone(src)
+	return nil
+}
+
+// What a place does not take is not encrypted; what it takes is whole, in whatever order it asks.
+func TestPlacesTakeWhatTheyNeed(t *testing.T) {
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := make([]byte, 1<<20+5)
+	_, _ = rand.Read(src)
+	m := tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}
+	lazy := New(lazyPlace{}, keys, Options{}).Sealed()
+	if err := lazy.Write(t.Context(), testName, m, src); err != nil || lazy.Stats().Encrypted != 0 {
+		t.Errorf("%v, %+v", err, lazy.Stats())
+	}
+	place := &greedyPlace{}
+	x := New(place, keys, Options{}).Sealed()
+	if err := x.Write(t.Context(), testName, m, src); err != nil || x.Stats().Encrypted != 1 {
+		t.Fatalf("%v, %+v", err, x.Stats())
+	}
+	k := keys.ring().list[0]
+	h, err := parseHeader(place.stored)
+	dst := make([]byte, len(src))
+	if err == nil {
+		err = k.open(dst, place.stored, &h, &testName, m.Sum)
+	}
+	if err != nil || !bytes.Equal(dst, src) {
+		t.Error(err)
+	}
+}
+
+// Memory that goes away under an object is an error, whichever goroutine meets it.
+func TestMemoryThatGoesAway(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "seg")
+	s, err := shm.Create(path, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := os.Truncate(path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := s.Bytes(0, 1<<20)
+	for range 20 {
+		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone)
+		if !errors.Is(err, shm.ErrFault) {
+			t.Fatalf("write: %v", err)
+		}
+		one, b := keys.ring().list[0], make([]byte, sealedBytes(1<<20))
+		if err := one.seal(b, make([]byte, 1<<20), &testName, 1, 0); err != nil {
+			t.Fatal(err)
+		}
+		h, _ := parseHeader(b)
+		if err := one.open(gone, b, &h, &testName, 1); !errors.Is(err, shm.ErrFault) {
+			t.Fatalf("open: %v", err)
+		}
+	}
+}
+
+// BenchmarkAES is the floor: AES-256-GCM of one buffer, by one goroutine, and what this package makes of it.
+func BenchmarkAES(b *testing.B) {
+	k := oneKey(1)
+	for _, n := range []int{1 << 20, 4 << 20} {
+		src, dst := make([]byte, n), make([]byte, sealedBytes(int64(n)))
+		salt := [saltBytes]byte{1}
+		aead := k.newBox(dst, &salt, 0, &testName).aead
+		nonce := make([]byte, 12)
+		bench := func(name string, f func()) {
+			b.Run(fmt.Sprintf("%dMiB/%s", n>>20, name), func(b *testing.B) {
+				b.SetBytes(int64(n))
+				for b.Loop() {
+					f()
+				}
+			})
+		}
+		bench("aes", func() { aead.Seal(dst[:0], nonce, src, nil) })
+		bench("seal", func() { _ = k.seal(dst, src, &testName, 0, 0) })
+		h, err := parseHeader(dst)
+		if err != nil {
+			b.Fatal(err)
+		}
+		bench("open", func() {
+			if err := k.open(src, dst, &h, &testName, 0); err != nil {
+				b.Fatal(err)
+			}
+		})
+		bench("xxh3", func() { _ = xxh3.Hash(src) })
+		bench("copy", func() { copy(dst, src) })
+	}
+}
