@@ -48,7 +48,7 @@ func (p *Page) Typed() bool {
 }
 
 // languages are those of blocks that nobody types; "sh" are commands.
-var languages = []string{"text", "go", "yaml", "ini", "json"}
+var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)
 
