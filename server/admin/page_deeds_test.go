@@ -190,6 +190,7 @@ func TestPageWithTokens(t *testing.T) {
 		b.write(secret)
 		b.key("Enter")
 	}
+	b.until(`document.querySelector("#login") && !document.querySelector("#login").hidden`)
 	if shown := b.eval(`document.querySelector("#t-pool").textContent`); shown != "–" {
 		t.Errorf("without a token there is %v", shown)
 	}
@@ -205,7 +206,7 @@ func TestPageWithTokens(t *testing.T) {
 			t.Errorf("token %d may not: %q, want %q", i, off, want)
 		}
 		b.eval(`document.querySelector("#leave").click()`)
-		b.until(`document.querySelector("#t-pool").textContent === "–"`)
+		b.until(`document.querySelector("#t-pool")?.textContent === "–" && !document.querySelector("#login").hidden`)
 	}
 }
 
