@@ -229,7 +229,7 @@ const roundTicks = `[...document.querySelectorAll("#hit text, #speed text, #time
   return !s;
 }).join()`
 
-const ready = `document.querySelector("#state").textContent === "healthy" && document.querySelector("#t-pool").textContent !== "–"`
+const ready = `document.querySelector("#state").textContent === "healthy" && document.querySelector("#t-pool").textContent !== "–" && document.querySelector("#worker-list").childElementCount > 0`
 
 // In a real browser the page asks only its server, says nothing on the console, cuts no text and has enough contrast, at four widths and in both themes,
 // whatever peers call themselves.

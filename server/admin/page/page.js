@@ -750,7 +750,7 @@ const deeds = {
       go: async () => done(await go(on), on ? x.url + " gets no new requests." : x.url + " gets requests again.", async () => done(await go(!on), on ? "Undone: " + x.url + " gets requests again." : "Undone: " + x.url + " gets no new requests.")) });
   },
 };
-for (const b of document.querySelectorAll("[data-deed]")) b.onclick = () => deeds[b.dataset.deed]();
+for (const b of document.querySelectorAll("[data-deed]")) { b.disabled = true; b.onclick = () => deeds[b.dataset.deed](); } // showMay enables them
 
 // ---- buttons and keys
 
