@@ -40,6 +40,18 @@ func TestMap(t *testing.T) {
 		if n := int64(len(m.Resident)); n > int64(max(cells, 1)) || n*m.CellBytes < u.Bytes || (n-1)*m.CellBytes >= u.Bytes || m.Sampled {
 			t.Errorf("%d cells: %d of %d bytes for a pool of %d", cells, n, m.CellBytes, u.Bytes)
 		}
+		owned := int64(0)
+		for _, o := range m.Owners {
+			owned += o.Bytes
+		}
+		if owned != u.ResidentBytes+u.StagedBytes {
+			t.Errorf("%d cells: owners have %d bytes of %d", cells, owned, u.ResidentBytes+u.StagedBytes)
+		}
+		for i, at := range m.Owner {
+			if has := m.Resident[i]+m.Staged[i] > 0; has != (at >= 0) || at >= len(m.Owners) {
+				t.Errorf("%d cells: cell %d has %d bytes and the owner %d of %d", cells, i, m.Resident[i]+m.Staged[i], at, len(m.Owners))
+			}
+		}
 		return m
 	}
 	for _, cells := range []int{-1, 0, 1, 2, 3, 5, 8, 240, 1 << 30} {

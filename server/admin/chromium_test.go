@@ -132,7 +132,7 @@ func (b *browser) call(method string, params map[string]any, out any) {
 	}
 	select {
 	case result := <-answer:
-		if out != nil {
+		if out != nil && len(result) > 0 { // a page that is being left answers nothing
 			if err := json.Unmarshal(result, out); err != nil {
 				b.t.Fatalf("%s: %v: %s", method, err, result)
 			}
@@ -220,6 +220,9 @@ func (b *browser) key(key string) {
 		p := map[string]any{"type": kind, "key": key}
 		if len(key) == 1 && kind == "keyDown" {
 			p["text"] = key
+		}
+		if key == "Escape" {
+			p["windowsVirtualKeyCode"], p["code"] = 27, "Escape"
 		}
 		if key == "Tab" {
 			p["windowsVirtualKeyCode"], p["code"] = 9, "Tab"

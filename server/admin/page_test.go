@@ -222,14 +222,23 @@ const looksRight = `(() => {
   return out.join("\n");
 })()`
 
-// roundTicks is a program for the page: it returns ticks that are not 1, 2 or 5 times a power of ten, but for 0.
-const roundTicks = `[...document.querySelectorAll("#hit text, #speed text, #time text, #load text")].map(t => t.textContent).filter(t => {
-  const v = Math.abs(parseFloat(t)); if (!/^-?[\d.]/.test(t) || v === 0) return false;
-  const s = t.endsWith("min") ? [1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60].includes(v) : true;
-  return !s;
-}).join()`
+// roundTicks is a program for the page: it returns the axes whose ticks are not 1, 2 or 5 times a power of ten apart, or, where they multiply, such numbers
+// themselves; and the texts of ticks that do not say their number.
+const roundTicks = `(() => {
+  const out = [], round = v => [1, 2, 5].includes(+(v / Math.pow(10, Math.floor(Math.log10(v) + 1e-9))).toPrecision(6));
+  for (const id of ["hit", "speed", "time", "load"]) {
+    const c = charts[id].c, t = c.y.ticks, x = c.x.ticks.map(t => t[0] / 60);
+    if (t.length < 2 || t.length > 12) out.push(id + " has " + t.length + " ticks");
+    if (id === "time" ? !t.every(round) : t[0] !== 0 || !t.slice(1).every((v, i) => Math.abs(v - t[i] - t[1]) < t[1] * 1e-6) || !round(t[1])) out.push(id + ": " + t);
+    if (x.length < 3 || !x.slice(1).every((v, i) => v - x[i] === x[1] - x[0]) || !round(x[1] - x[0])) out.push(id + ": " + x);
+    const shown = [...$(id).querySelectorAll("svg text")].map(t => t.textContent);
+    for (const v of t) if (!shown.includes(c.tick(v))) out.push(id + ": no text for " + v);
+    if (id !== "time" && t.some(v => { const n = parseFloat(c.tick(v)); return v > 0 && ![1, 100, 1e-3, 1e-6, 1e-9].some(u => Math.abs(n - v * u) < n * 1e-6); })) out.push(id + ": texts " + t.map(c.tick));
+  }
+  return out.join("\n");
+})()`
 
-const ready = `document.querySelector("#state").textContent === "healthy" && document.querySelector("#t-pool").textContent !== "–"`
+const ready = `document.querySelector("#state").textContent === "healthy" && document.querySelector("#t-pool").textContent !== "–" && document.querySelector("#worker-list").childElementCount > 0`
 
 // In a real browser the page asks only its server, says nothing on the console, cuts no text and has enough contrast, at four widths and in both themes,
 // whatever peers call themselves.
@@ -249,7 +258,12 @@ func TestPageInABrowser(t *testing.T) {
 		}
 	}
 	if odd := b.text(roundTicks); odd != "" {
-		t.Errorf("ticks %s", odd)
+		t.Errorf("ticks:\n%s", odd)
+	}
+	for _, top := range []string{"0.3", "1", "7", "23", "999", "1e3", "1.234e9", "81e9"} {
+		if bad := b.text(fmt.Sprintf(`(t => t.length > 7 || t[t.length - 1] < %s * (1 - 1e-9) || ![1, 2, 5].includes(+(t[1] / Math.pow(10, Math.floor(Math.log10(t[1]) + 1e-9))).toPrecision(6)) ? t.join() : "")(linear(%s).ticks)`, top, top)); bad != "" {
+			t.Errorf("an axis up to %s has the ticks %s", top, bad)
+		}
 	}
 	if made := b.eval(`document.querySelectorAll("main img, main b, td i, li > b, main script").length`); made != 0.0 {
 		t.Errorf("%v elements are of peers' texts", made)

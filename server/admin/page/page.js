@@ -59,7 +59,7 @@ function table(id, heads, rows, none) {
   if (!rows.length) { box.replaceChildren(el("p", none, "soft")); return; }
   const kinds = { "#": "n", "~": "name", ">": "say", "=": "wide" };
   const t = el("table"), h = t.createTHead().insertRow(), b = t.createTBody();
-  for (const head of heads) { const th = el("th", head.replace(/^[#~>=]/, ""), head[0] === "#" ? "n" : ""); th.scope = "col"; h.append(th); }
+  for (const head of heads) { const th = el("th", head.replace(/^[#~>=]/, ""), head[0] === "#" ? "n" : head[0] === "=" ? "wide" : ""); th.scope = "col"; h.append(th); }
   for (const row of rows) {
     const tr = b.insertRow();
     row.forEach((cell, i) => { const td = el("td", undefined, kinds[heads[i][0]] || ""); td.append(cell); tr.append(td); });
@@ -343,7 +343,7 @@ function showBy(e) {
   // "now" compares with what was some seconds ago, so that it does not flicker.
   if (e.now_s - oldBy.at > 10 || e.now_s < oldBy.at) { oldBy.was = oldBy.rows; oldBy.rows = Object.fromEntries(e.by.map(b => [b.model_name + "\n" + b.cache_salt, b])); oldBy.at = e.now_s; }
   const was = oldBy.was || {};
-  table("by-list", ["~model", "~tenant", "=hit rate since the start", "#hit", "#lately", "#from tiers", "#tokens"], e.by.map(b => {
+  table("by-list", ["~model", "~tenant", "=since the start", "#hit", "#lately", "#from tiers", "#tokens"], e.by.map(b => {
     const o = was[b.model_name + "\n" + b.cache_salt];
     return [b.model_name || "no name", b.cache_salt || "none", bar(b.hit_tokens, b.asked_tokens, "a", share(b.hit_tokens, b.asked_tokens)), share(b.hit_tokens, b.asked_tokens), o ? share(b.hit_tokens - o.hit_tokens, b.asked_tokens - o.asked_tokens) : "–", share(b.below_tokens, b.asked_tokens), count(b.asked_tokens)];
   }), "No prompt was asked for.");
@@ -750,7 +750,7 @@ const deeds = {
       go: async () => done(await go(on), on ? x.url + " gets no new requests." : x.url + " gets requests again.", async () => done(await go(!on), on ? "Undone: " + x.url + " gets requests again." : "Undone: " + x.url + " gets no new requests.")) });
   },
 };
-for (const b of document.querySelectorAll("[data-deed]")) b.onclick = () => deeds[b.dataset.deed]();
+for (const b of document.querySelectorAll("[data-deed]")) { b.disabled = true; b.onclick = () => deeds[b.dataset.deed](); } // showMay enables them
 
 // ---- buttons and keys
 

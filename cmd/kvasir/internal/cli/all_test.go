@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
 // allOf is kvasir all in a process of its own.
@@ -120,6 +122,26 @@ func TestAll(t *testing.T) {
 	_, proxied := status.Parts["proxy"]["kvasir_proxy_requests_in_flight"]
 	if status.Parts["bootstrap"]["kvasir_bootstrap_workers"] != 1 || status.Parts["relay"]["kvasir_relay_engines"] != 1 || !proxied || status.Flags["l1-size-gb"] != "8MiB" {
 		t.Errorf("status: %s", text)
+	}
+	// The page of the server lists and drains the engines of the proxy beside it.
+	engines := func() (list []admin.ProxyEngine) {
+		code, text := fetch(t, a.server+"/engines")
+		var got struct{ Engines []admin.ProxyEngine }
+		if err := json.Unmarshal([]byte(text), &got); err != nil || code != http.StatusOK || len(got.Engines) == 0 {
+			t.Fatalf("engines: %d %s", code, text)
+		}
+		return got.Engines
+	}
+	one := engines()[0]
+	for _, deed := range []string{"drain", "undrain"} {
+		r, err := http.Post(a.server+"/engines/"+deed+"?url="+url.QueryEscape(one.URL), "", nil)
+		if err != nil || r.StatusCode != http.StatusOK {
+			t.Fatal(r, err)
+		}
+		r.Body.Close()
+		if got := engines()[0].Draining; got != (deed == "drain") {
+			t.Errorf("after a %s the engine is drained: %v", deed, got)
+		}
 	}
 	log := a.stop()
 	at := -1
