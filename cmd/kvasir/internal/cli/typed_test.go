@@ -70,7 +70,6 @@ func TestWrongPagesAreFound(t *testing.T) {
 type desk struct {
 	t         *testing.T
 	home, bin string
-	hosts     map[string]*strings.Replacer
 	ports     map[string]map[string]int // by host and port of the page
 	terminals map[string]*terminal
 	typed     []*terminal
@@ -288,11 +287,14 @@ func typePage(t *testing.T, page *pages.Page) {
 			t.Skip(err)
 		}
 	}
-	d := newDesk(t)
+	d, began := newDesk(t), time.Now()
 	if err := d.follow(page); err != nil {
 		for name, w := range d.terminals {
 			t.Logf("terminal %s:\n%s", name, w.shown())
 		}
 		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 5*time.Minute {
+		t.Errorf("a reader who types as fast needs more than five minutes: %v", took)
 	}
 }
