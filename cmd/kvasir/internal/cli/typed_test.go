@@ -93,7 +93,7 @@ var (
 func newDesk(t *testing.T) *desk {
 	t.Helper()
 	d := &desk{
-		t: t, home: t.TempDir(), bin: t.TempDir(), ports: map[string]map[string]int{}, terminals: map[string]*terminal{}, wait: 30 * time.Second,
+		t: t, home: t.TempDir(), bin: t.TempDir(), ports: map[string]map[string]int{}, terminals: map[string]*terminal{}, wait: 2 * time.Minute,
 	}
 	if t.Name() == "TestWrongPagesAreFound" {
 		d.wait = 5 * time.Second
