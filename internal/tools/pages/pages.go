@@ -52,10 +52,13 @@ var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)
 
+// indented is the first line of commands in a block that is made by indentation: its marks could not be read.
+var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
+
 // Read returns the steps of a page, and what is wrong with its blocks and marks.
 func Read(text string) (p Page, faults []string) {
 	var next Step // what the marks say of the next shell block
-	marked, language, begin, typed := 0, "", 0, -1
+	marked, language, begin, typed, blank := 0, "", 0, -1, true
 	var block strings.Builder
 	wrong := func(line int, format string, args ...any) {
 		faults = append(faults, fmt.Sprintf("line %d: ", line)+fmt.Sprintf(format, args...))
@@ -95,6 +98,10 @@ func Read(text string) (p Page, faults []string) {
 		if strings.HasPrefix(line, "#") {
 			typed = -1
 		}
+		if blank && indented.MatchString(line) {
+			wrong(n, "commands in an indented block: want a block of the language sh")
+		}
+		blank = line == ""
 		m := mark.FindStringSubmatch(line)
 		if m == nil {
 			continue

@@ -67,6 +67,7 @@ func TestReadFindsWrongMarks(t *testing.T) {
 
 	f("<!-- not typed -->\n''sh\nx\n''\n", "lacks a value")
 	f("<!-- terminal: a -->\n''text\nx\n''\n", "no shell block follows")
+	f("x\n\n    X=1 kvasir server\n    y\n", "line 3: commands in an indented block")
 	f("x\n<!-- soon -->\n", "line 2: a mark that no shell block follows")
 }
 

@@ -70,7 +70,6 @@ func TestWrongPagesAreFound(t *testing.T) {
 type desk struct {
 	t         *testing.T
 	home, bin string
-	hosts     map[string]*strings.Replacer
 	ports     map[string]map[string]int // by host and port of the page
 	terminals map[string]*terminal
 	typed     []*terminal
@@ -94,7 +93,7 @@ var (
 func newDesk(t *testing.T) *desk {
 	t.Helper()
 	d := &desk{
-		t: t, home: t.TempDir(), bin: t.TempDir(), ports: map[string]map[string]int{}, terminals: map[string]*terminal{}, wait: 30 * time.Second,
+		t: t, home: t.TempDir(), bin: t.TempDir(), ports: map[string]map[string]int{}, terminals: map[string]*terminal{}, wait: 2 * time.Minute,
 	}
 	if t.Name() == "TestWrongPagesAreFound" {
 		d.wait = 5 * time.Second
@@ -288,11 +287,14 @@ func typePage(t *testing.T, page *pages.Page) {
 			t.Skip(err)
 		}
 	}
-	d := newDesk(t)
+	d, began := newDesk(t), time.Now()
 	if err := d.follow(page); err != nil {
 		for name, w := range d.terminals {
 			t.Logf("terminal %s:\n%s", name, w.shown())
 		}
 		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 5*time.Minute {
+		t.Errorf("a reader who types as fast needs more than five minutes: %v", took)
 	}
 }
