@@ -69,8 +69,10 @@ type Tier struct {
 		encrypted, decrypted, rekeyed atomic.Uint64
 	}
 	said [reasons]atomic.Bool
-	turn chan struct{} // has a place for a RemoveIf, or one object of a Rekey
-	busy chan struct{} // has a place for one Rekey
+
+	changed atomic.Bool   // ErrSum was logged
+	turn    chan struct{} // has a place for a RemoveIf, or one object of a Rekey
+	busy    chan struct{} // has a place for one Rekey
 
 	mu struct {
 		sync.Mutex
@@ -270,7 +272,7 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // Redis does not say its End
 }
 
-// ErrSum means that an object in memory has not the checksum that it had.
+// ErrSum, beside tier.ErrNotKept, means that an object in memory has not the checksum that it had.
 var ErrSum = errors.New("seal: the object changed in memory since its checksum was computed")
 
 // Write implements tier.Tier.
@@ -300,6 +302,9 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	err := t.of.Write(ctx, k, below, buf.b)
+	if errors.Is(err, ErrSum) && !t.changed.Swap(true) {
+		t.log.Error("an object changed in memory since its checksum was computed: it is not written to a tier", "tier", t.o.Name, "object", k.String())
+	}
 	if err == nil && s.used() { // else the place has it already
 		t.n.encrypted.Add(1)
 	}

@@ -40,6 +40,7 @@ func oneKey(seed byte) *key {
 // seal encrypts src into dst at once.
 func (k *key) seal(dst, src []byte, name *kv.Key, sum uint64, end uint32) error {
 	s := newSealing(k, dst, src, name, sum, end)
+	s.mu.summed, s.mu.begun = true, true // of any checksum, and without helpers
 	defer s.end()
 	return s.need(0, int64(len(dst)))
 }
@@ -409,6 +410,25 @@ func TestDeletesWaitForARekey(t *testing.T) {
 	}
 }
 
+// An object that changed in memory since its checksum was computed is not written: a tag would say that it is right.
+func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := make([]byte, 1<<20)
+	m := tier.Meta{Len: 1 << 20, Sum: xxh3.Hash(src)}
+	src[700_000] ^= 1
+	place := &greedyPlace{}
+	if err := New(place, keys, Options{}).Write(t.Context(), testName, m, src); !errors.Is(err, ErrSum) || !errors.Is(err, tier.ErrNotKept) || place.stored != nil {
+		t.Errorf("%v, %d bytes were stored", err, len(place.stored))
+	}
+	memory := tier.NewMemory(1 << 24)
+	if err := New(memory, keys, Options{}).Write(t.Context(), testName, m, src); !errors.Is(err, ErrSum) {
+		t.Errorf("a place without a flow: %v", err)
+	}
+}
+
 // An object is not encrypted anew while it is being deleted.
 func TestRekeyLeavesWhatIsBeingDeleted(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("cd", 32) + "," + strings.Repeat("ab", 32)})
@@ -459,7 +479,7 @@ func TestMemoryThatGoesAway(t *testing.T) {
 	}
 	gone := s.Bytes(0, 1<<20)
 	for range 20 {
-		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone)
+		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone) // which no checksum is of
 		if !errors.Is(err, shm.ErrFault) {
 			t.Fatalf("write: %v", err)
 		}
