@@ -33,7 +33,7 @@ const (
 	program      = "../../bin/kvasir" // of make build
 	promptTokens = 300
 	chunkTokens  = 64
-	prefillRate  = 20_000 // tokens a second
+	prefillRate  = 10_000 // tokens a second
 )
 
 // probe is a prompt that B sends: A sent half of them before.

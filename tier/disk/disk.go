@@ -410,7 +410,7 @@ func isFault(err error) bool { return errors.Is(err, syscall.EFAULT) }
 
 // isBroken reports whether an error is the disk's.
 func isBroken(err error) bool {
-	return !isFault(err) && !errors.Is(err, errClosed) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
+	return !isFault(err) && !errors.Is(err, tier.ErrNotKept) && !errors.Is(err, errClosed) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
 }
 
 // counters are what a volume has done.

@@ -3,8 +3,11 @@
 package seal
 
 import (
+	"fmt"
 	"runtime"
 	"sync"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -17,8 +20,9 @@ func helpers(pieces int64) int64 {
 }
 
 // sealing encrypts the pieces of an object while its place takes them. It begins with the first call of need: what the place does not take is
-// not encrypted.
+// not encrypted. It compares the object with its checksum before the place gets a byte: the tags would say that a wrong one is right.
 type sealing struct {
+	sum    uint64
 	box    *box
 	dst    []byte // sealed
 	src    []byte
@@ -30,6 +34,7 @@ type sealing struct {
 		sync.Mutex
 		changed sync.Cond
 		begun   bool
+		summed  bool // the checksum was compared
 		ended   bool
 		taken   int64  // pieces that someone encrypts, or did: the last one, then the others from the first one on
 		done    []bool // pieces
@@ -40,22 +45,26 @@ type sealing struct {
 func newSealing(k *key, dst, src []byte, name *kv.Key, sum uint64, end uint32) *sealing {
 	h := k.newHeader(int64(len(src)), end)
 	h.put(dst)
-	s := &sealing{box: k.newBox(dst, &h.salt, sum, name), dst: dst, src: src, size: h.size, pieces: piecesOf(h.size)}
+	s := &sealing{sum: sum, box: k.newBox(dst, &h.salt, sum, name), dst: dst, src: src, size: h.size, pieces: piecesOf(h.size)}
 	s.mu.changed.L = &s.mu.Mutex
 	s.mu.done = make([]bool, s.pieces)
 	return s
 }
 
-// need waits until dst[from:to] is encrypted, and helps. Error: shm.ErrFault.
+// need waits until dst[from:to] is encrypted, and helps. Errors: shm.ErrFault, ErrSum.
 func (s *sealing) need(from, to int64) error {
-	s.begin()
+	if s.begin() {
+		s.compare()
+	}
 	first, last := pieceAt(from, s.pieces), pieceAt(to-1, s.pieces)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for i := first; i <= last && s.mu.err == nil; {
 		switch {
-		case s.mu.done[i]:
+		case s.mu.done[i] && s.mu.summed:
 			i++
+		case s.mu.done[i]:
+			s.mu.changed.Wait()
 		case s.mu.taken < s.pieces:
 			s.oneLocked()
 		default:
@@ -70,12 +79,27 @@ func pieceAt(at, pieces int64) int64 {
 	return min(max(at-headerBytes, 0)/(pieceBytes+tagBytes), pieces-1)
 }
 
-// begin starts the helpers.
-func (s *sealing) begin() {
+// compare compares the object with its checksum, while helpers encrypt it.
+func (s *sealing) compare() {
+	var sum uint64
+	err := shm.Guard(func() { sum = xxh3.Hash(s.src) })
+	if err == nil && sum != s.sum {
+		err = fmt.Errorf("%w: %w", tier.ErrNotKept, ErrSum)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mu.summed = true; err != nil {
+		s.mu.err = err
+	}
+	s.mu.changed.Broadcast()
+}
+
+// begin starts the helpers, and reports whether they had not begun.
+func (s *sealing) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mu.begun {
-		return
+		return false
 	}
 	s.mu.begun = true
 	for range helpers(s.pieces) - 1 {
@@ -87,6 +111,7 @@ func (s *sealing) begin() {
 			}
 		})
 	}
+	return true
 }
 
 // oneLocked encrypts the next piece, without the mutex.

@@ -69,13 +69,16 @@ type Tier struct {
 		encrypted, decrypted, rekeyed atomic.Uint64
 	}
 	said [reasons]atomic.Bool
-	turn chan struct{} // has a place for a RemoveIf, or one object of a Rekey
-	busy chan struct{} // has a place for one Rekey
+
+	changed atomic.Bool   // ErrSum was logged
+	turn    chan struct{} // has a place for a RemoveIf, or one object of a Rekey
+	busy    chan struct{} // has a place for one Rekey
 
 	mu struct {
 		sync.Mutex
-		rekeyed kv.Key        // is being encrypted anew
-		done    chan struct{} // closed when it was; nil while none is
+		rekeyed  kv.Key         // is being encrypted anew
+		done     chan struct{}  // closed when it was; nil while none is
+		deleting map[kv.Key]int // by how many; they are not encrypted anew
 	}
 }
 
@@ -91,6 +94,7 @@ func New(of tier.Tier, keys *Keys, o Options) interface {
 	Sealed() *Tier
 } {
 	t := &Tier{of: of, keys: keys, o: o, log: o.Log, turn: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
+	t.mu.deleting = make(map[kv.Key]int)
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
@@ -268,7 +272,7 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // Redis does not say its End
 }
 
-// ErrSum means that an object in memory has not the checksum that it had.
+// ErrSum, beside tier.ErrNotKept, means that an object in memory has not the checksum that it had.
 var ErrSum = errors.New("seal: the object changed in memory since its checksum was computed")
 
 // Write implements tier.Tier.
@@ -298,15 +302,23 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	err := t.of.Write(ctx, k, below, buf.b)
+	if errors.Is(err, ErrSum) && !t.changed.Swap(true) {
+		t.log.Error("an object changed in memory since its checksum was computed: it is not written to a tier", "tier", t.o.Name, "object", k.String())
+	}
 	if err == nil && s.used() { // else the place has it already
 		t.n.encrypted.Add(1)
 	}
 	return err
 }
 
-// Delete implements tier.Tier. It waits while one of the objects is being encrypted anew, which would bring it back.
+// Delete implements tier.Tier. It waits while one of the objects is being encrypted anew, which would bring it back, and lets that not begin.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
-	if done := t.rekeying(keys); done != nil {
+	if len(t.keys.ring().list) == 0 {
+		return t.of.Delete(ctx, keys)
+	}
+	done := t.beginDelete(keys)
+	defer t.endDelete(keys)
+	if done != nil {
 		select {
 		case <-done:
 		case <-ctx.Done():
@@ -316,17 +328,27 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	return t.of.Delete(ctx, keys)
 }
 
-func (t *Tier) rekeying(keys []kv.Key) chan struct{} {
+// beginDelete returns what to wait for where one of the objects is being encrypted anew.
+func (t *Tier) beginDelete(keys []kv.Key) (done chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.mu.done != nil {
-		for i := range keys {
-			if keys[i] == t.mu.rekeyed {
-				return t.mu.done
-			}
+	for i := range keys {
+		t.mu.deleting[keys[i]]++
+		if keys[i] == t.mu.rekeyed {
+			done = t.mu.done
 		}
 	}
-	return nil
+	return done
+}
+
+func (t *Tier) endDelete(keys []kv.Key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for i := range keys {
+		if t.mu.deleting[keys[i]]--; t.mu.deleting[keys[i]] == 0 {
+			delete(t.mu.deleting, keys[i])
+		}
+	}
 }
 
 // List implements tier.Lister. Objects that cannot be opened are left out.
@@ -472,8 +494,14 @@ func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStat
 	defer func() { <-t.turn }()
 	done := make(chan struct{})
 	t.mu.Lock()
-	t.mu.rekeyed, t.mu.done = k, done
+	deleted := t.mu.deleting[k] > 0
+	if !deleted {
+		t.mu.rekeyed, t.mu.done = k, done
+	}
 	t.mu.Unlock()
+	if deleted {
+		return nil
+	}
 	defer func() {
 		t.mu.Lock()
 		t.mu.rekeyed, t.mu.done = kv.Key{}, nil

@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -39,6 +40,7 @@ func oneKey(seed byte) *key {
 // seal encrypts src into dst at once.
 func (k *key) seal(dst, src []byte, name *kv.Key, sum uint64, end uint32) error {
 	s := newSealing(k, dst, src, name, sum, end)
+	s.mu.summed, s.mu.begun = true, true // of any checksum, and without helpers
 	defer s.end()
 	return s.need(0, int64(len(dst)))
 }
@@ -71,6 +73,20 @@ func TestLengths(t *testing.T) {
 		if err := k.open(dst, one, &h, &testName, 8); err == nil {
 			t.Errorf("%d bytes: another checksum is taken", n)
 		}
+		other := testName
+		other.Namespace[15]++ // of another generation
+		if err := k.open(dst, one, &h, &other, 7); err == nil {
+			t.Errorf("%d bytes: another name is taken", n)
+		}
+		for at := range headerBytes {
+			bad := bytes.Clone(one[:min(len(one), 1000)])
+			if bad[at] ^= 1; len(bad) < len(one) {
+				continue // the rest is as it is of the shorter ones
+			}
+			if h, err := parseHeader(bad); err == nil && k.check(bad, &h, &testName, 7) == nil {
+				t.Errorf("%d bytes: byte %d of the header may be another one", n, at)
+			}
+		}
 		if err := oneKey(2).open(dst, one, &h, &testName, 7); err == nil {
 			t.Errorf("%d bytes: another key opens it", n)
 		}
@@ -89,7 +105,10 @@ func TestLengths(t *testing.T) {
 func FuzzHeader(f *testing.F) {
 	k := oneKey(1)
 	whole := make([]byte, sealedBytes(100))
-	_ = k.seal(whole, make([]byte, 100), &testName, 7, 0)
+	h := header{id: k.id, size: 100} // each process that fuzzes has the same one
+	h.put(whole)
+	b, nonce := k.newBox(whole, &h.salt, 7, &testName), nonceOf(0, 1)
+	b.aead.Seal(whole[headerBytes:headerBytes], nonce[:], make([]byte, 100), b.data[:])
 	f.Add(whole)
 	f.Add(whole[:headerBytes])
 	f.Add([]byte(magic))
@@ -320,6 +339,129 @@ func TestPlacesTakeWhatTheyNeed(t *testing.T) {
 	}
 }
 
+// slowPlace is a place whose writes or deletes wait, once it is told so.
+type slowPlace struct {
+	*tier.Memory
+	slow         atomic.Bool
+	slowDelete   atomic.Bool
+	entered, let chan struct{}
+}
+
+func (p *slowPlace) Delete(ctx context.Context, keys []kv.Key) error {
+	if p.slowDelete.Load() {
+		p.entered <- struct{}{}
+		<-p.let
+	}
+	return p.Memory.Delete(ctx, keys)
+}
+
+func (p *slowPlace) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if p.slow.Load() {
+		p.entered <- struct{}{}
+		<-p.let
+	}
+	return p.Memory.Write(ctx, k, m, src)
+}
+
+// What is deleted, or dropped, while it is encrypted anew does not come back.
+func TestDeletesWaitForARekey(t *testing.T) {
+	for name, remove := range map[string]func(x *Tier) error{
+		"delete": func(x *Tier) error { return x.Delete(t.Context(), []kv.Key{testName}) },
+		"drop": func(x *Tier) error {
+			_, err := x.RemoveIf(t.Context(), func(tier.Content) bool { return true }, func(context.Context, int) error { return nil })
+			return err
+		},
+	} {
+		one, two := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
+		open := func(text string) *Keys {
+			k, err := OpenKeys(t.Context(), Source{Text: text})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return k
+		}
+		place := &slowPlace{Memory: tier.NewMemory(1 << 20), entered: make(chan struct{}), let: make(chan struct{})}
+		src := []byte("an object")
+		if err := New(place, open(one), Options{}).Write(t.Context(), testName, tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}, src); err != nil {
+			t.Fatal(err)
+		}
+		x := New(place, open(two+","+one), Options{}).Sealed()
+		place.slow.Store(true)
+		rekeyed, removed := make(chan error, 1), make(chan error, 1)
+		go func() {
+			_, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {})
+			rekeyed <- err
+		}()
+		<-place.entered // the object was read, and is not written yet
+		go func() { removed <- remove(x) }()
+		select {
+		case err := <-removed:
+			t.Errorf("%s: it did not wait: %v", name, err)
+			removed <- err
+		case <-time.After(50 * time.Millisecond):
+		}
+		close(place.let)
+		if err := errors.Join(<-rekeyed, <-removed); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := x.Read(t.Context(), testName, make([]byte, len(src))); !errors.Is(err, tier.ErrMissing) {
+			t.Errorf("%s: it came back: %v", name, err)
+		}
+	}
+}
+
+// An object that changed in memory since its checksum was computed is not written: a tag would say that it is right.
+func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := make([]byte, 1<<20)
+	m := tier.Meta{Len: 1 << 20, Sum: xxh3.Hash(src)}
+	src[700_000] ^= 1
+	place := &greedyPlace{}
+	if err := New(place, keys, Options{}).Write(t.Context(), testName, m, src); !errors.Is(err, ErrSum) || !errors.Is(err, tier.ErrNotKept) || place.stored != nil {
+		t.Errorf("%v, %d bytes were stored", err, len(place.stored))
+	}
+	memory := tier.NewMemory(1 << 24)
+	if err := New(memory, keys, Options{}).Write(t.Context(), testName, m, src); !errors.Is(err, ErrSum) {
+		t.Errorf("a place without a flow: %v", err)
+	}
+}
+
+// An object is not encrypted anew while it is being deleted.
+func TestRekeyLeavesWhatIsBeingDeleted(t *testing.T) {
+	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("cd", 32) + "," + strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	old, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	place := &slowPlace{Memory: tier.NewMemory(1 << 20), entered: make(chan struct{}), let: make(chan struct{})}
+	src := []byte("an object")
+	if err := New(place, old, Options{}).Write(t.Context(), testName, tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}, src); err != nil {
+		t.Fatal(err)
+	}
+	x := New(place, keys, Options{}).Sealed()
+	place.slowDelete.Store(true)
+	removed := make(chan error, 1)
+	go func() { removed <- x.Delete(t.Context(), []kv.Key{testName}) }()
+	<-place.entered
+	n, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {})
+	if err != nil || n.Rewritten != 0 || n.Failed != 0 {
+		t.Errorf("%+v, %v", n, err)
+	}
+	close(place.let)
+	if err := <-removed; err != nil {
+		t.Error(err)
+	}
+	if _, err := x.Read(t.Context(), testName, make([]byte, len(src))); !errors.Is(err, tier.ErrMissing) {
+		t.Errorf("it came back: %v", err)
+	}
+}
+
 // Memory that goes away under an object is an error, whichever goroutine meets it.
 func TestMemoryThatGoesAway(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "seg")
@@ -337,7 +479,7 @@ func TestMemoryThatGoesAway(t *testing.T) {
 	}
 	gone := s.Bytes(0, 1<<20)
 	for range 20 {
-		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone)
+		err := New(&greedyPlace{}, keys, Options{}).Write(t.Context(), testName, tier.Meta{Len: 1 << 20, Sum: 1}, gone) // which no checksum is of
 		if !errors.Is(err, shm.ErrFault) {
 			t.Fatalf("write: %v", err)
 		}

@@ -67,7 +67,7 @@ func Sealed(t *testing.T, open func(t *testing.T) (place tier.Tier, holds func([
 		})
 	})
 	for name, check := range map[string]func(t *testing.T, s *sealedPlace){
-		"nothing is plain": nothingPlain, "changed": changed, "exchanged": exchanged, "put back after a clear": putBack, "keys": wrongKeys, "rotation": rotated, "rotation under load": rotatedUnderLoad, "downgrade": downgraded,
+		"nothing is plain": nothingPlain, "changed": changed, "exchanged": exchanged, "put back after a clear": putBack, "keys": wrongKeys, "rotation": rotated, "rotation under load": rotatedUnderLoad, "downgrade": downgraded, "changed in memory": changedInMemory,
 	} {
 		t.Run(name, func(t *testing.T) {
 			place, holds := open(t)
@@ -202,6 +202,25 @@ func changed(t *testing.T, s *sealedPlace) {
 	_ = refused(t, "changed again", x, Key(1), sealedObject)
 	write(t, x, Key(1), 1, sealedObject)
 	expect(t, x, Key(1), b, meta)
+}
+
+// changedInMemory has an object differ from its checksum: the place keeps nothing of it, and takes the next one.
+func changedInMemory(t *testing.T, s *sealedPlace) {
+	x := s.with(Keys(t, 1))
+	b, m := Object(1, sealedObject)
+	bad := bytes.Clone(b)
+	bad[150_000] ^= 1
+	for range 3 {
+		if err := x.Write(t.Context(), Key(1), m, bad); !errors.Is(err, seal.ErrSum) || !errors.Is(err, tier.ErrNotKept) {
+			t.Errorf("write: %v", err)
+		}
+		_ = refused(t, "what was not written", x, Key(1), sealedObject)
+	}
+	if s.holds([]byte("KVSEALED")) {
+		t.Error("the place keeps a part of it")
+	}
+	write(t, x, Key(1), 1, sealedObject)
+	expect(t, x, Key(1), b, m)
 }
 
 func exchanged(t *testing.T, s *sealedPlace) {

@@ -89,7 +89,7 @@ func status(answer string) int {
 // The routes of all parts, and others.
 var knownRoutes = []string{
 	"GET /", "GET /status", "GET /metrics", "GET /config", "GET /explain", "GET /live", "GET /now", "GET /transfers", "GET /version", "GET /debug/pprof/", "GET /debug/pprof/profile?seconds=1",
-	"POST /cache/clear", "POST /tiers/drop", "GET /cache/objects", "DELETE /cache/objects", "POST /cache/pins", "GET /quota", "PUT /quota/a", "GET /tenants", "PUT /tenants/a",
+	"POST /cache/clear", "POST /tiers/drop", "POST /tiers/rekey", "GET /cache/objects", "DELETE /cache/objects", "POST /cache/pins", "GET /quota", "PUT /quota/a", "GET /tenants", "PUT /tenants/a",
 	"GET /query", "GET /query/", "POST /register", "DELETE /register?engine_id=e", "GET /kept?engine=e&transfer=t", "GET /engines", "POST /engines", "GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions",
 	"GET /none", "OPTIONS *", "GET //healthz", "GET /healthz/../status",
 }
