@@ -20,9 +20,10 @@ func helpers(pieces int64) int64 {
 }
 
 // sealing encrypts the pieces of an object while its place takes them. It begins with the first call of need: what the place does not take is
-// not encrypted. It compares the object with its checksum before the place gets a byte: the tags would say that a wrong one is right.
+// not encrypted. It compares the object with its checksum before the place has all of it: the tags would say that a wrong one is right.
 type sealing struct {
 	sum    uint64
+	hash   xxh3.Hasher // of who sums
 	box    *box
 	dst    []byte // sealed
 	src    []byte
@@ -34,7 +35,11 @@ type sealing struct {
 		sync.Mutex
 		changed sync.Cond
 		begun   bool
-		summed  bool // the checksum was compared
+		added   int64  // pieces, from the first one on, that the checksum has
+		summing bool   // someone adds pieces
+		summed  bool   // the checksum was compared
+		wanted  []bool // pieces that the place asked for
+		left    int64  // how many it did not ask for
 		ended   bool
 		taken   int64  // pieces that someone encrypts, or did: the last one, then the others from the first one on
 		done    []bool // pieces
@@ -47,29 +52,35 @@ func newSealing(k *key, dst, src []byte, name *kv.Key, sum uint64, end uint32) *
 	h.put(dst)
 	s := &sealing{sum: sum, box: k.newBox(dst, &h.salt, sum, name), dst: dst, src: src, size: h.size, pieces: piecesOf(h.size)}
 	s.mu.changed.L = &s.mu.Mutex
-	s.mu.done = make([]bool, s.pieces)
+	s.mu.done, s.mu.wanted, s.mu.left = make([]bool, s.pieces), make([]bool, s.pieces), s.pieces
 	return s
 }
 
-// need waits until dst[from:to] is encrypted, and helps. Errors: shm.ErrFault, ErrSum.
+// need waits until dst[from:to] is encrypted, and helps. The call with which the place has asked for all waits for the checksum, too. Errors:
+// shm.ErrFault, ErrSum.
 func (s *sealing) need(from, to int64) error {
-	if s.begin() {
-		s.compare()
-	}
+	s.begin()
 	first, last := pieceAt(from, s.pieces), pieceAt(to-1, s.pieces)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	for i := first; i <= last; i++ {
+		if !s.mu.wanted[i] {
+			s.mu.wanted[i] = true
+			s.mu.left--
+		}
+	}
 	for i := first; i <= last && s.mu.err == nil; {
 		switch {
-		case s.mu.done[i] && s.mu.summed:
-			i++
 		case s.mu.done[i]:
-			s.mu.changed.Wait()
+			i++
 		case s.mu.taken < s.pieces:
 			s.oneLocked()
 		default:
 			s.mu.changed.Wait()
 		}
+	}
+	for s.mu.left == 0 && !s.mu.summed && s.mu.err == nil {
+		s.mu.changed.Wait()
 	}
 	return s.mu.err
 }
@@ -79,27 +90,41 @@ func pieceAt(at, pieces int64) int64 {
 	return min(max(at-headerBytes, 0)/(pieceBytes+tagBytes), pieces-1)
 }
 
-// compare compares the object with its checksum, while helpers encrypt it.
-func (s *sealing) compare() {
-	var sum uint64
-	err := shm.Guard(func() { sum = xxh3.Hash(s.src) })
-	if err == nil && sum != s.sum {
-		err = fmt.Errorf("%w: %w", tier.ErrNotKept, ErrSum)
+// sumLocked adds the pieces that are encrypted to the checksum, in order, without the mutex: they are in the processor's cache. After the last
+// one it compares.
+func (s *sealing) sumLocked() {
+	if s.mu.summing || s.mu.summed {
+		return
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.mu.summed = true; err != nil {
-		s.mu.err = err
+	s.mu.summing = true
+	for s.mu.err == nil && s.mu.added < s.pieces && s.mu.done[s.mu.added] {
+		i := s.mu.added
+		s.mu.Unlock()
+		err := shm.Guard(func() {
+			at, _, n := span(i, s.size)
+			_, _ = s.hash.Write(s.src[at : at+n]) // never fails
+		})
+		s.mu.Lock()
+		s.mu.added++
+		if err != nil {
+			s.mu.err = err
+		}
+	}
+	if s.mu.summing = false; s.mu.added < s.pieces {
+		return
+	}
+	if s.mu.summed = true; s.mu.err == nil && s.hash.Sum64() != s.sum {
+		s.mu.err = fmt.Errorf("%w: %w", tier.ErrNotKept, ErrSum)
 	}
 	s.mu.changed.Broadcast()
 }
 
-// begin starts the helpers, and reports whether they had not begun.
-func (s *sealing) begin() bool {
+// begin starts the helpers.
+func (s *sealing) begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mu.begun {
-		return false
+		return
 	}
 	s.mu.begun = true
 	for range helpers(s.pieces) - 1 {
@@ -111,7 +136,6 @@ func (s *sealing) begin() bool {
 			}
 		})
 	}
-	return true
 }
 
 // oneLocked encrypts the next piece, without the mutex.
@@ -132,6 +156,7 @@ func (s *sealing) oneLocked() {
 		s.mu.err = err
 	}
 	s.mu.changed.Broadcast()
+	s.sumLocked()
 }
 
 // used reports whether the place looked at the object.
