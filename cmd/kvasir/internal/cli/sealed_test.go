@@ -50,7 +50,7 @@ func TestServerEncryptsItsDisk(t *testing.T) {
 	}
 	setKeys(one)
 	name := fmt.Sprintf("kvasir_test_sealed_%d", os.Getpid())
-	defer run(t, "server", "--shm-name", name, "--drop")
+	t.Cleanup(func() { run(t, "server", "--shm-name", name, "--drop") }) // after the servers have ended, also those of a failure
 	var mu sync.Mutex
 	var said strings.Builder // everything that servers logged or answered
 	note := func(text string) {
