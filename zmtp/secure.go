@@ -49,6 +49,7 @@ type secureConn struct {
 		sync.Mutex
 		part    []byte // of what the Peer wrote, less than a frame
 		sealed  []byte // scratch
+		begun   bool   // our greeting was sent
 		greeted bool   // the Peer's greeting was taken
 		said    bool   // its READY was
 	}
@@ -265,7 +266,20 @@ func (c *secureConn) answer(b []byte) error {
 	}
 	c.write.Lock()
 	defer c.write.Unlock()
+	if err := c.greetLocked(); err != nil { // the goroutine that writes for the Peer may not have come to it
+		return err
+	}
 	_, err := c.Conn.Write(b)
+	return err
+}
+
+// greetLocked sends our greeting, once: it comes before all else.
+func (c *secureConn) greetLocked() error {
+	if c.write.begun {
+		return nil
+	}
+	c.write.begun = true
+	_, err := c.Conn.Write(appendGreetingOf(nil, c.mech.name(), c.mech.server()))
 	return err
 }
 
@@ -281,7 +295,7 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	rest := w.part
 	if !w.greeted && len(rest) >= greetingBytes {
 		rest, w.greeted = rest[greetingBytes:], true
-		if _, err := c.Conn.Write(appendGreetingOf(nil, c.mech.name(), c.mech.server())); err != nil {
+		if err := c.greetLocked(); err != nil {
 			return 0, err
 		}
 	}

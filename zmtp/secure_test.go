@@ -466,3 +466,32 @@ func TestSecurePyzmq(t *testing.T) {
 		})
 	}
 }
+
+// A command of the handshake never comes before the greeting, also where the goroutine that writes for the Peer comes late.
+func TestGreetingComesFirst(t *testing.T) {
+	r := newKeyring()
+	ours, theirs := net.Pipe()
+	defer theirs.Close()
+	c := &secureConn{Conn: ours, mech: &curve{to: &CurveClient{Secret: r.ann, Server: r.public}}, peer: &Peer{role: &role{}}}
+	read := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, greetingBytes))
+		read <- err
+	}()
+	if _, err := theirs.Write(appendGreetingOf(nil, mechanismCurve, true)); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, greetingBytes+2+200)
+	if _, err := io.ReadFull(theirs, got); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := checkGreeting(got[:greetingBytes], mechanismCurve); err != nil || !bytes.HasPrefix(got[greetingBytes+2:], []byte("\x05HELLO")) {
+		t.Errorf("%v, %q", err, got[:80])
+	}
+	if err := recv(t, read); err != nil {
+		t.Error(err)
+	}
+	if _, err := c.Write(appendGreeting(nil)); err != nil { // it is not sent again: nobody reads now
+		t.Error(err)
+	}
+}

@@ -174,6 +174,9 @@ const policyTime = 15 * time.Second
 // policy looks at what Redis does when its memory is used up.
 func (d *doctor) policy(ctx context.Context, name, kind, text string) {
 	err := tiertool.With(text, seal.Source{}, d.Log, func(t tier.Tier) error {
+		if s, ok := t.(interface{ Below() tier.Tier }); ok { // the encryption has no servers
+			t = s.Below()
+		}
 		r, ok := t.(interface {
 			Servers(context.Context) ([]redis.ServerMemory, error)
 		})

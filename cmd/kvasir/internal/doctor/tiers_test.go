@@ -71,7 +71,7 @@ func answerRedis(c net.Conn, info string) {
 		case words[0] == "DBSIZE":
 			fmt.Fprint(c, ":0\r\n")
 		default:
-			fmt.Fprint(c, "-ERR unknown command\r\n")
+			fmt.Fprintf(c, "-ERR unknown command %s\r\n", words[0])
 		}
 	}
 }
