@@ -357,6 +357,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.zmqAuth, err = c.zmqAuthFlags.open(e.log, c.access.tokens); err != nil {
 		return err
 	}
+	c.warnClearText(e.log)
 	o.server.Clients = c.zmqAuth.of["zmq"]
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
 	o.server.CountUnsigned = c.requiredSaltFlags.Count

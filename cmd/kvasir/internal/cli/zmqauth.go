@@ -19,6 +19,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -207,6 +208,16 @@ func (c *serverCmd) checkZMQAuth() error {
 		err = errors.Join(err, usagef("--zmq-auth events=… is of no use without --kv-events"))
 	}
 	return err
+}
+
+// warnClearText warns of listeners beyond loopback whose tokens pass the network unencrypted.
+func (c *serverCmd) warnClearText(log *slog.Logger) {
+	methods, _ := c.methods() // they were checked
+	for _, x := range c.exposed() {
+		if methods[x.listener] == "plain" && !isLoopback(takeover.WithoutBrackets(x.host)) {
+			log.Warn("tokens and everything else pass a listener in clear text: --zmq-auth LISTENER=curve encrypts", "listener", x.listener, "address", x.at)
+		}
+	}
 }
 
 // zmqClientFlags say how a command proves to a ZMQ server who it is.

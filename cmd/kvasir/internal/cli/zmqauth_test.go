@@ -181,6 +181,10 @@ func TestZMQAuth(t *testing.T) {
 	}
 	testkit.Eventually(t, "bob, who was added, gets in", func() bool { return reads(events, as(bob)) })
 
+	other := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(other), "--drop") })
+	startAndLog(t, "in clear text", "server", "--port", fmt.Sprint(other), "--http-port", "0", "--l1-size-gb", "8MiB", "--token-file", tokens,
+		"--kv-events", "tcp://0.0.0.0:0", "--zmq-auth", "events=plain")
 	port, _, events = start("plain")
 	if err := stored(t, port, named("writer", writer)); err != nil {
 		t.Errorf("writer: %v", err)
