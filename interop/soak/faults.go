@@ -102,6 +102,9 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
+			if k.name == "stop" && rnd.IntN(3) == 0 {
+				f.For += 8 * time.Second // longer than an engine waits for a transfer
+			}
 			f.For = min(f.For, ends-at)
 			busy := slices.ContainsFunc(faults, func(g fault) bool { // one of a kind at one target at a time
 				return g.Target == f.Target && g.At+g.For+100*time.Millisecond > f.At

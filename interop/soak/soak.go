@@ -184,6 +184,7 @@ func (s *soak) play(parent context.Context) error {
 		}
 	}
 	if ctx.Err() == nil {
+		s.churn(ctx)
 		s.load.drain(ctx)
 		s.sizes(ctx)
 	}
@@ -303,6 +304,24 @@ func (s *soak) cycle(ctx context.Context, c int) {
 	s.logf("cycle %d ended: requests %v, kills %v, left out %v", c, s.record.Requests, s.record.Kills, s.record.LeftOut)
 	s.mu.Unlock()
 	s.load.paused.Store(false)
+}
+
+// churn ends all connections of all hosts again and again under load, so that what is left behind by each of them shows in the sizes.
+func (s *soak) churn(ctx context.Context) {
+	const times, pause = 40, 700 * time.Millisecond
+	for _, host := range []string{"h1", "h2", "r"} {
+		defer s.windows.open(fault{Kind: "reset", Target: host})()
+	}
+	for i := 0; i < times && ctx.Err() == nil; i++ {
+		for _, host := range []string{"h1", "h2", "r"} {
+			if err := resetLinks(host); err != nil {
+				s.logf("connections cannot be reset, so what each leaves behind is not looked for: %v", err)
+				return
+			}
+		}
+		wait(ctx, pause)
+	}
+	s.logf("all connections were reset %d times", times)
 }
 
 // stop ends all parts in order, engines before what they use.
