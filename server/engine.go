@@ -359,7 +359,7 @@ func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 // ChunksOf returns the chunk sizes of the workers of a model and world size, the server's own first if it is among them;
 // where there are none, the server's own.
 func (s *Server) ChunksOf(model string, world int) []int {
-	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world)
+	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world, workers.AnyBase)
 	if len(sizes) == 0 {
 		return []int{s.opts.ChunkTokens}
 	}
