@@ -273,6 +273,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	sc.mark()
 	s.nameShard(sh, k)
+	asked = s.loadable(&q, r)
 	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
