@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -398,8 +399,12 @@ func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (boo
 // Earlier releases have pickles.
 func (c *Client) Enveloped() bool { return c.packed.Load() }
 
-// CommitEnvelope sends the objects of k's range, whose layouts are by object group, to a server without shared memory.
+// CommitEnvelope sends the objects of k's range, whose layouts are by object group, to a server without shared memory. A message
+// carries less than 4 GiB: more is an error that wraps ErrEnvelope, and nothing is sent.
 func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, layouts []kv.Layout, e *Envelope) (bool, error) {
+	if n := EnvelopeBytes(layouts, e); n > math.MaxUint32 {
+		return false, fmt.Errorf("%w: the objects take %s, a message carries less than 4 GiB", ErrEnvelope, kv.FormatBytes(n))
+	}
 	data := AppendInline(nil, func(b []byte) []byte { return AppendEnvelope(b, layouts, e) })
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), data)
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -72,5 +73,19 @@ func TestClientWithAnotherChunkSize(t *testing.T) {
 	defer cancel()
 	if _, err := c.Lookup(ctx, &Key{Model: "m", WorldSize: 1, Tokens: make([]uint32, 48), End: 48, RequestID: "r"}); !errors.Is(err, ErrChunkSize) {
 		t.Errorf("a lookup at a server of another size: %v", err)
+	}
+}
+
+// What does not fit a message is an error, and nothing is sent: its length would wrap.
+func TestEnvelopeOfFourGiB(t *testing.T) {
+	_, c := newScripted(t)
+	layouts := []kv.Layout{{Layers: 1, Slots: 1, Hidden: 1 << 25, DType: "uint8"}}
+	e := &Envelope{Groups: []EnvelopeGroup{{}}}
+	object := make([]byte, 64<<20)
+	for i := range 64 {
+		e.Groups[0].Chunks, e.Groups[0].Data = append(e.Groups[0].Chunks, i), append(e.Groups[0].Data, object)
+	}
+	if ok, err := c.CommitEnvelope(t.Context(), &Key{}, 1, layouts, e); ok || !errors.Is(err, ErrEnvelope) || !strings.Contains(err.Error(), "4 GiB") {
+		t.Errorf("%v, %v", ok, err)
 	}
 }

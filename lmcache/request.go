@@ -64,7 +64,8 @@ type (
 		Wait      bool
 		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a negative or absurd one
 	}
-	// FreeLookupLocksRequest gives back the pins of a range of chunks. A key with packed tokens has no Hashes: a session knows its pins.
+	// FreeLookupLocksRequest gives back the pins of a range of chunks. The key's range ends at a block of the engine, so a chunk that
+	// it has in part at its end is not of the range. A key with packed tokens has no Hashes: a session knows its pins.
 	FreeLookupLocksRequest struct {
 		Key            *KeyView
 		TensorParallel int64
@@ -194,8 +195,9 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		if err == nil && len(p) > 2 {
 			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
 		}
-		if err == nil && (len(p) == 2 || d.key.Start < d.key.End) {
-			d.free.From, d.free.To, err = d.key.ChunkRange(memo.chunkTokens)
+		if err == nil { // both ends are the engine's, which may lie inside of a chunk: that one has a reader still
+			d.free.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
+			d.free.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.free.To)
 		}
 		return &d.free, err
 	case OpEndSession:

@@ -183,7 +183,6 @@ func TestDecodeRequests(t *testing.T) {
 		bad("is not UTF-8", lmcache.ErrKey, lmcache.OpLookup, key(change), integer(1))
 	}
 	bad("[0, 7) of 8 tokens", lmcache.ErrRange, lmcache.OpCommitRetrieve, key(func(k *lmcache.Key) { k.End = 7 }), integer(1))
-	bad("[4, 7) of 8 tokens", lmcache.ErrRange, lmcache.OpFreeLookupLocks, key(func(k *lmcache.Key) { k.Start, k.End = 4, 7 }), integer(1))
 	bad("data", nil, lmcache.OpCommitStore, key(nil), integer(1), text("x"))
 	bad("block_ids", nil, lmcache.OpStore, key(nil), integer(1), integer(1), []byte{0xc4, 0})
 	bad("skip_first_n_tokens", nil, lmcache.OpRetrieve, key(nil), integer(1), []byte{0x90}, []byte{0xc4, 0}, text("x"))
@@ -192,6 +191,23 @@ func TestDecodeRequests(t *testing.T) {
 	bad("instance_id", nil, lmcache.OpPing, text("x"))
 	bad("instance_id", lmcache.ErrTrailing, lmcache.OpPing, []byte{0xc0, 0xc0})
 	bad("not a list", nil, lmcache.OpReportBlockAllocation, integer(1), text("m"), integer(1))
+
+	// An engine gives back what it has itself, which may end inside of a chunk: that chunk is still to be loaded.
+	free := func(from, to, wantFrom, wantTo int) {
+		t.Helper()
+		r, err := decode(lmcache.OpFreeLookupLocks, key(func(k *lmcache.Key) { k.Start, k.End = from, to }), integer(1))
+		if f := r.(*lmcache.FreeLookupLocksRequest); err != nil || f.From != wantFrom || f.To != wantTo {
+			t.Errorf("free_lookup_locks of tokens [%d, %d): %+v, %v, want chunks [%d, %d)", from, to, r, err, wantFrom, wantTo)
+		}
+	}
+	free(0, 8, 0, 2)
+	free(0, 7, 0, 1)
+	free(0, 3, 0, 0)
+	free(4, 7, 1, 1)
+	free(5, 8, 1, 2)
+	free(0, 99, 0, 2)
+	free(-1, 8, 0, 2)
+	free(8, 4, 1, 1)
 
 	timeout := func(seconds float64, want time.Duration) {
 		t.Helper()

@@ -129,31 +129,52 @@ func (s *Server) current(c *connection) *chunking {
 }
 
 // chunkOf returns the size of a connection whose request names a worker, or a model and a world size. A connection that
-// has not asked may belong to an engine that asked an earlier server. It goes by the size of its registration, where an
-// earlier server knew that. Several sizes are an error: the engine would count hits in chunks of another size.
+// has not asked may belong to an engine that asked an earlier server, or this one over a connection that broke. It goes by the size of
+// its worker's registration, or that of its model's where an earlier server knew that. Of several it is that of the workers of its own
+// process and its relatives. Else it is an error: the engine would count hits in chunks of another size.
 func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (*chunking, error) {
 	c := sc.conn
 	if c.chunk != nil {
 		return c.chunk, nil
 	}
 	base := s.base(c)
-	if sc.caller() == self || c.base > 0 {
+	if sc.caller() == self {
 		c.chunk = base
 		return base, nil
 	}
-	known, taken := s.registry.ChunksOf(instance, sc.caller().By, model, world)
+	known, sure := s.registry.ChunksOf(instance, sc.caller().By, model, world, c.base)
+	certain := c.base > 0 || !s.sizes.anyFormer() // that an engine of an unknown worker goes by the size of its listener
 	switch {
-	case len(known) == 1 && (taken || known[0] == base.tokens && !s.sizes.anyFormer()):
+	case len(known) == 1 && (sure || known[0] == base.tokens && certain):
 		c.chunk = s.chunking(known[0])
 		return c.chunk, nil
-	case len(known) == 0 && !s.sizes.anyFormer():
+	case len(known) == 0 && certain:
 		return base, nil // of no consequence: nothing is registered
-	case len(known) == 1 && known[0] == base.tokens, len(known) == 0:
+	}
+	if instance == 0 {
+		s.findClient(sc.caller())
+		if of := s.registry.ChunksOfClient(sc.caller().client, model, world); len(of) == 1 {
+			c.chunk = s.chunking(of[0])
+			return c.chunk, nil
+		}
+	}
+	c.mustAsk = true
+	if len(known) == 0 || len(known) == 1 && known[0] == base.tokens {
 		return nil, fmt.Errorf("%w: engines of this server went by chunks of %v tokens, and the connection has not asked for its size; restart the engine",
 			errChunkSize, s.sizes.announced())
 	}
 	return nil, fmt.Errorf("%w: workers of %.64q have chunks of %v tokens, and the connection has not asked for its size; restart the engine",
 		errChunkSize, model, known)
+}
+
+// sendToAsk reports, once for a connection whose requests were declined because it has not asked for its chunk size, that its
+// heartbeat is to be answered false. A client of 0.5.7 then asks, once the next one is answered true.
+func (c *connection) sendToAsk() bool {
+	if !c.mustAsk || c.sentToAsk || c.fixed || !c.generations.Has(lmcache.Gen057) {
+		return false
+	}
+	c.sentToAsk = true
+	return true
 }
 
 // opened notes the requests of a connection whose size may still change.
@@ -186,15 +207,16 @@ func (s *Server) fix(c *connection, to *chunking) {
 }
 
 // negotiate answers negotiate_chunk_size: with the connection's size, or as long as nothing has fixed it and no request is
-// open, with the next multiple of the alignment. What cannot be met is answered with the connection's size: the
-// client sees that it does not fit, and says so.
+// open, with the next multiple of the alignment above the listener's size. What cannot be met is answered with the connection's
+// size: the client sees that it does not fit, and says so.
 func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	c := sc.conn
-	now := s.current(c)
+	now, base := s.current(c), s.base(c).tokens
 	size := now.tokens
 	answer := func(why string) {
-		if why != "" {
-			if _, said := s.n.misfits.LoadOrStore([2]int64{r.Alignment, int64(size)}, true); !said && s.n.misfitCount.Add(1) <= 100 {
+		if why != "" && s.n.misfitCount.Load() < maxMisfits {
+			if _, said := s.n.misfits.LoadOrStore([2]int64{r.Alignment, int64(size)}, true); !said {
+				s.n.misfitCount.Add(1)
 				s.log.Warn("a client's blocks do not fit the chunk size", "alignment", r.Alignment, "chunk_tokens", size, "why", why)
 			}
 		}
@@ -202,27 +224,33 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	}
 	const limit = kv.MaxChunkTokens
 	a := int(min(max(r.Alignment, 0), limit+1))
-	switch {
-	case a < 1 || a > limit:
+	if a < 1 || a > limit {
 		answer(fmt.Sprintf("the alignment is outside 1 to %d", limit))
 		return
-	case size%a == 0:
+	}
+	up := (base + a - 1) / a * a         // what an engine with such blocks was told, whoever it asked, as long as the listener has its size
+	presumed := !c.fixed && size != base // from registrations: the engine's own, or another one's
+	switch {
+	case size%a == 0 && (!presumed || size == up || len(s.former.sizes) > 0):
 		s.fix(c, now)
 	case c.fixed:
 		answer("the connection has its size already: use a server of its own, or a listener with --listen PORT:CHUNK")
 		return
-	case len(c.sessions) > 0:
-		answer("requests are open on the connection")
-		return
-	case (size+a-1)/a*a > limit:
+	case up > limit:
 		answer(fmt.Sprintf("the next multiple is above %d", limit))
 		return
+	case !presumed && len(c.sessions) > 0:
+		answer("requests are open on the connection")
+		return
 	default:
-		size = (size + a - 1) / a * a
+		size = up
 		s.fix(c, s.chunking(size))
 	}
 	answer("")
 }
+
+// maxMisfits bounds the alignments that did not fit and are logged.
+const maxMisfits = 100
 
 // sizeFor returns the chunk size that a request is read by.
 func (s *Server) sizeFor(sc *scratch, op lmcache.Op, p [][]byte) (*chunking, error) {

@@ -41,6 +41,7 @@ func (s *Server) sameChunks(sc *scratch) error {
 		return nil
 	}
 	s.former.heard.Store(int64(time.Since(s.started)))
+	sc.conn.mustAsk = true
 	return fmt.Errorf("%w: it started under a server with chunks of %d tokens, this one has %d; restart the engine, or the server with --chunk-size %d",
 		errChunkSize, s.former.sizes, s.opts.ChunkTokens, s.former.sizes[0])
 }

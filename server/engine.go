@@ -273,6 +273,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	sc.mark()
 	s.nameShard(sh, k)
+	asked = s.loadable(&q, r)
 	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
@@ -359,7 +360,7 @@ func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 // ChunksOf returns the chunk sizes of the workers of a model and world size, the server's own first if it is among them;
 // where there are none, the server's own.
 func (s *Server) ChunksOf(model string, world int) []int {
-	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world)
+	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world, workers.AnyBase)
 	if len(sizes) == 0 {
 		return []int{s.opts.ChunkTokens}
 	}

@@ -22,6 +22,8 @@ type connection struct {
 	base        int                 // the chunk size of its listener; 0 is the server's
 	chunk       *chunking           // its chunk size; nil while that is not known
 	fixed       bool                // the client knows its chunk size
+	mustAsk     bool                // requests were declined because it has not asked for its chunk size
+	sentToAsk   bool                // its heartbeat was answered false for that
 	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
 	worker      int64               // the worker that it named last; lookups are in its layout
 	named       bool
@@ -156,6 +158,10 @@ func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 	if a, is := errors.AsType[*ambiguousError](err); is {
 		sc.out, ok, _ = lmcache.AppendAmbiguous(sc.out[:0], a.readings)
 		return ok
+	}
+	if op == lmcache.OpNegotiateChunkSize { // a client takes no answer for a number, too
+		sc.out = lmcache.AppendInt(sc.out[:0], int64(s.current(sc.conn).tokens))
+		return true
 	}
 	if op == lmcache.OpRegisterEngineDriven && sc.conn.generations.PickleOnly() {
 		return false

@@ -309,7 +309,10 @@ func TestPickledChunksFillAMessage(t *testing.T) {
 	e.register(7)
 	e.commit(7, "a", 1, 0, chunks, e.pickled(chunks))
 	load := func() bool {
+		limit := s.opts.PickleBytes
+		s.opts.PickleBytes = MaxPickleBytes // a lookup finds what a load can have: this one is for its own check
 		e.lookup("b", 1, chunks, chunks)
+		s.opts.PickleBytes = limit
 		k := e.key("b", 1, 0, chunks).Append(nil)
 		got, err := lmcache.DecodePrepareRetrieve(e.call(lmcache.OpPrepareRetrieve, k, lmcache.AppendInt(nil, 7)))
 		if err != nil {

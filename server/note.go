@@ -77,11 +77,13 @@ func (s *Server) restore() {
 		}
 		in, err := s.revive(w)
 		if err != nil {
+			s.registry.NotTaken(w, cmp.Or(w.Chunk, s.opts.ChunkTokens))
 			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
 		}
 		// A heartbeat without an id counts once the worker has named itself.
+		in.Base = w.Base
 		in.Pinged.Store(w.Pinged && !in.Generations.PingsWithoutID())
 		in.BelongsTo(w.By)
 		in.Taken = true
@@ -98,6 +100,7 @@ func (s *Server) restore() {
 				err = errors.Join(err, in.Lent.Close())
 			}
 			s.complete = false
+			s.registry.NotTaken(w, in.Chunk)
 			s.log.Warn("a worker of the earlier server is not taken over", "worker", w.ID, "model", w.Model, "err", err)
 			continue
 		}

@@ -3,7 +3,7 @@
 package server
 
 import (
-	"cmp"
+	"slices"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -34,18 +34,14 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 }
 
-// keysFor finds objects of models that have one layout: names of objects do not say of which they are.
+// keysFor finds objects of models that have one layout of each chunk size: names of objects do not say of which layout they are. Their
+// hashes are of one chunk size, so of several sizes it is the one that has the object.
 func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 	c := sc.caller()
-	sc.conn = cmp.Or(sc.conn, c.connection())
 	may := c.MayOpen() == nil
 	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
 		world, shard := int(name.Rank>>24), int(name.Rank>>16&0xff)
 		if rank, fits := kv.NewRank(world, shard); !may || !fits || rank != name.Rank {
-			return k, false
-		}
-		chunk, err := s.chunkOf(sc, 0, name.Model, world)
-		if err != nil {
 			return k, false
 		}
 		salt := name.Salt
@@ -54,15 +50,23 @@ func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 				return k, false
 			}
 		}
-		list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: salt, World: world, Chunk: chunk.tokens})
-		if len(list) != 1 {
-			return k, false
+		var keys []kv.Key
+		sizes, _ := s.registry.ChunksOf(0, c.By, name.Model, world, workers.AnyBase)
+		for _, size := range sizes {
+			list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: salt, World: world, Chunk: size})
+			if len(list) == 1 && int64(name.Group) < int64(list[0].Groups.Len()) {
+				list[0].Key(&k, shard, int(name.Group), name.Chunk)
+				keys = append(keys, k)
+			}
 		}
-		sh := list[0]
-		if int64(name.Group) >= int64(sh.Groups.Len()) {
-			return k, false
+		switch len(keys) {
+		case 0:
+			return kv.Key{}, false
+		case 1:
+			return keys[0], true
 		}
-		sh.Key(&k, shard, int(name.Group), name.Chunk)
-		return k, true
+		resident := s.store.OfChunk(name.Chunk)
+		i := slices.IndexFunc(keys, func(k kv.Key) bool { return slices.Contains(resident, k) })
+		return keys[max(i, 0)], true
 	}
 }

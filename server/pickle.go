@@ -184,11 +184,10 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	if !key.Packed && (!ok || int64(layout.Bytes()) != in.Bytes) {
 		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.Layout.Shape(), in.Layout.DType)
 	}
-	// A quotient, since the product might not fit.
-	over := int64(pickle.Overhead) * int64(max(1, len(in.Objects)))
-	if whole := in.Bytes + over; int64(n) > (s.opts.PickleBytes-over)/whole {
+	if n > s.inlineChunks(in) {
 		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
 	}
+	over := overhead(in)
 	size := n*int(in.Bytes+over) + int(over)
 	if sc.peer != nil && !s.router.HasRoom(sc.peer, int64(size)) {
 		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
@@ -222,6 +221,26 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	s.n.retrievesFinished.Add(false)
 	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, &blockCopy{key: key, chunk: sc.chunk}))
 	return nil
+}
+
+// overhead bounds what a message takes besides the bytes of a chunk, for each chunk and once more.
+func overhead(in *workers.Worker) int64 {
+	return int64(pickle.Overhead) * int64(max(1, len(in.Objects)))
+}
+
+// inlineChunks returns how many chunks of a worker fit into one message.
+func (s *Server) inlineChunks(in *workers.Worker) int {
+	over := overhead(in) // a quotient, since the product might not fit
+	return int(max(s.opts.PickleBytes-over, 0) / (in.Bytes + over))
+}
+
+// loadable returns how many chunks a lookup may find so that its engine can load them: where chunks pass through the socket, a load is
+// one message.
+func (s *Server) loadable(q *workers.Query, r *lmcache.LookupRequest) int {
+	if in := s.registry.LargestInline(q); in != nil {
+		return min(r.To, r.From+s.inlineChunks(in))
+	}
+	return r.To
 }
 
 // envelopeOf returns the objects of a load by group and chunk.

@@ -29,6 +29,9 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 	if news {
 		s.save()
 	}
+	if answer && sc.conn.sendToAsk() {
+		answer = false
+	}
 	if r.OfWorker { // a client that came over from an earlier server names its worker so
 		sc.conn.name(id)
 	}
@@ -65,7 +68,7 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
 	in.CameFrom(&sc.caller().Caller)
-	in.Generations, in.Envelopes = sc.conn.generations, reg.HasGroups
+	in.Generations, in.Envelopes, in.Base = sc.conn.generations, reg.HasGroups, sc.conn.base
 	sc.conn.name(in.ID)
 	if in.Generations.PickleOnly() {
 		return s.registerPickleOnly(sc, in)
@@ -180,7 +183,7 @@ func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) 
 		}
 	}
 	if err == nil {
-		in.Generations = sc.conn.generations
+		in.Generations, in.Base = sc.conn.generations, sc.conn.base
 		return s.admit(in)
 	}
 	in = &workers.Worker{ID: reg.InstanceID, Model: reg.Model, World: reg.WorldSize, Refused: safelog.Text(err.Error(), safelog.MaxText)}

@@ -205,7 +205,7 @@ func (s *Server) subscribe(sc *scratch, r *lmcache.SubscribeRequest) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	st := &stream{
 		key: streamKey{sc.caller().By, r.InstanceID}, peer: sc.peer, uid: bytes.Clone(sc.frames[0]), op: bytes.Clone(sc.frames[1]),
-		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)),
+		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)), // chunks of other sizes: see fitting
 		credit: make(chan struct{}, 1), cancel: cancel, book: s.opts.Events, cursor: r.Cursor,
 	}
 	st.seen.Store(time.Now().UnixNano())
@@ -288,6 +288,7 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 		case len(st.chunks) > 0 || batch.Lost:
 			batch.Events = st.fromSnapshot()
 		default:
+			st.records = st.fitting(st.records)
 			batch.Events = fromRecords(st.records)
 		}
 		st.records = st.records[:0]
@@ -313,14 +314,30 @@ func (st *stream) wants(r *events.Record) bool {
 // fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a
 // client that asks again from there gets the snapshot again.
 func (st *stream) fromSnapshot() (out []lmcache.KVEventRecord) {
-	n := min(st.limit, len(st.chunks))
-	for _, c := range st.chunks[:n] {
-		out = append(out, stored(c, st.resume))
+	n := 0
+	for room := int64(streamBytes); n < min(st.limit, len(st.chunks)) && (n == 0 || room > 0); n++ {
+		out = append(out, stored(st.chunks[n], st.resume))
+		room -= int64(len(st.chunks[n].Tokens))
 	}
 	if st.chunks = st.chunks[n:]; len(st.chunks) == 0 {
 		st.chunks = nil
 	}
 	return out
+}
+
+// fitting returns the first of some records whose tokens fit a batch, one at least. The stream then resumes behind them.
+func (st *stream) fitting(records []events.Record) []events.Record {
+	room := int64(streamBytes)
+	for i, r := range records {
+		if i > 0 && room <= 0 {
+			st.resume = records[i-1].Seq
+			return records[:i]
+		}
+		if !r.Removed {
+			room -= int64(len(r.Chunk.Tokens))
+		}
+	}
+	return records
 }
 
 // fromRecords translates records; chunks that went one after the other share an event.

@@ -201,6 +201,7 @@ func (f *found) has(g, world, c int) bool {
 func (s *Store) pin(sh object.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
 	l := lease.Lease{From: f.from, Chunks: hit, Rows: f.rows}
 	if hit <= f.from {
+		l.Chunks = 0 // it has no slots
 		return l, true
 	}
 	l.Slots, l.Left = f.slots[:hit*f.rows], make([]uint8, hit*f.rows)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
@@ -66,6 +67,25 @@ func TestLookupFromAChunk(t *testing.T) {
 	}
 }
 
+// An engine may have more chunks itself than a lookup searches: then its hit is what it has, and no more is looked at.
+func TestLookupFromBeyondItsBound(t *testing.T) {
+	const world = 255
+	b := newBench(t, t.TempDir(), 4, store.Options{})
+	defer b.stop()
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: world, Groups: object.FullAttention(16, chunkBytes)}
+	h := make([]kv.Hash, 9000)
+	for i := range h {
+		h[i] = kv.Hash{byte(i), byte(i >> 8), 7}
+	}
+	p, most := store.Hashed(h), 0
+	p.From, p.Hashes = 8500, func(n int) []kv.Hash { most = max(most, n); return h }
+	got := b.store.Lookup([]byte("r"), sh, p, 1)
+	if got.State != store.Ready || got.Hit != p.From || got.Objects != 0 || most >= p.From {
+		t.Errorf("a hit of %d chunks with %d objects, %d hashes: %+v", got.Hit, got.Objects, most, got)
+	}
+	b.store.EndSession([]byte("r"), lease.Owner{})
+}
+
 // What an earlier lookup of a request pinned is given back by its range, once, and nothing else of the request is.
 func TestFreeAbandoned(t *testing.T) {
 	b := newBench(t, t.TempDir(), 8, store.Options{})
@@ -95,6 +115,45 @@ func TestFreeAbandoned(t *testing.T) {
 	b.store.Clear(false)
 	if got := b.store.Lookup([]byte("s"), one, p, 1); got.Hit != 2 {
 		t.Fatalf("%+v, want nothing behind the start", got)
+	}
+}
+
+// An engine that computes the end of a prompt itself gives the last chunk of its newest hit back, and loads the others.
+func TestFreeAbandonedOfTheNewestHit(t *testing.T) {
+	for _, from := range []int{0, 1} {
+		b := newBench(t, t.TempDir(), 8, store.Options{})
+		h := prompt(1, 4)
+		b.put("a", h, 0, 4, 4)
+		b.store.EndSession([]byte("a"), lease.Owner{})
+		who := lease.Owner{}
+		p := store.Hashed(h)
+		p.From = from
+		if got := b.store.Lookup([]byte("r"), one, p, 1); got.Hit != 4 {
+			t.Fatalf("%+v", got)
+		}
+		free := b.store.Stats().EvictableObjs
+		b.store.FreeAbandoned([]byte("r"), who, 2, 4, 1) // no lookup began there, and an engine gives one chunk back
+		if now := b.store.Stats().EvictableObjs; now != free {
+			t.Errorf("%d chunks can be evicted, %d before: a range of no lookup released some", now, free)
+		}
+		b.store.FreeAbandoned([]byte("r"), who, 3, 4, 1)
+		b.store.FreeAbandoned([]byte("r"), who, 3, 4, 1) // once more: nothing is left of it
+		tr := transfer(1, h, from, 4, true)
+		var c store.Transfer
+		if why := b.store.BeginLoad([]byte("r"), tr, h, &c); why != miss.NotPinned {
+			t.Errorf("a load of all: %v, the last chunk is given back", why)
+		}
+		b.store.CommitLoad(tr, []byte("r"))
+		tr = transfer(1, h, from, 3, true)
+		if why := b.store.BeginLoad([]byte("r"), tr, h, &c); why != miss.None {
+			t.Errorf("a load of the others: %v", why)
+		}
+		b.store.CommitLoad(tr, []byte("r"))
+		b.store.Clear(false)
+		if got := b.hit(h); got.Hit != 0 {
+			t.Errorf("from %d: %d chunks are still pinned", from, got.Hit)
+		}
+		b.stop()
 	}
 }
 

@@ -75,7 +75,8 @@ type query struct {
 // went on before is given up.
 func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) LookupResult {
 	if p.From > 0 {
-		s.touchAll(sh, p.Hashes(p.From)[:p.From])
+		n := min(p.From, maxLookup/(sh.Groups.Len()*sh.World))
+		s.touchAll(sh, p.Hashes(n)[:n])
 	}
 	q := query{session, sh, p, readers}
 	f := found{rows: sh.Groups.Len() * sh.World}
@@ -127,6 +128,7 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 }
 
 func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
+	hit = max(hit, q.prompt.From) // what the engine has may be more than a lookup searches
 	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Tokens: q.prompt.Tokens, From: q.prompt.From, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
 	for g := range q.shard.Groups.Len() {
 		need := q.shard.Groups.Need(g, q.prompt.From, hit)
@@ -295,8 +297,9 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 	return begin, begin > from
 }
 
-// FreeAbandoned gives back readers readers of the chunks [from, to) that an earlier lookup of owner's session pinned:
-// of the oldest one that began at from, found the chunks up to to, and has readers left.
+// FreeAbandoned gives back readers readers of the chunks [from, to) that a lookup of owner's session pinned and no load
+// needs. That is the oldest lookup that began at from, found the chunks up to to, and has readers left; else, of one chunk, the
+// newest lookup, if it found the chunks up to to: an engine that computes the end of a prompt itself leaves the hit's last chunk.
 func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
 	for at, more := to, true; more; {
 		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)
@@ -308,22 +311,30 @@ func (s *Store) freeAbandonedSome(session []byte, owner lease.Owner, from, to, a
 	s.lock()
 	defer s.unlock()
 	sess := s.mu.leases.Get(session, owner, time.Now())
-	if sess == nil || sess.Note.state == Pending {
+	if sess == nil || sess.Note.state == Pending || from >= at {
 		return from, false
 	}
-	leases := sess.Leases()
+	l := abandonedOf(sess.Leases(), from, to, at)
+	if l == nil {
+		return from, false
+	}
+	begin = max(from, at-max(1, batch/l.Rows))
+	for row := range l.Rows {
+		l.Take(row, begin, at, readers, s.unpinLocked)
+	}
+	return begin, begin > from
+}
+
+// abandonedOf returns the lease of FreeAbandoned that has readers left of [from, at), or nil.
+func abandonedOf(leases []lease.Lease, from, to, at int) *lease.Lease {
 	for i := range leases {
 		l := &leases[i]
-		if l.From != from || l.Chunks != to || !l.Pinned() {
-			continue
+		last := i == len(leases)-1 && from == to-1 && l.From < from
+		if (l.From == from || last) && l.Chunks == to && l.Pinned(from, at) {
+			return l
 		}
-		begin = max(from, at-max(1, batch/l.Rows))
-		for row := range l.Rows {
-			l.Take(row, begin, at, readers, s.unpinLocked)
-		}
-		return begin, begin > from
 	}
-	return from, false
+	return nil
 }
 
 // touchAll makes what is kept of chunks the most recently used, of all shards and groups, the first chunk last.

@@ -25,7 +25,7 @@ var limitRows = map[string]string{
 
 	"registered workers":       "server.o.MaxInstances",
 	"silent worker":            "server.o.WorkerReap server.o.RegistrationGrace",
-	"chunk sizes whose":        "server.maxSizes",
+	"chunk sizes whose":        "server.maxSizes server.maxMisfits",
 	"workers that left":        "server/workers.maxDeparted server/workers.maxLooks",
 	"layers; KV groups":        "lmcache.maxLayers lmcache.maxGroups lmcache.maxDims",
 	"segments of a worker":     "server/lent.maxSegments",

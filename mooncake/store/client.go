@@ -150,7 +150,8 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	return errs
 }
 
-// checkExisting sets errs of objects that exist and cannot be read. Where the master does not answer they stay nil.
+// checkExisting sets errs of objects that exist and cannot be read, and puts those once more that are gone meanwhile, as a silent
+// node's are after about 30 s. Where the master does not answer they stay nil.
 func (c *Client) checkExisting(ctx context.Context, objects []Object, existing []int, errs []error) {
 	keys := make([]string, len(existing))
 	for n, i := range existing {
@@ -160,9 +161,27 @@ func (c *Client) checkExisting(ctx context.Context, objects []Object, existing [
 	if err != nil {
 		return
 	}
+	var gone []int
 	for n, i := range existing {
-		if errors.Is(found[n].Err, NotReady) {
+		switch {
+		case errors.Is(found[n].Err, NotReady):
 			errs[i] = fmt.Errorf("mooncake store: the master did not take the object: %w: %w", Exists, found[n].Err)
+		case errors.Is(found[n].Err, NotFound):
+			gone = append(gone, i)
+		}
+	}
+	for _, i := range gone {
+		c.put(ctx, objects[i:i+1], errs[i:i+1])
+		switch err := errs[i]; {
+		case err == nil:
+			c.stats.put.Add(1)
+			c.stats.putBytes.Add(int64(objects[i].Bytes()))
+		case errors.Is(err, Exists): // of another client by now
+			errs[i] = nil
+		case errors.Is(err, NoRoom):
+			c.stats.noRoom.Add(1)
+		default:
+			c.stats.putErrors.Add(1)
 		}
 	}
 }

@@ -344,3 +344,31 @@ func TestPutOfAHiddenObject(t *testing.T) {
 		t.Fatal(errs)
 	}
 }
+
+// An object that exists when it is put and is gone when it is looked at, as a silent node's is once the master gives the node up, is
+// put again: it is not said to exist.
+func TestPutOfAnObjectThatGoes(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	o := []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}
+	if errs := c.client.Put(t.Context(), o); errs[0] != nil || errs[1] != nil {
+		t.Fatal(errs)
+	}
+	goes := sync.OnceFunc(func() { c.master.Set(func() { delete(c.master.Objects, "a") }) })
+	c.master.Set(func() {
+		c.master.Before = func(method string) {
+			if method == "BatchGetReplicaList" {
+				goes()
+			}
+		}
+	})
+	if errs := c.client.Put(t.Context(), o); errs[0] != nil || errs[1] != nil {
+		t.Fatal(errs)
+	}
+	got := []byte{0}
+	if errs := c.client.Get(t.Context(), []Object{{"a", [][]byte{got}}}); errs[0] != nil || got[0] != 1 {
+		t.Errorf("%v, %d: it was said to be put", errs, got)
+	}
+	if n := c.client.Stats().Put; n != 3 {
+		t.Errorf("%d puts", n)
+	}
+}

@@ -40,6 +40,12 @@ type prefetches struct {
 	jobs map[string]*prefetchJob
 }
 
+// prefetchPart is a prompt in chunks of one size, in the layouts of its model that have it.
+type prefetchPart struct {
+	layouts []object.Shard
+	hashes  []kv.Hash
+}
+
 type prefetchJob struct {
 	found, total int
 	ended        time.Time // zero while it goes on
@@ -87,31 +93,40 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusBadRequest, "cache_salt has more than 128 characters")
 		return
 	}
-	chunk := p.server.ChunksOf(*body.Model, *body.World)[0]
-	layouts := p.server.ShardsOf(*body.Model, body.Salt, *body.World, chunk)
-	if len(layouts) == 0 {
+	var parts []prefetchPart
+	registered, chunks, total := false, 0, 0
+	for _, size := range p.server.ChunksOf(*body.Model, *body.World) {
+		part := prefetchPart{layouts: p.server.ShardsOf(*body.Model, body.Salt, *body.World, size)}
+		if len(part.layouts) == 0 {
+			continue
+		}
+		registered, part.hashes = true, kv.ChunkHashes(tokens, size)
+		if len(part.hashes) == 0 {
+			continue
+		}
+		for _, sh := range part.layouts {
+			total += needs(sh, len(part.hashes))
+		}
+		parts, chunks = append(parts, part), chunks+len(part.hashes)
+	}
+	if !registered {
 		detail(w, http.StatusServiceUnavailable, "no worker of this model and world size is registered: its engine has to start first")
 		return
 	}
-	hashes := kv.ChunkHashes(tokens, chunk)
-	if len(hashes) == 0 {
+	if chunks == 0 {
 		writeJSON(w, http.StatusAccepted, map[string]any{"chunks": 0, "status": "noop"})
 		return
-	}
-	total := 0
-	for _, sh := range layouts {
-		total += needs(sh, len(hashes))
 	}
 	id, job := p.begin(total)
 	if job == nil {
 		detail(w, http.StatusServiceUnavailable, "256 prefetches are in progress: try again when some have ended")
 		return
 	}
-	if !p.server.Store().Go(func() { p.run(id, job, layouts, hashes) }) {
+	if !p.server.Store().Go(func() { p.run(id, job, parts) }) {
 		detail(w, http.StatusServiceUnavailable, "the server ends")
 		return
 	}
-	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": len(hashes), "status": "submitted"})
+	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": chunks, "status": "submitted"})
 }
 
 // needs returns how many objects a hit of chunks chunks takes.
@@ -156,10 +171,12 @@ func (p *prefetches) dropOldestEnded() bool {
 // prefetchOwner is whose these sessions are among all.
 var prefetchOwner = lease.Owner{Peer: "prefetches"}
 
-func (p *prefetches) run(id string, job *prefetchJob, layouts []object.Shard, hashes []kv.Hash) {
+func (p *prefetches) run(id string, job *prefetchJob, parts []prefetchPart) {
 	found := 0
-	for _, sh := range layouts {
-		found += p.load("prefetch "+id, sh, hashes)
+	for _, part := range parts {
+		for _, sh := range part.layouts {
+			found += p.load("prefetch "+id, sh, part.hashes)
+		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -104,6 +104,37 @@ func TestPrefetches(t *testing.T) {
 	}
 }
 
+// A prefetch of a model whose engines have unlike chunk sizes is in each of them.
+func TestPrefetchInEachChunkSize(t *testing.T) {
+	s := newServer(t) // with a worker of 16 tokens
+	addr, err := s.ListenChunks(t.Context(), "tcp://127.0.0.1:*", 24)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := lmcache.NewClient("tcp://" + addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if n, err := c.ChunkTokens(ctx); err != nil || n != 24 {
+		t.Fatal(n, err)
+	}
+	reg := lmcache.EngineDriven{InstanceID: 8, Model: "m", WorldSize: 1, BlockSize: 24, Layers: 1, Hidden: 128, DType: "bfloat16", SinglePlane: true, PhysicalSlots: 24}
+	if _, err := c.RegisterEngineDriven(ctx, &reg); err != nil {
+		t.Fatal(err)
+	}
+	h := admin.Handler(s, admin.Options{})
+	for tokens, want := range map[int]string{48: `"chunks":5`, 23: `"chunks":1`, 15: `"noop"`} {
+		body := `{"model_name": "m", "world_size": 1, "token_ids": [` + strings.TrimSuffix(strings.Repeat("0,", tokens), ",") + `]}`
+		code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json")
+		if code != http.StatusAccepted || !strings.Contains(strings.ReplaceAll(text, " ", ""), want) {
+			t.Errorf("%d tokens: %d %s, want %s", tokens, code, text, want)
+		}
+	}
+}
+
 // A server that ends waits for the prefetches that were begun.
 func TestPrefetchesEndWithTheirServer(t *testing.T) {
 	body := `{"model_name": "m", "world_size": 1, "token_ids": [` + strings.TrimSuffix(strings.Repeat("0,", 100_000), ",") + `]}`

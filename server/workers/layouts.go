@@ -338,6 +338,28 @@ func (r *Registry) ShardsOf(q *Query) (object.Shard, error) {
 	return l.shard(q), nil
 }
 
+// LargestInline returns the worker with the largest chunks, of those that a lookup is for, where the chunks of all of them pass through
+// the socket: of by's own where there are some. Else it returns nil.
+func (r *Registry) LargestInline(q *Query) (of *Worker) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	l, err := r.layoutLocked(q)
+	if err != nil {
+		return nil
+	}
+	own := slices.ContainsFunc(l.workers, func(in *Worker) bool { return in.By == q.By })
+	for _, in := range l.workers {
+		switch {
+		case own && in.By != q.By:
+		case in.Lent != nil || in.Side() != Pickle:
+			return nil
+		case of == nil || in.Bytes > of.Bytes:
+			of = in
+		}
+	}
+	return of
+}
+
 // EachShardsOf returns where the shards of a model are, of each of its layouts.
 func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	r.mu.RLock()

@@ -27,6 +27,7 @@ type Saved struct {
 	Model   string
 	World   int
 	Chunk   int `json:",omitempty"` // tokens; 0 in notes of servers that had one size
+	Base    int `json:",omitempty"` // chunk size of the listener that it registered over
 	Layout  kv.Layout
 	Groups  []lmcache.GroupLayout `json:",omitempty"`
 	Pinged  bool
@@ -77,7 +78,7 @@ func (r *Registry) Encode(leftovers []lent.Segment, chunks []int, max int) (b []
 
 func (in *Worker) saved() *Saved {
 	w := &Saved{
-		ID: in.ID, Model: in.Model, World: in.World, Chunk: in.Chunk, Layout: in.Layout, Groups: in.GroupLayouts, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
+		ID: in.ID, Model: in.Model, World: in.World, Chunk: in.Chunk, Base: in.Base, Layout: in.Layout, Groups: in.GroupLayouts, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
 		Client: in.Generations.String(), Asleep: in.Asleep(), Mapped: in.Mapped,
 	}
 	if p := in.Process.Load(); p != nil {

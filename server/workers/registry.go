@@ -46,7 +46,14 @@ type Registry struct {
 		unknown   map[workerID]stranger       // unknown ones that got their false ping
 		order     []workerID                  // of unknown, oldest first
 		clients   map[*Client]struct{}        // whose process is looked for
+		former    map[workerID]formerWorker   // of an earlier server, not taken over
 	}
+}
+
+// formerWorker is what is remembered of a worker of an earlier server that was not taken over.
+type formerWorker struct {
+	model              string
+	world, chunk, base int
 }
 
 // modelKey names the workers of one model and chunk size: those of one peer, or everybody's.
@@ -100,6 +107,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.mappings = make(map[access.Principal]int)
 	r.mu.unknown = make(map[workerID]stranger)
 	r.mu.clients = make(map[*Client]struct{})
+	r.mu.former = make(map[workerID]formerWorker)
 	return r
 }
 
@@ -186,7 +194,11 @@ func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 			in.TakeSide(Places)
 		}
 	}
+	if _, former := r.mu.former[in.who()]; former || old != nil && old.Taken {
+		in.Taken = true
+	}
 	delete(r.mu.gone, in.who())
+	delete(r.mu.former, in.who())
 	r.forgetUnknownLocked(in.who())
 	r.mu.seq++
 	in.seq = r.mu.seq
@@ -404,21 +416,81 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 	return g
 }
 
-// ChunksOf returns the chunk sizes of the workers of a model, rising: of worker id of by's alone where one is named and
-// known. taken reports whether an earlier server knew one of them.
-func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world int) (sizes []int, taken bool) {
+// AnyBase stands for workers of all listeners.
+const AnyBase = -1
+
+// ChunksOf returns the chunk sizes that an engine which has not asked this server may go by, rising: that of worker id of by's
+// alone where one is named and known. Else those of the workers of a model that registered over a listener of chunk size base, as
+// engines use one listener; of by's own alone where there is one for each shard. Where no worker is registered, those of workers
+// that an earlier server knew and this one did not take over count. sure reports whether the size is that of the named worker, or
+// an earlier server knew one of the workers.
+func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world, base int) (sizes []int, sure bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
-		return []int{in.Chunk}, in.Taken
+	if id != 0 {
+		who := workerID{id, by}
+		if in := r.mu.instances[who]; in != nil && in.Chunk > 0 {
+			return []int{in.Chunk}, true
+		}
+		if was, known := r.mu.former[who]; known {
+			return []int{was.chunk}, true
+		}
+	}
+	var own, all []int
+	var ownSure, allSure bool
+	add := func(owner access.Principal, chunk int, taken bool) {
+		all, allSure = append(all, chunk), allSure || taken
+		if owner == by {
+			own, ownSure = append(own, chunk), ownSure || taken
+		}
 	}
 	for _, in := range r.mu.instances {
-		if in.Refused == "" && in.World == world && in.Model == string(model) {
-			sizes, taken = append(sizes, in.Chunk), taken || in.Taken
+		if in.Refused == "" && in.World == world && in.Model == string(model) && (base == AnyBase || in.Base == base) {
+			add(in.By, in.Chunk, in.Taken)
+		}
+	}
+	if len(all) == 0 {
+		for who, was := range r.mu.former {
+			if was.world == world && was.model == string(model) && (base == AnyBase || was.base == base) {
+				add(who.by, was.chunk, true)
+			}
+		}
+	}
+	if len(own) >= max(world, 1) && base != AnyBase {
+		all, allSure = own, ownSure
+	}
+	slices.Sort(all)
+	return slices.Compact(all), allSure
+}
+
+// ChunksOfClient returns the chunk sizes, rising, of those workers of a model that are of a client's process or its relatives.
+func (r *Registry) ChunksOfClient(from *Client, model []byte, world int) (sizes []int) {
+	if from == nil {
+		return nil
+	}
+	own := from.process.Load()
+	if own == nil {
+		return nil
+	}
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for _, in := range r.mu.instances {
+		if f := in.family.Load(); f != nil && in.Refused == "" && in.World == world && in.Model == string(model) && own.related(f) {
+			sizes = append(sizes, in.Chunk)
 		}
 	}
 	slices.Sort(sizes)
-	return slices.Compact(sizes), taken
+	return slices.Compact(sizes)
+}
+
+// NotTaken notes a worker that an earlier server knew and that is not registered: its engine goes by the chunk size that it has
+// there, of chunk tokens. Registered again it has its own.
+func (r *Registry) NotTaken(w *Saved, chunk int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.mu.former) < r.max && chunk > 0 && chunk <= kv.MaxChunkTokens {
+		r.mu.former[workerID{w.ID, w.By}] = formerWorker{w.Model, w.World, chunk, w.Base}
+	}
 }
 
 // Pickles reports whether by has a worker that may send pickled chunks.

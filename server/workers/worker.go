@@ -25,6 +25,7 @@ type Worker struct {
 	Model       string
 	World       int
 	Chunk       int       // tokens
+	Base        int       // chunk size of the listener that it registered over; 0 is the server's
 	Layout      kv.Layout // of the first object group
 	Objects     []kv.Layout
 	Bytes       int64  // per chunk
@@ -36,7 +37,7 @@ type Worker struct {
 	By          access.Principal    // who may speak for it
 	Key         int64               // names it in the store
 	Generations lmcache.Generations // that its client can be of
-	Taken       bool                // an earlier server knew it
+	Taken       bool                // an earlier server knew it, or an earlier registration of it
 	Refused     string              // why its transfers are declined; empty when they are not
 	Mapped      int64               // bytes of the pool that it was offered; 0 for a worker that was offered none
 	Socket      uint64              // inode of the one it registered over; 0 unknown

@@ -442,9 +442,9 @@ func (l *Lease) covers(spans []Span) bool {
 	return true
 }
 
-// Pinned reports whether a slot has readers left.
-func (l *Lease) Pinned() bool {
-	for _, n := range l.Left {
+// Pinned reports whether a slot of the chunks [from, to), which the lease has, has readers left.
+func (l *Lease) Pinned(from, to int) bool {
+	for _, n := range l.Left[from*l.Rows : to*l.Rows] {
 		if n > 0 {
 			return true
 		}

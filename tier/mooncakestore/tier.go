@@ -264,20 +264,34 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	case !ok:
 		return t.o.Names.Unnamed(k)
 	}
-	err := t.client.Put(ctx, []store.Object{{Key: name, Parts: [][]byte{src}}})[0]
-	switch {
-	case errors.Is(err, store.Exists):
+	object := []store.Object{{Key: name, Parts: [][]byte{src}}}
+	err := t.client.Put(ctx, object)[0]
+	if errors.Is(err, store.Exists) {
 		found, err := t.existing(ctx, name)
-		if err != nil {
-			return err
+		if errors.Is(found.Err, store.NotFound) { // it is gone meanwhile, as a silent node's objects are after about 30 s
+			if err = t.client.Put(ctx, object)[0]; errors.Is(err, store.Exists) {
+				found, err = t.existing(ctx, name)
+			} else {
+				found = store.Found{}
+			}
 		}
-		if errors.Is(found.Err, store.NotReady) {
+		switch {
+		case err != nil:
+			return t.notPut(ctx, err)
+		case errors.Is(found.Err, store.NotReady), errors.Is(found.Err, store.NotFound):
 			return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, store.Exists, found.Err)
 		}
 		if n := length(&found); n > 0 && n != m.Len {
 			return fmt.Errorf("%w: there is an object of %d bytes by its name", tier.ErrNotKept, n)
 		}
 		return nil
+	}
+	return t.notPut(ctx, err)
+}
+
+// notPut returns the error of a put as a tier's.
+func (t *Tier) notPut(ctx context.Context, err error) error {
+	switch {
 	case errors.Is(err, store.NoRoom) && t.hasNoRoom(ctx): // no node is there, or all are full: the object waits
 		return fmt.Errorf("%w: %w: %w", tier.ErrResting, tier.ErrFull, err)
 	case errors.Is(err, store.NoRoom): // for one of this size

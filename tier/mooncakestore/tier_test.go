@@ -253,6 +253,34 @@ func TestHiddenObjectIsNotKept(t *testing.T) {
 	}
 }
 
+// An object that goes between the put that finds it and the question where it is counts as written only once it is there again.
+func TestObjectThatGoesIsWritten(t *testing.T) {
+	c := newCluster(t, 1)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	b := put(t, x, 1, 100)
+	name, _ := x.name(key(1))
+	times := 1
+	c.Set(func() {
+		c.Before = func(method string) {
+			if method == "BatchGetReplicaList" {
+				c.Set(func() {
+					if times--; times >= 0 {
+						delete(c.Objects, name)
+					}
+				})
+			}
+		}
+	})
+	if err := x.Write(t.Context(), key(1), tier.Meta{Len: 100}, b); err != nil {
+		t.Error(err)
+	}
+	got := make([]byte, 100)
+	if _, err := x.Read(t.Context(), key(1), got); err != nil || !bytes.Equal(got, b) {
+		t.Errorf("it was said to be written: %v", err)
+	}
+}
+
 // lines is a log that is looked at while it is written.
 type lines struct {
 	mu sync.Mutex
