@@ -280,6 +280,10 @@ func TestAdmin(t *testing.T) {
 	testkit.Eventually(t, "it runs", func() bool { return p.Stats().Engine[one] == 1 })
 	call(http.MethodPost, "/engines", fmt.Sprintf(`{"url":%q,"role":"engine"}`, two), 201)
 	testkit.Eventually(t, "it is well", func() bool { return p.Stats().Well[two] == 1 })
+	for _, method := range []string{"POST /engines/drain", "POST /engines/undrain", "DELETE /engines"} { // a role that is misspelt is none
+		method, path, _ := strings.Cut(method, " ")
+		call(method, path+"?role=engines&url="+neturl.QueryEscape(one), "", 404)
+	}
 	call(http.MethodPost, "/engines/drain?url="+neturl.QueryEscape(one), "", 200)
 	for range 4 {
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 || text != `{"two":2}` {

@@ -101,8 +101,12 @@ func (p *Proxy) Admin(token string) http.Handler {
 
 // each calls f with the engines of a URL, and of a role unless it is empty. It reports whether there is one.
 func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
+	of, known := roleNames[role]
+	if role != "" && !known {
+		return false
+	}
 	for _, b := range p.fleet.engines() {
-		if b.url == trimURL(url) && (role == "" || roleNames[role] == b.role) {
+		if b.url == trimURL(url) && (role == "" || of == b.role) {
 			found = true
 			f(b)
 		}
@@ -119,9 +123,6 @@ func (p *Proxy) Engines() []EngineState { return p.states() }
 // DrainEngine lets no new requests to the engines of a URL, and of a role unless it is empty, or lets them through again. It reports false where
 // there is none.
 func (p *Proxy) DrainEngine(url, role string, on bool) bool {
-	if _, known := roleNames[role]; role != "" && !known {
-		return false
-	}
 	return p.each(url, role, func(b *backend) { b.draining.Store(on) })
 }
 

@@ -310,12 +310,17 @@ func (p *Peer) writeChunk() error {
 	return err
 }
 
-// wrote accounts for n bytes that left, and wakes the reading goroutine if it
-// waits for room.
+// wrote accounts for n bytes that left.
 func (p *Peer) wrote(n int) {
 	p.count.bytesOut.Add(uint64(n))
+	p.retain(-int64(n))
+}
+
+// retain accounts for n more bytes that wait to be sent. Where they become fewer, it wakes the reading goroutine if that
+// waits for room.
+func (p *Peer) retain(n int64) {
 	bound := int64(p.role.limits.queueBytes)
-	if left := p.queued.Add(-int64(n)); left <= bound && left+int64(n) > bound {
+	if left := p.queued.Add(n); left <= bound && left-n > bound {
 		select {
 		case p.drained <- struct{}{}:
 		default:
@@ -460,6 +465,9 @@ func (p *Peer) trim() {
 	defer p.mu.Unlock()
 	if !p.mu.writing && (p.mu.q.empty() || p.mu.err != nil) {
 		p.mu.q, p.out, p.vecs = queue{}, batch{}, nil
+		if c, ok := p.conn.(*secureConn); ok {
+			c.trim()
+		}
 	}
 }
 

@@ -47,10 +47,10 @@ type secureConn struct {
 
 	write struct {
 		sync.Mutex
-		part    []byte // of what the Peer wrote, less than a frame
+		part    []byte // of what the Peer wrote, less than a frame; counted in Peer.queued
 		sealed  []byte // scratch
-		begun   bool   // our greeting was sent
-		greeted bool   // the Peer's greeting was taken
+		greeted bool   // the network has our greeting
+		taken   bool   // the Peer's greeting was taken
 		said    bool   // its READY was
 	}
 }
@@ -90,7 +90,7 @@ func (c *secureConn) Read(b []byte) (int, error) {
 			c.peer.count.reads.Add(1)
 		} else if err != nil {
 			if c.at == len(c.in) {
-				c.in, c.at = nil, 0 // an idle connection holds no buffer
+				c.in, c.plain, c.at, c.out = nil, nil, 0, 0 // an idle connection holds no buffer
 			}
 			return 0, err
 		}
@@ -138,7 +138,9 @@ func (c *secureConn) step() (more bool, err error) {
 		return false, err
 	}
 	c.at += n
-	c.peer.begun.Store(0)
+	if c.peer.in.end == c.peer.in.start { // else the Peer's message, of which this is a part, has begun before
+		c.peer.begun.Store(0)
+	}
 	if c.phase == traffic {
 		return true, c.message(flags, body)
 	}
@@ -197,6 +199,8 @@ func (c *secureConn) limit(size uint64) error {
 	switch {
 	case d.allow != nil && size > uint64(d.large)+sealedBytes && !d.allow():
 		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, size, d.large)
+	case d.maxFirst > 0 && len(d.spans) == 0 && size > uint64(max(d.maxFirst, maxCommandBytes))+sealedBytes: // the Peer has used all frames before
+		return fmt.Errorf("%w: first frame of %d bytes, at most %d", errTooLarge, size, d.maxFirst)
 	case size > uint64(max(d.maxFrame, maxCommandBytes))+sealedBytes:
 		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, size, d.maxFrame)
 	}
@@ -259,26 +263,26 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 	return nil
 }
 
-// answer writes a part of the handshake.
+// answer writes a part of the handshake. The Peer's greeting, which a goroutine of its own writes, may come later.
 func (c *secureConn) answer(b []byte) error {
 	if len(b) == 0 {
 		return nil
 	}
 	c.write.Lock()
 	defer c.write.Unlock()
-	if err := c.greetLocked(); err != nil { // the goroutine that writes for the Peer may not have come to it
+	if err := c.greetLocked(); err != nil {
 		return err
 	}
 	_, err := c.Conn.Write(b)
 	return err
 }
 
-// greetLocked sends our greeting, once: it comes before all else.
+// greetLocked writes our greeting, once.
 func (c *secureConn) greetLocked() error {
-	if c.write.begun {
+	if c.write.greeted {
 		return nil
 	}
-	c.write.begun = true
+	c.write.greeted = true
 	_, err := c.Conn.Write(appendGreetingOf(nil, c.mech.name(), c.mech.server()))
 	return err
 }
@@ -291,16 +295,17 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	if w.said && !c.mech.sealing() {
 		return c.Conn.Write(b)
 	}
+	before := len(w.part)
 	w.part = append(w.part, b...)
 	rest := w.part
-	if !w.greeted && len(rest) >= greetingBytes {
-		rest, w.greeted = rest[greetingBytes:], true
+	if !w.taken && len(rest) >= greetingBytes {
+		rest, w.taken = rest[greetingBytes:], true
 		if err := c.greetLocked(); err != nil {
 			return 0, err
 		}
 	}
 	w.sealed = w.sealed[:0]
-	for w.greeted {
+	for w.taken {
 		flags, body, n := ownFrame(rest)
 		if n == 0 {
 			break
@@ -318,19 +323,56 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	if w.said && !c.mech.sealing() {
 		w.sealed, rest = append(w.sealed, rest...), nil
 	}
-	w.part = append(w.part[:0], rest...)
+	if err := c.send(w.sealed); err != nil {
+		return 0, err
+	}
+	if len(rest) < len(w.part) {
+		w.part = append(w.part[:0], rest...)
+	}
 	if cap(w.part) > keepBuffer && len(w.part) == 0 {
 		w.part = nil
-	}
-	if len(w.sealed) > 0 {
-		if _, err := c.Conn.Write(w.sealed); err != nil {
-			return 0, err
-		}
 	}
 	if cap(w.sealed) > keepBuffer {
 		w.sealed = nil
 	}
+	c.peer.retain(int64(len(w.part) - before))
 	return len(b), nil
+}
+
+// send writes sealed frames. The peer has WriteTimeout for each part of them, as for what is not sealed; the caller has set the
+// deadline of the first one.
+func (c *secureConn) send(b []byte) error {
+	for len(b) > 0 {
+		n := min(len(b), stallBytes)
+		if _, err := c.Conn.Write(b[:n]); err != nil {
+			return err
+		}
+		if b = b[n:]; len(b) == 0 {
+			return nil
+		}
+		if err := c.Conn.SetWriteDeadline(time.Now().Add(c.peer.role.limits.writeTimeout)); err != nil {
+			return err
+		}
+		if c.peer.mustLook.Load() && c.peer.Err() != nil { // fail may have set its deadline before ours
+			return ErrClosed
+		}
+	}
+	return nil
+}
+
+// trim releases the buffers of an idle connection that sends nothing.
+func (c *secureConn) trim() {
+	if !c.write.TryLock() {
+		return
+	}
+	defer c.write.Unlock()
+	if len(c.write.part) > 0 {
+		return
+	}
+	c.write.part, c.write.sealed = nil, nil
+	if m, ok := c.mech.(*curve); ok {
+		m.scratch = nil
+	}
 }
 
 // ownFrame returns the frame of the Peer's that b begins with, and its length; 0: it is not whole.

@@ -161,14 +161,14 @@ func (r *Router) HasRoom(p *Peer, n int64) bool {
 
 // makeRoomLocked returns the connection to close for a new one of host newcomer, or nil
 // if the newcomer is refused. It chooses the host with most connections, counting the
-// newcomer, and of that host the unmarked connection that has been silent longest.
+// newcomer, and of that host the unmarked connection that has been silent longest. Where
+// clients prove who they are, those that have not done so yet are looked at first, as if
+// there were no others: strangers close each other's connections, not those of clients.
 func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
-	hosts := map[string]int{newcomer: 1}
-	for p := range r.mu.peers {
-		if !p.ended() {
-			hosts[p.host]++
-		}
+	if stranger := r.strangerLocked(newcomer); stranger != nil {
+		return stranger
 	}
+	hosts := r.hostsLocked(newcomer, true)
 	for p := range r.mu.peers {
 		if p.marked.Load() || p.ended() || hosts[p.host] == 1 {
 			continue
@@ -193,6 +193,35 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 		}
 	}
 	return silent
+}
+
+// strangerLocked returns the connection to close of those that have not proved who they are: the oldest one of the host with most of them. It is nil where
+// clients need not prove anything, or each host has one such connection.
+func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
+	if r.role.mechanism == nil {
+		return nil
+	}
+	hosts := r.hostsLocked(newcomer, false)
+	for p := range r.mu.peers {
+		if p.ready.Load() || p.ended() || hosts[p.host] == 1 {
+			continue
+		}
+		if oldest == nil || hosts[p.host] > hosts[oldest.host] || p.host == oldest.host && p.born.Before(oldest.born) {
+			oldest = p
+		}
+	}
+	return oldest
+}
+
+// hostsLocked returns how many connections each host has, with a new one of newcomer: those that have not shaken hands yet, or all.
+func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
+	hosts := map[string]int{newcomer: 1}
+	for p := range r.mu.peers {
+		if !p.ended() && (all || !p.ready.Load()) {
+			hosts[p.host]++
+		}
+	}
+	return hosts
 }
 
 // Mark protects a connection that is in use for long: the Router does not close it to

@@ -475,3 +475,22 @@ func TestCertificatesThatCountNoMore(t *testing.T) {
 		wg.Wait()
 	})
 }
+
+// A file that says whom to let in may be read by every user of the machine, and written by none of them.
+func TestPublicFilesThatEveryUserMayWrite(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "clients")
+	if err := os.WriteFile(path, []byte("ann\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for mode, refused := range map[os.FileMode]bool{0o600: false, 0o644: false, 0o664: false, 0o646: true, 0o602: true, 0o666: true} {
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+		_, err := auth.OpenFile(auth.FileOptions{Path: path, MaxBytes: 100, Public: true, Parse: func([]byte) (auth.Change, error) {
+			return auth.Change{Take: func() {}, Entries: 1}, nil
+		}})
+		if refused != (err != nil) || refused && !strings.Contains(err.Error(), "chmod o-w") {
+			t.Errorf("mode %04o: %v", mode, err)
+		}
+	}
+}

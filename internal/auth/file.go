@@ -80,9 +80,12 @@ func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
 		return nil, stamp{}, &FileError{path, "not a regular file"}
 	}
 	if private {
-		if err := checkMode(path, info); err != nil {
-			return nil, stamp{}, err
-		}
+		err = checkMode(path, info)
+	} else if info.Mode().Perm()&0o002 != 0 { // who may write it decides whom it lets in
+		err = &FileError{path, fmt.Sprintf("every user of this machine may write it (mode %04o): chmod o-w", info.Mode().Perm())}
+	}
+	if err != nil {
+		return nil, stamp{}, err
 	}
 	text, err := io.ReadAll(io.LimitReader(f, max+1))
 	switch {
@@ -107,7 +110,7 @@ type Change struct {
 type FileOptions struct {
 	Path     string
 	MaxBytes int64
-	Public   bool // it has no secret: every user may read it
+	Public   bool // it has no secret: every user may read it, and not write it
 
 	// Parse says what a text means, and changes nothing.
 	Parse func(text []byte) (Change, error)

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -29,9 +30,44 @@ type found struct {
 }
 
 // find looks at objects: one round for their headers, and one more where some have
-// several stripes. Where only some servers answered the error is errSome, and what the
+// several stripes. Of those that lack a stripe it looks at the headers again: where another server has put an object in
+// the place of one meanwhile, that is what stands there. Where only some servers answered the error is errSome, and what the
 // others have looks as if it were not there.
 func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
+	all, some := t.findOnce(ctx, keys)
+	if all == nil {
+		return nil, some
+	}
+	var lack []int
+	var queries []query
+	now := make([]found, len(keys))
+	for i := range all {
+		if all[i].headed && !all[i].good {
+			lack = append(lack, i)
+			queries = append(queries, t.lookAt(keys[i], &now[i]))
+		}
+	}
+	if len(lack) == 0 || t.ask(ctx, queries) != nil { // what was found counts
+		return all, some
+	}
+	var replaced []kv.Key
+	lack = slices.DeleteFunc(lack, func(i int) bool { return !now[i].headed || now[i].header == all[i].header })
+	for _, i := range lack {
+		replaced = append(replaced, keys[i])
+	}
+	if len(lack) == 0 {
+		return all, some
+	}
+	if again, _ := t.findOnce(ctx, replaced); again != nil {
+		for j, i := range lack {
+			all[i] = again[j]
+		}
+	}
+	return all, some
+}
+
+// findOnce is find, where nothing is replaced meanwhile.
+func (t *Tier) findOnce(ctx context.Context, keys []kv.Key) ([]found, error) {
 	all := make([]found, len(keys))
 	queries := make([]query, len(keys))
 	for i, k := range keys {
@@ -113,8 +149,17 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 	return f, nil
 }
 
-// readNative fills dst from an object's stripes.
+// readNative fills dst from an object's stripes. An object that another server put in its place meanwhile is read instead.
 func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
+	m, replaced, err := t.readNativeOnce(ctx, k, dst, sum)
+	if replaced && ctx.Err() == nil {
+		m, _, err = t.readNativeOnce(ctx, k, dst, sum)
+	}
+	return m, err
+}
+
+// readNativeOnce also reports whether another object was put in the place of the one that it read.
+func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (m tier.Meta, replaced bool, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var h header
 	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
@@ -129,32 +174,33 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 		})
 	}
 	if errors.Is(err, errForeign) {
-		return tier.Meta{}, tier.ErrMissing
+		return tier.Meta{}, false, tier.ErrMissing
 	}
 	if h.length > 0 && isOurs(err) { // a part of it is missing or torn: no use to anybody
-		_ = t.removeTorn(ctx, k, h, torn)
-		return tier.Meta{}, tier.ErrMissing
+		return tier.Meta{}, t.removeTorn(ctx, k, h, torn), tier.ErrMissing
 	}
 	if err != nil {
-		return tier.Meta{}, err
+		return tier.Meta{}, false, err
 	}
-	return h.meta(), nil
+	return h.meta(), false, nil
 }
 
 // removeTorn removes the rest of an object whose parts do not fit together; first is true where its first value
-// does not fit. An object that another server has put in its place meanwhile stays.
-func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) error {
+// does not fit. An object that another server has put in its place meanwhile stays, and is reported. What cannot be removed is
+// removed by the next reader.
+func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) (replaced bool) {
 	all, err := t.find(ctx, []kv.Key{k})
 	if err != nil {
-		return err
+		return false
 	}
 	switch now, name := all[0], t.name(k); {
 	case now.header != h:
-		return t.remove(ctx, name, names(name, h)[1:])
+		_ = t.remove(ctx, name, names(name, h)[1:])
+		return now.good
 	case first, !now.good:
-		return t.remove(ctx, name, names(name, h))
+		_ = t.remove(ctx, name, names(name, h))
 	}
-	return nil
+	return false
 }
 
 // readFirst reads an object's header and its first stripe. With an error about the

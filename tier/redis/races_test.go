@@ -15,6 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
+	"github.com/kvasir-kv/kvasir/tier/seal"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
@@ -62,9 +63,8 @@ func TestStripesOfTheSecondWriterEnd(t *testing.T) {
 	}
 }
 
-// A reader that finds a part of an object missing because another one has just taken its place leaves
-// that alone.
-func TestReaderLeavesAReplacedObject(t *testing.T) {
+// A reader that finds a part of an object missing because another one has just taken its place reads that.
+func TestReaderReadsWhatReplacedAnObject(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)
 	former, formerMeta := tiertest.Object(1, 15<<10)
@@ -79,13 +79,51 @@ func TestReaderLeavesAReplacedObject(t *testing.T) {
 		}
 		return nil, false
 	})
-	dst := make([]byte, len(former))
-	if _, err := a.Read(t.Context(), k, dst); !errors.Is(err, tier.ErrMissing) {
-		t.Errorf("Read: %v", err)
+	for range 2 {
+		dst := make([]byte, len(former))
+		if m, sum, err := tier.ReadSummed(t.Context(), a, k, dst); err != nil || m != nextMeta || sum != nextMeta.Sum || !bytes.Equal(dst, next) {
+			t.Errorf("what took its place: %+v, %v; there are %q", m, err, f.names())
+		}
+		f.misbehave(nil)
 	}
-	f.misbehave(nil)
-	if m, err := a.Read(t.Context(), k, dst); err != nil || m != nextMeta || !bytes.Equal(dst, next) {
-		t.Errorf("what took its place: %+v, %v; there are %q", m, err, f.names())
+}
+
+// A server that encrypts an object anew hides it from no other server: their lookups and reads find the former one or the new one at each
+// moment.
+func TestObjectsThatAreEncryptedAnewAreFound(t *testing.T) {
+	for _, command := range []string{"GETRANGE", "GET"} { // of the lookup, and of the read
+		f := newFake(t)
+		o := redis.Options{Addrs: []string{f.addr}, Stripe: 64 << 10}
+		former, both := tiertest.Keys(t, 1), tiertest.Keys(t, 2, 1)
+		b, m := tiertest.Object(1, 300_000)
+		k := tiertest.Key(1)
+		if err := seal.New(open(t, o), former, seal.Options{}).Write(t.Context(), k, m, b); err != nil {
+			t.Fatal(err)
+		}
+		rekeys, reads := seal.New(open(t, o), both, seal.Options{}).Sealed(), seal.New(open(t, o), both, seal.Options{}).Sealed()
+		var begun atomic.Bool
+		f.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
+			if cmd[0] == command && strings.HasSuffix(cmd[1], "}") && begun.CompareAndSwap(false, true) { // the answer is the former header
+				n, err := rekeys.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(seal.RekeyStats) {})
+				if err != nil || n.Rewritten != 1 {
+					t.Errorf("rekey: %+v, %v", n, err)
+				}
+			}
+			return nil, false
+		})
+		if command == "GETRANGE" {
+			metas := make([]tier.Meta, 1)
+			if err := reads.Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0] != m {
+				t.Errorf("a lookup found %+v, %v", metas[0], err)
+			}
+		}
+		dst := make([]byte, len(b))
+		if got, err := reads.Read(t.Context(), k, dst); err != nil || got != m || !bytes.Equal(dst, b) {
+			t.Errorf("%s: a read found %+v, %v", command, got, err)
+		}
+		if !begun.Load() {
+			t.Error("nothing was encrypted anew")
+		}
 	}
 }
 

@@ -12,9 +12,9 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os/exec"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -151,8 +151,23 @@ func (k *Keys) load(ctx context.Context) (removed int, err error) {
 	return c.Removed, nil
 }
 
-// parse reads a text of keys. Its errors have a line's number and none of its text.
+// parse says what a text of keys changes.
 func (k *Keys) parse(text []byte) (auth.Change, error) {
+	next, err := parseKeys(text)
+	if err != nil {
+		return auth.Change{}, err
+	}
+	removed := 0
+	for _, was := range k.all.Load().list {
+		if !next.has(was.id) {
+			removed++
+		}
+	}
+	return auth.Change{Take: func() { k.all.Store(next) }, Entries: len(next.list), Removed: removed}, nil
+}
+
+// parseKeys reads a text of keys. Its errors have a line's number and none of its text.
+func parseKeys(text []byte) (*ring, error) {
 	next := &ring{byNumber: make(map[uint16]*key)}
 	n := 0
 	for line := range bytes.Lines(text) {
@@ -163,26 +178,20 @@ func (k *Keys) parse(text []byte) (auth.Change, error) {
 		}
 		master, err := parseKey(line)
 		if err != nil {
-			return auth.Change{}, fmt.Errorf("line %d: %w", n, err)
+			return nil, fmt.Errorf("line %d: %w", n, err)
 		}
 		one := newKey(master)
 		switch other := next.byNumber[one.number]; {
 		case other != nil && other.id == one.id:
-			return auth.Change{}, fmt.Errorf("line %d: the same key as on a line before", n)
+			return nil, fmt.Errorf("line %d: the same key as on a line before", n)
 		case other != nil:
-			return auth.Change{}, fmt.Errorf("line %d: this key has the short name of another one, %04x, by chance: make another key", n, one.number)
+			return nil, fmt.Errorf("line %d: this key has the short name of another one, %04x, by chance: make another key", n, one.number)
 		case len(next.list) == maxKeys:
-			return auth.Change{}, fmt.Errorf("more than %d keys", maxKeys)
+			return nil, fmt.Errorf("more than %d keys", maxKeys)
 		}
 		next.list, next.byNumber[one.number] = append(next.list, one), one
 	}
-	removed := 0
-	for _, was := range k.all.Load().list {
-		if !next.has(was.id) {
-			removed++
-		}
-	}
-	return auth.Change{Take: func() { k.all.Store(next) }, Entries: len(next.list), Removed: removed}, nil
+	return next, nil
 }
 
 var errKey = errors.New("a key is 32 bytes, as 64 hexadecimal digits or in base64 (openssl rand -hex 32 makes one)")
@@ -210,30 +219,39 @@ func output(ctx context.Context, command string) ([]byte, error) {
 	c := exec.CommandContext(ctx, "/bin/sh", "-c", command)
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	c.Cancel = func() error { return syscall.Kill(-c.Process.Pid, syscall.SIGKILL) } // its children, too
-	c.WaitDelay = time.Second
-	pipe, err := c.StdoutPipe()
-	if err != nil {
-		return nil, err
-	}
-	if err := c.Start(); err != nil {
-		return nil, fmt.Errorf("run the command of keys: %w", err)
-	}
-	text, err := io.ReadAll(io.LimitReader(pipe, maxKeyText+1))
-	if len(text) > maxKeyText {
-		cancel()
-		err = fmt.Errorf("it prints more than %d bytes", maxKeyText)
-	}
-	ended := c.Wait()
+	c.WaitDelay = time.Second                                                        // for those that left its group and keep its output open
+	text := &printed{full: cancel}
+	c.Stdout = text
+	ended := c.Run()
+	var err error
 	switch {
-	case err == nil && ctx.Err() != nil:
+	case len(text.b) > maxKeyText:
+		err = fmt.Errorf("it prints more than %d bytes", maxKeyText)
+	case ctx.Err() != nil:
 		err = fmt.Errorf("it did not end within %v", commandTime)
-	case err == nil:
+	case errors.Is(ended, exec.ErrWaitDelay):
+		err = errors.New("it ended, and a program that it started keeps its output open: send that one's elsewhere (>/dev/null)")
+	default:
 		err = ended
 	}
 	if err != nil {
 		return nil, fmt.Errorf("the command of keys: %w; run it by hand to see why", err)
 	}
-	return text, nil
+	return text.b, nil
+}
+
+// printed takes what a command prints, up to one byte more than maxKeyText.
+type printed struct {
+	b    []byte
+	full func() // ends the command
+}
+
+func (p *printed) Write(b []byte) (int, error) {
+	p.b = append(p.b, b[:min(len(b), maxKeyText+1-len(p.b))]...)
+	if len(p.b) > maxKeyText {
+		p.full()
+	}
+	return len(b), nil
 }
 
 // Watch reads the keys again when their file changes, and every hour where a command prints them, until ctx ends. What cannot be
@@ -259,7 +277,8 @@ func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// Reload reads the keys again now. A file counts when two looks find the same text and no key lacks: Watch takes other changes.
+// Reload reads the keys again now. A file counts when two looks find the same text, which ends with a newline, and no key lacks: the error of
+// another one says so, and Watch takes it.
 func (k *Keys) Reload(ctx context.Context) error {
 	if k == nil {
 		return nil
@@ -270,32 +289,41 @@ func (k *Keys) Reload(ctx context.Context) error {
 		_, err := k.load(ctx)
 		return err
 	}
-	var last []byte
-	for range 2 {
-		text, err := auth.ReadSecret(k.source.File, maxKeyText)
-		if err != nil {
-			return err
-		}
-		if last != nil && (!bytes.Equal(text, last) || text[len(text)-1] != '\n') {
-			return nil
-		}
-		if last == nil {
-			last = text
-			select {
-			case <-time.After(reloadPause):
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
-	}
-	c, err := k.parse(last)
+	path := k.source.File
+	first, err := auth.ReadSecret(path, maxKeyText)
 	if err != nil {
-		return fmt.Errorf("%s: %w", k.source.File, err)
+		return err
 	}
-	if c.Entries > 0 && c.Removed == 0 {
-		c.Take()
+	select {
+	case <-time.After(reloadPause):
+	case <-ctx.Done():
+		return ctx.Err()
 	}
+	text, err := auth.ReadSecret(path, maxKeyText)
+	if err != nil {
+		return err
+	}
+	c, err := k.parse(text)
+	switch {
+	case !bytes.Equal(text, first):
+		return &auth.FileError{Path: path, Reason: "it changed while it was read: try again"}
+	case err != nil:
+		return fmt.Errorf("%s: %w", path, err)
+	case c.Entries == 0:
+		return &auth.FileError{Path: path, Reason: "it has no entry"}
+	case text[len(text)-1] != '\n' && !k.takes(text):
+		return &auth.FileError{Path: path, Reason: "its last line does not end, it may be half written"}
+	case c.Removed > 0:
+		return &auth.FileError{Path: path, Reason: fmt.Sprintf("%d of the keys that count now lack in it: they are removed once it has stayed so for some seconds; try again then", c.Removed)}
+	}
+	c.Take()
 	return nil
+}
+
+// takes reports whether the keys of a text are those that count, in their order.
+func (k *Keys) takes(text []byte) bool {
+	next, err := parseKeys(text)
+	return err == nil && slices.EqualFunc(next.list, k.all.Load().list, func(a, b *key) bool { return a.id == b.id })
 }
 
 // IDs returns the ids of the keys, the one that encrypts first. They are no secrets.

@@ -13,7 +13,6 @@ package seal
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -79,6 +78,8 @@ type Tier struct {
 		rekeyed  kv.Key         // is being encrypted anew
 		done     chan struct{}  // closed when it was; nil while none is
 		deleting map[kv.Key]int // by how many; they are not encrypted anew
+		writing  map[*key]int   // writes in progress, by the key that they encrypt with
+		ended    chan struct{}  // closed when one ends; nil: nobody waits
 	}
 }
 
@@ -94,7 +95,7 @@ func New(of tier.Tier, keys *Keys, o Options) interface {
 	Sealed() *Tier
 } {
 	t := &Tier{of: of, keys: keys, o: o, log: o.Log, turn: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
-	t.mu.deleting = make(map[kv.Key]int)
+	t.mu.deleting, t.mu.writing = make(map[kv.Key]int), make(map[*key]int)
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
@@ -277,8 +278,7 @@ var ErrSum = errors.New("seal: the object changed in memory since its checksum w
 
 // Write implements tier.Tier.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
-	r := t.keys.ring()
-	if len(r.list) == 0 {
+	if len(t.keys.ring().list) == 0 {
 		return t.of.Write(ctx, k, m, src)
 	}
 	if err := ctx.Err(); err != nil {
@@ -287,7 +287,8 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("seal: write of %d bytes as %d", len(src), m.Len)
 	}
-	one := r.list[0]
+	one := t.beginWrite()
+	defer t.endWrite(one)
 	if m.NoSum {
 		m.Sum, m.NoSum = xxh3.Hash(src), false
 	}
@@ -309,6 +310,27 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		t.n.encrypted.Add(1)
 	}
 	return err
+}
+
+// beginWrite returns the key that encrypts, for a write that ends with endWrite.
+func (t *Tier) beginWrite() *key {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	one := t.keys.ring().list[0]
+	t.mu.writing[one]++
+	return one
+}
+
+func (t *Tier) endWrite(one *key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.mu.writing[one]--; t.mu.writing[one] == 0 {
+		delete(t.mu.writing, one)
+	}
+	if t.mu.ended != nil {
+		close(t.mu.ended)
+		t.mu.ended = nil
+	}
 }
 
 // Delete implements tier.Tier. It waits while one of the objects is being encrypted anew, which would bring it back, and lets that not begin.
@@ -416,132 +438,6 @@ func (k *Keys) Whole(name kv.Key, m tier.Meta, stored []byte) error {
 		return err
 	}
 	return one.check(stored, &h, &name, one.masked(m.Sum, &name))
-}
-
-// RekeyStats say how far a Rekey is.
-type RekeyStats struct {
-	Key       string `json:"key"`               // id of the key that encrypts
-	Seen      int64  `json:"seen"`              // objects
-	Current   int64  `json:"current"`           // had the key already
-	Rewritten int64  `json:"rewritten"`         // have it now
-	Bytes     int64  `json:"bytes"`             // of them
-	Plain     int64  `json:"plain"`             // are not encrypted; they stay, and are misses
-	Unknown   int64  `json:"missing_key"`       // have a key that the server lacks; they stay
-	Failed    int64  `json:"failed"`            // were damaged, or the place did not take or give them
-	Why       string `json:"failure,omitempty"` // the last one
-}
-
-// Errors of Rekey.
-var (
-	ErrNoKeys = errors.New("the tier is not encrypted: give the server keys")
-	ErrBusy   = errors.New("another rekey of the tier goes on")
-)
-
-// Rekey encrypts every object anew that an older key encrypted, one after the other. pace waits until so many bytes may be read and written; so is
-// called after each object. When it ends early, what was done stays, and another call goes on. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList,
-// those of pace and of the list.
-func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
-	l, ok := t.of.(tier.Lister)
-	switch {
-	case len(t.keys.ring().list) == 0:
-		return s, ErrNoKeys
-	case !ok:
-		return s, tier.ErrNoList
-	}
-	select {
-	case t.busy <- struct{}{}:
-	default:
-		return s, ErrBusy
-	}
-	defer func() { <-t.busy }()
-	if err := t.keys.Reload(ctx); err != nil {
-		return s, fmt.Errorf("read the keys again: %w", err)
-	}
-	var stopped error
-	err = l.List(ctx, func(k kv.Key, m tier.Meta) bool {
-		r := t.keys.ring()
-		s.Key = hex.EncodeToString(r.list[0].id[:])
-		s.Seen++
-		switch {
-		case m.Seal == r.list[0].number:
-			s.Current++
-		case m.Seal == 0:
-			s.Plain++
-		case r.byNumber[m.Seal] == nil:
-			s.Unknown++
-		default:
-			stopped = pace(ctx, 2*m.Len)
-			if stopped == nil {
-				stopped = t.rekeyOne(ctx, k, m, &s)
-			}
-		}
-		so(s)
-		return stopped == nil
-	})
-	return s, errors.Join(stopped, err)
-}
-
-// maxRekey bounds the objects of a Rekey, bytes: what a place says of a length sizes no larger memory.
-const maxRekey = 1 << 30
-
-// rekeyOne encrypts one object anew. The error is that of the context.
-func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStats) error {
-	select {
-	case t.turn <- struct{}{}:
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-	defer func() { <-t.turn }()
-	done := make(chan struct{})
-	t.mu.Lock()
-	deleted := t.mu.deleting[k] > 0
-	if !deleted {
-		t.mu.rekeyed, t.mu.done = k, done
-	}
-	t.mu.Unlock()
-	if deleted {
-		return nil
-	}
-	defer func() {
-		t.mu.Lock()
-		t.mu.rekeyed, t.mu.done = kv.Key{}, nil
-		t.mu.Unlock()
-		close(done)
-	}()
-	err := t.rewrite(ctx, k, plainBytes(m.Len))
-	switch {
-	case ctx.Err() != nil:
-		return ctx.Err()
-	case errors.Is(err, tier.ErrMissing): // it went meanwhile
-	case err != nil:
-		s.Failed++
-		s.Why = err.Error()
-	default:
-		s.Rewritten++
-		s.Bytes += m.Len
-		t.n.rekeyed.Add(1)
-	}
-	return nil
-}
-
-func (t *Tier) rewrite(ctx context.Context, k kv.Key, size int64) error {
-	if size == 0 {
-		return errDamaged
-	}
-	if size > maxRekey {
-		return fmt.Errorf("an object of %d bytes is larger than %d", size, int64(maxRekey))
-	}
-	buf := takeBuffer(size)
-	defer giveBuffer(buf)
-	m, err := t.readSealed(ctx, k, buf.b)
-	if err != nil {
-		return err
-	}
-	err = t.Write(ctx, k, m, buf.b)
-	if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
-		err = t.Write(ctx, k, m, buf.b)
-	}
-	return err
 }
 
 // buffer is memory of a call, at a multiple of a page, as places with direct I/O want it.

@@ -14,8 +14,9 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
-	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -226,6 +227,31 @@ func TestSlowCommandOfKeysIsEnded(t *testing.T) {
 	}
 }
 
+// A program that a command of keys starts, and that leaves its group and keeps its output open, makes nobody wait.
+func TestCommandOfKeysThatLeavesAProgram(t *testing.T) {
+	pid := filepath.Join(t.TempDir(), "pid")
+	t.Cleanup(func() { // it outlives the command, as such programs do
+		if text, err := os.ReadFile(pid); err == nil {
+			if n, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil {
+				_ = syscall.Kill(n, syscall.SIGKILL)
+			}
+		}
+	})
+	began, ended := time.Now(), make(chan error, 1)
+	go func() {
+		_, err := OpenKeys(t.Context(), Source{Command: "setsid sh -c 'echo $$ >" + pid + "; exec sleep 30' & echo " + strings.Repeat("ab", 32)})
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		if err == nil || !strings.Contains(err.Error(), "keeps its output open") {
+			t.Errorf("after %v: %v", time.Since(began), err)
+		}
+	case <-time.After(25 * time.Second):
+		t.Error("it waits for the program that the command left")
+	}
+}
+
 // A file of keys is read again when it changes; half of one never counts.
 func TestKeysAreReadAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keys")
@@ -242,21 +268,26 @@ func TestKeysAreReadAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := k.IDs()[0]
-	reload := func(text string, want int) {
+	reload := func(text string, want int, why string) {
 		t.Helper()
 		write(text)
-		_ = k.Reload(t.Context())
+		err := k.Reload(t.Context())
 		if ids := k.IDs(); len(ids) != want {
 			t.Errorf("%q: %v", text, ids)
 		}
+		if why == "" && err != nil || why != "" && (err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), why)) {
+			t.Errorf("%q: %v, want %q", text, err, why)
+		}
 	}
-	reload(two[:40], 1)
-	reload(two+one[:64], 1) // its last line does not end
-	reload(two, 1)          // a key would be gone: Watch takes that
+	reload(two[:40], 1, "line 1")
+	reload(two+one[:64], 1, "last line") // else a rekey says that all is done, with the former key
+	reload("# none\n", 1, "no entry")
+	reload(two, 1, "1 of the keys") // a key would be gone: Watch takes that
 	if k.IDs()[0] != first {
 		t.Error("a key is gone at once")
 	}
-	reload(two+one, 2)
+	reload(one[:64], 1, "") // as the file may have been at the start
+	reload(two+one, 2, "")
 	if k.IDs()[1] != first {
 		t.Error(k.IDs())
 	}
@@ -339,77 +370,6 @@ func TestPlacesTakeWhatTheyNeed(t *testing.T) {
 	}
 }
 
-// slowPlace is a place whose writes or deletes wait, once it is told so.
-type slowPlace struct {
-	*tier.Memory
-	slow         atomic.Bool
-	slowDelete   atomic.Bool
-	entered, let chan struct{}
-}
-
-func (p *slowPlace) Delete(ctx context.Context, keys []kv.Key) error {
-	if p.slowDelete.Load() {
-		p.entered <- struct{}{}
-		<-p.let
-	}
-	return p.Memory.Delete(ctx, keys)
-}
-
-func (p *slowPlace) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
-	if p.slow.Load() {
-		p.entered <- struct{}{}
-		<-p.let
-	}
-	return p.Memory.Write(ctx, k, m, src)
-}
-
-// What is deleted, or dropped, while it is encrypted anew does not come back.
-func TestDeletesWaitForARekey(t *testing.T) {
-	for name, remove := range map[string]func(x *Tier) error{
-		"delete": func(x *Tier) error { return x.Delete(t.Context(), []kv.Key{testName}) },
-		"drop": func(x *Tier) error {
-			_, err := x.RemoveIf(t.Context(), func(tier.Content) bool { return true }, func(context.Context, int) error { return nil })
-			return err
-		},
-	} {
-		one, two := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
-		open := func(text string) *Keys {
-			k, err := OpenKeys(t.Context(), Source{Text: text})
-			if err != nil {
-				t.Fatal(err)
-			}
-			return k
-		}
-		place := &slowPlace{Memory: tier.NewMemory(1 << 20), entered: make(chan struct{}), let: make(chan struct{})}
-		src := []byte("an object")
-		if err := New(place, open(one), Options{}).Write(t.Context(), testName, tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}, src); err != nil {
-			t.Fatal(err)
-		}
-		x := New(place, open(two+","+one), Options{}).Sealed()
-		place.slow.Store(true)
-		rekeyed, removed := make(chan error, 1), make(chan error, 1)
-		go func() {
-			_, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {})
-			rekeyed <- err
-		}()
-		<-place.entered // the object was read, and is not written yet
-		go func() { removed <- remove(x) }()
-		select {
-		case err := <-removed:
-			t.Errorf("%s: it did not wait: %v", name, err)
-			removed <- err
-		case <-time.After(50 * time.Millisecond):
-		}
-		close(place.let)
-		if err := errors.Join(<-rekeyed, <-removed); err != nil {
-			t.Errorf("%s: %v", name, err)
-		}
-		if _, err := x.Read(t.Context(), testName, make([]byte, len(src))); !errors.Is(err, tier.ErrMissing) {
-			t.Errorf("%s: it came back: %v", name, err)
-		}
-	}
-}
-
 // An object that changed in memory since its checksum was computed is not written: a tag would say that it is right.
 func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
@@ -426,39 +386,6 @@ func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
 	memory := tier.NewMemory(1 << 24)
 	if err := New(memory, keys, Options{}).Write(t.Context(), testName, m, src); !errors.Is(err, ErrSum) {
 		t.Errorf("a place without a flow: %v", err)
-	}
-}
-
-// An object is not encrypted anew while it is being deleted.
-func TestRekeyLeavesWhatIsBeingDeleted(t *testing.T) {
-	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("cd", 32) + "," + strings.Repeat("ab", 32)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	old, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	place := &slowPlace{Memory: tier.NewMemory(1 << 20), entered: make(chan struct{}), let: make(chan struct{})}
-	src := []byte("an object")
-	if err := New(place, old, Options{}).Write(t.Context(), testName, tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}, src); err != nil {
-		t.Fatal(err)
-	}
-	x := New(place, keys, Options{}).Sealed()
-	place.slowDelete.Store(true)
-	removed := make(chan error, 1)
-	go func() { removed <- x.Delete(t.Context(), []kv.Key{testName}) }()
-	<-place.entered
-	n, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {})
-	if err != nil || n.Rewritten != 0 || n.Failed != 0 {
-		t.Errorf("%+v, %v", n, err)
-	}
-	close(place.let)
-	if err := <-removed; err != nil {
-		t.Error(err)
-	}
-	if _, err := x.Read(t.Context(), testName, make([]byte, len(src))); !errors.Is(err, tier.ErrMissing) {
-		t.Errorf("it came back: %v", err)
 	}
 }
 

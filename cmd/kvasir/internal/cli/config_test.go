@@ -86,6 +86,9 @@ func TestOrderOfConfiguration(t *testing.T) {
 	if _, stdout, _ := checkConfig(t, []string{"KVASIR_BOOTSTRAP_TOKEN=secret"}, "bootstrap"); strings.Contains(stdout, "secret") || !strings.Contains(stdout, "token: (set)") {
 		t.Errorf("the token is shown: %s", stdout)
 	}
+	if _, stdout, _ := checkConfig(t, nil, "server", "--disk", t.TempDir(), "--disk-gb", "1", "--tier-key-command", "echo "+strings.Repeat("3f", 32)); strings.Contains(stdout, "3f3f") || !strings.Contains(stdout, "\n# tier-key-command: (set)") {
+		t.Errorf("a command that must not be shown is shown, or would be run as (set) where the file is read again: %s", stdout)
+	}
 	proxies := "prefill: [http://a:1, 'http://b:1,http://c:2']\ndecode: http://d:1\n"
 	if code, stdout, stderr := checkConfig(t, []string{"KVASIR_PROXY_DECODE=http://e:1 http://f:1"}, "proxy", "--config", write(t, proxies)); code != 0 ||
 		!strings.Contains(stdout, "prefill: ['http://a:1', 'http://b:1,http://c:2']") && !strings.Contains(stdout, `prefill: [http://a:1, "http://b:1,http://c:2"]`) ||

@@ -508,18 +508,23 @@ func secret(f *kong.Flag) bool {
 	return strings.HasSuffix(f.Name, "token") || strings.HasSuffix(f.Name, "-key") && !strings.HasSuffix(f.Name, "tls-key")
 }
 
+// hidden stands for a value that must not be shown.
+const hidden = "(set)"
+
 // yamlLine writes one flag. Secrets are not shown, and what has no value is a comment.
 func yamlLine(f *kong.Flag) (string, error) {
 	v := f.Target.Interface()
 	switch {
 	case secret(f) && !f.Target.IsZero():
-		return "# " + f.Name + ": (set)", nil
+		return "# " + f.Name + ": " + hidden, nil
 	case f.Target.Kind() == reflect.Slice && f.Target.Len() == 0, f.Target.Kind() == reflect.String && f.Target.Len() == 0:
 		return "# " + f.Name + ":", nil
 	}
 	switch t := v.(type) {
 	case fmt.Stringer:
-		v = t.String()
+		if v = t.String(); v == hidden {
+			return "# " + f.Name + ": " + hidden, nil
+		}
 	case float64:
 		return fmt.Sprintf("%s: %v", f.Name, t), nil
 	}

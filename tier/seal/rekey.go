@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package seal
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// RekeyStats say how far a Rekey is.
+type RekeyStats struct {
+	Key       string `json:"key"`               // id of the key that encrypts
+	Seen      int64  `json:"seen"`              // objects
+	Current   int64  `json:"current"`           // had the key already
+	Rewritten int64  `json:"rewritten"`         // have it now
+	Bytes     int64  `json:"bytes"`             // of them
+	Plain     int64  `json:"plain"`             // are not encrypted; they stay, and are misses
+	Unknown   int64  `json:"missing_key"`       // have a key that the server lacks; they stay
+	Failed    int64  `json:"failed"`            // were damaged, or the place did not take or give them
+	Why       string `json:"failure,omitempty"` // the last one
+}
+
+// Errors of Rekey.
+var (
+	ErrNoKeys = errors.New("the tier is not encrypted: give the server keys")
+	ErrBusy   = errors.New("another rekey of the tier goes on")
+)
+
+// Rekey encrypts every object anew that an older key encrypted, one after the other. pace waits until so many bytes may be read and written; so is
+// called after each object. When it ends early, what was done stays, and another call goes on. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList,
+// those of pace and of the list.
+func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
+	l, ok := t.of.(tier.Lister)
+	switch {
+	case len(t.keys.ring().list) == 0:
+		return s, ErrNoKeys
+	case !ok:
+		return s, tier.ErrNoList
+	}
+	select {
+	case t.busy <- struct{}{}:
+	default:
+		return s, ErrBusy
+	}
+	defer func() { <-t.busy }()
+	if err := t.keys.Reload(ctx); err != nil {
+		return s, fmt.Errorf("read the keys again: %w", err)
+	}
+	if err := t.awaitFormerWrites(ctx); err != nil {
+		return s, err
+	}
+	var stopped error
+	err = l.List(ctx, func(k kv.Key, m tier.Meta) bool {
+		r := t.keys.ring()
+		s.Key = hex.EncodeToString(r.list[0].id[:])
+		s.Seen++
+		switch {
+		case m.Seal == r.list[0].number:
+			s.Current++
+		case m.Seal == 0:
+			s.Plain++
+		case r.byNumber[m.Seal] == nil:
+			s.Unknown++
+		case plainBytes(m.Len) == 0, plainBytes(m.Len) > maxRekey: // what a place says of a length makes nothing wait
+			s.Failed++
+			s.Why = fmt.Sprintf("%s: %d bytes are none of an encrypted object, or more than %d", k, m.Len, int64(maxRekey))
+		default:
+			stopped = pace(ctx, 2*m.Len)
+			if stopped == nil {
+				stopped = t.rekeyOne(ctx, k, m, &s)
+			}
+		}
+		so(s)
+		return stopped == nil
+	})
+	return s, errors.Join(stopped, err)
+}
+
+// maxRekey bounds the objects of a Rekey, bytes: what a place says of a length sizes no larger memory.
+const maxRekey = 1 << 30
+
+// rekeyOne encrypts one object anew. The error is that of the context.
+func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStats) error {
+	select {
+	case t.turn <- struct{}{}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	defer func() { <-t.turn }()
+	done := make(chan struct{})
+	t.mu.Lock()
+	deleted := t.mu.deleting[k] > 0
+	if !deleted {
+		t.mu.rekeyed, t.mu.done = k, done
+	}
+	t.mu.Unlock()
+	if deleted {
+		return nil
+	}
+	defer func() {
+		t.mu.Lock()
+		t.mu.rekeyed, t.mu.done = kv.Key{}, nil
+		t.mu.Unlock()
+		close(done)
+	}()
+	err := t.rewrite(ctx, k, plainBytes(m.Len))
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(err, tier.ErrMissing): // it went meanwhile
+	case err != nil:
+		s.Failed++
+		s.Why = err.Error()
+	default:
+		s.Rewritten++
+		s.Bytes += m.Len
+		t.n.rekeyed.Add(1)
+	}
+	return nil
+}
+
+func (t *Tier) rewrite(ctx context.Context, k kv.Key, size int64) error {
+	buf := takeBuffer(size)
+	defer giveBuffer(buf)
+	m, err := t.readSealed(ctx, k, buf.b)
+	if err != nil {
+		return err
+	}
+	err = t.Write(ctx, k, m, buf.b)
+	if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
+		err = t.Write(ctx, k, m, buf.b)
+	}
+	return err
+}
+
+// awaitFormerWrites waits for the writes in progress that encrypt with another key than the one that counts: a list may not have them yet.
+func (t *Tier) awaitFormerWrites(ctx context.Context) error {
+	for {
+		former, ended := t.formerWrites()
+		if former == 0 {
+			return nil
+		}
+		select {
+		case <-ended:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (t *Tier) formerWrites() (n int, ended chan struct{}) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := t.keys.ring().list[0]
+	for one, of := range t.mu.writing {
+		if one.id != now.id {
+			n += of
+		}
+	}
+	if t.mu.ended == nil && n > 0 {
+		t.mu.ended = make(chan struct{})
+	}
+	return n, t.mu.ended
+}
