@@ -185,6 +185,7 @@ func TestEmptyFilesThatGuardAreRefused(t *testing.T) {
 	}
 	f("--token-file is empty", []string{"KVASIR_SERVER_TOKEN_FILE="}, "server")
 	f("--token-file is empty", nil, "server", "--config", write(t, "token-file: ''\n"))
+	f("--token-file is empty", nil, "all", "--config", write(t, "server:\n  l1-size-gb: 64MiB\n  token-file: ''\n"))
 	f("--token-file is empty", nil, "relay", "--upstream", "http://p:8998", "--token-file", "")
 	if code, _, stderr := checkConfig(t, nil, "server"); code != 0 {
 		t.Errorf("without them: exit %d, %s", code, stderr)
