@@ -410,6 +410,9 @@ func (p *Peer) run() (done bool, err error) {
 	p.writers.Wait()
 	_ = p.conn.Close() // nothing is left to lose
 	p.in.drop()
+	if c, ok := p.conn.(*secureConn); ok {
+		c.drop()
+	}
 	p.recordBuffer()
 	p.trim()
 	return true, p.Err()

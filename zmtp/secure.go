@@ -360,6 +360,14 @@ func (c *secureConn) send(b []byte) error {
 	return nil
 }
 
+// drop releases what was received, and what was gathered to be sent. The connection is closed.
+func (c *secureConn) drop() {
+	c.in, c.plain, c.at, c.out = nil, nil, 0, 0
+	c.write.Lock()
+	defer c.write.Unlock()
+	c.write.part = nil
+}
+
 // trim releases the buffers of an idle connection that sends nothing.
 func (c *secureConn) trim() {
 	if !c.write.TryLock() {

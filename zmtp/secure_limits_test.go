@@ -242,3 +242,39 @@ func TestStrangersCloseNoClients(t *testing.T) {
 		other.wantSealed(of, "hello")
 	}
 }
+
+// A sealed connection that ends in the middle of frames keeps none of their bytes, and none is counted any more.
+func TestClosedSealedConnectionHoldsNothing(t *testing.T) {
+	ring := newKeyring()
+	up := make(chan *Peer, 1)
+	r, addr, ends := startRouter(t, echo, RouterOptions{Authentication: Authentication{Curve: &ring.server}, OnConnect: func(p *Peer) { up <- p }})
+	c := dialRaw(t, addr)
+	m := c.curve(ring)
+	p := recv(t, up)
+	if err := p.SendOwned(make([]byte, 32<<20)); err != nil { // the client reads none of it
+		t.Fatal(err)
+	}
+	frame := m.seal(nil, 0, make([]byte, 4<<20))
+	c.send(frame[:len(frame)/2])
+	testkit.Eventually(t, "half of a frame is held", func() bool { return r.role.received.total.Load() > 1<<20 })
+	_ = c.Close()
+	recv(t, ends)
+	if n := r.role.received.total.Load(); n != 0 || p.held.Load() != 0 {
+		t.Errorf("%d bytes are counted", n)
+	}
+	s := p.conn.(*secureConn)
+	s.write.Lock()
+	defer s.write.Unlock()
+	if n := s.held() + int64(cap(s.write.part)+cap(s.write.sealed)+cap(s.mech.(*curve).scratch)); n != 0 {
+		t.Errorf("%d bytes are held", n)
+	}
+	for range 10 { // of connections that proved nothing
+		stranger := dialRaw(t, addr)
+		stranger.send(appendGreetingOf(nil, mechanismCurve, false))
+		_ = stranger.Close()
+	}
+	testkit.Eventually(t, "they have gone", func() bool { s := r.Stats(); return s.Accepted == 11 && s.Peers == 0 })
+	if n := r.role.received.total.Load(); n != 0 {
+		t.Errorf("%d bytes of strangers are counted", n)
+	}
+}

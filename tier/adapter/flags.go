@@ -3,11 +3,13 @@
 package adapter
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"slices"
+	"strings"
 
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
@@ -23,7 +25,7 @@ type Flags struct {
 	DiskAll    bool     `name:"disk-first-touch" help:"Write every chunk to disk. By default chunks are written at once while the disk has room or that gives more hits, else when they were asked for again." group:"Tiers"`
 	DiskAgain  bool     `name:"disk-second-touch" help:"Write only chunks to disk that were asked for again: the least wear." group:"Tiers"`
 
-	KeyFile    string  `name:"tier-key-file" help:"File of keys, 32 bytes a line (openssl rand -hex 32), that encrypt --disk, redis and s3_native at rest: the first one encrypts, all of them decrypt. It is read again when it changes. Also KVASIR_TIER_KEYS, the keys themselves." group:"Tiers" placeholder:"FILE"`
+	KeyFile    KeyFile `name:"tier-key-file" help:"File of keys, 32 bytes a line (openssl rand -hex 32), that encrypt --disk, redis and s3_native at rest: the first one encrypts, all of them decrypt. It is read again when it changes. Also KVASIR_TIER_KEYS, the keys themselves." group:"Tiers" placeholder:"FILE"`
 	KeyCommand Command `name:"tier-key-command" help:"Shell command that prints the keys instead, as from a key management service: run at the start, every hour, and by kvasir tier rekey. It has 10 s." group:"Tiers" placeholder:"COMMAND"`
 
 	L2      []Text  `name:"l2-adapter" sep:"none" help:"A tier below the pool, as JSON with LMCache's keys: {\"type\":\"fs\",\"base_path\":\"/data/kv\"}, fs_native, redis, resp, valkey, s3, s3_native or mooncake_store. LMCache servers may share all but redis and s3_native. Repeat it for more tiers: the first is asked first, after the disks." group:"Tiers" placeholder:"JSON"`
@@ -36,8 +38,30 @@ type Flags struct {
 	Answers string  `name:"l2-write-answers" help:"When chunks with generated tokens are written to tiers: yes (as --l2-write says), hit (once a lookup found them in the pool) or no (never)." default:"hit" enum:"yes,hit,no" group:"Tiers"`
 }
 
-// Command is a shell command that may have a secret in it. Its String hides it.
+// KeyFile is the path of a file of keys. An empty one is refused where it is given: who gives it, as by a variable that is not set, wants encryption.
+type KeyFile string
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (f *KeyFile) UnmarshalText(text []byte) error {
+	*f = KeyFile(text)
+	return unlessEmpty(text)
+}
+
+func unlessEmpty(text []byte) error {
+	if len(bytes.TrimSpace(text)) == 0 {
+		return errors.New("it is empty: leave it out where tiers are not to be encrypted")
+	}
+	return nil
+}
+
+// Command is a shell command that may have a secret in it. Its String hides it. An empty one is refused, as an empty KeyFile is.
 type Command string
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (c *Command) UnmarshalText(text []byte) error {
+	*c = Command(text)
+	return unlessEmpty(text)
+}
 
 func (c Command) String() string {
 	if c == "" {
@@ -53,6 +77,15 @@ const gib = 1 << 30
 
 // KeysVariable is the environment variable with the keys of tiers, separated by commas.
 const KeysVariable = "KVASIR_TIER_KEYS"
+
+// EnvironmentKeys returns the text of KeysVariable. Where that is set and empty it is a text without a key, which is an error.
+func EnvironmentKeys() string {
+	text, set := os.LookupEnv(KeysVariable)
+	if set && strings.TrimSpace(text) == "" {
+		return ","
+	}
+	return text
+}
 
 // Options turns the flags into Options. The error names every flag that cannot be used.
 func (f *Flags) Options(log *slog.Logger) (Options, error) {
@@ -89,7 +122,7 @@ func (f *Flags) Options(log *slog.Logger) (Options, error) {
 		o.Disk.Dirs = append(o.Disk.Dirs, disk.Dir{Path: path, Bytes: int64(f.DiskGB * gib)})
 	}
 	o.Disk.MinFree, o.Disk.WriteBudget, o.Disk.FirstTouch, o.Disk.SecondTouch, o.Disk.Log = int64(f.DiskFree*gib), int64(f.DiskWrites*gib), f.DiskAll, f.DiskAgain, log
-	o.Keys = seal.Source{File: f.KeyFile, Command: string(f.KeyCommand), Text: os.Getenv(KeysVariable)}
+	o.Keys = seal.Source{File: string(f.KeyFile), Command: string(f.KeyCommand), Text: EnvironmentKeys()}
 	if len(f.Disk)+len(f.L2) == 0 && (f.KeyFile != "" || f.KeyCommand != "") {
 		wrong("--tier-key-file and --tier-key-command encrypt tiers, and none is given: add --disk or --l2-adapter")
 	}

@@ -135,6 +135,9 @@ func readPart(name string, given *settings.Settings) (p *part, wrong []error) {
 	if err := given.Faults(); err != nil {
 		wrong = append(wrong, p.fault(err))
 	}
+	if err := refuseEmpty(p.ctx); err != nil {
+		wrong = append(wrong, p.fault(err))
+	}
 	c := p.ctx.Selected().Target.Addr().Interface().(interface {
 		configurable
 		Run(e *env) error

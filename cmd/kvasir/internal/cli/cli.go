@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"reflect"
 	"runtime"
 	"slices"
 	"strings"
@@ -146,6 +147,19 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	return 0
 }
 
+// guarding are flags with a file that says whom a listener lets in.
+var guarding = []string{"token-file", "tls-client-ca", "salt-secret-file", "curve-clients"}
+
+// refuseEmpty refuses a flag of guarding that is given and empty, as by a variable that is not set: without it the listener would let everyone in.
+func refuseEmpty(ctx *kong.Context) error {
+	for _, p := range ctx.Path {
+		if f := p.Flag; f != nil && slices.Contains(guarding, f.Name) && f.Target.Kind() == reflect.String && f.Target.Len() == 0 {
+			return usagef("--%s is empty: leave it out where it is not wanted", f.Name)
+		}
+	}
+	return nil
+}
+
 // runOrCheck runs the command, or with --check-config prints its flags.
 func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 	if err := refuseElsewhere(runtime.GOOS, ctx.Selected().Path()); err != nil {
@@ -154,6 +168,9 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 	c, ok := ctx.Selected().Target.Addr().Interface().(configurable)
 	if !ok {
 		return ctx.Run(e, &sim.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})
+	}
+	if err := refuseEmpty(ctx); err != nil {
+		return err
 	}
 	for _, v := range given.Misspelt(ctx.Selected(), os.Environ()) {
 		e.log.Warn("an environment variable has no effect", "variable", v)

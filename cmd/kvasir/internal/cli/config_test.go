@@ -171,3 +171,23 @@ func TestSectionsAndMappingsOfFiles(t *testing.T) {
 		t.Errorf("a list: exit %d: %s\n%s", code, stderr, stdout)
 	}
 }
+
+// A flag that says whom a listener lets in, and that is given without a value, is refused wherever it is from: it is never as if it were not given.
+func TestEmptyFilesThatGuardAreRefused(t *testing.T) {
+	f := func(want string, env []string, args ...string) {
+		t.Helper()
+		if code, _, stderr := checkConfig(t, env, args...); code != 2 || !strings.Contains(stderr, want) {
+			t.Errorf("%v %v: exit %d, %s", env, args, code, stderr)
+		}
+	}
+	for _, flag := range []string{"token-file", "tls-client-ca", "salt-secret-file", "curve-clients"} {
+		f("--"+flag+" is empty", nil, "server", "--"+flag, "")
+	}
+	f("--token-file is empty", []string{"KVASIR_SERVER_TOKEN_FILE="}, "server")
+	f("--token-file is empty", nil, "server", "--config", write(t, "token-file: ''\n"))
+	f("--token-file is empty", nil, "all", "--config", write(t, "server:\n  l1-size-gb: 64MiB\n  token-file: ''\n"))
+	f("--token-file is empty", nil, "relay", "--upstream", "http://p:8998", "--token-file", "")
+	if code, _, stderr := checkConfig(t, nil, "server"); code != 0 {
+		t.Errorf("without them: exit %d, %s", code, stderr)
+	}
+}

@@ -246,6 +246,10 @@ func TestBadTierKeysAreRefused(t *testing.T) {
 	f(short+": line 1: a key is 32 bytes", "--tier-key-file", short)
 	f(filepath.Join(dir, "none"), "--tier-key-file", filepath.Join(dir, "none"))
 	f("exit status 7", "--tier-key-command", "exit 7 # 3f3f")
+	f("--tier-key-file: it is empty", "--tier-key-file", "") // a server that is to encrypt never writes plain objects instead
+	f("--tier-key-command: it is empty", "--tier-key-command", " ")
+	t.Setenv("KVASIR_TIER_KEYS", "")
+	f("the environment: no key")
 	t.Setenv("KVASIR_TIER_KEYS", good[:30])
 	f("the environment: line 1")
 	f("more than one way", "--tier-key-file", file("good", good, 0o640))

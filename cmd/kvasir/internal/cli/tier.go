@@ -3,7 +3,6 @@
 package cli
 
 import (
-	"os"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
@@ -46,12 +45,12 @@ Examples:
 
 // tierKeyFlags say where the keys of encrypted tiers are from.
 type tierKeyFlags struct {
-	KeyFile    string `name:"tier-key-file" help:"Keys of an encrypted tier, as the server has them. Also KVASIR_TIER_KEYS, the keys themselves." placeholder:"FILE"`
-	KeyCommand string `name:"tier-key-command" help:"Shell command that prints them." placeholder:"COMMAND"`
+	KeyFile    adapter.KeyFile `name:"tier-key-file" help:"Keys of an encrypted tier, as the server has them. Also KVASIR_TIER_KEYS, the keys themselves." placeholder:"FILE"`
+	KeyCommand adapter.Command `name:"tier-key-command" help:"Shell command that prints them." placeholder:"COMMAND"`
 }
 
 func (f *tierKeyFlags) source() seal.Source {
-	return seal.Source{File: f.KeyFile, Command: f.KeyCommand, Text: os.Getenv(adapter.KeysVariable)}
+	return seal.Source{File: string(f.KeyFile), Command: string(f.KeyCommand), Text: adapter.EnvironmentKeys()}
 }
 
 type tierRekeyCmd struct {
