@@ -259,17 +259,35 @@ func TestLiveDropsWhoNeverReads(t *testing.T) {
 		}
 		fmt.Fprintf(c, "GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
 	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	var reader *http.Response // the one that got in: a second one could meet silent ones that come late
 	testkit.Eventually(t, "a listener that reads gets in", func() bool {
-		res, err := http.Get(web.URL + "/live")
+		r, err := http.NewRequestWithContext(ctx, http.MethodGet, web.URL+"/live", nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer res.Body.Close()
-		return res.StatusCode == http.StatusOK
+		res, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if res.StatusCode != http.StatusOK {
+			_ = res.Body.Close()
+			return false
+		}
+		reader = res
+		return true
 	})
-	next, _ := events(t, web.URL)
-	for range 3 {
-		next()
+	defer reader.Body.Close()
+	lines, n := bufio.NewScanner(reader.Body), 0
+	lines.Buffer(nil, 1<<20)
+	for n < 3 && lines.Scan() {
+		if strings.HasPrefix(lines.Text(), "data:") {
+			n++
+		}
+	}
+	if n < 3 {
+		t.Errorf("%d events, then %v", n, lines.Err())
 	}
 }
 
