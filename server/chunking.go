@@ -228,7 +228,7 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 		answer(fmt.Sprintf("the alignment is outside 1 to %d", limit))
 		return
 	}
-	up := (base + a - 1) / a * a         // what an engine with such blocks was told, whoever it asked, as long as the listener has its size
+	up := (base + a - 1) / a * a         // what an engine with such blocks was answered while the listener had its size
 	presumed := !c.fixed && size != base // from registrations: the engine's own, or another one's
 	switch {
 	case size%a == 0 && (!presumed || size == up || len(s.former.sizes) > 0):

@@ -171,12 +171,9 @@ func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error)
 	if badFlags(flags) {
 		return 0, nil, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, flags)
 	}
-	size, header := uint64(b[1]), 2
-	if flags&flagLong != 0 {
-		if len(b) < maxHeader {
-			return 0, nil, 0, nil
-		}
-		size, header = binary.BigEndian.Uint64(b[1:]), maxHeader
+	size, header := frameSize(b)
+	if header == 0 {
+		return 0, nil, 0, nil
 	}
 	if err := c.limit(size); err != nil {
 		return 0, nil, 0, err
@@ -263,7 +260,7 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 	return nil
 }
 
-// answer writes a part of the handshake. The Peer's greeting, which a goroutine of its own writes, may come later.
+// answer writes a part of the handshake. Our greeting goes before it, also where the goroutine that writes for the Peer has not come to it.
 func (c *secureConn) answer(b []byte) error {
 	if len(b) == 0 {
 		return nil
@@ -307,20 +304,17 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	w.sealed = w.sealed[:0]
 	for w.taken {
 		flags, body, n := ownFrame(rest)
-		if n == 0 {
+		if n == 0 || w.said && !c.mech.sealing() {
 			break
 		}
 		rest = rest[n:]
-		switch {
-		case !w.said:
+		if !w.said {
 			w.said = true // the mechanism sends what READY says
-		case c.mech.sealing():
-			w.sealed = c.mech.seal(w.sealed, flags, body)
-		default:
-			w.sealed = append(appendHeader(w.sealed, flags&^flagLong, len(body)), body...)
+			continue
 		}
+		w.sealed = c.mech.seal(w.sealed, flags, body)
 	}
-	if w.said && !c.mech.sealing() {
+	if w.said && !c.mech.sealing() { // frames pass as they are
 		w.sealed, rest = append(w.sealed, rest...), nil
 	}
 	if err := c.send(w.sealed); err != nil {
@@ -385,20 +379,22 @@ func (c *secureConn) trim() {
 
 // ownFrame returns the frame of the Peer's that b begins with, and its length; 0: it is not whole.
 func ownFrame(b []byte) (flags byte, body []byte, n int) {
-	if len(b) < 2 {
-		return 0, nil, 0
-	}
-	size, header := uint64(b[1]), 2
-	if b[0]&flagLong != 0 {
-		if len(b) < maxHeader {
-			return 0, nil, 0
-		}
-		size, header = binary.BigEndian.Uint64(b[1:]), maxHeader
-	}
-	if size > uint64(len(b)-header) {
+	size, header := frameSize(b)
+	if header == 0 || size > uint64(len(b)-header) {
 		return 0, nil, 0
 	}
 	return b[0], b[header : header+int(size)], header + int(size)
+}
+
+// frameSize returns the length of the body of the frame that b begins with, and of its header; header 0: that is not whole.
+func frameSize(b []byte) (size uint64, header int) {
+	switch {
+	case len(b) < 2, b[0]&flagLong != 0 && len(b) < maxHeader:
+		return 0, 0
+	case b[0]&flagLong != 0:
+		return binary.BigEndian.Uint64(b[1:]), maxHeader
+	}
+	return uint64(b[1]), 2
 }
 
 // Flags of a sealed frame (RFC 26, MESSAGE).

@@ -11,7 +11,7 @@ import (
 	"strconv"
 )
 
-// As on Linux; here nobody is identified.
+// As on Linux; here no peer is identified.
 var (
 	ErrNotHere  = errors.New("peercred: the peer's socket is not in this network namespace")
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")

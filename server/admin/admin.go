@@ -36,7 +36,7 @@ type Options struct {
 	Parts      *Parts                  // what runs beside the server in this process; nil: nothing
 	Cost       Cost                    // what a hit saves, for the page
 	Peers      []string                // pages of other nodes, which the page links to: CheckPeer
-	History    *History                // the last hour, which its owner fills by Run; nil: one that takes points while somebody looks
+	History    *History                // the last hour, which its owner fills by Run; nil: one that takes points while a client of /live or /now looks
 
 	liveTimeout time.Duration // of tests, for liveTimeout
 }

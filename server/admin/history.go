@@ -110,7 +110,7 @@ func (h *History) add(now totals, used float64, times histogram.Counts) {
 	defer h.mu.Unlock()
 	was := h.last
 	if now.at <= was.at {
-		return // two clients had the same thought
+		return // another look was newer
 	}
 	var buckets [maxTimes]uint64
 	for i := range buckets {

@@ -63,7 +63,7 @@ type Options struct {
 	Log          *slog.Logger
 
 	// Sealed says that encrypted objects are written: older builds do not open the directories then. Whole returns an error for an
-	// encrypted object whose bytes are not those that were written; nil: nobody knows.
+	// encrypted object whose bytes are not those that were written; nil: such objects are not compared.
 	Sealed bool
 	Whole  func(k kv.Key, m tier.Meta, stored []byte) error
 

@@ -79,7 +79,7 @@ type Tier struct {
 		done     chan struct{}  // closed when it was; nil while none is
 		deleting map[kv.Key]int // by how many; they are not encrypted anew
 		writing  map[*key]int   // writes in progress, by the key that they encrypt with
-		ended    chan struct{}  // closed when one ends; nil: nobody waits
+		ended    chan struct{}  // closed when one ends; nil: no caller waits
 	}
 }
 

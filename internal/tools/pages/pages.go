@@ -47,7 +47,7 @@ func (p *Page) Typed() bool {
 	return slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Text != "" && s.NotTyped == "" })
 }
 
-// languages are those of blocks that nobody types; "sh" are commands.
+// languages are those of blocks that are not typed; "sh" are commands.
 var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -73,7 +74,7 @@ func (f *zmqAuthFlags) open(log *slog.Logger, tokens *auth.Tokens) (*zmqAuth, er
 	}
 	a := &zmqAuth{of: map[string]zmtp.Authentication{}, refused: map[string]*zmqRefusals{}}
 	var server *zmtp.CurveServer
-	curve := slices.Contains(mapValues(methods), "curve")
+	curve := slices.Contains(slices.Collect(maps.Values(methods)), "curve")
 	switch {
 	case curve && (f.CurveKey == "" || f.CurveClients == ""):
 		return nil, usagef("--zmq-auth with curve needs --curve-key and --curve-clients")
@@ -126,13 +127,6 @@ func (a *zmqAuth) addMetrics(r *metrics.Registry, networks map[string]*auth.Netw
 			return s
 		})
 	}
-}
-
-func mapValues(m map[string]string) (out []string) {
-	for _, v := range m {
-		out = append(out, v)
-	}
-	return out
 }
 
 // selfName is the name under which a process asks its own listener.

@@ -27,7 +27,7 @@ type Asker struct {
 	token  string // empty: none
 	client http.Client
 
-	hourOf  string    // the server that has told its last hour
+	hourOf  string    // the server whose last hour is known
 	askedAt time.Time // when it was asked last
 }
 
