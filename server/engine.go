@@ -254,15 +254,15 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	if q.Named { // it is a request of that worker, and wakes it
 		_, _ = s.registry.Get(q.Worker, q.By) // whether it may be served is seen below
 	}
-	sh, unknown := s.registry.ShardsOf(&q)
-	registered := !errors.Is(unknown, workers.ErrNoWorker)
 	s.settleReaders(sc, k, r.TensorParallel)
+	target, unknown := s.registry.Target(&q, k.WorldSize*k.Readers)
+	sh, registered := target.Shard, !errors.Is(unknown, workers.ErrNoWorker)
 	s.store.NotePrompt(k.RequestID, sc.caller().Owner(), k.Chunks)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
 	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered, ChunkTokens: tokens}
-	if why, err := s.mayLookUp(sc, &q, k, asked, unknown); why != miss.None {
+	if why, err := s.mayLookUp(sc, k, asked, target.Loaders, unknown); why != miss.None {
 		s.store.NoHit(k.RequestID, sc.caller().Owner())
 		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d tokens, a chunk has %d", k.End, tokens)
 		if err != nil {
@@ -273,7 +273,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	sc.mark()
 	s.nameShard(sh, k)
-	asked = s.loadable(&q, r)
+	asked = s.loadable(target.Inline, r)
 	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
@@ -291,13 +291,10 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 
 // mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
 // error is nil for a prompt that is too short and for one that is to load nothing: its hit is 0.
-// unknown is why no shard is known to look in.
-func (s *Server) mayLookUp(sc *scratch, q *workers.Query, k *lmcache.KeyView, asked int, unknown error) (miss.Reason, error) {
+// loaders is how many workers can load what is found, unknown why no shard is known to look in.
+func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, unknown error) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it notes who asks
-	need, can := k.WorldSize*k.Readers, 0
-	if unknown == nil {
-		can = s.registry.Loaders(q, need)
-	}
+	need := k.WorldSize * k.Readers
 	switch {
 	case sc.unsigned:
 		return miss.Unsigned, errUnsigned
@@ -315,8 +312,8 @@ func (s *Server) mayLookUp(sc *scratch, q *workers.Query, k *lmcache.KeyView, as
 		return miss.Declined, errDraining
 	case same != nil:
 		return miss.Declined, same
-	case can < need:
-		return miss.Declined, fmt.Errorf("%w: %d of the %d that %s needs", errFewWorkers, can, need, k.Model)
+	case loaders < need:
+		return miss.Declined, fmt.Errorf("%w: %d of the %d that %s needs", errFewWorkers, loaders, need, k.Model)
 	}
 	return miss.None, nil
 }

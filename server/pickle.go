@@ -236,8 +236,8 @@ func (s *Server) inlineChunks(in *workers.Worker) int {
 
 // loadable returns how many chunks a lookup may find so that its engine can load them: where chunks pass through the socket, a load is
 // one message.
-func (s *Server) loadable(q *workers.Query, r *lmcache.LookupRequest) int {
-	if in := s.registry.LargestInline(q); in != nil {
+func (s *Server) loadable(in *workers.Worker, r *lmcache.LookupRequest) int {
+	if in != nil {
 		return min(r.To, r.From+s.inlineChunks(in))
 	}
 	return r.To

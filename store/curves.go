@@ -5,6 +5,7 @@ package store
 import (
 	"encoding/binary"
 	"hash/maphash"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,22 +26,27 @@ type curves struct {
 	seed  maphash.Seed
 	began time.Time
 
+	// The mutex is a leaf but for the one of the hitcurve.Curves.
 	mu struct {
 		sync.Mutex
-		of    map[uint64]*namedPrompt // by request
-		order [maxNamedPrompts]uint64
-		next  int
+		prompts [maxNamedPrompts / promptsPerSet][promptsPerSet]namedPrompt // by request; of each set the newest first
+		names   []uint64                                                    // memory of the last ones
 	}
 }
 
 // namedPrompt is a prompt that was looked up.
 type namedPrompt struct {
-	asked int // chunks
-	named int // leading chunks whose names are noted
+	request uint64 // hash of its id; 0: none
+	asked   int    // chunks
+	named   int    // leading chunks whose names are noted
 }
 
-// maxNamedPrompts bounds the prompts that are remembered from their lookup to their store.
-const maxNamedPrompts = 1 << 12
+// maxNamedPrompts bounds the prompts that are remembered from their lookup to their store: in sets, so that a lookup neither allocates
+// nor changes a map. A full set forgets its oldest.
+const (
+	maxNamedPrompts = 1 << 12
+	promptsPerSet   = 8
+)
 
 // newCurves returns what Options.Curves asks for.
 func (s *Store) newCurves() *curves {
@@ -56,9 +62,7 @@ func (s *Store) newCurves() *curves {
 			t.Teach(l, whole)
 		}
 	}
-	c := &curves{Curves: hitcurve.New(o), seed: maphash.MakeSeed(), began: s.began}
-	c.mu.of = make(map[uint64]*namedPrompt)
-	return c
+	return &curves{Curves: hitcurve.New(o), seed: maphash.MakeSeed(), began: s.began}
 }
 
 // Curves returns what lookups of the last 15 minutes, hour and 24 hours found, and what they would have found with other amounts of
@@ -70,14 +74,17 @@ func (s *Store) Curves() []hitcurve.Window {
 	return s.curves.Estimate(time.Since(s.began))
 }
 
-// names returns the names of chunks.
-func names(sh object.Shard, hashes []kv.Hash) []uint64 {
+// namesLocked returns the names of chunks, valid until the next call.
+func (c *curves) namesLocked(sh object.Shard, hashes []kv.Hash) []uint64 {
 	var k kv.Key
 	sh.Key(&k, 0, 0, kv.Hash{})
 	base := miss.ID(&k)
-	out := make([]uint64, len(hashes))
+	out := slices.Grow(c.mu.names[:0], len(hashes))[:len(hashes)]
 	for i := range hashes {
 		out[i] = base ^ binary.LittleEndian.Uint64(hashes[i][:])
+	}
+	if len(out) <= batch { // the memory of more is not kept
+		c.mu.names = out
 	}
 	return out
 }
@@ -96,10 +103,13 @@ func (c *curves) lookup(q *query, hashes []kv.Hash, out *LookupResult) {
 		return
 	}
 	hashes = hashes[:min(len(hashes), out.Asked)]
-	c.note(q.session, namedPrompt{out.Asked, len(hashes)})
+	request := c.id(q.session)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.noteLocked(namedPrompt{request, out.Asked, len(hashes)})
 	c.Lookup(&hitcurve.Lookup{
 		Asked: out.Asked - out.From, Pool: max(out.Hit-out.From-out.Below, 0), Below: out.Below,
-		Chunks: names(q.shard, hashes), From: out.From, Bytes: bytesOf(q.shard),
+		Chunks: c.namesLocked(q.shard, hashes), From: out.From, Bytes: bytesOf(q.shard),
 	}, time.Since(c.began))
 }
 
@@ -108,43 +118,45 @@ func (c *curves) stored(name *hold.Transfer, request []byte, hashes []kv.Hash, t
 	if c == nil || name.Shard.Index != 0 {
 		return
 	}
-	from, asked, ok := c.extend(request, name)
-	if !ok {
+	id := c.id(request)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.promptLocked(id)
+	if p == nil {
 		return
 	}
-	to := min(name.To, asked) // what is not of the prompt is an answer, and counts where it is new
+	from := max(name.From, p.named)
+	p.named = max(p.named, name.To)
+	to := min(name.To, p.asked) // what is not of the prompt is an answer, and counts where it is new
 	if len(taken) > 0 {
 		to = name.To
 	}
 	if from < to {
-		c.Stored(names(name.Shard, hashes[:to]), from, asked, bytesOf(name.Shard), time.Since(c.began))
+		c.Stored(c.namesLocked(name.Shard, hashes[:to]), from, p.asked, bytesOf(name.Shard), time.Since(c.began))
 	}
 }
 
-// note remembers a prompt.
-func (c *curves) note(request []byte, p namedPrompt) {
-	id := maphash.Bytes(c.seed, request)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if _, ok := c.mu.of[id]; !ok {
-		delete(c.mu.of, c.mu.order[c.mu.next])
-		c.mu.order[c.mu.next] = id
-		c.mu.next = (c.mu.next + 1) % maxNamedPrompts
+// id returns namedPrompt.request.
+func (c *curves) id(request []byte) uint64 { return maphash.Bytes(c.seed, request) | 1 }
+
+// promptLocked returns the prompt of a request; nil where it is not known.
+func (c *curves) promptLocked(request uint64) *namedPrompt {
+	set := &c.mu.prompts[request/2%uint64(len(c.mu.prompts))]
+	for i := range set {
+		if set[i].request == request {
+			return &set[i]
+		}
 	}
-	c.mu.of[id] = &p
+	return nil
 }
 
-// extend notes that the chunks of a prompt before name.To get their names now. It returns the first of them and the chunks that were asked for;
-// false where the request is not known.
-func (c *curves) extend(request []byte, name *hold.Transfer) (from, asked int, ok bool) {
-	id := maphash.Bytes(c.seed, request)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	p := c.mu.of[id]
-	if p == nil {
-		return 0, 0, false
+// noteLocked remembers a prompt.
+func (c *curves) noteLocked(p namedPrompt) {
+	if known := c.promptLocked(p.request); known != nil {
+		*known = p
+		return
 	}
-	from = max(name.From, p.named)
-	p.named = max(p.named, name.To)
-	return from, p.asked, true
+	set := &c.mu.prompts[p.request/2%uint64(len(c.mu.prompts))]
+	copy(set[1:], set[:])
+	set[0] = p
 }

@@ -70,6 +70,9 @@ func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	for step := 1; f.limit < p.Chunks; step *= 2 {
 		hashes = p.Hashes(min(f.limit+step, p.Chunks))
 		hashes = hashes[:min(len(hashes), p.Chunks)]
+		if step == 2 { // the first one was found: most lookups find much or nothing
+			f.slots = slices.Grow(f.slots, min((p.Chunks-f.limit)*f.rows, batch))
+		}
 		for f.limit < len(hashes) {
 			to := min(f.limit+columns, len(hashes))
 			if !s.findColumns(sh, hashes[:to], f) {

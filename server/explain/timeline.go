@@ -65,6 +65,9 @@ type timelines struct {
 	of   map[string]*line
 	ring []*line // the oldest at next, once it is full
 	next int
+
+	latest      *line  // of the last request: most are followed by others of the same id
+	model, salt string // of the last lookup
 }
 
 // A lookup after the end of a session begins another request of the same id. Workers may still store then.
@@ -74,7 +77,11 @@ const lookupName, endName = "lookup", "end_session"
 // is looked up again.
 func (t *timelines) lineLocked(request []byte, began time.Time, lookup bool) *line {
 	request = request[:min(len(request), maxRequestID)]
-	l := t.of[string(request)]
+	l := t.latest
+	if l == nil || l.id != string(request) {
+		l = t.of[string(request)]
+	}
+	t.latest = l
 	if l != nil && !(lookup && l.ended) {
 		return l
 	}
@@ -94,7 +101,7 @@ func (t *timelines) lineLocked(request []byte, began time.Time, lookup bool) *li
 		delete(t.of, l.id)
 	}
 	*l = line{id: string(request), began: began, spans: l.spans[:0]}
-	t.of[l.id] = l
+	t.of[l.id], t.latest = l, l
 	return l
 }
 
@@ -131,12 +138,13 @@ func (t *timelines) recordLookup(o *lookup.Outcome) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	l := t.lineLocked(o.Request, now, true)
-	if l.model != string(model) {
-		l.model = string(model)
+	if t.model != string(model) {
+		t.model = string(model)
 	}
-	if l.salt != string(salt) {
-		l.salt = string(salt)
+	if t.salt != string(salt) {
+		t.salt = string(salt)
 	}
+	l.model, l.salt = t.model, t.salt // most lookups have those of the one before
 	l.asked, l.hit, l.below = o.AskedTokens(), o.HitTokens(), o.BelowTokens()
 	if o.Waited {
 		from := l.began

@@ -108,20 +108,14 @@ func (r *Registry) lives(in *Worker) bool {
 	return p != (peercred.Process{}) && !ended
 }
 
-// Loaders returns how many workers can load what a client looks up, of those of the lookup's layout. It needs need workers.
+// loaders returns how many workers of the layout can load what a client looks up. The lookup needs need workers.
 //
 //   - Workers that are asleep do not count.
 //   - All others count where the client's process is not known.
 //   - Where as many as needed were seen to be of the client's process or its relatives, only those count.
 //   - Where fewer were, workers whose process is not known count as well.
 //   - Where none was, all count but the relatives of other clients.
-func (r *Registry) Loaders(q *Query, need int) int {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	l, err := r.layoutLocked(q)
-	if err != nil {
-		return 0
-	}
+func (l *engineLayout) loaders(q *Query, need int) int {
 	from := q.From
 	var own *family
 	if from != nil {

@@ -327,30 +327,31 @@ func (m *modelLayouts) String() string {
 	return strings.Join(out, ", ")
 }
 
-// ShardsOf says where the shards of a model are to be looked up. Errors: ErrNoWorker, ErrLayouts.
-func (r *Registry) ShardsOf(q *Query) (object.Shard, error) {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	l, err := r.layoutLocked(q)
-	if err != nil {
-		return object.Shard{}, err
-	}
-	return l.shard(q), nil
+// Target is where a lookup searches, and who can load what it finds.
+type Target struct {
+	Shard   object.Shard
+	Loaders int     // workers that can load it: see loaders
+	Inline  *Worker // of them the one with the largest chunks, where the chunks of all of them pass through the socket; else nil
 }
 
-// LargestInline returns the worker with the largest chunks, of those that a lookup is for, where the chunks of all of them pass through
-// the socket: of by's own where there are some. Else it returns nil.
-func (r *Registry) LargestInline(q *Query) (of *Worker) {
+// Target returns what is known for a lookup that needs need workers. The error says why no shard is known to search in: ErrNoWorker or
+// ErrLayouts.
+func (r *Registry) Target(q *Query, need int) (t Target, err error) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	l, err := r.layoutLocked(q)
 	if err != nil {
-		return nil
+		return t, err
 	}
-	own := slices.ContainsFunc(l.workers, func(in *Worker) bool { return in.By == q.By })
+	return Target{l.shard(q), l.loaders(q, need), l.largestInline(q.By)}, nil
+}
+
+// largestInline returns Target.Inline: of by's own workers where there are some.
+func (l *engineLayout) largestInline(by access.Principal) (of *Worker) {
+	own := slices.ContainsFunc(l.workers, func(in *Worker) bool { return in.By == by })
 	for _, in := range l.workers {
 		switch {
-		case own && in.By != q.By:
+		case own && in.By != by:
 		case in.Lent != nil || in.Side() != Pickle:
 			return nil
 		case of == nil || in.Bytes > of.Bytes:

@@ -43,6 +43,12 @@ func query(model string, by access.Principal, from *workers.Client) *workers.Que
 	return &workers.Query{Model: []byte(model), World: 1, Chunk: 16, By: by, From: from}
 }
 
+// loaders returns how many workers can load what is looked up; 0 where nothing is known to search in.
+func loaders(r *workers.Registry, q *workers.Query, need int) int {
+	target, _ := r.Target(q, need)
+	return target.Loaders
+}
+
 func add(t *testing.T, r *workers.Registry, w *workers.Worker) *workers.Worker {
 	t.Helper()
 	old, _, err := r.Add(w)
@@ -135,10 +141,10 @@ func TestSilence(t *testing.T) {
 	if dropped != 1 || !quiet.Asleep() || lively.Asleep() {
 		t.Errorf("%d fell asleep; the silent one %v, the lively one %v", dropped, quiet.Asleep(), lively.Asleep())
 	}
-	if got := r.Loaders(query("m", alice, nil), 1); got != 1 {
+	if got := loaders(r, query("m", alice, nil), 1); got != 1 {
 		t.Errorf("%d workers can load, want 1", got)
 	}
-	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders(query("m", alice, nil), 1) != 2 {
+	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || loaders(r, query("m", alice, nil), 1) != 2 {
 		t.Errorf("a request did not wake the worker: %v", err)
 	}
 	if _, err := r.Get(2, alice); err != nil {
@@ -175,7 +181,7 @@ func TestPings(t *testing.T) {
 // user has one per shard, and what a client can be is told by its own user's workers.
 func TestLayoutsByUser(t *testing.T) {
 	r := workers.NewRegistry(10)
-	if _, err := r.ShardsOf(query("m", alice, nil)); !errors.Is(err, workers.ErrNoWorker) {
+	if _, err := r.Target(query("m", alice, nil), 1); !errors.Is(err, workers.ErrNoWorker) {
 		t.Errorf("a model without a worker: %v", err)
 	}
 	a, b := worker(1, alice, 1, 1), worker(2, bob, 1, 2)
@@ -185,7 +191,8 @@ func TestLayoutsByUser(t *testing.T) {
 	for _, w := range []*workers.Worker{a, b} {
 		q := query("m", w.By, nil)
 		q.Salt = []byte("tenant")
-		sh, err := r.ShardsOf(q)
+		target, err := r.Target(q, 1)
+		sh := target.Shard
 		if err != nil || sh.Namespace != w.NamespaceOf([]byte("tenant")) || sh.Namespace == w.NamespaceOf(nil) {
 			t.Errorf("%v looks in %+v", w.By, sh)
 		}
@@ -267,18 +274,18 @@ func TestRelativesAreOfOneModel(t *testing.T) {
 	c := r.NewClient(&access.Caller{By: alice, Peer: peercred.Peer{PID: os.Getpid()}})
 	for range 2 {
 		for _, model := range []string{"m", "n"} {
-			if got := r.Loaders(query(model, alice, c), 1); got != 1 {
+			if got := loaders(r, query(model, alice, c), 1); got != 1 {
 				t.Errorf("model %s: %d workers can load, want 1", model, got)
 			}
 		}
 	}
 	other := workerOf("m", 3, alice, 1, 1)
 	add(t, r, other)
-	if got := r.Loaders(query("m", alice, c), 2); got != 2 {
+	if got := loaders(r, query("m", alice, c), 2); got != 2 {
 		t.Errorf("%d of 2 can load", got)
 	}
 	r.Remove(1, alice)
-	if got := r.Loaders(query("m", alice, c), 1); got != 0 {
+	if got := loaders(r, query("m", alice, c), 1); got != 0 {
 		t.Errorf("the client's own worker is gone: %d can load", got)
 	}
 }
@@ -295,7 +302,7 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 	first.CameFrom(&here)
 	add(t, r, first)
 	c := r.NewClient(&here)
-	if got := r.Loaders(query("m", alice, c), 1); got != 1 {
+	if got := loaders(r, query("m", alice, c), 1); got != 1 {
 		t.Fatalf("%d workers can load, want 1", got)
 	}
 	r.Remove(1, alice)
@@ -305,7 +312,7 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 	other := workerOf("m", 3, alice, 1, 1)
 	other.Socket = 78
 	add(t, r, other)
-	if got := r.Loaders(query("m", alice, c), 1); got != 1 {
+	if got := loaders(r, query("m", alice, c), 1); got != 1 {
 		t.Errorf("after another registration %d workers can load, want 1", got)
 	}
 }
