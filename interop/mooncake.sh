@@ -6,7 +6,7 @@
 # log-probabilities and full external hits, or it fails. And engines with the MooncakeStoreConnector over a cluster whose
 # memory is `kvasir store-node`'s alone, one of two nodes killed. Needs bin/kvasir; `make interop-vllm`
 # calls it. PD names the parts: qwen2, gemma3, proxy, proxy-nixl, relay, load, both, engine, store (0.32), 0.33, 0.13, proxy-0.13, 0.18, 0.23,
-# store-0.23. 0.33 is 0.32 with the connectors of 0.33. Two engines of 2 GB at a time, minutes each.
+# store-0.23, store-0.33. 0.33 is 0.32 with the connectors of 0.33. Two engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . interop/lib.sh
@@ -129,7 +129,7 @@ print(f"  {r['loaded_bytes'] / 1e6:.1f} MB came from our memory; the master gave
 P
 }
 
-for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.33 0.13 proxy-0.13 0.18 0.23 store-0.23}; do
+for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.33 0.13 proxy-0.13 0.18 0.23 store-0.23 store-0.33}; do
 	case $part in
 	0.13 | proxy-0.13) pinned 0.13.0 ;;
 	0.18) pinned 0.18.1 ;;
@@ -137,7 +137,7 @@ for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.3
 	store-0.23) pinned 0.23.0 ;; # Mooncake 0.3.11.post1 comes with it: master and client
 	*) newest ;;
 	esac
-	[ "$part" != 0.33 ] || over=$(interop/vllm/setup_newer.sh "$(dirname "$(dirname "$python")")" 0.33.0)
+	[[ $part != *0.33 ]] || over=$(interop/vllm/setup_newer.sh "$(dirname "$(dirname "$python")")" 0.33.0)
 	case $part in
 	qwen2 | gemma3)
 		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
@@ -257,6 +257,10 @@ for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.3
 		over_our_nodes store-windows gemma3
 		;;
 	store-0.23) over_our_nodes store-0.23 qwen2 ;;
+	store-0.33)
+		over_our_nodes store-0.33 qwen2
+		over_our_nodes store-windows-0.33 gemma3
+		;;
 	*) echo "PD: no part $part" >&2; exit 2 ;;
 	esac
 	stop_servers
