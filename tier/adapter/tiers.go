@@ -51,6 +51,9 @@ type Set struct {
 	Keys     *seal.Keys                     // nil for none; the owner has them watched
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
+
+	// ReadFiles is how often the files of generations are read, where another server may share a directory and write one; else 0.
+	ReadFiles time.Duration
 }
 
 // Intervals at which the notes of shared tiers are read. Each read of an S3 note is paid for.
@@ -151,6 +154,8 @@ func Open(o Options) (s Set, err error) {
 		s.Contents[name] = d
 		if p, ok := noteOf(&a, name, d); ok {
 			s.Shared = append(s.Shared, p)
+		} else if len(a.Shared()) == 0 {
+			s.ReadFiles = noteEvery
 		}
 		if c, ok := d.(*mooncakestore.Tier); ok {
 			if s.Clusters == nil {

@@ -32,7 +32,7 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 			return err
 		}
 		if n > tier.MaxNote {
-			return fmt.Errorf("%w: a note of %d bytes", errAnswer, n)
+			return fmt.Errorf("%w: %w: %d bytes", errAnswer, tier.ErrLongNote, n)
 		}
 		now = note{a.Field("Etag"), make([]byte, n)}
 		return t.fill(a, now.text, nil, nil)
