@@ -180,6 +180,39 @@ func TestClearReachesTheTiers(t *testing.T) {
 	}
 }
 
+// What the pool has stays a hit after a clear of the tiers alone, and is written there again once an engine loads it.
+func TestClearOfTheTiersIsWrittenThereAgain(t *testing.T) {
+	for name, models := range map[string][]string{"all": nil, "one model": {"m"}} {
+		n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+		n.start()
+		e := n.newEngine()
+		e.register()
+		prompt := tokens(3*drivenChunk, 6)
+		if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+			t.Fatal(got)
+		}
+		testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == 3 })
+		if out, err := n.Clear(server.Clear{Tier: server.ClearL2, Models: models, By: "a test"}); err != nil || out.Stays != "" {
+			t.Fatal(out, err)
+		}
+		if out, err := n.Clear(server.Clear{Tier: server.ClearL2, Models: []string{"misspelt"}, By: "a test"}); err != nil || !strings.Contains(out.Stays, "no engine has used model misspelt") {
+			t.Errorf("%s: a clear of a model that is not known: %+v, %v", name, out, err)
+		}
+		if hit := n.hit(e, prompt, "pool"); hit != 3 {
+			t.Errorf("%s: hit %d in the pool", name, hit)
+		}
+		if got := e.retrieve(prompt, 0, 96, 0, "pool", span(20, 6)); got != done {
+			t.Errorf("%s: %+v", name, got)
+		}
+		testkit.Eventually(t, name+": writes below after the clear", func() bool { return n.store.Stats().WrittenChunks == 6 })
+		_, _ = n.Clear(server.Clear{Tier: server.ClearL1, Force: true})
+		if hit := n.hit(e, prompt, "tier"); hit != 3 {
+			t.Errorf("%s: hit %d in the tier", name, hit)
+		}
+		n.stop()
+	}
+}
+
 // A server that is killed between the note of a clear and its end serves nothing older
 // from the pool that it left.
 func TestKillInTheMiddleOfAClear(t *testing.T) {
