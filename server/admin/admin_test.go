@@ -226,6 +226,9 @@ func TestClear(t *testing.T) {
 	}
 	f(`{"tier":"l3"}`, 400, "unknown tier")
 	f(`{"tier":`, 400, "body is not")
+	f(`{"model":"m"}`, 400, `unknown field \"model\"`) // what limits a clear is not passed over
+	f(`{"models":["m"]} {}`, 400, "body is not")
+	f(`{"models":[]}`, 400, "empty list")
 	f(`{"tier":"`+strings.Repeat("x", 5000)+`"}`, 400, "body is not")
 	f("", 200, `"chunks":2`)
 	f(`{"tier":"l1","force":true}`, 200, `"chunks":0`)
