@@ -3,6 +3,9 @@
 package store
 
 import (
+	"context"
+	"fmt"
+
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
@@ -167,6 +170,8 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 		s.mu.unwanted[slot] = s.mu.pool.Generation(slot)
 		return true
 	})
+	wait, cancel := context.WithTimeout(s.life, closePatience)
+	defer cancel()
 	for from := 0; from < len(keys); {
 		ended := s.writeOf(&from, keys)
 		if ended == nil {
@@ -174,8 +179,8 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 		}
 		select {
 		case <-ended:
-		case <-s.life.Done():
-			return s.life.Err()
+		case <-wait.Done():
+			return fmt.Errorf("store: writes of the objects go on: %w", wait.Err())
 		}
 	}
 	err := s.opts.Below.Delete(s.life, keys)

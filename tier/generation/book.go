@@ -207,8 +207,16 @@ func (s *state) fits() bool {
 	if n <= maxFile {
 		return true
 	}
+	return len(s.text()) <= maxFile
+}
+
+// text is what a file or a note keeps.
+func (s *state) text() []byte {
 	text, err := json.Marshal(s)
-	return err == nil && len(text) <= maxFile
+	if err != nil {
+		panic(fmt.Sprintf("BUG: generation: %v", err))
+	}
+	return text
 }
 
 // Prepare keeps a new generation of models, or of all with nil, in the files. commit
@@ -312,13 +320,9 @@ func (b *Book) write(s *state) error {
 }
 
 func (b *Book) writeOne(path string, s *state) error {
-	text, err := json.Marshal(s)
-	if err != nil {
-		panic(fmt.Sprintf("BUG: generation: %v", err))
-	}
-	_, err = read(path)
+	_, err := read(path)
 	if !errors.Is(err, errNewer) {
-		err = replace(path, text)
+		err = replace(path, s.text())
 	}
 	if err != nil {
 		return fmt.Errorf("keep the generation in %s: %w", path, err)

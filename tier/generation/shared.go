@@ -5,7 +5,6 @@ package generation
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -244,11 +243,8 @@ func (b *Book) noteUnkept(err error) {
 func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) error {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
-	text, err := json.Marshal(next)
-	if err != nil {
-		panic(fmt.Sprintf("BUG: generation: %v", err))
-	}
 	errs := make([]error, len(b.shared.places))
+	var text []byte
 	var wg sync.WaitGroup
 	for i, p := range b.shared.places {
 		n, asked := notes[i]
@@ -257,6 +253,9 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 		case n.err != nil:
 			errs[i] = n.err
 		case n.missing || !n.same(next):
+			if text == nil {
+				text = next.text()
+			}
 			wg.Go(func() { errs[i] = p.Note.SetNote(ctx, text) })
 		}
 	}
