@@ -70,9 +70,10 @@ type Book struct {
 	outdating sync.Mutex // orders outdate; before mu
 
 	writing struct {
-		sync.Mutex        // orders Prepare and Repair
-		kept       state  // written last; more than mu.state while a commit is to come
-		number     uint64 // of the last Prepare
+		sync.Mutex               // orders Prepare and Repair
+		kept       state         // written last; more than mu.state while a commit is to come
+		number     uint64        // of the last Prepare
+		counts     chan struct{} // closed once that was committed
 	}
 
 	mu struct {
@@ -244,8 +245,10 @@ func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)
 	b.writing.number++
-	number, known := b.writing.number, b.shared.known
-	return func() {
+	number, known, counts := b.writing.number, b.shared.known, make(chan struct{})
+	b.writing.counts = counts
+	return sync.OnceFunc(func() {
+		defer close(counts)
 		if known { // only then: until the later generation counts, nothing is served
 			defer b.shared.ready.Store(true)
 		}
@@ -265,7 +268,7 @@ func (b *Book) committer(next *state) (commit func()) {
 			b.mu.begun = slices.Delete(b.mu.begun, 0, 1)
 		}
 		b.mu.begun = append(b.mu.begun, began)
-	}
+	})
 }
 
 // latest returns a copy of what was written last, with what another server that shares

@@ -124,10 +124,18 @@ func (b *Book) Sync(ctx context.Context) {
 		b.noteUnkept(err)
 	}
 	commit, pending := b.adopt(&next)
-	if commit == nil && !pending && b.shared.known {
+	if commit == nil && pending == nil && b.shared.known {
 		b.shared.ready.Store(true)
 	}
 	b.writing.Unlock()
+	if pending != nil { // whoever asks must not go on with the earlier one
+		wait, cancel := context.WithTimeout(ctx, readTime)
+		defer cancel()
+		select {
+		case <-pending:
+		case <-wait.Done():
+		}
+	}
 	if commit == nil {
 		return
 	}
@@ -278,21 +286,21 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 }
 
 // adopt keeps generations that are later than those that count in the files. commit has them
-// count; it is nil where nothing is later, and where whoever has found them before has yet to call its own: pending.
-func (b *Book) adopt(next *state) (commit func(), pending bool) {
+// count; it is nil where nothing is later, and where whoever has found them before has yet to call its own, which closes pending.
+func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 	b.mu.RLock()
 	same, counts := next.same(&b.mu.state), b.mu.number
 	b.mu.RUnlock()
 	switch {
 	case same:
-		return nil, false
+		return nil, nil
 	case counts < b.writing.number && next.same(&b.writing.kept):
-		return nil, true
+		return nil, b.writing.counts
 	}
 	if err := b.write(next); err != nil {
 		b.log.Warn("keep the generations of another server", "err", err)
 	}
-	return b.committer(next), false
+	return b.committer(next), nil
 }
 
 func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) == 0 }
