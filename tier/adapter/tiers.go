@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -70,6 +71,14 @@ func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) 
 		p.Every = paidNoteEvery
 	}
 	return p, true
+}
+
+// readFiles returns Set.ReadFiles: servers may share directories that are no --disk.
+func readFiles(adapters []Adapter) time.Duration {
+	if slices.ContainsFunc(adapters, func(a Adapter) bool { return len(a.Shared()) == 0 }) {
+		return noteEvery
+	}
+	return 0
 }
 
 // Open opens the tiers. Where one cannot be opened none is.
@@ -154,8 +163,6 @@ func Open(o Options) (s Set, err error) {
 		s.Contents[name] = d
 		if p, ok := noteOf(&a, name, d); ok {
 			s.Shared = append(s.Shared, p)
-		} else if len(a.Shared()) == 0 {
-			s.ReadFiles = noteEvery
 		}
 		if c, ok := d.(*mooncakestore.Tier); ok {
 			if s.Clusters == nil {
@@ -168,7 +175,7 @@ func Open(o Options) (s Set, err error) {
 	if s.Keys != nil { // what a pool has noted as written to a plain place is written again
 		places = append(places, "encrypted")
 	}
-	s.Place = strings.Join(places, " ")
+	s.Place, s.ReadFiles = strings.Join(places, " "), readFiles(o.Adapters)
 	switch len(s.Each) {
 	case 0:
 	case 1:
