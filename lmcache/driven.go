@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -186,6 +187,9 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	model, err := decodeString(frames[2])
 	if err != nil || len(model) > maxModelBytes {
 		return c, fmt.Errorf("model_name: %w", errOr(err, errors.New("too long")))
+	}
+	if !utf8.Valid(model) { // as in keys
+		return c, errors.New("model_name: not UTF-8")
 	}
 	world, err := DecodeInt(frames[3])
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -211,6 +212,9 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 	}
 	if len(p.Model) > maxModelBytes || len(p.DType) > 64 {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name or dtype_str too long")
+	}
+	if !utf8.ValidString(p.Model) { // as in keys
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name is not UTF-8")
 	}
 	if p.WorldSize < 1 || p.WorldSize > kv.MaxWorldSize {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: world_size %d is outside 1 to %d", p.WorldSize, kv.MaxWorldSize)

@@ -182,6 +182,10 @@ func TestDecodeRequests(t *testing.T) {
 	} {
 		bad("is not UTF-8", lmcache.ErrKey, lmcache.OpLookup, key(change), integer(1))
 	}
+	driven := lmcache.EngineDriven{InstanceID: 1, Model: "m\xff", WorldSize: 1, BlockSize: 16, Layers: 1, Hidden: 1, DType: "float16"}
+	bad("is not UTF-8", nil, lmcache.OpRegisterEngineDriven, driven.Append(nil))
+	lends := lmcache.KVCache{InstanceID: 1, Model: "\xc3", WorldSize: 1, EngineType: "vllm"}
+	bad("not UTF-8", nil, lmcache.OpRegisterKVCache, lends.Frames()...)
 	bad("[0, 7) of 8 tokens", lmcache.ErrRange, lmcache.OpCommitRetrieve, key(func(k *lmcache.Key) { k.End = 7 }), integer(1))
 	bad("data", nil, lmcache.OpCommitStore, key(nil), integer(1), text("x"))
 	bad("block_ids", nil, lmcache.OpStore, key(nil), integer(1), integer(1), []byte{0xc4, 0})

@@ -9,7 +9,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // ClearTier says which copies a clear makes absent.
@@ -69,8 +71,12 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 			s.store.Forget(begin, !c.Force)
 		} else {
 			begin()
+			s.store.ForgetBelow(func(ns kv.Namespace) bool {
+				n, named := s.names.Of(ns)
+				return c.Models == nil || !named || slices.Contains(c.Models, n.Model)
+			})
 		}
-		stays = append(stays, s.opts.Places...)
+		stays = append(append(stays, s.opts.Places...), s.unusedModels(c.Models)...)
 	} else if c.Tier == ClearAll {
 		s.store.Forget(func() {}, !c.Force)
 	}
@@ -97,6 +103,21 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	}
 	s.log.Warn("the cache was cleared", "by", c.By, "tier", string(c.Tier), "models_below", models, "chunks", out.Chunks, "force", c.Force, "stays", out.Stays)
 	return out, err
+}
+
+// unusedModels says which of some models no engine has registered or used since the start: a name that is misspelt clears nothing.
+func (s *Server) unusedModels(models []string) (out []string) {
+	used := make(map[string]bool)
+	s.names.Each(func(_ kv.Namespace, n tier.Name) { used[n.Model] = true })
+	for _, in := range s.registry.List() {
+		used[in.Model] = true
+	}
+	for _, model := range models {
+		if !used[model] {
+			out = append(out, fmt.Sprintf("no engine has used model %s since this server's start: if engines call it otherwise, its chunks stay in the tiers", safelog.Text(model, safelog.MaxText)))
+		}
+	}
+	return out
 }
 
 // followClear makes a generation count that another server began with a clear. What this server

@@ -36,7 +36,9 @@ type clearNode struct {
 	files []string
 	open  func(names *tier.Names) tier.Tier
 	note  tier.Notebook // of the tier, where other servers share it
-	end   func()        // of the background
+
+	revisions map[string]string
+	end       func() // of the background
 }
 
 func (n *clearNode) start() {
@@ -44,6 +46,7 @@ func (n *clearNode) start() {
 	log := new(logBuffer)
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	names := tier.NewNames()
+	names.SetRevisions(n.revisions)
 	book, err := generation.Open(n.files, names, logger)
 	if err != nil {
 		n.t.Fatal(err)
@@ -67,7 +70,7 @@ func (n *clearNode) start() {
 	}
 	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
 	n.Server = server.New(st, server.Options{
-		ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names,
+		ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names, Revisions: n.revisions,
 		Contents: map[string]tier.Tier{"below": below}, SweepRate: 1 << 20,
 	})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -177,6 +180,83 @@ func TestClearReachesTheTiers(t *testing.T) {
 				n.stop()
 			})
 		}
+	}
+}
+
+// What the pool has stays a hit after a clear of the tiers alone, and is written there again once an engine loads it.
+func TestClearOfTheTiersIsWrittenThereAgain(t *testing.T) {
+	for name, models := range map[string][]string{"all": nil, "one model": {"m"}} {
+		n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+		n.start()
+		e := n.newEngine()
+		e.register()
+		prompt := tokens(3*drivenChunk, 6)
+		if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+			t.Fatal(got)
+		}
+		testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == 3 })
+		if out, err := n.Clear(server.Clear{Tier: server.ClearL2, Models: models, By: "a test"}); err != nil || out.Stays != "" {
+			t.Fatal(out, err)
+		}
+		if out, err := n.Clear(server.Clear{Tier: server.ClearL2, Models: []string{"misspelt"}, By: "a test"}); err != nil || !strings.Contains(out.Stays, "no engine has used model misspelt") {
+			t.Errorf("%s: a clear of a model that is not known: %+v, %v", name, out, err)
+		}
+		if hit := n.hit(e, prompt, "pool"); hit != 3 {
+			t.Errorf("%s: hit %d in the pool", name, hit)
+		}
+		if got := e.retrieve(prompt, 0, 96, 0, "pool", span(20, 6)); got != done {
+			t.Errorf("%s: %+v", name, got)
+		}
+		testkit.Eventually(t, name+": writes below after the clear", func() bool { return n.store.Stats().WrittenChunks == 6 })
+		_, _ = n.Clear(server.Clear{Tier: server.ClearL1, Force: true})
+		if hit := n.hit(e, prompt, "tier"); hit != 3 {
+			t.Errorf("%s: hit %d in the tier", name, hit)
+		}
+		n.stop()
+	}
+}
+
+// A clear of a model reaches a tier of files whose objects a new server has seen before any request of the model: a file names the
+// model with its revision.
+func TestClearOfAModelWhoseFilesWereSeenFirst(t *testing.T) {
+	dir := t.TempDir()
+	n := &clearNode{t: t, revisions: map[string]string{"m": "R1"}, open: func(names *tier.Names) tier.Tier {
+		d, err := fs.Open(fs.Options{Path: dir, Names: names})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}}
+	prompt := tokens(3*drivenChunk, 6)
+	var e *engine
+	for life := range 2 { // each with a pool of its own
+		n.files = []string{filepath.Join(t.TempDir(), "pool"), filepath.Join(dir, generation.FileName)}
+		n.start()
+		if life == 1 { // as the removal of what an earlier clear left does
+			if _, err := tier.RemoveIf(t.Context(), n.Options().Contents["below"], func(tier.Content) bool { return false }, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		e = n.newEngine()
+		e.register()
+		if life == 0 {
+			if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+				t.Fatal(got)
+			}
+			testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == 3 })
+			n.stop()
+		}
+	}
+	defer func() { n.stop() }()
+	if hit := n.hit(e, prompt, "before"); hit != 3 {
+		t.Fatalf("hit %d of what the tier has", hit)
+	}
+	n.call(lmcache.OpEndSession, lmcache.AppendString(nil, "before"))
+	if _, err := n.Clear(server.Clear{Tier: server.ClearAll, Force: true, Models: []string{"m"}, By: "a test"}); err != nil {
+		t.Fatal(err)
+	}
+	if hit := n.hit(e, prompt, "cleared"); hit != 0 {
+		t.Errorf("hit %d after the clear", hit)
 	}
 }
 

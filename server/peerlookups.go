@@ -43,7 +43,9 @@ type keyFinder func(*lmcache.ObjectKey) (kv.Key, bool)
 type peerLookups struct {
 	store *store.Store
 	share struct{ peer, all float64 } // immutable: peerLoans and allLoans; tests have others
-	mu    struct {                    // a leaf
+
+	locking sync.Mutex // held from the look at the shares to the lookup's entry; before the store's mutex and mu
+	mu      struct {   // a leaf
 		sync.Mutex
 		last  int64
 		tasks []*peerLookup  // oldest first
@@ -138,7 +140,18 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 			keys, at = append(keys, key), append(at, i)
 		}
 	}
-	places, loan, err := t.store.Lend(by, keys, peerLookupLife, t.mayLock(by))
+	for _, loan := range t.lock(&k, keys, at) {
+		loan.GiveBack()
+	}
+	return k.id
+}
+
+// lock locks the objects of a lookup, within the shares of its peer and of all, and adds the lookup. It returns the loans of those
+// that had to go.
+func (t *peerLookups) lock(k *peerLookup, keys []kv.Key, at []int) (forgotten []*store.Loan) {
+	t.locking.Lock() // others may not lock what this one may
+	defer t.locking.Unlock()
+	places, loan, err := t.store.Lend(k.by, keys, peerLookupLife, t.mayLock(k.by))
 	if err == nil {
 		k.loan = loan
 		for i, p := range places {
@@ -149,11 +162,7 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 			}
 		}
 	}
-	forgotten := t.add(&k)
-	for _, loan := range forgotten {
-		loan.GiveBack()
-	}
-	return k.id
+	return t.add(k)
 }
 
 // Len is how many lookups there are whose places were not asked for yet.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -343,5 +344,32 @@ func TestLoansShareThePoolAndEndWithThePeer(t *testing.T) {
 	n.Unlock("b", names(all...), n.find)
 	if st := n.store.Stats(); st.Transfers != 0 || n.mu.lent != 0 {
 		t.Errorf("%d objects and %d bytes are locked at the end", st.Transfers, n.mu.lent)
+	}
+}
+
+// Lookups of several connections of a peer at the same time lock no more than its share together.
+func TestShareOfLookupsAtOnce(t *testing.T) {
+	n := newNode(t, 64)
+	defer n.close()
+	n.share = newPeerLookups(n.store).share
+	var all []byte
+	for i := range byte(60) {
+		all = append(all, i+1)
+	}
+	n.fill(all...)
+	for round := range 300 {
+		var at sync.WaitGroup
+		n.Join("a")
+		for i := range 4 {
+			at.Go(func() { n.Lookup("a", names(all[15*i:15*i+15]...), n.find) })
+		}
+		at.Wait()
+		n.mu.Lock()
+		lent := n.mu.lent
+		n.mu.Unlock()
+		n.Leave("a")
+		if lent > 16*chunkBytes || lent < 15*chunkBytes {
+			t.Fatalf("round %d: %d chunks are locked, a quarter of the pool has 16", round, lent/chunkBytes)
+		}
 	}
 }

@@ -3,6 +3,9 @@
 package store
 
 import (
+	"context"
+	"fmt"
+
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
@@ -66,6 +69,28 @@ func (s *Store) mayWriteLocked(slot pool.Slot) bool {
 	return s.mu.epoch == 0 || int(slot) < s.mu.epochs.Len() && *s.mu.epochs.At(int(slot)) == s.mu.epoch
 }
 
+// endPinLocked ends an operator's pin of an outdated slot: no lookup finds what it keeps.
+func (s *Store) endPinLocked(slot pool.Slot) {
+	if s.mu.policy.Unpin(uint32(slot)) {
+		s.letGoUnusedLocked(slot)
+	}
+}
+
+// dropOutdatedLocked drops the key of an outdated slot, so that its object can be stored anew. Transfers keep the slot's memory
+// until they end. It reports false for what lookups were promised: their loads find it by its key.
+func (s *Store) dropOutdatedLocked(slot pool.Slot) bool {
+	s.endPinLocked(slot)
+	resident := s.mu.pool.StateOf(slot) == pool.Resident
+	if resident && s.keptLocked(slot) && int(*s.mu.kept.At(int(slot))) > s.mu.pool.Holds(slot) {
+		return false
+	}
+	s.dropLocked(slot, miss.Cleared)
+	if resident {
+		s.mu.n.Cleared++
+	}
+	return true
+}
+
 // DropOutdated drops what is outdated and kept by nothing. It reports whether nothing
 // outdated is left.
 func (s *Store) DropOutdated() bool {
@@ -87,8 +112,12 @@ func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
 		return from, 0, !s.mu.closed
 	}
 	for next = from; next < min(from+dropBatch, s.mu.pool.Slots()); next++ {
-		switch slot := pool.Slot(next); {
-		case s.mu.pool.StateOf(slot) != pool.Resident || !s.outdatedLocked(slot):
+		slot := pool.Slot(next)
+		if s.mu.pool.StateOf(slot) != pool.Resident || !s.outdatedLocked(slot) {
+			continue
+		}
+		s.endPinLocked(slot)
+		switch {
 		case s.evictableLocked(slot):
 			s.dropLocked(slot, miss.Cleared)
 			s.mu.n.Cleared++
@@ -130,10 +159,89 @@ func (s *Store) outdatedLocked(slot pool.Slot) bool {
 	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot))&^survives != s.mu.epoch
 }
 
-// DeleteBelow deletes objects from the tier below.
+// DeleteBelow deletes objects from the tier below, after the writes of them that go on. Those that are resident are written there
+// again when an engine loads them.
 func (s *Store) DeleteBelow(keys []kv.Key) error {
 	if s.opts.Below == nil {
 		return nil
 	}
-	return s.opts.Below.Delete(s.life, keys)
+	s.countRemoval()
+	s.eachResident(keys, dropBatch, func(slot pool.Slot) bool {
+		s.mu.unwanted[slot] = s.mu.pool.Generation(slot)
+		return true
+	})
+	wait, cancel := context.WithTimeout(s.life, closePatience)
+	defer cancel()
+	for from := 0; from < len(keys); {
+		ended := s.writeOf(&from, keys)
+		if ended == nil {
+			continue
+		}
+		select {
+		case <-ended:
+		case <-wait.Done():
+			return fmt.Errorf("store: writes of the objects go on: %w", wait.Err())
+		}
+	}
+	err := s.opts.Below.Delete(s.life, keys)
+	s.eachResident(keys, dropBatch, func(slot pool.Slot) bool {
+		s.notBelowLocked(slot)
+		return true
+	})
+	return err
+}
+
+// writeOf looks for a write of one of some keys from *from on, and returns what is closed when the next write has ended. Without one it
+// returns nil, and *from is behind those keys.
+func (s *Store) writeOf(from *int, keys []kv.Key) (ended chan struct{}) {
+	s.lock()
+	defer s.unlock()
+	for i := range keys[*from:min(*from+batch, len(keys))] {
+		slot, st := s.mu.pool.Find(&keys[*from+i])
+		if _, writing := s.mu.writing[slot]; writing && st == pool.Resident {
+			if s.mu.writeEnded == nil {
+				s.mu.writeEnded = make(chan struct{})
+			}
+			return s.mu.writeEnded
+		}
+	}
+	*from = min(*from+batch, len(keys))
+	return nil
+}
+
+// ForgetBelow notes that the tier below has nothing more of the namespaces that gone answers true for. Their resident objects are
+// written there again when an engine loads them.
+func (s *Store) ForgetBelow(gone func(kv.Namespace) bool) {
+	if s.below == nil {
+		return
+	}
+	s.countRemoval()
+	for from, more := 0, true; more; {
+		from, more = s.forgetSomeBelow(from, gone)
+	}
+}
+
+func (s *Store) forgetSomeBelow(from int, gone func(kv.Namespace) bool) (next int, more bool) {
+	s.lock()
+	defer s.unlock()
+	for next = from; next < min(from+batch, s.mu.pool.Slots()); next++ {
+		slot := pool.Slot(next)
+		if s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Below(slot) == s.place && gone(s.mu.pool.KeyOf(slot).Namespace) {
+			s.notBelowLocked(slot)
+		}
+	}
+	return next, !s.mu.closed && next < s.mu.pool.Slots()
+}
+
+func (s *Store) notBelowLocked(slot pool.Slot) {
+	if s.mu.pool.Below(slot) == s.place {
+		s.mu.pool.SetBelow(slot, 0)
+	}
+}
+
+// countRemoval has what is read or written below from now on not count as being there, if that began earlier.
+func (s *Store) countRemoval() {
+	s.lock()
+	defer s.unlock()
+	s.mu.removals++
 }

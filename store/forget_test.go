@@ -3,7 +3,9 @@
 package store_test
 
 import (
+	"bytes"
 	"context"
+	"slices"
 	"testing"
 	"time"
 
@@ -218,4 +220,132 @@ func TestDropReachesWhatIsOnItsWay(t *testing.T) {
 	if got := b.look(t, "later", one, below); got.Hit != 0 {
 		t.Errorf("hit %d of an object that was deleted while it came", got.Hit)
 	}
+}
+
+// What transfers and an operator's pin keep at a clear is stored anew after it, and hits, while they go on. Loads that were
+// promised before still read the former bytes.
+func TestWhatIsKeptAtAClearIsStoredAnew(t *testing.T) {
+	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true})}
+	defer func() { b.stop() }()
+	loading, staged, pinned := prompt(1, 4), prompt(2, 3), prompt(3, 2)
+	b.put(t, loading)
+	b.put(t, pinned)
+	var places store.Transfer
+	if got := b.look(t, "old", one, loading); got.Hit != 4 {
+		t.Fatalf("%+v", got)
+	}
+	if why := b.store.BeginLoad([]byte("old"), transfer(7, loading, 0, 4, true), loading, &places); why != miss.None {
+		t.Fatal(why)
+	}
+	former := slices.Clone(places.Offsets)
+	tr := transfer(8, staged, 0, 3, false)
+	if _, err := b.store.BeginStore(tr, []byte("slow"), staged, &places); err != nil {
+		t.Fatal(err)
+	}
+	b.store.NameTenant(one.Namespace, []byte("salt"))
+	if err := b.store.SetPinLimit("salt", 4*chunkBytes); err != nil {
+		t.Fatal(err)
+	}
+	var keys []kv.Key
+	for _, h := range pinned {
+		keys = append(keys, objectKey(one, 0, h))
+	}
+	if n, err := b.store.Pin("salt", keys, time.Hour); n != 2 || err != nil {
+		t.Fatal(n, err)
+	}
+	b.store.Forget(func() {}, true)
+	b.store.Clear(false)
+	b.store.DropOutdated()
+	for i, h := range [][]kv.Hash{loading, staged, pinned} {
+		if got := b.look(t, "cleared", one, h); got.Hit != 0 {
+			t.Errorf("prompt %d: hit %d of what was there before the clear", i, got.Hit)
+		}
+		if n := len(b.put(t, h)); n != len(h) {
+			t.Errorf("prompt %d: %d of %d chunks are stored anew", i, n, len(h))
+		}
+		if got := b.look(t, "anew", one, h); got.Hit != len(h) {
+			t.Errorf("prompt %d: hit %d of %d chunks that were stored anew, %v", i, got.Hit, len(h), got.Why)
+		}
+		b.store.EndSession([]byte("anew"), lease.Owner{})
+	}
+	for i, off := range former {
+		if !bytes.Equal(b.at(off)[:chunkBytes], content(loading[i], 0)) {
+			t.Errorf("the load reads other bytes of chunk %d", i)
+		}
+	}
+	if got := b.store.CommitLoad(transfer(7, loading, 0, 4, true), []byte("old")); got.Chunks != 4 {
+		t.Errorf("the load ends with %+v", got)
+	}
+	if got := b.store.CommitStore(tr, []byte("slow"), staged, true); got.Chunks != 0 {
+		t.Errorf("%d chunks are committed whose store began before the clear", got.Chunks)
+	}
+	if list, _ := b.store.Pins(0, nil); len(list) != 0 {
+		t.Errorf("pinned after the clear: %+v", list)
+	}
+	b.store.Expire()
+	if st := b.store.Stats(); st.Resident != 9 || st.Transfers != 0 || !b.store.DropOutdated() {
+		t.Errorf("%d chunks are there, want 9; %d transfers", st.Resident, st.Transfers)
+	}
+}
+
+// Chunks of the pool whose copies below were deleted, or cleared, are written there again once an engine loads them.
+func TestDeletedBelowIsWrittenAgain(t *testing.T) {
+	below := tier.NewMemory(1 << 20)
+	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, Below: below, Place: "below", Write: store.WriteAtCommit})}
+	defer func() { b.stop() }()
+	defer b.run()()
+	h := prompt(1, 4)
+	var keys []kv.Key
+	for _, hash := range h {
+		keys = append(keys, objectKey(one, 0, hash))
+	}
+	count := func() (n int) {
+		_ = below.List(t.Context(), func(kv.Key, tier.Meta) bool { n++; return true }) // always nil
+		return n
+	}
+	b.put(t, h)
+	for name, forget := range map[string]func(){
+		"deleted": func() {
+			if err := b.store.DeleteBelow(keys); err != nil {
+				t.Error(err)
+			}
+		},
+		"cleared": func() {
+			if err := below.Delete(t.Context(), keys); err != nil {
+				t.Error(err)
+			}
+			b.store.ForgetBelow(func(ns kv.Namespace) bool { return ns == one.Namespace })
+		},
+	} {
+		testkit.Eventually(t, "the chunks are below", func() bool { return count() == 4 })
+		testkit.Eventually(t, "the writes end", func() bool { return b.store.Stats().WrittenChunks%4 == 0 })
+		forget()
+		if n := count(); n != 0 {
+			t.Fatalf("%s: %d objects are below", name, n)
+		}
+		if got := b.look(t, name, one, h); got.Hit != 4 {
+			t.Errorf("%s: hit %d in the pool", name, got.Hit)
+		}
+		if why := b.store.BeginLoad([]byte(name), transfer(7, h, 0, 4, true), h, &store.Transfer{}); why != miss.None {
+			t.Fatal(why)
+		}
+		b.store.CommitLoad(transfer(7, h, 0, 4, true), []byte(name))
+		b.store.EndSession([]byte(name), lease.Owner{})
+		testkit.Eventually(t, name+": the chunks are below again", func() bool { return count() == 4 })
+	}
+}
+
+// An object that is being written below while it is deleted there is not there afterwards.
+func TestDeleteBelowDuringItsWrite(t *testing.T) {
+	b := newTiered(t, 8, "write 1 slow 200ms", store.Options{Place: "below"})
+	defer b.close()
+	defer b.run()()
+	h := prompt(1, 1)
+	(&sumBench{bench: b.bench}).put(t, h)
+	testkit.Eventually(t, "the write begins", func() bool { return b.flaky.Calls("write") > 0 })
+	if err := b.store.DeleteBelow([]kv.Key{objectKey(one, 0, h[0])}); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the write has ended", func() bool { return b.store.Stats().WrittenChunks == 1 })
+	_ = b.memory.List(t.Context(), func(k kv.Key, _ tier.Meta) bool { t.Errorf("%v is there", k); return true }) // always nil
 }

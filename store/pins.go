@@ -29,6 +29,9 @@ func (s *Store) setPinLimit(salt string, bytes int64) error {
 func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int, err error) {
 	var fresh []pool.Slot
 	s.eachResident(keys, len(keys), func(slot pool.Slot) bool {
+		if s.outdatedLocked(slot) { // no lookup finds it
+			return true
+		}
 		s.mu.policy.Tick(time.Since(s.began))
 		news := false
 		if news, err = s.mu.policy.Pin(salt, uint32(slot), life); err != nil {

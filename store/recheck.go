@@ -14,9 +14,7 @@ import (
 // RecheckBelow has the tier asked for each resident object that is recorded as being there, because objects were removed from
 // it. What the tier lacks is written there again when an engine loads it.
 func (s *Store) RecheckBelow() {
-	s.lock()
-	s.mu.removals++
-	s.unlock()
+	s.countRemoval()
 	select {
 	case s.rechecks <- struct{}{}:
 	default: // one will begin later

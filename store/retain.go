@@ -154,6 +154,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	}
 	s.mu.warmed.Remove(uint32(slot))
 	s.outbox.Drop(uint32(slot))
+	delete(s.mu.unwanted, slot)
 	s.mu.sums.Trust(uint32(slot))
 	if int(slot) < s.mu.parents.Len() {
 		*s.mu.parents.At(int(slot)) = 0

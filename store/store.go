@@ -155,19 +155,21 @@ type Store struct {
 		epochs   container.PagedSlice[uint32] // by slot: when its place was taken
 		outdated bool                         // a slot of an earlier epoch may be resident
 
-		drops    uint64       // keys that went, whatever the reason
-		misses   *miss.Memory // of what was dropped
-		chunks   miss.Chunks  // resident slots by their chunks
-		needs    needs        // who needs room, while something is evicted for it
-		sums     checksumQueue
-		flights  flights
-		writing  map[pool.Slot]uint64 // to the tier below, kept and held: the removals when it began
-		removals uint64               // counts RecheckBelow
-		aging    int                  // the slot that Expire looks at next
-		pending  fair.Shares          // lookups and their objects
-		loading  fair.AwaitedShares   // reads from the tier below and their bytes, by the user or address that began them
-		n        Counters
-		events   events
+		drops      uint64       // keys that went, whatever the reason
+		misses     *miss.Memory // of what was dropped
+		chunks     miss.Chunks  // resident slots by their chunks
+		needs      needs        // who needs room, while something is evicted for it
+		sums       checksumQueue
+		flights    flights
+		writing    map[pool.Slot]uint64 // to the tier below, kept and held: the removals when it began
+		writeEnded chan struct{}        // closed when the next of these ends; nil while nobody waits for it
+		unwanted   map[pool.Slot]uint32 // generations of slots whose object was deleted below after it was offered to be written there
+		removals   uint64               // counts RecheckBelow
+		aging      int                  // the slot that Expire looks at next
+		pending    fair.Shares          // lookups and their objects
+		loading    fair.AwaitedShares   // reads from the tier below and their bytes, by the user or address that began them
+		n          Counters
+		events     events
 
 		indexShort bool // the pool's index needs memory, which unlock provides
 	}
@@ -205,6 +207,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), rechecks: make(chan struct{}, 1), began: time.Now()}
 	s.life, s.endLife = context.WithCancel(context.Background())
 	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]uint64)
+	s.mu.unwanted = make(map[pool.Slot]uint32)
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}

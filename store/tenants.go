@@ -151,12 +151,10 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	}
 }
 
-// findLocked is pool.Find; it drops an object that was unused for longer than its TTL.
+// findLocked is pool.Find; it drops an object that was unused for longer than its TTL, or that is from before a clear.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
-	if st == pool.Resident && s.outdatedLocked(slot) && s.evictableLocked(slot) {
-		s.dropLocked(slot, miss.Cleared)
-		s.mu.n.Cleared++
+	if st != pool.Free && s.outdatedLocked(slot) && s.dropOutdatedLocked(slot) {
 		return slot, pool.Free
 	}
 	if s.mu.policy.Mortal() && st == pool.Resident && s.expireLocked(slot) {

@@ -36,6 +36,7 @@ func (s *Store) offerLocked(slot pool.Slot) {
 		return
 	}
 	if p := s.mu.pool; s.outbox != nil && s.mayWriteLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
+		delete(s.mu.unwanted, slot)
 		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
 }
@@ -89,6 +90,9 @@ func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	defer s.unlock()
 	slot := pool.Slot(it.Slot)
 	_, writing := s.mu.writing[slot] // it was offered again meanwhile
+	if generation, unwanted := s.mu.unwanted[slot]; unwanted && generation == it.Generation {
+		return w, false
+	}
 	if writing || !s.mayWriteLocked(slot) || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
 		return w, false
 	}
@@ -129,6 +133,10 @@ func (s *Store) endWrite(it tiering.WriteItem, sum uint64, err error) (out tieri
 		}
 	}
 	delete(s.mu.writing, slot)
+	if s.mu.writeEnded != nil {
+		close(s.mu.writeEnded)
+		s.mu.writeEnded = nil
+	}
 	s.letGoUnusedLocked(slot)
 	p.Unhold(slot)
 	return out

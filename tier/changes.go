@@ -318,8 +318,17 @@ func (n *Recording) Delete(ctx context.Context, keys []kv.Key) error {
 		return n.Tier.Delete(ctx, keys)
 	}
 	n.begin(keys, forgets)
-	defer n.end(keys, forgets, func(int) result { return absent })
-	return n.Tier.Delete(ctx, keys)
+	var err error
+	defer func() {
+		n.end(keys, forgets, func(int) result {
+			if errors.Is(err, ErrNotKept) { // the place deletes nothing
+				return unsaid
+			}
+			return absent
+		})
+	}()
+	err = n.Tier.Delete(ctx, keys)
+	return err
 }
 
 // Hottest implements Ranking.

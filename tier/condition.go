@@ -64,7 +64,8 @@ type conditions struct {
 	failed   string    // the last one
 	refuses  Condition // why it took nothing last; zero once it takes again
 	refused  time.Time // when
-	nameless Condition
+	nameless Condition // it had no name for an object; zero once it has had names for all for a while
+	unnamed  time.Time // when, last
 }
 
 // reasonOf returns why a write was not taken; empty for another reason.
@@ -93,6 +94,7 @@ func (c *conditions) saw(write, rests bool, err error) {
 	_, corrupt := errors.AsType[*CorruptError](err)
 	switch reason := reasonOf(err); {
 	case reason == Nameless:
+		c.unnamed = at
 		if c.nameless.State == "" {
 			c.nameless = Condition{Nameless, at, err.Error()}
 		}
@@ -105,6 +107,9 @@ func (c *conditions) saw(write, rests bool, err error) {
 		c.failures, c.worked = 0, true
 		if err == nil && write && at.Sub(c.refused) >= stateHold {
 			c.refuses = Condition{}
+		}
+		if err == nil && write && at.Sub(c.unnamed) >= stateHold {
+			c.nameless = Condition{}
 		}
 	default:
 		c.failures++

@@ -88,3 +88,32 @@ func TestAnswersWithoutTheTierChangeNoState(t *testing.T) {
 	f(bounded)
 	f(func(place Tier) Tier { return Remembered(bounded(place), Absence{For: time.Second}) })
 }
+
+// A tier that had no name for a model works again once objects are written there and no other one lacked a name for a while.
+func TestStateAfterTheLastNamelessModel(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log strings.Builder
+		c := &conditions{log: slog.New(slog.NewTextHandler(&log, nil)), name: "fs"}
+		nameless := fmt.Errorf("%w: %w: model m", ErrNotKept, ErrName)
+		want := func(state State, warnings int) {
+			t.Helper()
+			if n := strings.Count(log.String(), "\n"); n != warnings || c.get().State != state {
+				t.Errorf("%d warnings, the state is %s, want %d and %s:\n%s", n, c.get().State, warnings, state, &log)
+			}
+		}
+		c.saw(true, false, nil)
+		c.saw(true, false, nameless)
+		want(Nameless, 1)
+		for range 20 { // both models are served
+			time.Sleep(time.Second)
+			c.saw(true, false, nil)
+			c.saw(true, false, nameless)
+		}
+		want(Nameless, 1)
+		time.Sleep(stateHold)
+		c.saw(false, false, nil) // a read shows no name
+		want(Nameless, 1)
+		c.saw(true, false, nil)
+		want(Works, 2)
+	})
+}

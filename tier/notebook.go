@@ -2,7 +2,10 @@
 
 package tier
 
-import "context"
+import (
+	"context"
+	"errors"
+)
 
 // NoteName is what the note of a Notebook is called, after the tier's prefix.
 const NoteName = ".kvasir-generations"
@@ -10,11 +13,14 @@ const NoteName = ".kvasir-generations"
 // MaxNote bounds a note, bytes.
 const MaxNote = 8 << 20
 
+// ErrLongNote means that a note is longer than MaxNote, so that no server wrote it as it is.
+var ErrLongNote = errors.New("tier: the note is too long")
+
 // Notebook is a Tier that keeps one small text beside its objects, for all servers that share it.
 type Notebook interface {
 	Tier
 
-	// Note returns the text, nil where there is none. The caller does not change it.
+	// Note returns the text, nil where there is none. The caller does not change it. Error: ErrLongNote.
 	Note(ctx context.Context) ([]byte, error)
 
 	// SetNote replaces the text as a whole.

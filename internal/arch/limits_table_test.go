@@ -112,6 +112,6 @@ var elsewhere = map[string]string{
 	"bounds a step of the server's own work": "internal/safelog.maxPlaces proxy.maxFailures proxy.maxFrees proxy.maxPause proxy/limits.maxBatch server/events.maxCompacted server/events.maxQuiet " +
 		"server/events.maxStrayObjects server/events.maxStrays store.maxTransfer store.mostFreed store/lease.maxOthers store/pool.maxFormer store/pool.maxNear store/pool.maxProvided " +
 		"store/pool.maxRegions store/tiering.maxComputing store/tiering.maxSlow store/tiering.maxWriteTries store/tiering.mostStat tier/disk.maxChooserKeys tier/disk.mostReadmit " +
-		"tier/disk.maxSeals tier/disk.mostTouched tier/generation.maxKnown tier/keeper.mostReserve tier/redis.maxFailures tier/s3.maxRaces tier/s3.maxSaid tier/s3.maxStatFailures zmtp.maxLeaving zmtp.maxVecs",
+		"tier/disk.maxSeals tier/disk.mostTouched tier/generation.maxBegun tier/generation.maxKnown tier/keeper.mostReserve tier/redis.maxFailures tier/s3.maxRaces tier/s3.maxSaid tier/s3.maxStatFailures zmtp.maxLeaving zmtp.maxVecs",
 	"is the largest object of a format": "tier/disk.maxSegment tier/mooncakestore.maxObject tier/redis.maxStripes tier/redis.maxValue tier/s3.maxName tier/s3.maxParts tier/s3.maxUpload",
 }

@@ -180,7 +180,7 @@ func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		Models []string `json:"models"`
 	}{Tier: string(server.ClearAll)}
 	if r.ContentLength != 0 {
-		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body); err != nil {
+		if err := readStrict(w, r, &body); err != nil {
 			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"all\", \"force\": false, \"models\": [\"NAME\"]}: " + err.Error()})
 			return
 		}
@@ -196,8 +196,9 @@ func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	if len(body.Models) == 0 {
-		body.Models = nil // all
+	if body.Models != nil && len(body.Models) == 0 {
+		badRequest(w, "models is an empty list: without the field all models are cleared")
+		return
 	}
 	got, err := s.Clear(server.Clear{Tier: of, Force: body.Force, Models: body.Models, By: "POST /cache/clear from " + r.RemoteAddr})
 	cleared := map[string]any{"tier": of, "chunks": got.Chunks}

@@ -226,9 +226,24 @@ func TestClear(t *testing.T) {
 	}
 	f(`{"tier":"l3"}`, 400, "unknown tier")
 	f(`{"tier":`, 400, "body is not")
+	f(`{"model":"m"}`, 400, `unknown field \"model\"`) // what limits a clear is not passed over
+	f(`{"models":["m"]} {}`, 400, "body is not")
+	f(`{"models":[]}`, 400, "empty list")
 	f(`{"tier":"`+strings.Repeat("x", 5000)+`"}`, 400, "body is not")
 	f("", 200, `"chunks":2`)
 	f(`{"tier":"l1","force":true}`, 200, `"chunks":0`)
+}
+
+// A drop, a key's rotation and a clear refuse a field that they do not know: it could limit what they do.
+func TestUnknownFieldsAreRefused(t *testing.T) {
+	h := admin.Handler(newServer(t), admin.Options{})
+	for path, body := range map[string]string{
+		"/tiers/drop": `{"tier":"fs","modle":"m"}`, "/tiers/rekey": `{"tier":"fs","bytes":1}`, "/cache/clear": `{"teir":"l1"}`,
+	} {
+		if code, got := ask(h, "POST", "http://localhost"+path, body, "Content-Type", "application/json"); code != 400 || !strings.Contains(got, "unknown field") {
+			t.Errorf("%s: %d %s", path, code, got)
+		}
+	}
 }
 
 // A request that found less than it asked for is explained by its id, within limits.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strings"
 )
@@ -64,6 +65,28 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64, fields map[st
 	}
 	_, err := d.Token()
 	return err
+}
+
+// readStrict reads a small JSON object into v. A field that v does not have is an error: what it says could limit what the
+// request removes.
+func readStrict(w http.ResponseWriter, r *http.Request, v any) error {
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+	d.DisallowUnknownFields()
+	if err := d.Decode(v); err != nil {
+		return err
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("more than one object")
+	}
+	return nil
+}
+
+// because is the end of a sentence that err explains; empty without one.
+func because(err error) string {
+	if err == nil {
+		return ""
+	}
+	return ": " + err.Error()
 }
 
 // value reads a field into v.

@@ -18,9 +18,9 @@ func dropTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		Tier  string `json:"tier"`
 		Model string `json:"model"`
 	}
-	err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body)
+	err := readStrict(w, r, &body)
 	if err != nil || body.Tier == "" || len(body.Model) > maxModelName {
-		badRequest(w, `body is not {"tier": "NAME", "model": "NAME"}; the model may be left out`)
+		badRequest(w, `body is not {"tier": "NAME", "model": "NAME"}; the model may be left out%s`, because(err))
 		return
 	}
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Time{}) // a tier may have millions of objects
@@ -51,9 +51,9 @@ func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		Tier string `json:"tier"`
 		Rate int64  `json:"bytes_per_second"`
 	}
-	err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body)
+	err := readStrict(w, r, &body)
 	if err != nil || body.Tier == "" || body.Rate < 0 || body.Rate > server.MaxRekeyRate {
-		badRequest(w, `body is not {"tier": "NAME", "bytes_per_second": N}; the rate may be left out`)
+		badRequest(w, `body is not {"tier": "NAME", "bytes_per_second": N}; the rate may be left out%s`, because(err))
 		return
 	}
 	answer := http.NewResponseController(w)

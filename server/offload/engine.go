@@ -43,10 +43,11 @@ type engine struct {
 
 	mu struct {
 		sync.Mutex
-		left  bool // the connection has ended
-		lent  map[uint64]lent
-		bytes int64 // of them
-		begun int   // lookups that are not in lent yet
+		left     bool // the connection has ended
+		lent     map[uint64]lent
+		bytes    int64 // of them
+		begun    int   // lookups that are not in lent yet
+		reserved int64 // bytes that they may lend
 	}
 }
 
@@ -170,8 +171,13 @@ func (e *engine) lookup(body []byte) error {
 	e.server.n.lookups.Add(1)
 	e.server.n.asked.Add(uint64(len(a.Keys)))
 	keys, at := make([]kv.Key, 0, len(a.Keys)), make([]int, 0, len(a.Keys))
+	var named kv.Namespace
 	for i, k := range a.Keys {
 		if ns, ok := e.namespace(a.Tenant, k.Group); ok {
+			if ns != named { // tiers find nothing of a namespace whose model they do not know
+				e.named(ns, a.Tenant)
+				named = ns
+			}
 			keys, at = append(keys, rowKey(ns, k.Hash)), append(at, i)
 		}
 	}
@@ -179,13 +185,13 @@ func (e *engine) lookup(body []byte) error {
 	if e.server.opts.Draining() {
 		return l.answer(nil)
 	}
-	most, ok := e.begin(a.ID)
+	most, ok := e.begin(&l)
 	if !ok {
 		return l.answer(nil)
 	}
 	x, err := e.server.store.LookupEach(store.EachQuery{Owner: e.caller.Owner(), Keys: keys, Bytes: e.hello.RowBytes, AnyLength: e.hello.Canonical, Most: most})
 	if err != nil { // too many transfers are in progress
-		e.keep(a.ID, lent{})
+		e.keep(&l, lent{})
 		return l.answer(nil)
 	}
 	if !x.Incomplete() {
@@ -214,26 +220,31 @@ func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	return k
 }
 
-// begin notes a lookup, and returns how many bytes it may lend; false for a used id, or when too many are not released.
-func (e *engine) begin(id uint64) (most int64, ok bool) {
+// begin notes a lookup, and returns how many bytes it may lend; false for a used id, or when too many are not released. Others that begin
+// before it ends may lend so much less.
+func (e *engine) begin(f *found) (most int64, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if _, used := e.mu.lent[id]; used || e.mu.left || len(e.mu.lent)+e.mu.begun >= e.server.opts.MaxLent {
+	if _, used := e.mu.lent[f.id]; used || e.mu.left || len(e.mu.lent)+e.mu.begun >= e.server.opts.MaxLent {
 		return 0, false
 	}
 	e.mu.begun++
-	return int64(e.server.opts.Share*float64(e.server.store.Files().Bytes())) - e.mu.bytes, true
+	most = max(0, int64(e.server.opts.Share*float64(e.server.store.Files().Bytes()))-e.mu.bytes-e.mu.reserved)
+	f.reserved = min(most, int64(len(f.keys))*e.hello.RowBytes)
+	e.mu.reserved += f.reserved
+	return most, true
 }
 
 // keep notes what a lookup lends; false when that is nothing, or when the engine has left.
-func (e *engine) keep(id uint64, l lent) bool {
+func (e *engine) keep(f *found, l lent) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.mu.begun--
+	e.mu.reserved -= f.reserved
 	if e.mu.left || l.loan == nil {
 		return false
 	}
-	e.mu.lent[id] = l
+	e.mu.lent[f.id] = l
 	e.mu.bytes += l.bytes
 	e.figures.lent.Store(e.mu.bytes)
 	return true
@@ -248,6 +259,8 @@ type found struct {
 	keys    []kv.Key
 	at      []int // of the keys, in the Lookup
 	places  []vllm.Place
+
+	reserved int64 // bytes of the engine's share, until it has ended
 }
 
 // answer sends a Found frame. What x lends is the engine's from then on; nil lends nothing.
@@ -258,7 +271,7 @@ func (l *found) answer(x *store.EachLookup) error {
 	}
 	if x != nil {
 		result := x.Result()
-		if e.keep(l.id, lent{x.Loan, x.Bytes, l.tenant}) {
+		if e.keep(l, lent{x.Loan, x.Bytes, l.tenant}) {
 			for i, p := range x.Places {
 				if p.Bytes > 0 {
 					l.places[l.at[i]] = vllm.Place{Offset: uint64(p.Offset), Bytes: uint32(p.Bytes)}

@@ -8,18 +8,22 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/offload"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
@@ -157,6 +161,50 @@ func TestShareOfOneEngine(t *testing.T) {
 	}
 }
 
+// Lookups of one engine that wait at the same time for the tier below lend no more than its share together.
+func TestShareOfLookupsThatWait(t *testing.T) {
+	below := tier.NewMemory(1 << 30)
+	n := start(t, t.TempDir(), setup{store: store.Options{Below: below, Place: "memory"}})
+	a := n.connect(helloOf("a"))
+	a.store("", keysOf(0, 24))
+	testkit.Eventually(t, "the rows are in the tier", func() bool { return n.store.Stats().WrittenChunks == 24 })
+	a.close()
+	n.close()
+	slow, err := tiertest.NewFlaky(below, "stat * slow 200ms")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer slow.Release()
+	n = start(t, t.TempDir(), setup{rows: 32, offload: offload.Options{Share: 0.25}, store: store.Options{Below: slow, Place: "memory"}})
+	defer n.close()
+	a = n.connect(helloOf("a"))
+	defer a.close()
+	var found atomic.Int64
+	var ended sync.WaitGroup
+	look := func(from, to int) {
+		_, places, err := a.client.Lookup("", "r", keysOf(from, to), patience)
+		if err != nil {
+			t.Error(err)
+		}
+		for _, p := range places {
+			if p.Offset != vllm.NoPlace {
+				found.Add(1)
+			}
+		}
+	}
+	for i := range 4 {
+		ended.Go(func() { look(6*i, 6*i+6) })
+	}
+	ended.Wait()
+	if got := found.Load(); got < 6 || got > 8 {
+		t.Errorf("%d rows lent, want 6 to 8: a quarter of the pool has 8", got)
+	}
+	look(20, 24) // what was reserved comes back
+	if got := found.Load(); got > 8 {
+		t.Errorf("%d rows lent, want at most 8", got)
+	}
+}
+
 // A store that was not committed is never visible, and its places come back: given up, or its engine gone.
 func TestUncommittedStores(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 16})
@@ -241,6 +289,41 @@ func TestRowsOfTheTierBelow(t *testing.T) {
 	}
 	a.close()
 	n.close()
+}
+
+// A tier that names rows by their model gives them to the first lookups of a new server, before any store.
+func TestFirstLookupFindsRowsThatATierNamesByTheirModel(t *testing.T) {
+	files := t.TempDir()
+	begin := func() *node {
+		names := tier.NewNames()
+		below, err := fs.Open(fs.Options{Path: files, Names: names})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return start(t, t.TempDir(), setup{
+			store:   store.Options{Below: below, Place: "fs"},
+			offload: offload.Options{Name: func(ns kv.Namespace, model, salt []byte) { names.Add(ns, string(model), salt) }},
+		})
+	}
+	keys := keysOf(0, 4)
+	keys[3].Group = 1
+	n := begin()
+	a := n.connect(helloOf("a"))
+	for _, tenant := range []string{"", "team"} {
+		a.store(tenant, keys)
+	}
+	testkit.Eventually(t, "the rows are in the tier", func() bool { return n.store.Stats().WrittenChunks == 8 })
+	a.close()
+	n.close()
+	n = begin()
+	defer n.close()
+	a = n.connect(helloOf("a"))
+	defer a.close()
+	for _, tenant := range []string{"", "team"} {
+		if got := a.load(tenant, keys); got != 4 {
+			t.Errorf("tenant %q: %d rows came up, want 4", tenant, got)
+		}
+	}
 }
 
 // How a lookup ended is passed on as for other clients.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -51,6 +52,9 @@ type Set struct {
 	Keys     *seal.Keys                     // nil for none; the owner has them watched
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
+
+	// ReadFiles is how often the files of generations are read, where another server may share a directory and write one; else 0.
+	ReadFiles time.Duration
 }
 
 // Intervals at which the notes of shared tiers are read. Each read of an S3 note is paid for.
@@ -67,6 +71,14 @@ func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) 
 		p.Every = paidNoteEvery
 	}
 	return p, true
+}
+
+// readFiles returns Set.ReadFiles: servers may share directories that are no --disk.
+func readFiles(adapters []Adapter) time.Duration {
+	if slices.ContainsFunc(adapters, func(a Adapter) bool { return len(a.Shared()) == 0 }) {
+		return noteEvery
+	}
+	return 0
 }
 
 // Open opens the tiers. Where one cannot be opened none is.
@@ -163,7 +175,7 @@ func Open(o Options) (s Set, err error) {
 	if s.Keys != nil { // what a pool has noted as written to a plain place is written again
 		places = append(places, "encrypted")
 	}
-	s.Place = strings.Join(places, " ")
+	s.Place, s.ReadFiles = strings.Join(places, " "), readFiles(o.Adapters)
 	switch len(s.Each) {
 	case 0:
 	case 1:

@@ -186,4 +186,7 @@ func TestNumbersOfTiers(t *testing.T) {
 	if want := map[string]uint8{"fs": 3, "fs-2": 4}; !maps.Equal(set.Numbers, want) {
 		t.Errorf("%v, want %v", set.Numbers, want)
 	}
+	if set.ReadFiles != 250*time.Millisecond {
+		t.Errorf("generations in directories that servers share are read every %v", set.ReadFiles)
+	}
 }

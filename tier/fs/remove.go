@@ -11,7 +11,7 @@ import (
 // RemoveIf implements tier.Emptying.
 func (d *Dir) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	var names []string
-	err = d.Files(ctx, func(file File) bool {
+	err = d.files(ctx, func(file File) bool {
 		if f(tier.Content{Key: file.Key, Model: file.Object.Model}) {
 			names = append(names, file.Name)
 		}

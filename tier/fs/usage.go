@@ -280,8 +280,18 @@ type File struct {
 }
 
 // Files calls f with each file that has an object's name until it answers false. Names
-// learn those that have a checksum.
+// learn those that have a checksum: a tool has no others.
 func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
+	return d.files(ctx, func(file File) bool {
+		if file.Key.Namespace != (kv.Namespace{}) {
+			d.o.Names.Add(file.Key.Namespace, file.Object.Model, []byte(file.Object.Salt))
+		}
+		return f(file)
+	})
+}
+
+// files is Files for a server. What a file calls a model is not what its engines do: it may have a revision, or be a digest.
+func (d *Dir) files(ctx context.Context, f func(File) bool) error {
 	return d.each(ctx, d.o.Path, func(at found) bool {
 		n, k, ok := ParseFileName(at.name)
 		if !ok {
@@ -292,7 +302,6 @@ func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
 		got, err := d.attrs.at(filepath.Join(d.o.Path, at.name), b[:])
 		if a, ok := parseAttr(b[:max(0, got)]); ok && err == nil {
 			out.Key.Namespace = a.namespace
-			d.o.Names.Add(a.namespace, n.Model, []byte(n.Salt))
 			out.Meta = tier.Meta{}
 			if at.size == a.length || at.size == tier.Padded(a.length) {
 				out.Meta = tier.Meta{Len: a.length, Sum: a.sum}

@@ -22,6 +22,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -44,8 +45,9 @@ const FileName = ".kvasir-generations"
 
 const (
 	maxModels = 4096    // with a generation of their own; more become one of all
-	maxFile   = 8 << 20 // bytes
+	maxFile   = 8 << 20 // bytes, as tier.MaxNote
 	maxKnown  = 1 << 16 // namespaces that are translated back
+	maxBegun  = 16      // generations since Stale was asked last
 )
 
 // state is what a file keeps.
@@ -65,10 +67,13 @@ type Book struct {
 	knows   bool // a file was there; changed under writing after Open
 	shared  shared
 
+	outdating sync.Mutex // orders outdate; before mu
+
 	writing struct {
-		sync.Mutex        // orders Prepare and Repair
-		kept       state  // written last; more than mu.state while a commit is to come
-		number     uint64 // of the last Prepare
+		sync.Mutex               // orders Prepare and Repair
+		kept       state         // written last; more than mu.state while a commit is to come
+		number     uint64        // of the last Prepare
+		counts     chan struct{} // closed once that was committed
 	}
 
 	mu struct {
@@ -77,7 +82,9 @@ type Book struct {
 		number uint64                        // of the Prepare that was committed
 		moment uint64                        // counts the changes of state
 		known  map[kv.Namespace]kv.Namespace // what a tier calls it: its own
-		stale  map[kv.Namespace]bool         // what tiers called namespaces in earlier generations
+		stale  map[kv.Namespace]bool         // what tiers called namespaces in earlier generations, at most maxKnown
+		order  []kv.Namespace                // of stale, oldest first
+		begun  []begun                       // generations whose earlier namespaces are not in stale yet, at most maxBegun
 	}
 }
 
@@ -184,23 +191,52 @@ func (s *state) after(g Generation) Generation {
 	return Generation{g.Number + 1, max(time.Now().UnixNano(), last+1)}
 }
 
+// bound begins a generation of all where the models with one of their own are too many, or their names too long for a file.
+func (s *state) bound() {
+	if len(s.Models) > maxModels || !s.fits() {
+		s.All, s.Models = s.after(s.All), nil
+	}
+}
+
+// fits reports whether the text of s can be read again.
+func (s *state) fits() bool {
+	const most = 128 // bytes of a model's line without its name, and of the rest
+	n := most
+	for model := range s.Models {
+		n += most + 6*len(model) // a character that JSON escapes takes 6
+	}
+	if n <= maxFile {
+		return true
+	}
+	return len(s.text()) <= maxFile
+}
+
+// text is what a file or a note keeps.
+func (s *state) text() []byte {
+	text, err := json.Marshal(s)
+	if err != nil {
+		panic(fmt.Sprintf("BUG: generation: %v", err))
+	}
+	return text
+}
+
 // Prepare keeps a new generation of models, or of all with nil, in the files. commit
 // has it count. An error says which file could not be written: the generation then
 // counts until the server ends, and commit is not nil. Where a later generation was
 // committed before, commit changes nothing: that one includes it.
 func (b *Book) Prepare(models []string) (commit func(), err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), syncTime)
-	defer cancel()
+	ctx := context.Background()
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	next, notes := b.gather(ctx, time.Now(), true)
 	for _, model := range models {
 		next.set(model, next.after(next.Models[model]))
 	}
-	if models == nil || len(next.Models) > maxModels {
+	if models == nil {
 		next.All, next.Models = next.after(next.All), nil
 	}
-	err = errors.Join(b.write(&next), b.spread(ctx, &next, notes))
+	next.bound()
+	err = errors.Join(b.write(&next), b.spread(ctx, clearTime, &next, notes))
 	return b.committer(&next), err
 }
 
@@ -209,8 +245,10 @@ func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)
 	b.writing.number++
-	number, known := b.writing.number, b.shared.known
-	return func() {
+	number, known, counts := b.writing.number, b.shared.known, make(chan struct{})
+	b.writing.counts = counts
+	return sync.OnceFunc(func() {
+		defer close(counts)
 		if known { // only then: until the later generation counts, nothing is served
 			defer b.shared.ready.Store(true)
 		}
@@ -220,13 +258,17 @@ func (b *Book) committer(next *state) (commit func()) {
 			return
 		}
 		b.mu.number = number
-		before := b.mu.state
+		began := begun{before: b.mu.state, known: b.mu.known}
 		b.mu.state = state{}
 		b.mu.merge(next)
-		b.outdateLocked(&before, &b.mu.state)
+		began.after = b.mu.state
 		b.mu.moment++
-		clear(b.mu.known)
-	}
+		b.mu.known = make(map[kv.Namespace]kv.Namespace)
+		if len(b.mu.begun) == maxBegun {
+			b.mu.begun = slices.Delete(b.mu.begun, 0, 1)
+		}
+		b.mu.begun = append(b.mu.begun, began)
+	})
 }
 
 // latest returns a copy of what was written last, with what another server that shares
@@ -281,13 +323,9 @@ func (b *Book) write(s *state) error {
 }
 
 func (b *Book) writeOne(path string, s *state) error {
-	text, err := json.Marshal(s)
-	if err != nil {
-		panic(fmt.Sprintf("BUG: generation: %v", err))
-	}
-	_, err = read(path)
+	_, err := read(path)
 	if !errors.Is(err, errNewer) {
-		err = replace(path, text)
+		err = replace(path, s.text())
 	}
 	if err != nil {
 		return fmt.Errorf("keep the generation in %s: %w", path, err)

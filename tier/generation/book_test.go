@@ -3,10 +3,12 @@
 package generation_test
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -217,5 +219,57 @@ func TestClearsAreCommittedInTheirOrder(t *testing.T) {
 	metas := make([]tier.Meta, 1)
 	if err := open(t, names, file).Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 1 {
 		t.Errorf("stored after both: %+v, %v after a restart", metas[0], err)
+	}
+}
+
+// The objects of the last clear are known as stale, however many clears there were before.
+func TestObjectsOfTheLastClearAreStale(t *testing.T) {
+	names := tier.NewNames()
+	for i := range 30_000 {
+		names.Add(kv.Namespace{1, byte(i), byte(i >> 8)}, "m", nil)
+	}
+	k := kv.Key{Namespace: kv.Namespace{1}}
+	place := tier.NewMemory(1 << 20)
+	b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
+	for i := range 4 {
+		if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+		commit, err := b.Prepare(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		commit()
+		removed, err := tier.RemoveIf(t.Context(), place, b.Stale, func(context.Context, int) error { return nil })
+		if err != nil || removed != 1 {
+			t.Errorf("clear %d: %d objects left the tier, want 1; %v", i, removed, err)
+		}
+	}
+}
+
+// A generation counts at once, however many namespaces are known: lookups wait for the moment of a clear.
+func TestGenerationCountsAtOnce(t *testing.T) {
+	names := tier.NewNames()
+	b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
+	keys := make([]kv.Key, 10_000)
+	for i := range keys {
+		keys[i].Namespace = kv.Namespace{1, byte(i), byte(i >> 8)}
+		names.Add(keys[i].Namespace, "m", nil)
+	}
+	for range 2 {
+		if err := b.Tier(tier.NewMemory(1)).Stat(t.Context(), keys, make([]tier.Meta, len(keys))); err != nil {
+			t.Fatal(err)
+		}
+		commit, err := b.Prepare(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		commit()
+		runtime.ReadMemStats(&after)
+		if n := after.Mallocs - before.Mallocs; n > 1000 {
+			t.Errorf("%d allocations for %d namespaces", n, len(keys))
+		}
 	}
 }

@@ -3,8 +3,8 @@
 package generation
 
 import (
+	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -31,12 +31,13 @@ type Place struct {
 // shared is what the Book knows of the places. Its fields belong to Book.writing but for the atomic ones.
 type shared struct {
 	places []Place
-	watch  bool        // other servers may write the notes, or the files
-	next   []time.Time // when the note of each is read again
-	read   []bool      // its note was read or written
-	failed []error     // of the last try
-	unkept bool        // a place took no note
-	known  bool        // the note of each place was read or written
+	watch  bool          // other servers may write the notes, or the files
+	files  time.Duration // how often the files are read, where other servers share one; else 0
+	next   []time.Time   // when the note of each is read again
+	read   []bool        // its note was read or written
+	failed []error       // of the last try
+	unkept bool          // a place took no note
+	known  bool          // the note of each place was read or written
 	asked  atomic.Int64
 	ready  atomic.Bool // the generations count: every place was read, or a file knew them before
 	lost   atomic.Bool // the first look found a later generation than the files had
@@ -53,6 +54,10 @@ func (b *Book) Share(places ...Place) {
 	b.shared.ready.Store(len(places) == 0 || b.knows)
 }
 
+// Watch has the files read so often: other servers write them, too, because they share a directory. It is called before the
+// Book is used.
+func (b *Book) Watch(every time.Duration) { b.shared.watch, b.shared.files = true, every }
+
 // Follow sets what is called when another server has cleared. It calls commit, after which the
 // later generation counts.
 func (b *Book) Follow(f func(commit func())) {
@@ -61,9 +66,10 @@ func (b *Book) Follow(f func(commit func())) {
 	b.shared.follow = f
 }
 
-// Settle is how long after a clear every other server of the places follows it, but for those that
+// Settle is how long after a clear every other server of the places and files follows it, but for those that
 // only share a bucket: they take up to a second.
 func (b *Book) Settle() (d time.Duration) {
+	d = 2 * b.shared.files
 	for _, p := range b.shared.places {
 		if p.Every < time.Second {
 			d = max(d, 2*p.Every)
@@ -77,7 +83,7 @@ func (b *Book) Run(ctx context.Context) {
 	if !b.shared.watch {
 		return
 	}
-	every := time.Second
+	every := cmp.Or(min(b.shared.files, time.Second), time.Second)
 	for _, p := range b.shared.places {
 		every = min(every, p.Every)
 	}
@@ -93,14 +99,16 @@ func (b *Book) Run(ctx context.Context) {
 	}
 }
 
-// syncTime bounds a look at the notes.
-const syncTime = 2 * time.Second
+// Bounds of a look at the notes: of reading and of writing them, also in a clear.
+const (
+	readTime  = 2 * time.Second
+	writeTime = time.Second
+	clearTime = 2 * time.Second
+)
 
 // Sync reads the notes and files that are due, follows what is later there, and writes what is
 // earlier or missing there. It does not trust a smaller generation than one that it knew.
 func (b *Book) Sync(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, syncTime)
-	defer cancel()
 	now := time.Now()
 	b.shared.asked.Store(now.UnixNano())
 	b.writing.Lock()
@@ -112,14 +120,22 @@ func (b *Book) Sync(ctx context.Context) {
 	if unknown && len(notes) == len(b.shared.places) {
 		next.All = next.after(next.All)
 	}
-	if err := b.spread(ctx, &next, notes); err != nil || len(notes) > 0 && b.allRead() {
+	if err := b.spread(ctx, writeTime, &next, notes); err != nil || len(notes) > 0 && b.allRead() {
 		b.noteUnkept(err)
 	}
-	commit := b.adopt(&next)
-	if commit == nil && b.shared.known {
+	commit, pending := b.adopt(&next)
+	if commit == nil && pending == nil && b.shared.known {
 		b.shared.ready.Store(true)
 	}
 	b.writing.Unlock()
+	if pending != nil { // whoever asks must not go on with the earlier one
+		wait, cancel := context.WithTimeout(ctx, readTime)
+		defer cancel()
+		select {
+		case <-pending:
+		case <-wait.Done():
+		}
+	}
 	if commit == nil {
 		return
 	}
@@ -143,35 +159,53 @@ type noted struct {
 }
 
 // gather returns the latest generations of the files and of the notes that are due, or of all. The
-// notes are by the number of their place.
+// notes are by the number of their place. All are read at once: one that does not answer keeps no other from being read.
 func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state, notes map[int]noted) {
+	ctx, cancel := context.WithTimeout(ctx, readTime)
+	defer cancel()
 	next, notes = b.latest(), map[int]noted{}
+	read := make([]noted, len(b.shared.places))
+	var wg sync.WaitGroup
 	for i, p := range b.shared.places {
 		if early := p.Every / 10; !all && now.Add(early).Before(b.shared.next[i]) { // ticks come a little early or late
 			continue
 		}
-		b.shared.next[i] = now.Add(p.Every)
-		var n noted
-		text, err := p.Note.Note(ctx)
-		switch {
-		case err != nil:
-			n.err = err
-		case text == nil:
-			n.missing = true
-		default:
-			switch n.state, err = parse(text); {
-			case errors.Is(err, errNewer): // it is not read, so it is not written either
-				n.err = err
-			case err != nil:
-				b.log.Warn("a note of generations is damaged: it is written anew", "tier", p.Name)
-				n = noted{missing: true}
-			}
-		}
-		next.merge(&n.state)
-		b.noteFailure(i, n.err)
-		notes[i] = n
+		b.shared.next[i], notes[i] = now.Add(p.Every), noted{}
+		wg.Go(func() { read[i] = b.readNote(ctx, &p) })
 	}
+	wg.Wait()
+	for i := range b.shared.places {
+		if _, asked := notes[i]; asked {
+			notes[i] = read[i]
+			next.merge(&read[i].state)
+			b.noteFailure(i, read[i].err)
+		}
+	}
+	next.bound()
 	return next, notes
+}
+
+// readNote reads the note of a place. One that is damaged counts as missing.
+func (b *Book) readNote(ctx context.Context, p *Place) (n noted) {
+	text, err := p.Note.Note(ctx)
+	switch {
+	case errors.Is(err, tier.ErrLongNote):
+		err = fmt.Errorf("%w: %w", errDamaged, err)
+	case err != nil:
+		return noted{err: err}
+	case text == nil:
+		return noted{missing: true}
+	default:
+		n.state, err = parse(text)
+	}
+	switch {
+	case errors.Is(err, errNewer): // it is not read, so it is not written either
+		return noted{err: err}
+	case err != nil:
+		b.log.Warn("a note of generations is damaged: it is written anew", "tier", p.Name, "err", err)
+		return noted{missing: true}
+	}
+	return n
 }
 
 // noteFailure logs that a place cannot be asked, and that it can again.
@@ -213,25 +247,34 @@ func (b *Book) noteUnkept(err error) {
 	}
 }
 
-// spread writes the generations to the notes that have others.
-func (b *Book) spread(ctx context.Context, next *state, notes map[int]noted) error {
-	var errs []error
-	done := true
+// spread writes the generations to the notes that have others, to all at once, for so long at most.
+func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) error {
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	errs := make([]error, len(b.shared.places))
+	var text []byte
+	var wg sync.WaitGroup
 	for i, p := range b.shared.places {
 		n, asked := notes[i]
-		err := n.err
-		if asked && err == nil && (n.missing || !n.same(next)) {
-			text, merr := json.Marshal(next)
-			if merr != nil {
-				panic(fmt.Sprintf("BUG: generation: %v", merr))
+		switch {
+		case !asked:
+		case n.err != nil:
+			errs[i] = n.err
+		case n.missing || !n.same(next):
+			if text == nil {
+				text = next.text()
 			}
-			err = p.Note.SetNote(ctx, text)
+			wg.Go(func() { errs[i] = p.Note.SetNote(ctx, text) })
 		}
-		if asked && err == nil {
+	}
+	wg.Wait()
+	done := true
+	for i, p := range b.shared.places {
+		if _, asked := notes[i]; asked && errs[i] == nil {
 			b.shared.read[i] = true
 		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("keep the generation in %s: %w", p.Name, err))
+		if errs[i] != nil {
+			errs[i] = fmt.Errorf("keep the generation in %s: %w", p.Name, errs[i])
 		}
 		done = done && b.shared.read[i]
 	}
@@ -243,18 +286,21 @@ func (b *Book) spread(ctx context.Context, next *state, notes map[int]noted) err
 }
 
 // adopt keeps generations that are later than those that count in the files. commit has them
-// count; it is nil where nothing is later.
-func (b *Book) adopt(next *state) (commit func()) {
+// count; it is nil where nothing is later, and where whoever has found them before has yet to call its own, which closes pending.
+func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 	b.mu.RLock()
-	same := next.same(&b.mu.state)
+	same, counts := next.same(&b.mu.state), b.mu.number
 	b.mu.RUnlock()
-	if same {
-		return nil
+	switch {
+	case same:
+		return nil, nil
+	case counts < b.writing.number && next.same(&b.writing.kept):
+		return nil, b.writing.counts
 	}
 	if err := b.write(next); err != nil {
 		b.log.Warn("keep the generations of another server", "err", err)
 	}
-	return b.committer(next)
+	return b.committer(next), nil
 }
 
 func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) == 0 }
@@ -267,7 +313,7 @@ func (b *Book) closed() bool { return !b.shared.ready.Load() }
 
 // fresh has the notes read where they were not for long: this process stood still.
 func (b *Book) fresh(ctx context.Context) {
-	if len(b.shared.places) == 0 {
+	if len(b.shared.places) == 0 && b.shared.files == 0 {
 		return
 	}
 	const stale = 3 * time.Second

@@ -3,12 +3,15 @@
 package generation_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -34,16 +37,25 @@ var errDown = errors.New("it is down")
 
 func newPlace() *place { return &place{Tier: tier.NewMemory(1 << 20)} }
 
-func (p *place) Note(context.Context) ([]byte, error) {
+func (p *place) Note(ctx context.Context) ([]byte, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.reads++
+	switch {
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case len(p.text) > tier.MaxNote:
+		return nil, tier.ErrLongNote
+	}
 	return p.text, p.down
 }
 
-func (p *place) SetNote(_ context.Context, text []byte) error {
+func (p *place) SetNote(ctx context.Context, text []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
 	if p.frozen {
 		return errDown
 	}
@@ -218,6 +230,9 @@ func TestServerThatKnowsNothingServesNothing(t *testing.T) {
 	if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(2), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrResting) {
 		t.Errorf("a write while no generation is known: %v", err)
 	}
+	if err := b.book.Tier(p.Tier).Delete(t.Context(), []kv.Key{keyOf(1)}); !errors.Is(err, tier.ErrResting) {
+		t.Errorf("a deletion while no generation is known, which deletes nothing: %v", err)
+	}
 	a.want("a server that knows one", 1, true)
 	p.set(func() { p.down = nil })
 	b.book.Sync(t.Context())
@@ -351,4 +366,193 @@ func TestFileThatIsAFIFO(t *testing.T) {
 	case <-time.After(10 * time.Second):
 		t.Fatal("the start hangs")
 	}
+}
+
+// silentPlace does not answer while it is silent.
+type silentPlace struct {
+	*place
+	silent atomic.Bool
+}
+
+func (p *silentPlace) Note(ctx context.Context) ([]byte, error) {
+	if p.silent.Load() {
+		<-ctx.Done()
+	}
+	return p.place.Note(ctx)
+}
+
+func (p *silentPlace) SetNote(ctx context.Context, text []byte) error {
+	if p.silent.Load() {
+		<-ctx.Done()
+	}
+	return p.place.SetNote(ctx, text)
+}
+
+// A tier that does not answer keeps no clear from the servers that share another tier, and takes no longer than its time.
+func TestSilentTierKeepsNoClearFromAnother(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		silent, p := &silentPlace{place: newPlace()}, newPlace()
+		var servers []*generation.Book
+		for range 2 {
+			names := tier.NewNames()
+			names.Add(keyOf(1).Namespace, "m", nil)
+			b := open(t, names, filepath.Join(t.TempDir(), "g"))
+			b.Share(generation.Place{Name: "silent", Note: silent, Every: time.Nanosecond}, generation.Place{Name: "p", Note: p, Every: time.Nanosecond})
+			b.Sync(t.Context())
+			b.Follow(func(commit func()) { commit() })
+			servers = append(servers, b)
+		}
+		servers[0].Sync(t.Context()) // of what the second one began
+		there := func(b *generation.Book) bool {
+			t.Helper()
+			metas := make([]tier.Meta, 1)
+			if err := b.Tier(p).Stat(t.Context(), []kv.Key{keyOf(1)}, metas); err != nil {
+				t.Fatal(err)
+			}
+			return metas[0].Len > 0
+		}
+		if err := servers[0].Tier(p).Write(t.Context(), keyOf(1), tier.Meta{Len: 1}, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+		if !there(servers[1]) {
+			t.Fatal("the servers share nothing")
+		}
+		silent.silent.Store(true)
+		began := time.Now()
+		commit, err := servers[0].Prepare([]string{"m"})
+		if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "silent") || strings.Contains(err.Error(), "in p:") {
+			t.Errorf("a clear that one of two tiers does not keep: %v", err)
+		}
+		if took := time.Since(began); took > 5*time.Second {
+			t.Errorf("the clear took %v", took)
+		}
+		commit()
+		servers[1].Sync(t.Context())
+		if there(servers[0]) || there(servers[1]) {
+			t.Errorf("cleared objects are there: %v, %v", there(servers[0]), there(servers[1]))
+		}
+	})
+}
+
+// Names of models that would make a note too long to be read become a generation of all, and a note that is too long is
+// written anew.
+func TestNoteIsNeverTooLong(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.book.Sync(t.Context())
+	a.store(1)
+	a.store(2)
+	models := []string{"m"}
+	for i := range 1500 {
+		models = append(models, strings.Repeat("<", 1000)+strconv.Itoa(i)) // JSON takes 6 bytes for each <
+	}
+	if err := a.clear(models...); err != nil {
+		t.Fatal(err)
+	}
+	b.book.Sync(t.Context())
+	for _, s := range []*fleetServer{a, b} {
+		s.want("cleared", 1, false)
+		s.restart()
+		if s.book.Damaged() {
+			t.Error("the file of a clear is damaged")
+		}
+		s.want("restarted", 1, false)
+	}
+	if len(p.text) > tier.MaxNote {
+		t.Errorf("the note has %d bytes", len(p.text))
+	}
+	a.store(1)
+	was := string(p.text)
+	p.set(func() { p.text = bytes.Repeat([]byte{' '}, tier.MaxNote+1) })
+	b.book.Sync(t.Context())
+	if string(p.text) != was {
+		t.Errorf("a note that was too long has %d bytes, want %d", len(p.text), len(was))
+	}
+	b.want("the note was written anew", 1, true)
+}
+
+// A clear is followed once, also where the notes are read again while whoever follows it waits. Nothing is served meanwhile.
+func TestClearIsFollowedOnce(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.store(1)
+	if err := a.clear("m"); err != nil {
+		t.Fatal(err)
+	}
+	p.set(func() { p.down = errDown })
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false) // it knows nothing yet
+	p.set(func() { p.down = nil })
+	follows := 0
+	b.book.Follow(func(commit func()) {
+		if follows++; follows > 1 {
+			return
+		}
+		soon, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		defer cancel()
+		b.book.Sync(soon) // it waits for the commit
+		if soon.Err() == nil {
+			t.Error("a look at the notes does not wait for the clear to count")
+		}
+		b.want("the clear does not count yet", 1, false)
+		if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(1), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrResting) {
+			t.Errorf("a write before the clear counts: %v", err)
+		}
+		commit()
+	})
+	b.book.Sync(t.Context())
+	b.book.Sync(t.Context())
+	if follows != 1 {
+		t.Errorf("the clear is followed %d times", follows)
+	}
+	b.store(1)
+	b.want("stored since", 1, true)
+	commit, err := b.book.Prepare([]string{"m"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.AfterFunc(10*time.Millisecond, commit)
+	b.book.Sync(t.Context()) // a clear of this server's own is not followed
+	if follows != 1 {
+		t.Error("a server follows its own clear")
+	}
+}
+
+// A clear of one server of a shared directory counts on the others when it has settled.
+func TestClearInASharedDirectorySettles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		defer running.Wait()
+		defer cancel()
+		file := filepath.Join(t.TempDir(), generation.FileName)
+		p := tier.NewMemory(1 << 20)
+		var servers []*generation.Book
+		for range 2 {
+			names := tier.NewNames()
+			names.Add(keyOf(1).Namespace, "m", nil)
+			b := open(t, names, file)
+			b.Share()
+			b.Watch(250 * time.Millisecond)
+			b.Follow(func(commit func()) { commit() })
+			running.Go(func() { b.Run(ctx) })
+			servers = append(servers, b)
+		}
+		for round := range 3 {
+			if err := servers[0].Tier(p).Write(ctx, keyOf(1), tier.Meta{Len: 1}, []byte{1}); err != nil {
+				t.Fatal(err)
+			}
+			commit, err := servers[0].Prepare([]string{"m"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			commit()
+			time.Sleep(servers[0].Settle())
+			metas := make([]tier.Meta, 1)
+			if err := servers[1].Tier(p).Stat(ctx, []kv.Key{keyOf(1)}, metas); err != nil || metas[0].Len != 0 {
+				t.Errorf("round %d: %+v, %v after the clear has settled", round, metas[0], err)
+			}
+			time.Sleep(70 * time.Millisecond) // in no step with the ticks
+		}
+	})
 }

@@ -14,6 +14,9 @@ import (
 // the place names objects by models, the name has a generation, and elsewhere it is of a namespace that this server knew when
 // a generation began. Objects that LMCache servers may have written are never stale.
 func (b *Book) Stale(c tier.Content) bool {
+	if c.Model == "" && b.hasBegun() {
+		b.outdate()
+	}
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	if c.Model == "" {
@@ -34,26 +37,74 @@ func (b *Book) Stale(c tier.Content) bool {
 	return own.Time < now.Time
 }
 
+func (b *Book) hasBegun() bool {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return len(b.mu.begun) > 0
+}
+
 // HasStale reports whether a generation began, so that there can be stale objects.
 func (b *Book) HasStale() bool { return !b.first() }
 
-// outdateLocked notes the namespaces that tiers do not find any more when after follows before.
-func (b *Book) outdateLocked(before, after *state) {
-	note := func(ns kv.Namespace) {
-		was, _, ok1 := b.ownIn(before, ns)
-		is, _, ok2 := b.ownIn(after, ns)
-		if ok1 && ok2 && was != is && len(b.mu.stale) < maxKnown {
-			b.mu.stale[was] = true
-		}
+// begun is a change of the generations that count.
+type begun struct {
+	before, after state
+	known         map[kv.Namespace]kv.Namespace // before
+}
+
+// outdate notes the namespaces that tiers do not find any more since generations began. A clear leaves that to whoever asks first:
+// there may be many, and lookups wait for a clear.
+func (b *Book) outdate() {
+	b.outdating.Lock()
+	defer b.outdating.Unlock()
+	for _, g := range b.takeBegun() {
+		b.addStale(b.earlier(&g))
 	}
-	for _, ns := range b.mu.known {
-		note(ns)
+}
+
+func (b *Book) takeBegun() []begun {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	all := b.mu.begun
+	b.mu.begun = nil
+	return all
+}
+
+// earlier returns what tiers called namespaces that they call otherwise now.
+func (b *Book) earlier(g *begun) (out []kv.Namespace) {
+	note := func(ns kv.Namespace) {
+		was, _, ok1 := b.ownIn(&g.before, ns)
+		is, _, ok2 := b.ownIn(&g.after, ns)
+		if ok1 && ok2 && was != is {
+			out = append(out, was)
+		}
 	}
 	b.names.Each(func(ns kv.Namespace, n tier.Name) {
 		if _, _, _, tagged := parseTag(n.Model); !tagged {
 			note(ns)
 		}
 	})
+	for _, ns := range g.known {
+		note(ns)
+	}
+	return out
+}
+
+// addStale adds what is not stale yet. Where there are too many the oldest go: their bytes left long ago.
+func (b *Book) addStale(list []kv.Namespace) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, ns := range list {
+		if b.mu.stale[ns] {
+			continue
+		}
+		if len(b.mu.order) == maxKnown {
+			delete(b.mu.stale, b.mu.order[0])
+			b.mu.order = b.mu.order[1:]
+		}
+		b.mu.stale[ns] = true
+		b.mu.order = append(b.mu.order, ns)
+	}
 }
 
 // earliest is the least time of a generation, Unix ns. A smaller number behind a ~ belongs to the model's own name.

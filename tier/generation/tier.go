@@ -166,13 +166,16 @@ func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta,
 	return tier.ReadSummed(ctx, t.of, own, dst)
 }
 
+// errClosed means that no generation is known.
+var errClosed = fmt.Errorf("%w: the generation of the last clear is not known yet", tier.ErrResting)
+
 // Write implements tier.Tier. It returns tier.ErrNotKept where a generation began since
 // the moment of the context. While no generation is known it returns tier.ErrResting: the object may be written once one is,
 // unless that is a later one than the server began with. What is in memory then may be older than a clear of another server,
 // so the server forgets it.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if t.book.closed() {
-		return fmt.Errorf("%w: the generation of the last clear is not known yet", tier.ErrResting)
+		return errClosed
 	}
 	own, moment, ok := t.book.key(k)
 	if was, said := tier.MomentOf(ctx); !ok || said && was != moment {
@@ -181,8 +184,11 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return t.of.Write(ctx, own, m, src)
 }
 
-// Delete implements tier.Tier.
+// Delete implements tier.Tier. While no generation is known it returns tier.ErrResting: the names of the objects are not known.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	if t.book.closed() {
+		return errClosed
+	}
 	var own []kv.Key
 	for i := range keys {
 		if k, _, ok := t.book.key(keys[i]); ok {

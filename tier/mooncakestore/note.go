@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -13,6 +14,9 @@ import (
 
 // errOff means that the master's release is not known.
 var errOff = errors.New("mooncakestore: the master's release is not known")
+
+// noteRetryDelay is how long a server waits that meets another one's note in the place of its own.
+const noteRetryDelay = 5 * time.Millisecond
 
 // Note implements tier.Notebook.
 func (t *Tier) Note(ctx context.Context) ([]byte, error) {
@@ -28,7 +32,7 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 	case n == 0:
 		return nil, nil
 	case n > tier.MaxNote:
-		return nil, fmt.Errorf("mooncakestore: a note of %d bytes", n)
+		return nil, fmt.Errorf("mooncakestore: %w: %d bytes", tier.ErrLongNote, n)
 	}
 	text := make([]byte, n)
 	err = t.client.Get(ctx, []store.Object{{Key: tier.NoteName, Parts: [][]byte{text}}})[0]
@@ -44,8 +48,18 @@ func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if t.off.Load() {
 		return errOff
 	}
-	if err := t.master.Remove(ctx, tier.NoteName, true); err != nil && !errors.Is(err, store.NotFound) {
-		return err
+	for {
+		err := t.master.Remove(ctx, tier.NoteName, true)
+		if err == nil || errors.Is(err, store.NotFound) {
+			err = t.client.Put(ctx, []store.Object{{Key: tier.NoteName, Parts: [][]byte{text}}})[0]
+		}
+		if !errors.Is(err, store.Exists) && !errors.Is(err, store.NotReady) {
+			return err
+		}
+		select { // another server puts its own
+		case <-time.After(noteRetryDelay):
+		case <-ctx.Done():
+			return err
+		}
 	}
-	return t.client.Put(ctx, []store.Object{{Key: tier.NoteName, Parts: [][]byte{text}}})[0]
 }

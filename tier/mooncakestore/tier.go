@@ -336,10 +336,13 @@ func (t *Tier) hasNoRoom(ctx context.Context) bool {
 // Delete implements tier.Tier. A leased object stays: a client reads it, and its place would be
 // given to another object.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	if len(keys) > 0 && t.off.Load() {
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, errOff)
+	}
 	var errs []error
 	for _, k := range keys {
 		name, ok := t.name(k)
-		if !ok || t.off.Load() {
+		if !ok {
 			continue
 		}
 		err := t.master.Remove(ctx, name, false)

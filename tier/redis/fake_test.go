@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/tier/redis"
 )
@@ -30,10 +31,11 @@ type fake struct {
 	lists  map[string]bool // names that are no values
 	lives  []int           // of values, as they were set
 	ends   map[string]bool // names with an end of life
-	calls  []string        // the first two words of each command
-	slots  map[int]string  // of a cluster: the server of a slot, where that is not this one
-	moving map[int]string  // of a cluster: where the keys of a slot go, one by one
-	table  string          // the answer to CLUSTER SLOTS
+	until  map[string]time.Time
+	calls  []string       // the first two words of each command
+	slots  map[int]string // of a cluster: the server of a slot, where that is not this one
+	moving map[int]string // of a cluster: where the keys of a slot go, one by one
+	table  string         // the answer to CLUSTER SLOTS
 	logins int
 
 	// answer replaces the answer to a command where it returns true. It is called
@@ -50,7 +52,7 @@ func newFake(t *testing.T) *fake {
 }
 
 func newFakeOn(t *testing.T, l net.Listener) *fake {
-	f := &fake{t: t, l: l, addr: l.Addr().String(), conns: map[net.Conn]bool{}, values: map[string][]byte{}, lists: map[string]bool{}, ends: map[string]bool{}, slots: map[int]string{}, moving: map[int]string{}}
+	f := &fake{t: t, l: l, addr: l.Addr().String(), conns: map[net.Conn]bool{}, values: map[string][]byte{}, lists: map[string]bool{}, ends: map[string]bool{}, until: map[string]time.Time{}, slots: map[int]string{}, moving: map[int]string{}}
 	f.done.Go(f.accept)
 	t.Cleanup(f.stop)
 	return f
@@ -199,7 +201,7 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 	if len(cmd) > 1 {
 		name = cmd[1]
 	}
-	keyed := slices.Contains([]string{"SET", "GET", "GETRANGE", "STRLEN", "PERSIST", "UNLINK"}, strings.ToUpper(cmd[0]))
+	keyed := slices.Contains([]string{"SET", "GET", "GETRANGE", "STRLEN", "PERSIST", "UNLINK", "PTTL"}, strings.ToUpper(cmd[0]))
 	if to := f.slots[redis.SlotOf(name)]; keyed && to != "" && !asking {
 		return fmt.Appendf(nil, "-%s\r\n", to)
 	}
@@ -233,6 +235,7 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 		if _, text, ok := strings.Cut(options, "EX "); ok {
 			seconds, _ := strconv.Atoi(strings.Fields(text)[0])
 			f.lives = append(f.lives, seconds)
+			f.until[name] = time.Now().Add(time.Duration(seconds) * time.Second)
 		}
 		return []byte(ok)
 	case "GET":
@@ -245,6 +248,14 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 		return bulk(value[:min(len(value), last+1)])
 	case "STRLEN":
 		return number(len(value))
+	case "PTTL":
+		switch {
+		case !there:
+			return number(-2)
+		case !f.ends[name]:
+			return number(-1)
+		}
+		return number(int(time.Until(f.until[name]).Milliseconds()))
 	case "PERSIST":
 		had := f.ends[name]
 		delete(f.ends, name)

@@ -103,7 +103,7 @@ func TestHostileAnswers(t *testing.T) {
 	good, meta := tiertest.Object(1, size)
 	k, other := tiertest.Key(1), tiertest.Key(2)
 	for what, answer := range answers {
-		for layout, commands := range map[redis.Layout][]string{redis.Native: {"GETRANGE", "GET", "STRLEN", "SET", "PERSIST", "UNLINK"}, redis.RESP: {"STRLEN", "GET", "SET"}} {
+		for layout, commands := range map[redis.Layout][]string{redis.Native: {"GETRANGE", "GET", "STRLEN", "SET", "PERSIST", "UNLINK", "PTTL"}, redis.RESP: {"STRLEN", "GET", "SET"}} {
 			for _, cmd := range commands {
 				t.Run(fmt.Sprintf("%s to %s in layout %d", what, cmd, layout), func(t *testing.T) {
 					t.Parallel()

@@ -3,6 +3,7 @@
 package redis_test
 
 import (
+	"net"
 	"testing"
 	"time"
 
@@ -33,6 +34,10 @@ func TestValuesEndWithTheObject(t *testing.T) {
 		if err := x.Write(t.Context(), tiertest.Key(1), meta, b); err != nil {
 			t.Fatal(err)
 		}
+		m, err := x.Read(t.Context(), tiertest.Key(1), b) // whoever writes it elsewhere needs to know its end
+		if life := time.Until(time.Unix(int64(m.End), 0)); err != nil || life > time.Duration(most)*time.Second || life < time.Duration(least-10)*time.Second {
+			t.Errorf("%v and %v left: a read says that it ends in %v, %v", ttl, left, life, err)
+		}
 		fake.mu.Lock()
 		defer fake.mu.Unlock()
 		if len(fake.lives) != 3 {
@@ -48,4 +53,30 @@ func TestValuesEndWithTheObject(t *testing.T) {
 	f(time.Minute, time.Hour, 60, 60)
 	f(time.Hour, time.Minute, 50, 60)
 	f(time.Hour, 0, 3600, 3600)
+}
+
+// An object without an end of its life is read without one, also by a user who may not ask for it.
+func TestReadsWithoutAnEnd(t *testing.T) {
+	for name, answer := range map[string]func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool){
+		"none": nil,
+		"a user who may not ask": func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+			return []byte("-NOPERM this user has no permissions to run the 'pttl' command\r\n"), cmd[0] == "PTTL"
+		},
+	} {
+		fake := newFake(t)
+		x := open(t, redis.Options{Addrs: []string{fake.addr}, Stripe: 4096})
+		b, meta := tiertest.Object(1, 9000)
+		if err := x.Write(t.Context(), tiertest.Key(1), meta, b); err != nil {
+			t.Fatal(err)
+		}
+		fake.misbehave(answer)
+		for range 3 {
+			if m, err := x.Read(t.Context(), tiertest.Key(1), b); err != nil || m != meta {
+				t.Errorf("%s: %+v, %v, want %+v", name, m, err, meta)
+			}
+		}
+		if n := fake.called("PTTL"); n != 3 {
+			t.Errorf("%s: %d times asked for the end of a life, want 3", name, n)
+		}
+	}
 }

@@ -162,8 +162,9 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (m tier.Meta, replaced bool, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var h header
+	var end uint32
 	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
-		h, err = readFirst(c, k, name, dst, sum, flow)
+		h, end, err = readFirst(c, k, name, dst, sum, flow)
 		return err
 	})
 	torn := err != nil // its first value is
@@ -182,7 +183,9 @@ func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *ti
 	if err != nil {
 		return tier.Meta{}, false, err
 	}
-	return h.meta(), false, nil
+	m = h.meta()
+	m.End = end
+	return m, false, nil
 }
 
 // removeTorn removes the rest of an object whose parts do not fit together; first is true where its first value
@@ -203,40 +206,57 @@ func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) (
 	return false
 }
 
+// readEnd reads the answer to PTTL as the end of a life. A user who may not ask gets none.
+func readEnd(c *resp.Conn) (end uint32, err error) {
+	left, err := c.Reply()
+	if _, refused := errors.AsType[*resp.Error](err); refused {
+		return 0, nil
+	}
+	if err != nil || left.Kind != ':' || left.Int < 0 {
+		return 0, err
+	}
+	return uint32(time.Now().Add(time.Duration(min(left.Int, 1<<40)) * time.Millisecond).Unix()), nil
+}
+
 // readFirst reads an object's header and its first stripe. With an error about the
-// object the header is that of one whose stripes do not fit it.
-func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer, flow *tier.Flow) (h header, _ error) {
+// object the header is that of one whose stripes do not fit it. end is the end of its life, 0 where it has none.
+func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer, flow *tier.Flow) (h header, end uint32, _ error) {
+	c.Command("PTTL", name)
 	c.Command("GET", name)
+	end, err := readEnd(c)
+	if err != nil {
+		return h, 0, err
+	}
 	n, err := c.Value()
 	switch {
 	case err != nil:
-		return h, readError(err)
+		return h, 0, readError(err)
 	case n < headerBytes:
-		return h, errForeign
+		return h, 0, errForeign
 	}
 	var all [sealedHeaderBytes]byte
 	b := all[:headerBytes]
 	if err := c.Fill(b); err != nil {
-		return h, err
+		return h, 0, err
 	}
 	if size := headerSize(b); size > headerBytes && n >= int64(size) {
 		if err := c.Fill(all[headerBytes:size]); err != nil {
-			return h, err
+			return h, 0, err
 		}
 		b = all[:size]
 	}
 	h, ok := parseHeader(b, k)
 	if !ok {
-		return header{}, errForeign
+		return header{}, 0, errForeign
 	}
 	if int64(h.length) != int64(len(dst)) {
-		return header{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: h.meta()}
+		return header{}, 0, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: h.meta()}
 	}
 	if n-int64(h.size()) != h.stripeBytes(0) {
-		return h, tier.ErrMissing
+		return h, 0, tier.ErrMissing
 	}
 	flow.Starts(h.meta())
-	return h, flow.Fill(sum, c, dst[:h.stripeBytes(0)], 0)
+	return h, end, flow.Fill(sum, c, dst[:h.stripeBytes(0)], 0)
 }
 
 // readError says that nothing is there, where that is what an answer means.

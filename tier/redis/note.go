@@ -25,7 +25,7 @@ func (t *Tier) Note(ctx context.Context) (text []byte, err error) {
 		case err != nil:
 			return err
 		case n > tier.MaxNote:
-			return fmt.Errorf("%w: a note of %d bytes", resp.ErrProtocol, n)
+			return fmt.Errorf("%w: %w: %d bytes", resp.ErrProtocol, tier.ErrLongNote, n)
 		}
 		text = make([]byte, n)
 		return c.Fill(text)

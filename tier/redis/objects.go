@@ -153,10 +153,16 @@ func (t *Tier) writeLMCache(ctx context.Context, name string, src []byte) (wrote
 	})
 }
 
-// Delete implements tier.Tier. In the RESP layout it does nothing unless it may.
+// errMayNotDelete means that objects stay, because adapters of LMCache may be about to load them.
+var errMayNotDelete = errors.New(`objects of LMCache's resp adapters are not deleted: set "delete": true where no server of lmcache 0.5.6 shares them`)
+
+// Delete implements tier.Tier. In the RESP layout it returns tier.ErrNotKept unless it may: the objects stay.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
-	if len(keys) == 0 || t.o.Layout == RESP && !t.o.MayDelete {
+	switch {
+	case len(keys) == 0:
 		return nil
+	case t.o.Layout == RESP && !t.o.MayDelete:
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, errMayNotDelete)
 	}
 	var queries []query
 	if t.o.Layout != Native {

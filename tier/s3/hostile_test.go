@@ -361,6 +361,41 @@ func TestWithoutTheRightToList(t *testing.T) {
 	if log.with("s3:ListBucket") != 1 {
 		t.Errorf("%q", log.all)
 	}
+	if text, err := x.Note(t.Context()); text != nil || err != nil {
+		t.Errorf("the note that is missing: %q, %v", text, err)
+	}
+	if err := x.SetNote(t.Context(), []byte("one")); err != nil {
+		t.Error(err)
+	}
+	if text, err := x.Note(t.Context()); string(text) != "one" || err != nil {
+		t.Errorf("the note: %q, %v", text, err)
+	}
+}
+
+// A note that may not be read is not replaced by one that knows less.
+func TestHiddenNoteIsNotReplaced(t *testing.T) {
+	f := newFake(t)
+	x := open(t, s3.Options{URL: f.url})
+	if err := x.SetNote(t.Context(), []byte("one")); err != nil {
+		t.Fatal(err)
+	}
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
+		return r.Method == http.MethodGet && status(403, "AccessDenied")(w, r, normal)
+	})
+	y := open(t, s3.Options{URL: f.url})
+	if text, err := y.Note(t.Context()); text != nil || err != nil {
+		t.Errorf("a note that may not be read: %q, %v", text, err)
+	}
+	if err := y.SetNote(t.Context(), []byte("other")); err == nil || !strings.Contains(err.Error(), "may not be read") {
+		t.Errorf("a note was put in the place of one that may not be read: %v", err)
+	}
+	f.misbehave(nil)
+	if text, err := y.Note(t.Context()); string(text) != "one" || err != nil {
+		t.Errorf("the note: %q, %v", text, err)
+	}
+	if err := y.SetNote(t.Context(), []byte("two")); err != nil {
+		t.Error(err)
+	}
 }
 
 // A store whose certificate nobody vouches for gets neither objects nor a signature.

@@ -4,6 +4,7 @@ package s3
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 
@@ -18,7 +19,11 @@ type note struct {
 	text []byte
 }
 
-// Note implements tier.Notebook: a GET that the store answers with 304 while the note is as it was.
+// errHidden means that the note is there and may not be read.
+var errHidden = errors.New("s3: the note of generations is there and may not be read: allow s3:GetObject and s3:ListBucket")
+
+// Note implements tier.Notebook: a GET that the store answers with 304 while the note is as it was. One that is forbidden counts as
+// missing: without the right to list S3 says so of a missing one. SetNote then replaces none.
 func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 	was := t.note.Load()
 	r := request{kind: kindGet, name: t.o.Prefix + tier.NoteName}
@@ -32,7 +37,7 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 			return err
 		}
 		if n > tier.MaxNote {
-			return fmt.Errorf("%w: a note of %d bytes", errAnswer, n)
+			return fmt.Errorf("%w: %w: %d bytes", errAnswer, tier.ErrLongNote, n)
 		}
 		now = note{a.Field("Etag"), make([]byte, n)}
 		return t.fill(a, now.text, nil, nil)
@@ -42,16 +47,33 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 		return was.text, nil
 	case status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket"):
 		t.note.Store(nil)
+		t.hidden.Store(false)
+		return nil, nil
+	case status(err) == http.StatusForbidden && hasCode(err, "AccessDenied"):
+		t.note.Store(nil)
+		t.hidden.Store(true)
 		return nil, nil
 	case err != nil:
 		return nil, err
 	}
 	t.note.Store(&now)
+	t.hidden.Store(false)
 	return now.text, nil
 }
 
 // SetNote implements tier.Notebook.
 func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	fields := []aws.Field{{Name: "content-type", Value: "application/json"}}
-	return t.do(ctx, &request{kind: kindPut, name: t.o.Prefix + tier.NoteName, fields: fields, body: text}, nothing)
+	hidden := t.hidden.Load()
+	if hidden && (t.o.Overwrite || t.unconditional.Load()) {
+		return errHidden
+	}
+	if hidden {
+		fields = append(fields, aws.Field{Name: "if-none-match", Value: "*"})
+	}
+	err := t.do(ctx, &request{kind: kindPut, name: t.o.Prefix + tier.NoteName, fields: fields, body: text}, nothing)
+	if hidden && status(err) == http.StatusPreconditionFailed {
+		return errHidden
+	}
+	return err
 }

@@ -112,6 +112,7 @@ type Tier struct {
 	bill           bill
 	said           said
 	note           atomic.Pointer[note]
+	hidden         atomic.Bool // the note may not be read, or is missing
 }
 
 // Open returns the Tier. It does not wait for the store: while that is away nothing is

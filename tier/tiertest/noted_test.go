@@ -83,11 +83,20 @@ func TestNoted(t *testing.T) {
 	}
 	want(6, 1, false)
 	has(t, x, 1)
+	if err := tier.Recorded(keeping{m}, c, 7).Delete(t.Context(), []kv.Key{tiertest.Key(1)}); !errors.Is(err, tier.ErrNotKept) {
+		t.Fatal(err)
+	}
+	want(7, 1, true)
 	if err := x.Delete(t.Context(), []kv.Key{tiertest.Key(1)}); err != nil {
 		t.Fatal(err)
 	}
 	want(8, 1, false)
 }
+
+// keeping is a Tier that deletes nothing, as resp is.
+type keeping struct{ tier.Tier }
+
+func (keeping) Delete(context.Context, []kv.Key) error { return tier.ErrNotKept }
 
 // held is a Tier of which a call returns when it is told to.
 type held struct {

@@ -5,6 +5,7 @@ package tiertest
 import (
 	"bytes"
 	"errors"
+	"sync"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -34,6 +35,24 @@ func Notes(t *testing.T, one, two tier.Notebook) {
 		want(to, text)
 		want(from, text)
 	}
+	var both sync.WaitGroup // at once: none fails, and one of the texts stays
+	for i, x := range []tier.Notebook{one, two} {
+		both.Go(func() {
+			for range 10 {
+				if err := x.SetNote(t.Context(), bytes.Repeat([]byte{'a' + byte(i)}, 1000)); err != nil {
+					t.Errorf("server %d: %v", i, err)
+				}
+			}
+		})
+	}
+	both.Wait()
+	if text, err := one.Note(t.Context()); err != nil || len(text) != 1000 || bytes.Count(text, text[:1]) != 1000 {
+		t.Errorf("the note of two servers is %.20q, %v", text, err)
+	}
+	if err := two.SetNote(t.Context(), []byte("y")); err != nil {
+		t.Fatal(err)
+	}
+	want(one, []byte("y"))
 	if l, ok := one.(tier.Lister); ok { // it is no object
 		err := l.List(t.Context(), func(k kv.Key, _ tier.Meta) bool { t.Errorf("the note is listed as %v", k); return true })
 		if err != nil && !errors.Is(err, tier.ErrNoList) {

@@ -30,6 +30,7 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	}
 	if len(o.tiers.Adapters) > 0 {
 		book.Share(below.Shared...)
+		book.Watch(below.ReadFiles)
 		book.Sync(context.Background())
 	}
 	if err := c.Cold.forget(book, &below, o.store.Log); err != nil {
