@@ -5,8 +5,9 @@
 //
 // What a lookup finds is lent to the engine until the engine releases it or its connection ends, however long that takes: a
 // stopped engine must find the same bytes when it goes on. The same holds for places that a store may write to. So the end of a
-// connection is the one sign that an engine touches nothing any more: the kernel closes the socket of a killed process after its
-// last thread is gone, and the module closes its own socket after its copies have ended.
+// connection by the engine is the one sign that it touches nothing any more: the kernel closes the socket of a killed process after
+// its last thread is gone, and the module closes its own socket after its copies have ended. Where the server ends first, places that
+// were lent for writing stay held: the next server over the pool has them in quarantine, as after a kill.
 package offload
 
 import (
@@ -44,14 +45,14 @@ type Options struct {
 	MaxLent    int     // lookups of one engine that are not released; default 4,096
 	MaxStores  int     // stores of one engine that are not committed; default 1,024
 
-	Revisions map[string]string                                     // of the weights of models
-	Name      func(ns kv.Namespace, model, salt []byte)             // notes whose namespaces are; nil for none
-	Ended     func(*lookup.Outcome)                                 // gets the end of each lookup; nil for none
-	Loaded    func(model string, salt []byte, engine int64, n int)  // gets the rows that engines loaded; nil for none
-	Draining  func() bool                                           // whether stores and lookups are declined; nil for never
-	Patience  time.Duration                                         // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
-	HelloTime time.Duration                                         // that a peer has for its Hello; default 10 s
-	Identify  func(c net.Conn, number uint64) (access.Caller, bool) // who a peer is; tests have their own
+	Revisions map[string]string                                        // of the weights of models
+	Name      func(ns kv.Namespace, model, salt []byte, layout string) // notes whose namespaces are, and what tells their rows apart from others of the model; nil for none
+	Ended     func(*lookup.Outcome)                                    // gets the end of each lookup; nil for none
+	Loaded    func(model string, salt []byte, engine int64, n int)     // gets the rows that engines loaded; nil for none
+	Draining  func() bool                                              // whether stores and lookups are declined; nil for never
+	Patience  time.Duration                                            // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
+	HelloTime time.Duration                                            // that a peer has for its Hello; default 10 s
+	Identify  func(c net.Conn, number uint64) (access.Caller, bool)    // who a peer is; tests have their own
 }
 
 // Server serves engines on UNIX sockets. Its methods are safe for concurrent use.
@@ -222,8 +223,10 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 		"row_bytes", e.hello.RowBytes, "rows", e.hello.Rows)
 	err = e.run()
 	// Nothing may be lent again before the engine can see that the connection has ended: it counts no row that it copied after that.
+	_ = c.CloseWrite() // it may have ended
+	ended := peerEnded(c)
 	_ = c.Close()
-	e.leave()
+	e.leave(ended)
 	s.removeEngine(e)
 	defer s.sweepAfter(e)
 	if errors.Is(err, vllm.ErrMalformed) {
@@ -232,6 +235,13 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 		return
 	}
 	s.log.Info("an engine left", "engine_id", e.hello.EngineID, "model", e.hello.Model)
+}
+
+// peerEnded waits until the peer has closed its side, which an engine does after its last copy. It reports false where this side was
+// closed first, as a server that ends does: then the engine may go on copying.
+func peerEnded(c *net.UnixConn) bool {
+	_, err := io.Copy(io.Discard, c)
+	return !errors.Is(err, net.ErrClosed)
 }
 
 // sweepAfter looks for the region that an engine left once its process has ended, which is a moment after its socket, or never.
