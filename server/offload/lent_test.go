@@ -183,6 +183,27 @@ func TestPlacesOutliveTheNodeThatLentThem(t *testing.T) {
 	}
 }
 
+// An engine that ends its side when the node ends has its places back at once: nothing of it is in quarantine after a restart in order.
+func TestPlacesOfAnEngineThatSeesTheEnd(t *testing.T) {
+	dir := t.TempDir()
+	o := setup{rows: 16, offload: offload.Options{Grace: patience}}
+	n := start(t, dir, o)
+	a := n.connect(helloOf("a"))
+	a.places(keysOf(0, 2))
+	var closed sync.WaitGroup
+	closed.Go(func() {
+		<-a.client.Ended()
+		a.close()
+	})
+	n.close()
+	closed.Wait()
+	n = start(t, dir, o)
+	defer n.close()
+	if s := n.store.Stats(); s.Transfers != 0 || s.StagedBytes != 0 || s.CondemnedBytes != 0 {
+		t.Errorf("%d transfers, %d bytes staged, %d in quarantine", s.Transfers, s.StagedBytes, s.CondemnedBytes)
+	}
+}
+
 // A connection that the node ends, for a frame that cannot be read, keeps its places until the engine has closed it, too.
 func TestPlacesOfAConnectionThatTheNodeEnds(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 16})

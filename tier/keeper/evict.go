@@ -296,12 +296,17 @@ func (k *Keeper) retry() bool {
 
 // stuck returns some of the files that could not be unlinked and are still to go.
 func (k *Keeper) stuck() (out []victim) {
+	var short shortage
+	if k.o.MinFree > 0 {
+		k.freeing.Lock()
+		defer k.freeing.Unlock()
+		short = k.shortOfFree()
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := k.now()
 	for n := range k.books.stuck {
-		due, expired := k.due(k.books.file(n), now, nil)
-		if due || k.o.MinFree > 0 {
+		if due, expired := k.due(k.books.file(n), now, short); due {
 			v := k.victim(n)
 			v.expired = expired
 			out = append(out, v)
