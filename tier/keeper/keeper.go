@@ -161,6 +161,10 @@ func openRoot(path string) (*rootDir, error) {
 	}
 	r := &rootDir{path: path, dir: d, dirs: map[string]uint32{}}
 	r.real.Store(&real)
+	var st unix.Stat_t
+	if unix.Fstat(int(d.Fd()), &st) == nil { // before the first look
+		r.changed = st.Mtim
+	}
 	return r, nil
 }
 
@@ -440,6 +444,7 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 func (k *Keeper) wait(ctx context.Context, pause time.Duration) bool {
 	next := time.NewTimer(pause)
 	defer next.Stop()
+	soon := false
 	tick := time.NewTicker(k.o.pathsEvery)
 	defer tick.Stop()
 	for {
@@ -453,6 +458,10 @@ func (k *Keeper) wait(ctx context.Context, pause time.Duration) bool {
 		case <-tick.C:
 			if k.followAll() {
 				return true
+			}
+			if !soon && k.anyMoved() {
+				soon = true
+				next.Reset(min(pause, k.restOfLooks()))
 			}
 		}
 	}

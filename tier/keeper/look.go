@@ -27,7 +27,10 @@ type rootDir struct {
 	real atomic.Pointer[string] // as the kernel says it
 	dir  *os.File               // another one, under the same number, when the directory was replaced
 
-	warned  bool              // that it is no directory of an engine any more; of the goroutine that looks
+	// Of the goroutine that looks:
+	warned  bool          // that it is no directory of an engine any more
+	changed unix.Timespec // when its entries did
+
 	pending atomic.Int64      // bytes of files that are being unlinked
 	dirs    map[string]uint32 // of ranks, by name, and "" for LMCache's files; under the keeper's lock
 }

@@ -35,6 +35,34 @@ func (k *Keeper) followAll() (any bool) {
 	return any
 }
 
+// anyMoved reports whether entries of a root changed: a directory of a rank that is moved in or out brings no events of its files.
+// Where LMCache's files lie in a root its entries change all the time, and there are no such directories to miss.
+func (k *Keeper) anyMoved() (moved bool) {
+	for _, r := range k.roots {
+		var now unix.Stat_t
+		if unix.Fstat(int(r.dir.Fd()), &now) != nil || now.Mtim == r.changed {
+			continue
+		}
+		moved = moved || !k.hasLMCache(r)
+		r.changed = now.Mtim
+	}
+	return moved
+}
+
+func (k *Keeper) hasLMCache(r *rootDir) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	n, ok := r.dirs[""]
+	return ok && k.books.dirs[n].count > 0
+}
+
+// restOfLooks is the time between two looks that entries of roots ask for.
+func (k *Keeper) restOfLooks() time.Duration {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return max(k.o.pathsEvery, 4*k.looking)
+}
+
 // hasRank reports whether the path of a root has the directory of a rank that is known there. An engine that goes on after its
 // directories were removed makes those anew, and config.json with its next start.
 func (k *Keeper) hasRank(r *rootDir) bool {

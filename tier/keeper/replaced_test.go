@@ -57,6 +57,25 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 	}
 }
 
+// The directory of a rank that is moved out, or in, counts soon, although no event tells of its files.
+func TestDirectoryOfARankThatIsMoved(t *testing.T) {
+	for _, w := range watches(t) {
+		x := newTier(t, 1000)
+		x.store(1, 2, 3)
+		k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, pathsEvery: 5 * time.Millisecond})
+		rank, aside := filepath.Join(x.root, base+"_r0"), filepath.Join(t.TempDir(), "aside")
+		if err := os.Rename(rank, aside); err != nil {
+			t.Fatal(err)
+		}
+		testkit.Eventually(t, "the files are gone", func() bool { return k.Stats().Total == 0 })
+		if err := os.Rename(aside, rank); err != nil {
+			t.Fatal(err)
+		}
+		testkit.Eventually(t, "the files are there again", func() bool { return k.Stats().Total == 3000 })
+		closed(t, k)
+	}
+}
+
 // A directory of something else that gets the path of one that the keeper has is left alone.
 func TestForeignDirectoryAtThePathOfARoot(t *testing.T) {
 	x := newTier(t, 1000)
