@@ -15,7 +15,12 @@ import (
 func (s *Server) newOffload() *offload.Server {
 	return offload.New(s.store, offload.Options{
 		Version: s.opts.Version, Dir: s.opts.ShmDir, Log: s.log, Revisions: s.opts.Revisions, Draining: s.draining.Load,
-		Name: func(ns kv.Namespace, model, salt []byte) { s.nameSpace(ns, model, salt) },
+		Name: func(ns kv.Namespace, model, salt []byte, layout string) {
+			s.store.NameTenant(ns, salt)
+			if _, ok := s.names.Of(ns); !ok {
+				s.names.AddLayout(ns, string(model), salt, layout)
+			}
+		},
 		Ended: func(o *lookup.Outcome) {
 			s.n.askedTokens.Add(uint64(o.AskedTokens()))
 			if len(o.Salt) > 0 {

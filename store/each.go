@@ -4,6 +4,7 @@ package store
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/fair"
@@ -37,10 +38,20 @@ type EachQuery struct {
 	Bytes     int64 // of one object
 	AnyLength bool  // lend objects of other lengths, too
 	Most      int64 // bytes to lend
+
+	// Lent counts the bytes that several lookups of one owner lend, which are Most together: each adds EachLookup.Bytes, and the owner
+	// takes them off when it ends the Loan. nil: Most holds for this lookup alone.
+	Lent *atomic.Int64
 }
+
+// longestOther bounds objects of other lengths that the tier below has, in lengths of the query.
+const longestOther = 4
 
 // LookupEach begins a lookup, and lends what may be served at once. Error: ErrBusy.
 func (s *Store) LookupEach(q EachQuery) (*EachLookup, error) {
+	if q.Lent == nil {
+		q.Lent = new(atomic.Int64)
+	}
 	x := &EachLookup{Places: make([]Place, len(q.Keys)), store: s, query: q}
 	all := make([]int, len(q.Keys))
 	for i := range all {
@@ -86,7 +97,7 @@ func (x *EachLookup) lendSome(keys []int) error {
 			continue
 		}
 		n := s.mu.pool.Length(slot)
-		if n != x.query.Bytes && !x.query.AnyLength || len(x.held) == maxTransfer || x.Bytes+n > x.query.Most {
+		if n != x.query.Bytes && !x.query.AnyLength || len(x.held) == maxTransfer || !x.mayLend(n) {
 			continue
 		}
 		s.mu.pool.Hold(slot)
@@ -97,6 +108,15 @@ func (x *EachLookup) lendSome(keys []int) error {
 		x.held = append(x.held, heldObject{slot: slot, offset: x.Places[i].Offset, bytes: n})
 	}
 	return nil
+}
+
+// mayLend takes n bytes of what the owner may have lent.
+func (x *EachLookup) mayLend(n int64) bool {
+	if x.query.Lent.Add(n) <= x.query.Most {
+		return true
+	}
+	x.query.Lent.Add(-n)
+	return false
 }
 
 // Fetch waits until all that the tier below has and all that is to be compared is there, for Options.LoadTimeout at most, and
@@ -162,10 +182,15 @@ func (x *EachLookup) take(rest []int) {
 	}
 	s.memory.Prepare(x.query.Bytes * int64(len(keys)))
 	for j := range keys {
-		if metas[j].Len == x.query.Bytes && !s.load(x.pf, keys[j], x.query.Bytes, absent[j]) {
+		if n := metas[j].Len; x.fits(n) && !s.load(x.pf, keys[j], n, absent[j]) {
 			return
 		}
 	}
+}
+
+// fits reports whether an object of the tier below may be one that is looked up.
+func (x *EachLookup) fits(n int64) bool {
+	return n == x.query.Bytes || x.query.AnyLength && n > 0 && n <= min(longestOther*x.query.Bytes, kv.MaxChunkBytes)
 }
 
 func (x *EachLookup) takeSome(absent, rest []int) []int {
@@ -232,7 +257,8 @@ func (x *EachLookup) belowLocked(out *LookupResult) {
 // giveBack ends the lookup without a Loan.
 func (x *EachLookup) giveBack() {
 	x.store.giveBackLent(x.held)
-	x.held = nil
+	x.query.Lent.Add(-x.Bytes)
+	x.held, x.Bytes = nil, 0
 }
 
 // Counted notes that the reader of a Loan has read objects of it.

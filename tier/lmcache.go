@@ -16,7 +16,7 @@ import (
 // too long or has one: sha256-DIGEST, and after ~ the generation, so that what a clear made absent is seen.
 // LMCache's servers do not find such objects.
 func (n Name) Digested() Name {
-	model := Revised(n.Model, n.Revision)
+	model := n.Kept()
 	sum := sha256.Sum256([]byte(model + "\x00" + n.Salt))
 	out := "sha256-" + hex.EncodeToString(sum[:])
 	const longestTag = 80
@@ -36,7 +36,7 @@ func (n Name) LMCache(k kv.Key) (string, bool) {
 	if strings.Contains(n.Model, "@") {
 		n = n.Digested()
 	}
-	name := fmt.Sprintf("%s@%08x@%x@%s", Revised(n.Model, n.Revision), uint32(k.Rank), k.Group, k.Chunk)
+	name := fmt.Sprintf("%s@%08x@%x@%s", n.Kept(), uint32(k.Rank), k.Group, k.Chunk)
 	if n.Salt != "" {
 		name += "@" + n.Salt
 	}

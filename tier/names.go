@@ -18,6 +18,7 @@ const maxNames = 1 << 16
 type Name struct {
 	Model, Salt string
 	Revision    string // of the model's weights, where the operator names one
+	Layout      string // of objects that model, rank, group and hash do not tell apart, as rows of vLLM's tiered offloading; else ""
 	Mixed       bool   // chunks of equal length have unlike bytes, and LMCache's names do not say which; see Names.Mix
 }
 
@@ -28,6 +29,9 @@ func Revised(model, revision string) string {
 	}
 	return model + "~" + revision
 }
+
+// Kept returns the name under which others have the model: MODEL, then ~REVISION and ~LAYOUT where there are such.
+func (n Name) Kept() string { return Revised(Revised(n.Model, n.Revision), n.Layout) }
 
 // IsOf reports whether a name that a place has for a model stands for this one, in any revision and generation.
 func IsOf(name, model string) bool { return name == model || strings.HasPrefix(name, model+"~") }
@@ -56,7 +60,10 @@ func NewNames() *Names {
 
 // Add remembers a namespace. At the limit any other one is forgotten: whoever uses that
 // again adds it again.
-func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
+func (n *Names) Add(ns kv.Namespace, model string, salt []byte) { n.AddLayout(ns, model, salt, "") }
+
+// AddLayout is Add for a namespace whose objects have a layout in their names.
+func (n *Names) AddLayout(ns kv.Namespace, model string, salt []byte, layout string) {
 	if n == nil {
 		return
 	}
@@ -71,7 +78,7 @@ func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
 		}
 		delete(n.mu.of, other)
 	}
-	n.mu.of[ns] = Name{Model: model, Salt: string(salt), Revision: n.revisions[model]}
+	n.mu.of[ns] = Name{Model: model, Salt: string(salt), Revision: n.revisions[model], Layout: layout}
 }
 
 // Mix notes that engines of a model have chunks of equal length and unlike bytes, as a vLLM and a SGLang. From then on the model

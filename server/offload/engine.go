@@ -34,20 +34,21 @@ type engine struct {
 	instance int64 // names its stores; another one after each connection
 	since    time.Time
 	groups   *object.Groups
-	keys     []vllm.Key             // memory of the last Ask
-	spaces   map[space]kv.Namespace // of the goroutine that reads
-	tenants  map[string]struct{}    // of spaces
-	stores   map[uint64][]transfer  // of the goroutine that reads, by id
-	pending  sync.WaitGroup         // lookups that wait for the tier below or for checksums
-	figures  struct{ lent, stores atomic.Int64 }
+	keys     []vllm.Key            // memory of the last Ask
+	spaces   map[space]named       // of the goroutine that reads
+	tenants  map[string]struct{}   // of spaces
+	stores   map[uint64][]transfer // of the goroutine that reads, by id
+	pending  sync.WaitGroup        // lookups that wait for the tier below or for checksums
+	figures  struct {
+		lent   atomic.Int64 // bytes that lookups lend, also those on their way
+		stores atomic.Int64
+	}
 
 	mu struct {
 		sync.Mutex
-		left     bool // the connection has ended
-		lent     map[uint64]lent
-		bytes    int64 // of them
-		begun    int   // lookups that are not in lent yet
-		reserved int64 // bytes that they may lend
+		left  bool // the connection has ended
+		lent  map[uint64]lent
+		begun int // lookups that are not in lent yet
 	}
 }
 
@@ -57,9 +58,17 @@ type space struct {
 	group  uint32
 }
 
+// named is a namespace, and what tells its rows apart from others of the model where names of objects have no namespace: names of
+// LMCache's layouts have neither vLLM's groups nor its parallelism.
+type named struct {
+	ns     kv.Namespace
+	layout string
+}
+
 // lent is what a lookup lends.
 type lent struct {
 	loan   *store.Loan
+	rows   uint32
 	bytes  int64
 	tenant string
 }
@@ -76,7 +85,7 @@ func newEngine(s *Server, conn *vllm.Conn, caller access.Caller, hello vllm.Hell
 	e := &engine{
 		server: s, conn: conn, caller: caller, hello: hello, region: region, instance: rand.Int64(), since: time.Now(),
 		groups: object.FullAttention(hello.ChunkTokens, hello.RowBytes),
-		spaces: make(map[space]kv.Namespace), tenants: make(map[string]struct{}), stores: make(map[uint64][]transfer),
+		spaces: make(map[space]named), tenants: make(map[string]struct{}), stores: make(map[uint64][]transfer),
 	}
 	e.mu.lent = make(map[uint64]lent)
 	return e
@@ -109,11 +118,13 @@ func (e *engine) handle(kind byte, body []byte) error {
 	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
 }
 
-// leave ends everything that the engine has. Its process touches nothing any more.
-func (e *engine) leave() {
-	s := e.server.store
-	s.Detach(e.instance)
-	s.EndQuarantine(e.instance)
+// leave ends what the engine has. With ended it touches nothing any more; else the server ends, and what the engine may be writing stays
+// held for the next one.
+func (e *engine) leave(ended bool) {
+	if s := e.server.store; ended {
+		s.Detach(e.instance)
+		s.EndQuarantine(e.instance)
+	}
 	e.markLeft()
 	e.pending.Wait()
 	for _, l := range e.takeAll() {
@@ -131,33 +142,33 @@ func (e *engine) takeAll() map[uint64]lent {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	all := e.mu.lent
-	e.mu.lent, e.mu.bytes = nil, 0
+	e.mu.lent = nil
 	e.figures.lent.Store(0)
 	return all
 }
 
 // namespace returns the namespace of a tenant's rows of a group; false for what the engine cannot have.
-func (e *engine) namespace(tenant []byte, group uint32) (kv.Namespace, bool) {
-	if group >= uint32(e.hello.Groups) {
-		return kv.Namespace{}, false
+func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
+	if n, ok := e.spaces[space{string(tenant), group}]; ok {
+		return n, true
 	}
-	if ns, ok := e.spaces[space{string(tenant), group}]; ok {
-		return ns, true
+	if group >= uint32(e.hello.Groups) || kv.CheckSalt(string(tenant)) != nil { // a client of the engine chose the tenant
+		return named{}, false
 	}
 	if _, known := e.tenants[string(tenant)]; !known && len(e.tenants) >= maxTenants {
-		return kv.Namespace{}, false
+		return named{}, false
 	}
 	e.tenants[string(tenant)] = struct{}{}
-	model := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model])
-	ns := kv.NamespaceOf(model, string(tenant), e.hello.Fingerprint(group))
-	e.spaces[space{string(tenant), group}] = ns
-	return ns, true
+	model, layout := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model]), e.hello.Fingerprint(group)
+	n := named{kv.NamespaceOf(model, string(tenant), layout), "vllm-" + kv.NamespaceOf("", "", layout).String()[:12]}
+	e.spaces[space{string(tenant), group}] = n
+	return n, true
 }
 
-// named lets the store and the tiers below know whose a namespace is.
-func (e *engine) named(ns kv.Namespace, tenant []byte) {
+// name lets the store and the tiers below know whose a namespace is: without that some find nothing there.
+func (e *engine) name(n named, tenant []byte) {
 	if e.server.opts.Name != nil {
-		e.server.opts.Name(ns, []byte(e.hello.Model), tenant)
+		e.server.opts.Name(n.ns, []byte(e.hello.Model), tenant, n.layout)
 	}
 }
 
@@ -171,27 +182,31 @@ func (e *engine) lookup(body []byte) error {
 	e.server.n.lookups.Add(1)
 	e.server.n.asked.Add(uint64(len(a.Keys)))
 	keys, at := make([]kv.Key, 0, len(a.Keys)), make([]int, 0, len(a.Keys))
-	var named kv.Namespace
+	var last named
 	for i, k := range a.Keys {
-		if ns, ok := e.namespace(a.Tenant, k.Group); ok {
-			if ns != named { // tiers find nothing of a namespace whose model they do not know
-				e.named(ns, a.Tenant)
-				named = ns
-			}
-			keys, at = append(keys, rowKey(ns, k.Hash)), append(at, i)
+		n, ok := e.namespace(a.Tenant, k.Group)
+		if !ok {
+			continue
 		}
+		if n != last {
+			e.name(n, a.Tenant)
+			last = n
+		}
+		keys, at = append(keys, rowKey(n.ns, k.Hash)), append(at, i)
 	}
 	l := found{engine: e, id: a.ID, tenant: string(a.Tenant), request: string(a.Request), keys: keys, at: at, places: make([]vllm.Place, len(a.Keys))}
 	if e.server.opts.Draining() {
 		return l.answer(nil)
 	}
-	most, ok := e.begin(&l)
-	if !ok {
+	if !e.begin(a.ID) {
 		return l.answer(nil)
 	}
-	x, err := e.server.store.LookupEach(store.EachQuery{Owner: e.caller.Owner(), Keys: keys, Bytes: e.hello.RowBytes, AnyLength: e.hello.Canonical, Most: most})
+	x, err := e.server.store.LookupEach(store.EachQuery{
+		Owner: e.caller.Owner(), Keys: keys, Bytes: e.hello.RowBytes, AnyLength: e.hello.Canonical,
+		Most: int64(e.server.opts.Share * float64(e.server.store.Files().Bytes())), Lent: &e.figures.lent,
+	})
 	if err != nil { // too many transfers are in progress
-		e.keep(&l, lent{})
+		e.keep(a.ID, lent{})
 		return l.answer(nil)
 	}
 	if !x.Incomplete() {
@@ -220,33 +235,26 @@ func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	return k
 }
 
-// begin notes a lookup, and returns how many bytes it may lend; false for a used id, or when too many are not released. Others that begin
-// before it ends may lend so much less.
-func (e *engine) begin(f *found) (most int64, ok bool) {
+// begin notes a lookup; false for a used id, or when too many are not released.
+func (e *engine) begin(id uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if _, used := e.mu.lent[f.id]; used || e.mu.left || len(e.mu.lent)+e.mu.begun >= e.server.opts.MaxLent {
-		return 0, false
+	if _, used := e.mu.lent[id]; used || e.mu.left || len(e.mu.lent)+e.mu.begun >= e.server.opts.MaxLent {
+		return false
 	}
 	e.mu.begun++
-	most = max(0, int64(e.server.opts.Share*float64(e.server.store.Files().Bytes()))-e.mu.bytes-e.mu.reserved)
-	f.reserved = min(most, int64(len(f.keys))*e.hello.RowBytes)
-	e.mu.reserved += f.reserved
-	return most, true
+	return true
 }
 
-// keep notes what a lookup lends; false when that is nothing, or when the engine has left.
-func (e *engine) keep(f *found, l lent) bool {
+// keep notes what a lookup lends; false when that is nothing, when another lookup of that id was faster, or when the engine has left.
+func (e *engine) keep(id uint64, l lent) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.mu.begun--
-	e.mu.reserved -= f.reserved
-	if e.mu.left || l.loan == nil {
+	if _, used := e.mu.lent[id]; used || e.mu.left || l.loan == nil {
 		return false
 	}
-	e.mu.lent[f.id] = l
-	e.mu.bytes += l.bytes
-	e.figures.lent.Store(e.mu.bytes)
+	e.mu.lent[id] = l
 	return true
 }
 
@@ -259,8 +267,6 @@ type found struct {
 	keys    []kv.Key
 	at      []int // of the keys, in the Lookup
 	places  []vllm.Place
-
-	reserved int64 // bytes of the engine's share, until it has ended
 }
 
 // answer sends a Found frame. What x lends is the engine's from then on; nil lends nothing.
@@ -271,15 +277,23 @@ func (l *found) answer(x *store.EachLookup) error {
 	}
 	if x != nil {
 		result := x.Result()
-		if e.keep(l, lent{x.Loan, x.Bytes, l.tenant}) {
-			for i, p := range x.Places {
-				if p.Bytes > 0 {
-					l.places[l.at[i]] = vllm.Place{Offset: uint64(p.Offset), Bytes: uint32(p.Bytes)}
-					e.server.n.hits.Add(1)
-				}
+		rows := uint32(0)
+		for i, p := range x.Places {
+			if p.Bytes > 0 {
+				l.places[l.at[i]] = vllm.Place{Offset: uint64(p.Offset), Bytes: uint32(p.Bytes)}
+				rows++
 			}
-		} else if x.Loan != nil {
-			x.Loan.GiveBack()
+		}
+		if e.keep(l.id, lent{x.Loan, rows, x.Bytes, l.tenant}) {
+			e.server.n.hits.Add(uint64(rows))
+		} else {
+			for i := range l.places {
+				l.places[i] = vllm.Place{Offset: vllm.NoPlace}
+			}
+			if x.Loan != nil {
+				x.Loan.GiveBack()
+			}
+			e.figures.lent.Add(-x.Bytes)
 		}
 		l.ended(&result)
 	}
@@ -312,13 +326,13 @@ func (e *engine) release(body []byte) error {
 		}
 		n := &e.server.n
 		n.releases.Add(1)
-		if r.Loaded > 0 {
-			bytes := min(int64(r.Loaded)*e.hello.RowBytes, l.bytes)
-			n.loads.Add(uint64(r.Loaded))
+		if loaded := min(r.Loaded, l.rows); loaded > 0 {
+			bytes := min(int64(loaded)*e.hello.RowBytes, l.bytes)
+			n.loads.Add(uint64(loaded))
 			n.loadedBytes.Add(uint64(bytes))
-			l.loan.Counted(int(r.Loaded), bytes)
+			l.loan.Counted(int(loaded), bytes)
 			if e.server.opts.Loaded != nil {
-				e.server.opts.Loaded(e.hello.Model, []byte(l.tenant), e.instance, int(r.Loaded))
+				e.server.opts.Loaded(e.hello.Model, []byte(l.tenant), e.instance, int(loaded))
 			}
 		}
 		l.loan.GiveBack()
@@ -332,8 +346,7 @@ func (e *engine) take(id uint64) (lent, bool) {
 	l, ok := e.mu.lent[id]
 	if ok {
 		delete(e.mu.lent, id)
-		e.mu.bytes -= l.bytes
-		e.figures.lent.Store(e.mu.bytes)
+		e.figures.lent.Add(-l.bytes)
 	}
 	return l, ok
 }
@@ -371,18 +384,18 @@ func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) 
 	}
 	request := []byte(string(a.Request) + "#" + hex.EncodeToString([]byte{byte(a.ID >> 24), byte(a.ID >> 16), byte(a.ID >> 8), byte(a.ID)}))
 	for _, group := range order {
-		ns, ok := e.namespace(a.Tenant, group)
+		n, ok := e.namespace(a.Tenant, group)
 		if !ok {
 			continue
 		}
-		e.named(ns, a.Tenant)
+		e.name(n, a.Tenant)
 		t := transfer{request: request, hashes: make([]kv.Hash, len(at[group]))}
 		for j, i := range at[group] {
 			t.hashes[j] = a.Keys[i].Hash
 		}
 		t.name = hold.Transfer{
 			Instance: e.instance, By: e.caller.Name, To: len(t.hashes), Last: t.hashes[len(t.hashes)-1],
-			Shard: object.Shard{Namespace: ns, World: 1, Groups: e.groups},
+			Shard: object.Shard{Namespace: n.ns, World: 1, Groups: e.groups},
 		}
 		move := store.Transfer{Lasting: true}
 		if _, err := e.server.store.BeginStore(t.name, t.request, t.hashes, &move); err != nil || len(move.Offsets) == 0 {

@@ -4,6 +4,7 @@ package offload_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"fmt"
@@ -70,7 +71,7 @@ func start(t *testing.T, dir string, s setup) *node {
 		s.store.ChecksumRate, s.store.SumAtOnce = 1<<30, true
 	}
 	n := &node{t: t, dir: dir, store: store.New(p, s.store), ran: make(chan struct{})}
-	s.offload.Dir = dir
+	s.offload.Dir, s.offload.Grace = dir, cmp.Or(s.offload.Grace, 20*time.Millisecond)
 	n.server = offload.New(n.store, s.offload)
 	if err := n.server.Listen(t.Context(), n.socket()); err != nil {
 		t.Fatal(err)

@@ -5,8 +5,9 @@
 //
 // What a lookup finds is lent to the engine until the engine releases it or its connection ends, however long that takes: a
 // stopped engine must find the same bytes when it goes on. The same holds for places that a store may write to. So the end of a
-// connection is the one sign that an engine touches nothing any more: the kernel closes the socket of a killed process after its
-// last thread is gone, and the module closes its own socket after its copies have ended.
+// connection by the engine is the one sign that it touches nothing any more: the kernel closes the socket of a killed process after
+// its last thread is gone, and the module closes its own socket after its copies have ended. Where the server ends first, places that
+// were lent for writing stay held: the next server over the pool has them in quarantine, as after a kill.
 package offload
 
 import (
@@ -44,14 +45,15 @@ type Options struct {
 	MaxLent    int     // lookups of one engine that are not released; default 4,096
 	MaxStores  int     // stores of one engine that are not committed; default 1,024
 
-	Revisions map[string]string                                     // of the weights of models
-	Name      func(ns kv.Namespace, model, salt []byte)             // notes whose namespaces are; nil for none
-	Ended     func(*lookup.Outcome)                                 // gets the end of each lookup; nil for none
-	Loaded    func(model string, salt []byte, engine int64, n int)  // gets the rows that engines loaded; nil for none
-	Draining  func() bool                                           // whether stores and lookups are declined; nil for never
-	Patience  time.Duration                                         // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
-	HelloTime time.Duration                                         // that a peer has for its Hello; default 10 s
-	Identify  func(c net.Conn, number uint64) (access.Caller, bool) // who a peer is; tests have their own
+	Revisions map[string]string                                        // of the weights of models
+	Name      func(ns kv.Namespace, model, salt []byte, layout string) // notes whose namespaces are, and what tells their rows apart from others of the model; nil for none
+	Ended     func(*lookup.Outcome)                                    // gets the end of each lookup; nil for none
+	Loaded    func(model string, salt []byte, engine int64, n int)     // gets the rows that engines loaded; nil for none
+	Draining  func() bool                                              // whether stores and lookups are declined; nil for never
+	Patience  time.Duration                                            // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
+	HelloTime time.Duration                                            // that a peer has for its Hello; default 10 s
+	Grace     time.Duration                                            // that engines have to end their copies when the server ends; default 1 s
+	Identify  func(c net.Conn, number uint64) (access.Caller, bool)    // who a peer is; tests have their own
 }
 
 // Server serves engines on UNIX sockets. Its methods are safe for concurrent use.
@@ -94,6 +96,7 @@ func New(st *store.Store, o Options) *Server {
 	o.MaxStores = cmp.Or(o.MaxStores, 1024)
 	o.Patience = cmp.Or(o.Patience, 1500*time.Millisecond)
 	o.HelloTime = cmp.Or(o.HelloTime, 10*time.Second)
+	o.Grace = cmp.Or(o.Grace, time.Second)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -222,8 +225,10 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 		"row_bytes", e.hello.RowBytes, "rows", e.hello.Rows)
 	err = e.run()
 	// Nothing may be lent again before the engine can see that the connection has ended: it counts no row that it copied after that.
+	_ = c.CloseWrite() // it may have ended
+	ended := peerEnded(c)
 	_ = c.Close()
-	e.leave()
+	e.leave(ended)
 	s.removeEngine(e)
 	defer s.sweepAfter(e)
 	if errors.Is(err, vllm.ErrMalformed) {
@@ -232,6 +237,13 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 		return
 	}
 	s.log.Info("an engine left", "engine_id", e.hello.EngineID, "model", e.hello.Model)
+}
+
+// peerEnded waits until the peer has closed its side, which an engine does after its last copy. It reports false where this server ends
+// and the peer did not close in time, as one that is stopped: it may go on copying.
+func peerEnded(c *net.UnixConn) bool {
+	_, err := io.Copy(io.Discard, c)
+	return !errors.Is(err, net.ErrClosed) && !errors.Is(err, os.ErrDeadlineExceeded)
 }
 
 // sweepAfter looks for the region that an engine left once its process has ended, which is a moment after its socket, or never.
@@ -252,6 +264,9 @@ var errUser = errors.New("this socket serves the server's own user")
 // greet reads a peer's Hello and answers it.
 func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine, error) {
 	_ = c.SetReadDeadline(time.Now().Add(s.opts.HelloTime))
+	if s.life.Err() != nil {
+		return nil, io.EOF
+	}
 	kind, body, file, err := conn.ReadFirst()
 	if file != nil {
 		defer file.Close()
@@ -263,6 +278,9 @@ func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine
 		return nil, err
 	}
 	_ = c.SetReadDeadline(time.Time{})
+	if s.life.Err() != nil { // the end may have set a deadline, which is gone
+		return nil, io.EOF
+	}
 	caller, ok := s.opts.Identify(c, number) // after the frame: what a peer has not read is lost when unread bytes are left here
 	if !ok {
 		return nil, fmt.Errorf("%w: the peer is %s, the server uid %d", errUser, caller.String(), os.Geteuid())
@@ -336,7 +354,8 @@ func (s *Server) removeEngine(e *engine) {
 	}
 }
 
-// Close ends all connections, and what they have lent, and waits for their goroutines.
+// Close ends all connections, and what they have lent, and waits for their goroutines. What an engine was writing stays held unless it
+// closes its side, too, which one that is not stopped does at once.
 func (s *Server) Close() error {
 	err := s.beginClose()
 	s.wg.Wait()
@@ -355,7 +374,8 @@ func (s *Server) beginClose() (err error) {
 		err = errors.Join(err, l.Close())
 	}
 	for c := range s.mu.conns {
-		_ = c.Close() // it may have ended by itself
+		_ = c.(*net.UnixConn).CloseWrite() // it may have ended by itself
+		_ = c.SetReadDeadline(time.Now().Add(s.opts.Grace))
 	}
 	return err
 }

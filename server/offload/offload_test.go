@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -23,7 +22,6 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/fs"
-	"github.com/kvasir-kv/kvasir/tier/tiertest"
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
@@ -161,50 +159,6 @@ func TestShareOfOneEngine(t *testing.T) {
 	}
 }
 
-// Lookups of one engine that wait at the same time for the tier below lend no more than its share together.
-func TestShareOfLookupsThatWait(t *testing.T) {
-	below := tier.NewMemory(1 << 30)
-	n := start(t, t.TempDir(), setup{store: store.Options{Below: below, Place: "memory"}})
-	a := n.connect(helloOf("a"))
-	a.store("", keysOf(0, 24))
-	testkit.Eventually(t, "the rows are in the tier", func() bool { return n.store.Stats().WrittenChunks == 24 })
-	a.close()
-	n.close()
-	slow, err := tiertest.NewFlaky(below, "stat * slow 200ms")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer slow.Release()
-	n = start(t, t.TempDir(), setup{rows: 32, offload: offload.Options{Share: 0.25}, store: store.Options{Below: slow, Place: "memory"}})
-	defer n.close()
-	a = n.connect(helloOf("a"))
-	defer a.close()
-	var found atomic.Int64
-	var ended sync.WaitGroup
-	look := func(from, to int) {
-		_, places, err := a.client.Lookup("", "r", keysOf(from, to), patience)
-		if err != nil {
-			t.Error(err)
-		}
-		for _, p := range places {
-			if p.Offset != vllm.NoPlace {
-				found.Add(1)
-			}
-		}
-	}
-	for i := range 4 {
-		ended.Go(func() { look(6*i, 6*i+6) })
-	}
-	ended.Wait()
-	if got := found.Load(); got < 6 || got > 8 {
-		t.Errorf("%d rows lent, want 6 to 8: a quarter of the pool has 8", got)
-	}
-	look(20, 24) // what was reserved comes back
-	if got := found.Load(); got > 8 {
-		t.Errorf("%d rows lent, want at most 8", got)
-	}
-}
-
 // A store that was not committed is never visible, and its places come back: given up, or its engine gone.
 func TestUncommittedStores(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 16})
@@ -302,7 +256,7 @@ func TestFirstLookupFindsRowsThatATierNamesByTheirModel(t *testing.T) {
 		}
 		return start(t, t.TempDir(), setup{
 			store:   store.Options{Below: below, Place: "fs"},
-			offload: offload.Options{Name: func(ns kv.Namespace, model, salt []byte) { names.Add(ns, string(model), salt) }},
+			offload: offload.Options{Name: func(ns kv.Namespace, model, salt []byte, layout string) { names.AddLayout(ns, string(model), salt, layout) }},
 		})
 	}
 	keys := keysOf(0, 4)

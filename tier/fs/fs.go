@@ -225,7 +225,7 @@ func FileName(n tier.Name, k kv.Key) (string, bool) {
 
 // fileName is the name of an object's file as LMCache has it.
 func fileName(n tier.Name, k kv.Key) (string, bool) {
-	model := strings.ReplaceAll(tier.Revised(n.Model, n.Revision), "/", slash)
+	model := strings.ReplaceAll(n.Kept(), "/", slash)
 	name := model + fmt.Sprintf("@0x%08x@%x@%s", uint32(k.Rank), k.Group, k.Chunk)
 	if n.Salt != "" {
 		name += "@" + n.Salt

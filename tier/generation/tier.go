@@ -27,7 +27,7 @@ func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	moment := b.mu.moment
 	own, tag, ok := b.ownIn(&b.mu.state, ns)
 	if name, named := b.names.Of(ns); ok && named && tag != "" {
-		b.names.Add(own, tier.Revised(name.Model, name.Revision)+"~"+tag, []byte(name.Salt))
+		b.names.Add(own, name.Kept()+"~"+tag, []byte(name.Salt))
 	}
 	return own, moment, ok
 }

@@ -27,7 +27,8 @@ type books struct {
 	jobs  map[worker]*job
 
 	lastJob uint32
-	names   map[uint32]string // of LMCache files
+	names   map[uint32]string   // of LMCache files
+	stuck   map[uint32]struct{} // files that could not be unlinked: in the list again once they are used
 }
 
 type file struct {
@@ -84,7 +85,7 @@ const (
 const slabFiles = 1 << 14
 
 func newBooks(seed uint64) *books {
-	b := &books{seed: seed, index: make([]uint32, 1<<12), jobs: map[worker]*job{}, names: map[uint32]string{}}
+	b := &books{seed: seed, index: make([]uint32, 1<<12), jobs: map[worker]*job{}, names: map[uint32]string{}, stuck: map[uint32]struct{}{}}
 	b.grow() // file 0
 	return b
 }
@@ -177,6 +178,7 @@ func (b *books) remove(n uint32) {
 	b.bytes -= f.size
 	b.count--
 	delete(b.names, n)
+	delete(b.stuck, n)
 	*f = file{next: b.free}
 	b.free = n
 }
@@ -206,7 +208,7 @@ func (b *books) touch(n uint32, thread int32, now int64) {
 	f.usedAt = now
 	w := worker{f.dir, thread}
 	j := b.jobs[w]
-	if j != nil && now-j.seen <= jobPause && now-j.began <= jobTime && b.file(j.last).job == j.number {
+	if j != nil && now-j.seen <= jobPause && j.seen-now <= jobPause && now-j.began <= jobTime && b.file(j.last).job == j.number { // a clock may step back
 		j.seen = now
 		if j.last != n {
 			b.unlink(n)

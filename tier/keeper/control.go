@@ -22,7 +22,7 @@ import (
 // control is one abstract socket of this host for each root. It keeps a second keeper away, answers with the figures, and
 // names processes whose reads are not an engine's: those that are connected.
 type control struct {
-	listeners []net.Listener
+	listeners map[*rootDir]net.Listener // of Open's goroutine, then of the one that looks
 	figures   func() Stats
 	done      sync.WaitGroup
 
@@ -36,16 +36,16 @@ type control struct {
 // maxHelpers bounds the connections.
 const maxHelpers = 32
 
-func socketOf(r *rootDir) (string, error) {
+func socketOf(dir *os.File) (string, error) {
 	var s unix.Stat_t
-	if err := unix.Fstat(int(r.dir.Fd()), &s); err != nil {
+	if err := unix.Fstat(int(dir.Fd()), &s); err != nil {
 		return "", err
 	}
 	return fmt.Sprintf("@kvasir-keeper-%x-%d", s.Dev, s.Ino), nil
 }
 
 func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error) {
-	c := &control{figures: figures}
+	c := &control{figures: figures, listeners: map[*rootDir]net.Listener{}}
 	c.mu.helpers = map[net.Conn]int{}
 	defer func() {
 		if err != nil {
@@ -53,28 +53,39 @@ func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error)
 		}
 	}()
 	for _, r := range roots {
-		name, err := socketOf(r)
-		if err != nil {
+		if err := c.take(r, r.dir); err != nil {
 			return nil, err
 		}
-		l, err := listen(name)
-		if errors.Is(err, unix.EADDRINUSE) {
-			return nil, fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, process(holder(name)))
-		}
-		if err != nil {
-			return nil, err
-		}
-		c.listeners = append(c.listeners, l)
-		// Containers have sockets of their own. Where no other host can mean the same file system, its lock keeps them apart.
-		lock := func() error { return unix.Flock(int(r.dir.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
-		if r.shared() {
-			_ = lock()
-		} else if err := takeover.LockAfter(0, unix.EWOULDBLOCK, lock); errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("another process has locked %s: is a keeper running in a container?", r.path)
-		}
-		c.done.Go(func() { c.serve(l) })
 	}
 	return c, nil
+}
+
+// take takes a directory for a root, in place of the one that it has.
+func (c *control) take(r *rootDir, dir *os.File) error {
+	name, err := socketOf(dir)
+	if err != nil {
+		return err
+	}
+	l, err := listen(name)
+	if errors.Is(err, unix.EADDRINUSE) {
+		return fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, process(holder(name)))
+	}
+	if err != nil {
+		return err
+	}
+	// Containers have sockets of their own. Where no other host can mean the same file system, its lock keeps them apart.
+	lock := func() error { return unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
+	if isShared(dir) {
+		_ = lock()
+	} else if err := takeover.LockAfter(0, unix.EWOULDBLOCK, lock); errors.Is(err, unix.EWOULDBLOCK) {
+		return errors.Join(fmt.Errorf("another process has locked %s: is a keeper running in a container?", r.path), l.Close())
+	}
+	if had := c.listeners[r]; had != nil {
+		_ = had.Close() // of a directory that the keeper leaves
+	}
+	c.listeners[r] = l
+	c.done.Go(func() { c.serve(l) })
+	return nil
 }
 
 // listen listens on a socket, and waits for it while a keeper that was killed may still have it.
@@ -110,8 +121,12 @@ func process(pid int) string {
 func (c *control) serve(l net.Listener) {
 	for {
 		conn, err := l.Accept()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return
+		}
+		if err != nil { // too many files are open
+			time.Sleep(100 * time.Millisecond)
+			continue
 		}
 		if !c.admit(conn) {
 			conn.Close()
@@ -200,12 +215,12 @@ func Ask(ctx context.Context, root string) (Stats, error) {
 
 // join connects to the keeper of a directory. Until the connection ends, the keeper takes this process's reads for its own.
 func join(ctx context.Context, root string) (net.Conn, Stats, error) {
-	r, err := openRoot(root)
+	dir, err := os.Open(root)
 	if err != nil {
 		return nil, Stats{}, err
 	}
-	defer r.dir.Close()
-	name, err := socketOf(r)
+	defer dir.Close()
+	name, err := socketOf(dir)
 	if err != nil {
 		return nil, Stats{}, err
 	}
@@ -232,7 +247,9 @@ var networkSystems = []int64{
 }
 
 // shared reports whether other hosts may write to the root's file system.
-func (r *rootDir) shared() bool {
+func (r *rootDir) shared() bool { return isShared(r.dir) }
+
+func isShared(dir *os.File) bool {
 	var s unix.Statfs_t
-	return unix.Fstatfs(int(r.dir.Fd()), &s) == nil && slices.Contains(networkSystems, int64(s.Type))
+	return unix.Fstatfs(int(dir.Fd()), &s) == nil && slices.Contains(networkSystems, int64(s.Type))
 }

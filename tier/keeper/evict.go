@@ -39,18 +39,14 @@ func (k *Keeper) evict(ctx context.Context) {
 	}
 	tick := time.NewTicker(every)
 	defer tick.Stop()
-	notes := time.NewTicker(notesEvery)
-	defer notes.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-notes.C:
-			if err := k.saveNotes(); err != nil {
-				k.log.Warn("times of use cannot be noted", "err", err)
-			}
 		case <-k.full:
 		case <-tick.C:
+			for ctx.Err() == nil && k.retry() {
+			}
 		}
 		if k.evictSome() { // more than a batch: engines write fast
 			var crew sync.WaitGroup
@@ -67,56 +63,65 @@ func (k *Keeper) evict(ctx context.Context) {
 
 // evictSome unlinks a few files. It reports whether there is more to do now.
 func (k *Keeper) evictSome() bool {
-	short := k.shortOfFree()
+	victims := k.choose()
+	var failed error
+	gone := 0
+	for _, v := range victims {
+		err := k.unlink(v.root, v.name)
+		k.unlinked(v, err)
+		if err == nil || isGone(err) {
+			gone++
+		} else {
+			failed = err
+		}
+	}
+	k.say(failed)
+	return len(victims) == unlinkBatch && gone > 0
+}
+
+// choose takes the next victims out of the books.
+func (k *Keeper) choose() []victim {
+	var short shortage
+	if k.o.MinFree > 0 { // what is missing is counted and given to victims by one goroutine at a time
+		k.freeing.Lock()
+		defer k.freeing.Unlock()
+		short = k.shortOfFree()
+	}
 	k.mu.Lock()
+	defer k.mu.Unlock()
 	if !k.arranged {
-		k.mu.Unlock()
-		return false
+		return nil
 	}
 	now := k.now()
 	if k.o.Limit > 0 {
 		k.reserve.note(k.books.bytes+k.pending-k.reserve.aim(), now)
 	}
-	victims := k.pick(now, short)
-	k.mu.Unlock()
-	var failed error
-	for i, v := range victims {
-		err := k.unlink(v.root, v.name)
-		k.unlinked(v, err)
-		if err != nil && !errors.Is(err, unix.ENOENT) {
-			failed = err
-			for _, rest := range victims[i+1:] {
-				k.unlinked(rest, err)
-			}
-			break
-		}
-	}
-	k.say(failed, len(victims))
-	return len(victims) == unlinkBatch && failed == nil
+	return k.pick(now, short)
+}
+
+// due says whether a file is to go, and whether for its age. Callers hold k.mu.
+func (k *Keeper) due(f *file, now time.Time, short shortage) (due, expired bool) {
+	over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
+	expired = k.o.TTL > 0 && f.usedAt < now.Add(-k.o.TTL).UnixMicro()
+	return over || expired || short.of(k.books.dirs[f.dir].root), expired
 }
 
 // pick takes the next victims out of the books. Callers hold k.mu.
-func (k *Keeper) pick(now time.Time, short map[*rootDir]int64) (out []victim) {
-	oldest := int64(0)
-	if k.o.TTL > 0 {
-		oldest = now.Add(-k.o.TTL).UnixMicro()
-	}
+func (k *Keeper) pick(now time.Time, short shortage) (out []victim) {
 	for n := k.books.coldest(); n != 0 && len(out) < unlinkBatch; {
 		f := k.books.file(n)
-		d := k.books.dirs[f.dir]
-		over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
-		v := victim{id: f.id, root: d.root, dir: f.dir, size: f.size, usedAt: f.usedAt, expired: f.usedAt < oldest}
-		if !over && !v.expired && len(short) == 0 {
+		next := f.next
+		due, expired := k.due(f, now, short)
+		if !due && !short.any() {
 			break
 		}
-		next := f.next
-		if over || v.expired || short[d.root] > 0 {
-			v.name = k.path(n)
+		if due {
+			v := k.victim(n)
+			v.expired = expired
 			k.books.remove(n)
 			k.pending += v.size
-			if short[d.root] -= v.size; short[d.root] <= 0 {
-				delete(short, d.root)
-			}
+			v.root.pending.Add(v.size)
+			short.take(v.root, v.size)
 			out = append(out, v)
 		}
 		n = next
@@ -124,21 +129,91 @@ func (k *Keeper) pick(now time.Time, short map[*rootDir]int64) (out []victim) {
 	return out
 }
 
-// shortOfFree returns the bytes by which the file systems of roots have less than MinFree available.
-func (k *Keeper) shortOfFree() map[*rootDir]int64 {
-	short := map[*rootDir]int64{}
-	if k.o.MinFree == 0 {
-		return short
-	}
-	for _, r := range k.roots {
-		var s unix.Statfs_t
-		if unix.Fstatfs(int(r.dir.Fd()), &s) == nil {
-			if free := int64(s.Bavail) * s.Bsize; free < k.o.MinFree {
-				short[r] = k.o.MinFree - free
-			}
+// victim is a file as what is to be unlinked. Callers hold k.mu.
+func (k *Keeper) victim(n uint32) victim {
+	f := k.books.file(n)
+	return victim{id: f.id, root: k.books.dirs[f.dir].root, dir: f.dir, name: k.path(n), size: f.size, usedAt: f.usedAt}
+}
+
+// shortage is what the file systems of roots lack of MinFree. Roots of one file system share it.
+type shortage map[*rootDir]*systemRoom
+
+// systemRoom is the room of a file system. Some (XFS, btrfs) show what was unlinked later: until half of that is seen, or freeLag is
+// over, no more is unlinked than was found missing before.
+type systemRoom struct {
+	free    int64 // bytes
+	pending int64 // bytes of files that are being unlinked
+	lacks   int64 // bytes of MinFree, with neither
+
+	before  int64 // bytes that were free when this began
+	missing int64 // then
+	taken   int64 // unlinked since
+	beganAt time.Time
+}
+
+const freeLag = 5 * time.Second
+
+func (s shortage) of(r *rootDir) bool { return s[r] != nil && s[r].lacks > 0 }
+
+func (s shortage) any() bool {
+	for _, room := range s {
+		if room.lacks > 0 {
+			return true
 		}
 	}
+	return false
+}
+
+func (s shortage) take(r *rootDir, n int64) {
+	if room := s[r]; room != nil {
+		room.lacks -= n
+		room.taken += n
+	}
+}
+
+// look says what is missing.
+func (s *systemRoom) look(least int64, now time.Time) {
+	s.lacks = least - s.free - s.pending
+	if s.taken > 0 && s.free < s.before+s.taken/2 && now.Sub(s.beganAt) < freeLag {
+		s.lacks = min(s.lacks, s.missing-s.taken)
+		return
+	}
+	s.before, s.missing, s.taken, s.beganAt = s.free, s.lacks, 0, now
+}
+
+// shortOfFree returns what the file systems of roots lack. Callers hold k.freeing.
+func (k *Keeper) shortOfFree() shortage {
+	short, now := shortage{}, k.now()
+	seen := map[*systemRoom]bool{}
+	for _, r := range k.roots {
+		pending := r.pending.Load() // before the free bytes: what is unlinked in between counts twice, and is looked at again
+		var st unix.Stat_t
+		free, err := k.o.free(r)
+		if err = errors.Join(err, unix.Fstat(int(r.dir.Fd()), &st)); err != nil {
+			continue
+		}
+		room := k.rooms[st.Dev]
+		if room == nil {
+			room = &systemRoom{}
+			k.rooms[st.Dev] = room
+		}
+		if !seen[room] {
+			room.free, room.pending = free, 0
+		}
+		room.pending += pending
+		seen[room], short[r] = true, room
+	}
+	for room := range seen {
+		room.look(k.o.MinFree, now)
+	}
 	return short
+}
+
+// freeBytes returns what a root's file system has available.
+func freeBytes(r *rootDir) (int64, error) {
+	var s unix.Statfs_t
+	err := unix.Fstatfs(int(r.dir.Fd()), &s)
+	return int64(s.Bavail) * s.Bsize, err
 }
 
 // unlink removes a file below a root. It follows no symbolic link.
@@ -170,37 +245,92 @@ func (k *Keeper) unlinked(v victim, err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.pending -= v.size
+	k.books.dirs[v.dir].root.pending.Add(-v.size)
+	if err == nil || isGone(err) {
+		k.enterEnd(&v, err)
+		return
+	}
+	n, _ := k.books.find(v.dir, v.id)
+	if n == 0 {
+		n = k.books.add(v.dir, v.id, path.Base(v.name), v.size, v.usedAt)
+		k.books.file(n).look = k.looks
+	}
+	k.books.unlink(n) // it stands in no line: the files behind it may go
+	k.books.stuck[n] = struct{}{}
+}
+
+// enterEnd counts a file that is gone. Callers hold k.mu.
+func (k *Keeper) enterEnd(v *victim, err error) {
 	d := k.books.dirs[v.dir]
-	switch {
-	case err == nil:
-		d.evicted++
-		d.evictedBytes += v.size
-		if v.expired {
-			d.expired++
-		}
-	case errors.Is(err, unix.ENOENT):
+	if err != nil {
 		d.removedByOthers++
-	default:
-		if n, _ := k.books.find(v.dir, v.id); n == 0 {
-			n = k.books.add(v.dir, v.id, path.Base(v.name), v.size, v.usedAt)
-			k.books.before(n, k.books.file(0).next) // at the cold end
-			k.books.file(n).look = k.looks
-		}
+		return
+	}
+	d.evicted++
+	d.evictedBytes += v.size
+	if v.expired {
+		d.expired++
 	}
 }
 
-// say warns when files cannot be unlinked, and when they can again.
-func (k *Keeper) say(err error, tried int) {
+// retry tries to unlink files that could not be, a few at a time. It reports whether all of a batch went.
+func (k *Keeper) retry() bool {
+	stuck := k.stuck()
+	gone := 0
+	for _, v := range stuck {
+		err := k.unlink(v.root, v.name)
+		if err != nil && !isGone(err) {
+			continue
+		}
+		gone++
+		k.mu.Lock()
+		if n, _ := k.books.find(v.dir, v.id); n != 0 {
+			k.books.remove(n)
+			k.enterEnd(&v, err)
+		}
+		k.mu.Unlock()
+	}
+	k.say(nil)
+	return gone == unlinkBatch
+}
+
+// stuck returns some of the files that could not be unlinked and are still to go.
+func (k *Keeper) stuck() (out []victim) {
+	var short shortage
+	if k.o.MinFree > 0 {
+		k.freeing.Lock()
+		defer k.freeing.Unlock()
+		short = k.shortOfFree()
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	now := k.now()
+	for n := range k.books.stuck {
+		if due, expired := k.due(k.books.file(n), now, short); due {
+			v := k.victim(n)
+			v.expired = expired
+			out = append(out, v)
+		}
+		if len(out) == unlinkBatch {
+			break
+		}
+	}
+	return out
+}
+
+// say warns when files cannot be unlinked, and when all can again.
+func (k *Keeper) say(err error) {
 	k.mu.Lock()
 	before := k.refused
-	if err != nil || tried > 0 {
+	if err != nil || len(k.books.stuck) == 0 {
 		k.refused = err
 	}
+	after := k.refused
 	k.mu.Unlock()
 	switch {
 	case err != nil && before == nil:
-		k.log.Warn("files cannot be unlinked: the limit does not hold", "err", err)
-	case err == nil && tried > 0 && before != nil:
+		k.log.Warn("files cannot be unlinked: the limit may not hold", "err", err)
+	case before != nil && after == nil:
 		k.log.Info("files can be unlinked again")
 	}
 }

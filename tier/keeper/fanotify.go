@@ -8,8 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -36,13 +38,16 @@ type event struct {
 
 // fanotify reports what happens in whole file systems. It needs CAP_SYS_ADMIN, and CAP_DAC_READ_SEARCH for the names of directories.
 type fanotify struct {
-	f       *os.File
-	systems map[unix.Fsid][]*rootDir
-	buffer  []byte
-	own     func(thread int32) bool
+	f      *os.File
+	buffer []byte
+	own    func(thread int32) bool
+
+	mu      sync.Mutex
+	systems map[unix.Fsid][]*rootDir // under mu
 }
 
-const fanotifyMask = unix.FAN_OPEN | unix.FAN_MOVED_TO | unix.FAN_MOVED_FROM | unix.FAN_DELETE
+// Engines rename whole files onto their names; what is copied in by hand, or written in place, ends with FAN_CLOSE_WRITE.
+const fanotifyMask = unix.FAN_OPEN | unix.FAN_MOVED_TO | unix.FAN_MOVED_FROM | unix.FAN_DELETE | unix.FAN_CLOSE_WRITE
 
 func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, error) {
 	fd, err := unix.FanotifyInit(unix.FAN_CLASS_NOTIF|unix.FAN_REPORT_DFID_NAME|unix.FAN_REPORT_TID|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK, unix.O_RDONLY)
@@ -51,19 +56,48 @@ func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, err
 	}
 	w := &fanotify{f: os.NewFile(uintptr(fd), "fanotify"), systems: map[unix.Fsid][]*rootDir{}, buffer: make([]byte, 256<<10), own: own}
 	for _, r := range roots {
-		if err := unix.FanotifyMark(fd, unix.FAN_MARK_ADD|unix.FAN_MARK_FILESYSTEM, fanotifyMask, unix.AT_FDCWD, r.path); err != nil {
-			return nil, errors.Join(fmt.Errorf("fanotify_mark of %s: %w", r.path, err), w.f.Close())
-		}
-		var s unix.Statfs_t
-		if err := unix.Fstatfs(int(r.dir.Fd()), &s); err != nil {
+		if err := w.add(r); err != nil {
 			return nil, errors.Join(err, w.f.Close())
-		}
-		w.systems[s.Fsid] = append(w.systems[s.Fsid], r)
-		if _, err := w.path(r, handleOf(r)); err != nil {
-			return nil, errors.Join(fmt.Errorf("open_by_handle_at in %s: %w", r.path, err), w.f.Close())
 		}
 	}
 	return w, nil
+}
+
+// add has the file system of a root report, too.
+func (w *fanotify) add(r *rootDir) error {
+	raw, err := w.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if failed := raw.Control(func(fd uintptr) {
+		err = unix.FanotifyMark(int(fd), unix.FAN_MARK_ADD|unix.FAN_MARK_FILESYSTEM, fanotifyMask, int(r.dir.Fd()), ".")
+	}); failed != nil {
+		return failed
+	}
+	if err != nil {
+		return fmt.Errorf("fanotify_mark of %s: %w", r.path, err)
+	}
+	var s unix.Statfs_t
+	if err := unix.Fstatfs(int(r.dir.Fd()), &s); err != nil {
+		return err
+	}
+	if _, err := w.path(r, handleOf(r)); err != nil {
+		return fmt.Errorf("open_by_handle_at in %s: %w", r.path, err)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for system, roots := range w.systems { // it may have been another one's
+		w.systems[system] = slices.DeleteFunc(slices.Clone(roots), func(x *rootDir) bool { return x == r })
+	}
+	w.systems[s.Fsid] = append(w.systems[s.Fsid], r)
+	return nil
+}
+
+// rootsOf returns the roots in a file system.
+func (w *fanotify) rootsOf(system unix.Fsid) []*rootDir {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.systems[system]
 }
 
 // handleOf is the root's own handle, the zero value where its file system has none.
@@ -132,7 +166,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 	if mask&unix.FAN_ONDIR != 0 || !bytes.HasSuffix(text, []byte(vllmEnd)) && !bytes.HasSuffix(text, []byte(lmcEnd)) {
 		return out
 	}
-	for _, r := range w.systems[system] {
+	for _, r := range w.rootsOf(system) {
 		dir, err := w.path(r, unix.NewFileHandle(kind, b[:size]))
 		if err != nil {
 			continue
@@ -142,7 +176,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 			e.act = gone
 			out = append(out, e)
 		}
-		if mask&unix.FAN_MOVED_TO != 0 {
+		if mask&(unix.FAN_MOVED_TO|unix.FAN_CLOSE_WRITE) != 0 {
 			e.act = appeared
 			out = append(out, e)
 		}
@@ -167,7 +201,7 @@ func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	below, found := strings.CutPrefix(path, r.real)
+	below, found := strings.CutPrefix(path, r.place())
 	if !found || below != "" && below[0] != '/' {
 		return "", errElsewhere
 	}

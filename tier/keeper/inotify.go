@@ -33,7 +33,7 @@ type place struct {
 	dir  string
 }
 
-const inotifyMask = unix.IN_OPEN | unix.IN_MOVED_TO | unix.IN_MOVED_FROM | unix.IN_DELETE | unix.IN_CREATE | unix.IN_ONLYDIR | unix.IN_DONT_FOLLOW
+const inotifyMask = unix.IN_OPEN | unix.IN_MOVED_TO | unix.IN_MOVED_FROM | unix.IN_DELETE | unix.IN_CREATE | unix.IN_CLOSE_WRITE | unix.IN_ONLYDIR | unix.IN_DONT_FOLLOW
 
 func openInotify(found func(r *rootDir, dir string)) (*inotify, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
@@ -49,7 +49,7 @@ func (w *inotify) close() error { return w.f.Close() }
 
 // watch adds a directory. Beyond the user's limit it counts it.
 func (w *inotify) watch(r *rootDir, dir string) {
-	n, err := unix.InotifyAddWatch(w.fd, r.join(dir), inotifyMask)
+	n, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), dir), inotifyMask) // r.path may be another one
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
@@ -57,6 +57,18 @@ func (w *inotify) watch(r *rootDir, dir string) {
 		w.mu.dirs[int32(n)] = place{r, dir}
 	case errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.ENOMEM):
 		w.mu.refused++
+	}
+}
+
+// forget ends all watches of a root.
+func (w *inotify) forget(r *rootDir) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for n, p := range w.mu.dirs {
+		if p.root == r {
+			_, _ = unix.InotifyRmWatch(w.fd, uint32(n)) // the directory may be gone
+			delete(w.mu.dirs, n)
+		}
 	}
 }
 
@@ -114,7 +126,7 @@ func (w *inotify) one(watch int32, mask uint32, name string, out []event) []even
 	}
 	e := event{root: p.root, dir: p.dir, name: name}
 	switch {
-	case mask&unix.IN_MOVED_TO != 0:
+	case mask&(unix.IN_MOVED_TO|unix.IN_CLOSE_WRITE) != 0:
 		e.act = appeared
 	case mask&(unix.IN_DELETE|unix.IN_MOVED_FROM) != 0:
 		e.act = gone

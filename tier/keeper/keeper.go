@@ -3,6 +3,7 @@
 package keeper
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -42,8 +44,11 @@ type Options struct {
 	Watch    Watch         // default WatchAuto
 	Log      *slog.Logger
 
-	now      func() time.Time
-	ownReads bool // what this process reads counts: for tests, which are engine and keeper
+	now        func() time.Time
+	free       func(*rootDir) (int64, error) // bytes that its file system has available
+	notesEvery time.Duration
+	pathsEvery time.Duration // between two looks at what has the paths of the roots
+	ownReads   bool          // what this process reads counts: for tests, which are engine and keeper
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -67,9 +72,12 @@ type Keeper struct {
 	lock  *control
 	notes *notes
 
-	fan *fanotify
-	ino *inotify
+	fan  *fanotify
+	ino  *inotify
+	deaf atomic.Bool // no events come any more
 
+	freeing  sync.Mutex             // before mu
+	rooms    map[uint64]*systemRoom // of file systems, by device; under freeing
 	mu       sync.Mutex
 	books    *books
 	reserve  reserve
@@ -91,13 +99,17 @@ func Open(o Options) (_ *Keeper, err error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	k := &Keeper{o: o, log: o.Log, now: o.now, full: make(chan struct{}, 1), again: make(chan struct{}, 1)}
+	k := &Keeper{o: o, log: o.Log, now: o.now, rooms: map[uint64]*systemRoom{}, full: make(chan struct{}, 1), again: make(chan struct{}, 1)}
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}
 	if k.now == nil {
 		k.now = time.Now
 	}
+	if k.o.free == nil {
+		k.o.free = freeBytes
+	}
+	k.o.notesEvery, k.o.pathsEvery = cmp.Or(k.o.notesEvery, notesEvery), cmp.Or(k.o.pathsEvery, pathsEvery)
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, k.release())
@@ -109,7 +121,7 @@ func Open(o Options) (_ *Keeper, err error) {
 			return nil, err
 		}
 		for _, other := range k.roots {
-			if within(r.real, other.real) || within(other.real, r.real) {
+			if within(r.place(), other.place()) || within(other.place(), r.place()) {
 				return nil, errors.Join(fmt.Errorf("%s and %s are one directory, or one lies in the other", path, other.path), r.dir.Close())
 			}
 		}
@@ -131,26 +143,37 @@ func Open(o Options) (_ *Keeper, err error) {
 	k.done.Go(k.hear)
 	k.done.Go(func() { k.evict(ctx) })
 	k.done.Go(func() { k.lookAgain(ctx) })
+	k.done.Go(func() { k.noteAgain(ctx) })
 	return k, nil
 }
 
 func openRoot(path string) (*rootDir, error) {
-	l, err := layoutOf(path)
-	if err != nil {
+	if err := checkRoot(path); err != nil {
 		return nil, err
 	}
-	real, err := filepath.EvalSymlinks(path)
+	real, err := realPath(path)
 	if err != nil {
-		return nil, err
-	}
-	if real, err = filepath.Abs(real); err != nil {
 		return nil, err
 	}
 	d, err := os.Open(real)
 	if err != nil {
 		return nil, err
 	}
-	return &rootDir{path: path, real: real, dir: d, layout: l, dirs: map[string]uint32{}}, nil
+	r := &rootDir{path: path, dir: d, dirs: map[string]uint32{}}
+	r.real.Store(&real)
+	var st unix.Stat_t
+	if unix.Fstat(int(d.Fd()), &st) == nil { // before the first look
+		r.changed = st.Mtim
+	}
+	return r, nil
+}
+
+func realPath(path string) (string, error) {
+	real, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return "", err
+	}
+	return filepath.Abs(real)
 }
 
 func within(path, parent string) bool { return path == parent || strings.HasPrefix(path, parent+"/") }
@@ -197,9 +220,6 @@ func (k *Keeper) watch(r *rootDir, dir string) {
 
 // madeDirectory watches a directory that an engine just made, and looks at what came before it was watched.
 func (k *Keeper) madeDirectory(r *rootDir, dir string) {
-	if r.layout == lmcacheLayout {
-		return
-	}
 	rank, leaf, _ := strings.Cut(dir, "/")
 	if _, ok := rankDirectory(rank); !ok {
 		return
@@ -231,8 +251,9 @@ func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 	if n, ok := r.dirs[rank]; ok {
 		return n, true
 	}
-	d := &directory{root: r, path: rank, layout: r.layout}
-	if r.layout == vllmLayout {
+	d := &directory{root: r, path: rank, layout: lmcacheLayout}
+	if rank != "" {
+		d.layout = vllmLayout
 		base, ok := rankDirectory(rank)
 		if !ok || len(r.dirs) >= maxRanks {
 			return 0, false
@@ -277,6 +298,8 @@ func (k *Keeper) hear() {
 		if batch, err = read(batch[:0]); err != nil {
 			if !errors.Is(err, os.ErrClosed) {
 				k.log.Error("events of the kernel cannot be read: the directories are read again and again", "err", err)
+				k.deaf.Store(true)
+				signal(k.again)
 			}
 			return
 		}
@@ -317,16 +340,8 @@ func sizeOf(r *rootDir, name string) int64 {
 
 // one applies an event. Callers hold k.mu.
 func (k *Keeper) one(e event, size, now int64) {
-	var key id
-	var ok bool
-	rank, leaf := "", ""
-	if e.root.layout == lmcacheLayout {
-		key, ok = lmcacheID(e.name)
-		ok = ok && e.dir == ""
-	} else if key, ok = vllmID(e.name); ok {
-		rank, leaf, _ = strings.Cut(e.dir, "/")
-		key, ok = key.inLeaf(leaf)
-	}
+	rank, leaf, _ := strings.Cut(e.dir, "/")
+	key, ok := idIn(rank, leaf, e.name)
 	if !ok || e.act == opened && (e.own || e.thread == 0 && k.lock.helping()) {
 		return
 	}
@@ -418,11 +433,36 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 			k.log.Info("the keeper knows all files", "files", files, "bytes", bytes, "limit", k.o.Limit, "watch", k.watching(), "seconds", k.looking.Seconds())
 			runtime.GC() // of the lists that only the first look needed
 		}
+		if !k.wait(ctx, pause) {
+			return
+		}
+	}
+}
+
+// wait waits until it is time to look again: after a pause, when events were lost, or when a directory was replaced. It reports
+// false when the keeper ends.
+func (k *Keeper) wait(ctx context.Context, pause time.Duration) bool {
+	next := time.NewTimer(pause)
+	defer next.Stop()
+	soon := false
+	tick := time.NewTicker(k.o.pathsEvery)
+	defer tick.Stop()
+	for {
 		select {
 		case <-ctx.Done():
-			return
+			return false
 		case <-k.again:
-		case <-time.After(pause):
+			return true
+		case <-next.C:
+			return true
+		case <-tick.C:
+			if k.followAll() {
+				return true
+			}
+			if !soon && k.anyMoved() {
+				soon = true
+				next.Reset(min(pause, k.restOfLooks()))
+			}
 		}
 	}
 }
@@ -430,6 +470,7 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 // pause is the time to the next look. Callers hold k.mu.
 func (k *Keeper) pause() time.Duration {
 	switch {
+	case k.deaf.Load():
 	case k.fan != nil && !k.shared():
 		return 10 * time.Minute
 	case k.fan != nil:
@@ -448,6 +489,8 @@ func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*rootDir).
 // watching says how reads and writes are heard of.
 func (k *Keeper) watching() Watch {
 	switch {
+	case k.deaf.Load():
+		return WatchLook
 	case k.fan != nil:
 		return WatchFanotify
 	case k.ino != nil:

@@ -3,6 +3,7 @@
 package keeper
 
 import (
+	"cmp"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -83,12 +84,15 @@ func (k id) inLeaf(path string) (id, bool) {
 	return k, ok && k.leaf() == path
 }
 
-// lmcacheID reads the name of a file of LMCache's fs adapters.
+// lmcacheID reads the name of a file of LMCache's fs adapters. Up to 0.4.6 names have no group.
 func lmcacheID(name string) (id, bool) {
 	text, found := strings.CutSuffix(name, lmcEnd)
 	parts := strings.Split(text, "@")
-	if !found || len(parts) < 4 || len(parts) > 5 || parts[0] == "" || !isHexUpTo(strings.TrimPrefix(parts[1], "0x"), 16) ||
-		!isHexUpTo(parts[2], 16) || len(parts[3]) < 2*leastHash || !isHexUpTo(parts[3], 128) {
+	if !found || len(parts) < 3 || len(parts) > 5 || parts[0] == "" || !isHexUpTo(strings.TrimPrefix(parts[1], "0x"), 16) {
+		return id{}, false
+	}
+	grouped := len(parts) > 3 && isHexUpTo(parts[2], 16) && isChunkHash(parts[3])
+	if !grouped && (len(parts) > 4 || !strings.HasPrefix(parts[1], "0x") || !isChunkHash(parts[2])) {
 		return id{}, false
 	}
 	k := id{bytes: 16}
@@ -96,6 +100,21 @@ func lmcacheID(name string) (id, bool) {
 	copy(k.hash[:], sum[:])
 	return k, true
 }
+
+// idIn reads the name of a file in the directory of a rank, or in the root, whose rank is "".
+func idIn(rank, leaf, name string) (id, bool) {
+	if rank == "" {
+		return lmcacheID(name)
+	}
+	k, ok := vllmID(name)
+	if !ok {
+		return id{}, false
+	}
+	return k.inLeaf(leaf)
+}
+
+// isChunkHash reports whether a part of an LMCache file's name is a hash.
+func isChunkHash(s string) bool { return len(s) >= 2*leastHash && isHexUpTo(s, 128) }
 
 func isHex(s string, digits int) bool { return len(s) == digits && isHexUpTo(s, digits) }
 
@@ -140,38 +159,52 @@ func modelOf(root, base string) (string, error) {
 	return c.Model, nil
 }
 
-// layoutOf says how the files below root are named. An empty directory is taken for one that vLLM will fill.
-func layoutOf(root string) (layout, error) {
-	entries, err := os.ReadDir(root)
+// checkRoot fails for a directory of something else than an engine. In an empty one any engine may begin, and several may share one.
+func checkRoot(root string) error {
+	f, err := os.Open(root)
 	if err != nil {
-		return 0, err
+		return err
 	}
+	defer f.Close()
 	var missing error
-	for _, e := range entries {
-		name := e.Name()
-		if _, ok := lmcacheID(name); ok && e.Type().IsRegular() {
-			return lmcacheLayout, nil
+	empty := true
+	for {
+		entries, err := f.ReadDir(1024)
+		switch {
+		case errors.Is(err, io.EOF) && empty:
+			return nil
+		case errors.Is(err, io.EOF) && missing != nil:
+			return fmt.Errorf("%s is no directory of vLLM's fs tier: %w", root, missing)
+		case errors.Is(err, io.EOF):
+			return fmt.Errorf("%s is no directory of vLLM's fs tier (no MODEL_HASH/config.json in it) and none of LMCache's fs adapters (no MODEL@RANK@GROUP@HASH.data)", root)
+		case err != nil:
+			return err
 		}
-		if !e.IsDir() {
-			continue
-		}
-		base, isRank := rankDirectory(name)
-		if !isRank {
-			base = name
-		}
-		_, err := modelOf(root, base)
-		if err == nil {
-			return vllmLayout, nil
-		}
-		if isRank || !errors.Is(err, os.ErrNotExist) {
-			missing = err
+		for _, e := range entries {
+			ok, err := isEngines(root, e)
+			if ok {
+				return nil
+			}
+			empty = empty && e.Name() == "lost+found" // of a new file system
+			missing = cmp.Or(err, missing)
 		}
 	}
-	switch {
-	case len(entries) == 0:
-		return vllmLayout, nil
-	case missing != nil:
-		return 0, fmt.Errorf("%s is no directory of vLLM's fs tier: %w", root, missing)
+}
+
+// isEngines reports whether an entry of a root is one that only an engine makes. The error says what a directory of vLLM lacks.
+func isEngines(root string, e os.DirEntry) (bool, error) {
+	name := e.Name()
+	if !e.IsDir() {
+		_, ok := lmcacheID(name)
+		return ok && e.Type().IsRegular(), nil
 	}
-	return 0, fmt.Errorf("%s is no directory of vLLM's fs tier (no MODEL_HASH/config.json in it) and none of LMCache's fs adapters (no MODEL@RANK@GROUP@HASH.data)", root)
+	base, isRank := rankDirectory(name)
+	if !isRank {
+		base = name
+	}
+	_, err := modelOf(root, base)
+	if err != nil && !isRank && errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil, err
 }

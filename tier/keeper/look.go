@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -22,12 +23,20 @@ import (
 
 // rootDir is one directory that engines fill.
 type rootDir struct {
-	path   string // as the operator wrote it
-	real   string // as the kernel says it
-	dir    *os.File
-	layout layout
-	dirs   map[string]uint32 // of ranks, by name; under the keeper's lock
+	path string                 // as the operator wrote it
+	real atomic.Pointer[string] // as the kernel says it
+	dir  *os.File               // another one, under the same number, when the directory was replaced
+
+	// Of the goroutine that looks:
+	warned  bool          // that it is no directory of an engine any more
+	changed unix.Timespec // when its entries did
+
+	pending atomic.Int64      // bytes of files that are being unlinked
+	dirs    map[string]uint32 // of ranks, by name, and "" for LMCache's files; under the keeper's lock
 }
+
+// place is where the directory is, without symbolic links.
+func (r *rootDir) place() string { return *r.real.Load() }
 
 func (r *rootDir) join(dir string) string { return path.Join(r.path, dir) }
 
@@ -56,49 +65,45 @@ func (k *Keeper) look(ctx context.Context, r *rootDir) error {
 	err := r.walk(ctx, made, func(rank, leaf string, fd int) error {
 		return k.lookAt(r, rank, leaf, fd, number)
 	})
-	if err != nil {
-		return err
+	if ctx.Err() != nil {
+		return ctx.Err()
 	}
 	k.dropUnseen(r, number)
-	return nil
+	return err
 }
 
 // walk calls leaf with each directory of files below a root, several at a time, and made, if there is one, with each directory before
-// it is read.
+// it is read. A directory that cannot be read does not keep it from the others; the error is one of them.
 func (r *rootDir) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
-	root := int(r.dir.Fd())
-	if r.layout == lmcacheLayout {
-		fd, err := openDirectory(root, ".")
-		if err != nil {
-			return err
-		}
-		defer unix.Close(fd)
-		return leaf("", "", fd)
+	root, err := openDirectory(int(r.dir.Fd()), ".")
+	if err != nil {
+		return err
 	}
-	w := &walker{r, made, leaf}
-	return w.in(root, "", func(name string) bool { _, ok := rankDirectory(name); return ok }, func(rank string, fd int) error {
-		return w.rank(ctx, rank, fd)
-	})
+	defer unix.Close(root)
+	w := &walker{ctx, r, made, leaf}
+	return cmp.Or(leaf("", "", root), w.in(root, "", func(name string) bool { _, ok := rankDirectory(name); return ok }, w.rank))
 }
 
 type walker struct {
+	ctx  context.Context
 	r    *rootDir
 	made func(dir string)
 	leaf func(rank, leaf string, fd int) error
 }
 
-// in calls f with each subdirectory that ok takes. One that goes meanwhile is left out.
+// in calls f with each subdirectory that ok takes. One that goes meanwhile is left out. The error is one of those that came up.
 func (w *walker) in(parent int, dir string, ok func(name string) bool, f func(name string, fd int) error) error {
 	names, err := subdirectories(parent, ok)
 	if err != nil {
 		return fmt.Errorf("%s: %w", w.r.join(dir), err)
 	}
 	for _, name := range names {
-		if err := w.one(parent, dir, name, f); err != nil {
-			return err
+		if w.ctx.Err() != nil {
+			return w.ctx.Err()
 		}
+		err = cmp.Or(err, w.one(parent, dir, name, f))
 	}
-	return nil
+	return err
 }
 
 func (w *walker) one(parent int, dir, name string, f func(name string, fd int) error) error {
@@ -117,7 +122,7 @@ func (w *walker) one(parent int, dir, name string, f func(name string, fd int) e
 }
 
 // rank reads the folders of one rank with several goroutines.
-func (w *walker) rank(ctx context.Context, rank string, fd int) error {
+func (w *walker) rank(rank string, fd int) error {
 	tops, err := subdirectories(fd, func(name string) bool { return isHex(name, 3) })
 	if err != nil {
 		return fmt.Errorf("%s: %w", w.r.join(rank), err)
@@ -135,7 +140,7 @@ func (w *walker) rank(ctx context.Context, rank string, fd int) error {
 		})
 	}
 	for _, top := range tops {
-		if ctx.Err() != nil {
+		if w.ctx.Err() != nil {
 			break
 		}
 		next <- top
@@ -143,7 +148,7 @@ func (w *walker) rank(ctx context.Context, rank string, fd int) error {
 	close(next)
 	wg.Wait()
 	close(errs)
-	return cmp.Or(<-errs, ctx.Err())
+	return cmp.Or(w.ctx.Err(), <-errs)
 }
 
 func (w *walker) top(rank, top string, fd int) error {
@@ -157,12 +162,8 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 	err := readDirectory(fd, func(name []byte, kind byte) error {
 		text := string(name)
 		e, ok := found{name: text}, false
-		if r.layout == lmcacheLayout {
-			e.id, ok = lmcacheID(text)
-		} else if e.id, ok = vllmID(text); ok {
-			e.id, ok = e.id.inLeaf(leaf)
-		}
-		temporary := !ok && r.layout == vllmLayout && isTemporary(text)
+		e.id, ok = idIn(rank, leaf, text)
+		temporary := !ok && rank != "" && isTemporary(text)
 		if !ok && !temporary {
 			return nil
 		}
@@ -183,11 +184,40 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 	if err != nil {
 		return fmt.Errorf("%s: %w", r.join(path.Join(rank, leaf)), err)
 	}
-	if len(files) > 0 {
-		k.saw(r, rank, files, number)
+	slices.SortFunc(files, func(x, y found) int { return cmp.Compare(x.usedAt, y.usedAt) })
+	for some := range slices.Chunk(files, lookBatch) { // the lock is not held for long
+		for _, e := range k.saw(r, rank, some, number) {
+			k.recheck(r, rank, fd, e)
+		}
 	}
 	return nil
 }
+
+// lookBatch is how many files of a directory are entered at a time.
+const lookBatch = 4096
+
+// recheck takes a file that a look entered out of the books again if it is gone: it may have been unlinked, and the event of that
+// may have come, between the moment when the look saw it and the one when it was entered.
+func (k *Keeper) recheck(r *rootDir, rank string, fd int, e found) {
+	var s unix.Stat_t
+	if !isGone(unix.Fstatat(fd, e.name, &s, unix.AT_SYMLINK_NOFOLLOW)) {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	dir, ok := k.directory(r, rank)
+	n, _ := k.books.find(dir, e.id)
+	if !ok || n == 0 || k.books.file(n).usedAt != e.usedAt { // or it came again meanwhile
+		return
+	}
+	k.books.remove(n)
+	d := k.books.dirs[dir]
+	d.writes--
+	d.writtenBytes -= e.size
+}
+
+// isGone reports whether the error of a call says that a file is not there.
+func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) }
 
 func micros(t unix.Timespec) int64 { return t.Nano() / 1000 }
 
@@ -202,20 +232,26 @@ func isTemporary(name string) bool {
 	return ok
 }
 
-// saw enters the files of one directory.
-func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) {
+// saw enters files of one directory. It returns those that came since the first look. A time in the future says nothing of a file.
+func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (came []found) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	dir, ok := k.directory(r, rank)
 	if !ok {
-		return
+		return nil
 	}
-	slices.SortFunc(files, func(x, y found) int { return cmp.Compare(x.usedAt, y.usedAt) })
+	now := k.now().UnixMicro()
 	for i := range files {
 		e := &files[i]
 		n, _ := k.books.find(dir, e.id)
+		future := e.usedAt > now
 		if n == 0 {
-			if at, ok := k.noted(dir, e.id); ok {
+			switch at, ok := k.noted(dir, e.id); {
+			case ok && future:
+				e.usedAt = at
+			case future:
+				e.usedAt = now
+			case ok:
 				e.usedAt = max(e.usedAt, at)
 			}
 			n = k.books.add(dir, e.id, e.name, e.size, e.usedAt)
@@ -225,13 +261,14 @@ func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) {
 				d := k.books.dirs[dir]
 				d.writes++
 				d.writtenBytes += e.size
+				came = append(came, *e)
 			}
 		} else {
 			f := k.books.file(n)
 			if f.size != e.size {
 				k.books.resize(n, e.size)
 			}
-			if e.usedAt > f.usedAt+int64(time.Second/time.Microsecond) { // a read that no event reported
+			if !future && e.usedAt > f.usedAt+int64(time.Second/time.Microsecond) { // a read that no event reported
 				k.books.dirs[dir].reads++
 				k.books.dirs[dir].readBytes += e.size
 				k.books.touch(n, 0, e.usedAt)
@@ -240,6 +277,7 @@ func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) {
 		k.books.file(n).look = number
 	}
 	k.wakeIfFull()
+	return came
 }
 
 // dropUnseen forgets the files of a root that a look did not see and that are not there.
@@ -251,16 +289,22 @@ func (k *Keeper) dropUnseen(r *rootDir, number uint32) {
 	}
 	var all []missing
 	k.mu.Lock()
-	for n := k.books.coldest(); n != 0; n = k.books.file(n).next {
+	unseen := func(n uint32) {
 		if f := k.books.file(n); f.look < number && k.books.dirs[f.dir].root == r {
 			all = append(all, missing{f.dir, f.id, k.path(n)})
 		}
 	}
+	for n := k.books.coldest(); n != 0; n = k.books.file(n).next {
+		unseen(n)
+	}
+	for n := range k.books.stuck {
+		unseen(n)
+	}
 	k.mu.Unlock()
 	for _, m := range all {
 		var s unix.Stat_t
-		if err := unix.Fstatat(int(r.dir.Fd()), m.path, &s, unix.AT_SYMLINK_NOFOLLOW); err == nil {
-			continue // it came after the look had passed
+		if !isGone(unix.Fstatat(int(r.dir.Fd()), m.path, &s, unix.AT_SYMLINK_NOFOLLOW)) {
+			continue // it came after the look had passed, or its directory cannot be read
 		}
 		k.mu.Lock()
 		if n, _ := k.books.find(m.dir, m.id); n != 0 {
@@ -320,7 +364,7 @@ func readDirectory(fd int, f func(name []byte, kind byte) error) error {
 			name, _, _ := bytes.Cut(b[head:length], []byte{0})
 			kind := b[18]
 			b = b[length:]
-			if len(name) == 0 || name[0] == '.' { // the directory itself, its parent, and what is hidden
+			if text := string(name); text == "" || text == "." || text == ".." { // a model of the path ./m makes a hidden directory
 				continue
 			}
 			if err := f(name, kind); err != nil {

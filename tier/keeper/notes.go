@@ -5,6 +5,7 @@ package keeper
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -41,7 +42,7 @@ const (
 
 // stateName is the name of a root's file in the state directory.
 func stateName(what string, r *rootDir) string {
-	return fmt.Sprintf("%s-%016x", what, xxh3.HashString(r.real))
+	return fmt.Sprintf("%s-%016x", what, xxh3.HashString(r.place()))
 }
 
 func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
@@ -49,8 +50,8 @@ func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
 	if dir == "" {
 		return s, nil
 	}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("directory of notes: %w", err)
+	if err := makeStateDir(dir, roots); err != nil {
+		return nil, err
 	}
 	for _, r := range roots {
 		f, doc, err := statefile.Open(filepath.Join(dir, stateName("uses", r)), notesMagic, maxNotes)
@@ -61,6 +62,40 @@ func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
 		s.dirs = append(s.dirs, parseNotes(doc))
 	}
 	return s, nil
+}
+
+// makeStateDir makes the directory of notes, which must not lie in one that engines fill.
+func makeStateDir(dir string, roots []*rootDir) error {
+	real, err := futurePath(dir)
+	if err != nil {
+		return fmt.Errorf("directory of notes: %w", err)
+	}
+	for _, r := range roots {
+		if within(real, r.place()) {
+			return fmt.Errorf("the state directory %s lies in %s, into which the keeper never writes: name another one", dir, r.path)
+		}
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("directory of notes: %w", err)
+	}
+	return nil
+}
+
+// futurePath is the path without symbolic links of a directory that may not be there yet.
+func futurePath(dir string) (string, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
+	for at, rest := dir, ""; ; at, rest = filepath.Dir(at), filepath.Join(filepath.Base(at), rest) {
+		real, err := filepath.EvalSymlinks(at)
+		if err == nil || at == "/" {
+			return filepath.Join(real, rest), err
+		}
+		if !errors.Is(err, os.ErrNotExist) {
+			return "", err
+		}
+	}
 }
 
 // parseNotes splits a document by directories. What is behind a length that cannot be is left out: access times count there.
@@ -118,6 +153,22 @@ func (k *Keeper) noted(dir uint32, key id) (int64, bool) {
 	d := k.books.dirs[dir]
 	at, ok := k.notes.at(d.root, d.path, key)
 	return at, ok && at <= k.now().UnixMicro()
+}
+
+// noteAgain notes the times of use from time to time. Nothing else waits for it: a million files take seconds, and a disk may hang.
+func (k *Keeper) noteAgain(ctx context.Context) {
+	tick := time.NewTicker(k.o.notesEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if err := k.saveNotes(); err != nil {
+				k.log.Warn("times of use cannot be noted", "err", err)
+			}
+		}
+	}
 }
 
 // saveNotes writes the times of use of all files, once they are known.

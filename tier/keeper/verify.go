@@ -96,6 +96,9 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 	case !errors.Is(err, os.ErrNotExist):
 		return err
 	}
+	if err := makeStateDir(stateDir, []*rootDir{v.root}); err != nil {
+		return err
+	}
 	f, doc, err := statefile.Open(filepath.Join(stateDir, stateName("sums", v.root)), sumsMagic, maxNotes)
 	if err != nil {
 		return err
@@ -103,8 +106,13 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 	defer func() { err = errors.Join(err, f.Close()) }()
 	v.before = doc[:len(doc)/sumBytes*sumBytes]
 	v.lengths, v.odd = map[string]map[int64]int{}, map[string]map[int64]string{}
-	if err := v.root.walk(ctx, nil, func(rank, leaf string, fd int) error { return v.files(ctx, rank, leaf, fd) }); err != nil {
-		return err
+	err = v.root.walk(ctx, nil, func(rank, leaf string, fd int) error { return v.files(ctx, rank, leaf, fd) })
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil { // the files there are as they were noted
+		v.report.Faults = append(v.report.Faults, Fault{path, fmt.Sprintf("it cannot be read whole: %v", err)})
+		v.keepRest()
 	}
 	v.reportLengths()
 	slices.SortFunc(v.sums, func(x, y [sumBytes]byte) int { return bytes.Compare(x[:sumKeyBytes], y[:sumKeyBytes]) })
@@ -118,25 +126,22 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 // files compares the files of one directory.
 func (v *verifier) files(ctx context.Context, rank, leaf string, fd int) error {
 	return readDirectory(fd, func(name []byte, _ byte) error {
-		text, k, ok := string(name), id{}, false
-		if v.root.layout == lmcacheLayout {
-			k, ok = lmcacheID(text)
-		} else if k, ok = vllmID(text); ok {
-			k, ok = k.inLeaf(leaf)
-		}
+		text := string(name)
+		k, ok := idIn(rank, leaf, text)
 		if !ok {
 			return nil
 		}
 		at := path.Join(rank, leaf, text)
-		if err := v.file(k, rank, at, fd, text); err != nil {
+		if err := v.file(ctx, k, rank, at, fd, text); err != nil && ctx.Err() == nil {
 			v.fault(at, fmt.Sprintf("it cannot be read: %v", err))
+			v.keep(k, rank)
 		}
 		return ctx.Err()
 	})
 }
 
-// file compares one file. One that is gone meanwhile counts for nothing.
-func (v *verifier) file(k id, rank, at string, fd int, name string) error {
+// file compares one file. One that is gone meanwhile counts for nothing, and so does one that is being written.
+func (v *verifier) file(ctx context.Context, k id, rank, at string, fd int, name string) error {
 	n, err := unix.Openat(fd, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOATIME, 0)
 	if errors.Is(err, unix.EPERM) { // another user's file
 		n, err = unix.Openat(fd, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
@@ -149,14 +154,21 @@ func (v *verifier) file(k id, rank, at string, fd int, name string) error {
 	}
 	f := os.NewFile(uintptr(n), name)
 	defer f.Close()
-	var s unix.Stat_t
+	var s, after unix.Stat_t
 	if err := unix.Fstat(n, &s); err != nil || s.Mode&unix.S_IFMT != unix.S_IFREG {
 		return err
 	}
 	h := xxh3.New()
-	length, err := io.Copy(h, f)
+	length, err := io.Copy(h, readerUntil{ctx, f})
+	if err == nil {
+		err = unix.Fstat(n, &after)
+	}
 	if err != nil {
 		return err
+	}
+	if after.Mtim != s.Mtim || after.Size != s.Size || length != s.Size {
+		v.keep(k, rank)
+		return nil
 	}
 	var e [sumBytes]byte
 	b := binary.LittleEndian.AppendUint64(appendKey(e[:0], k), xxh3.HashString(rank))
@@ -169,13 +181,54 @@ func (v *verifier) file(k id, rank, at string, fd int, name string) error {
 	return nil
 }
 
+// readerUntil ends with its context: a sparse file may be as long as the file system allows.
+type readerUntil struct {
+	ctx context.Context
+	r   io.Reader
+}
+
+func (r readerUntil) Read(b []byte) (int, error) {
+	if err := r.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return r.r.Read(b)
+}
+
+// noted returns the sum of the last time under a key.
+func (v *verifier) noted(key []byte) (was [sumBytes]byte, known bool) {
+	n := len(v.before) / sumBytes
+	i := sort.Search(n, func(i int) bool { return bytes.Compare(v.before[i*sumBytes:i*sumBytes+sumKeyBytes], key) >= 0 })
+	if i == n || !bytes.Equal(v.before[i*sumBytes:i*sumBytes+sumKeyBytes], key) {
+		return was, false
+	}
+	return [sumBytes]byte(v.before[i*sumBytes : (i+1)*sumBytes]), true
+}
+
+// keep notes again what was noted of a file that cannot be compared now.
+func (v *verifier) keep(k id, rank string) {
+	if was, known := v.noted(binary.LittleEndian.AppendUint64(appendKey(nil, k), xxh3.HashString(rank))); known {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.sums = append(v.sums, was)
+	}
+}
+
+// keepRest notes again what was noted of all files that were not seen.
+func (v *verifier) keepRest() {
+	seen := make(map[[sumKeyBytes]byte]bool, len(v.sums))
+	for i := range v.sums {
+		seen[[sumKeyBytes]byte(v.sums[i][:])] = true
+	}
+	for b := v.before; len(b) > 0; b = b[sumBytes:] {
+		if !seen[[sumKeyBytes]byte(b)] {
+			v.sums = append(v.sums, [sumBytes]byte(b))
+		}
+	}
+}
+
 // enter compares a file's sum with the one of the last time.
 func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
-	n := len(v.before) / sumBytes
-	i := sort.Search(n, func(i int) bool {
-		return bytes.Compare(v.before[i*sumBytes:i*sumBytes+sumKeyBytes], e[:sumKeyBytes]) >= 0
-	})
-	known := i < n && bytes.Equal(v.before[i*sumBytes:i*sumBytes+sumKeyBytes], e[:sumKeyBytes])
+	was, known := v.noted(e[:sumKeyBytes])
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.report.Files++
@@ -194,7 +247,6 @@ func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
 		v.sums = append(v.sums, e)
 		return
 	}
-	was := [sumBytes]byte(v.before[i*sumBytes : (i+1)*sumBytes])
 	const inodeEnd, sumFrom = sumKeyBytes + 8, sumKeyBytes + 24
 	same, equal := bytes.Equal(was[:inodeEnd], e[:inodeEnd]), bytes.Equal(was[sumFrom:], e[sumFrom:])
 	switch {
@@ -216,7 +268,7 @@ func (v *verifier) fault(at, reason string) {
 // reportLengths names files that are alone with their length: all files of one rank are rows of one length.
 func (v *verifier) reportLengths() {
 	for rank, lengths := range v.lengths {
-		if v.root.layout != vllmLayout || len(lengths) < 2 {
+		if rank == "" || len(lengths) < 2 {
 			continue
 		}
 		usual, most := int64(0), 0

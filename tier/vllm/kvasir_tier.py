@@ -42,6 +42,8 @@ PROTOCOL = 1
 HELLO, WELCOME, REFUSED, LOOKUP, FOUND, RELEASE, STORE, PLACES, COMMIT = range(1, 10)
 MAX_KEYS = 1 << 14
 HIT, MISS, RETRY = (getattr(LookupResult, name, False) for name in ("HIT", "MISS", "RETRY"))
+RESULT_FIELDS = getattr(JobResult, "__dataclass_fields__", {})
+BYTES_FIELD = next((name for name in ("transfer_bytes", "transfer_size") if name in RESULT_FIELDS), None)
 METHODS = {"drain_jobs", "get_finished_jobs", "lookup", "on_new_request", "submit_load", "submit_store"}
 FIELDS = {TransferJob: {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}, JobResult: {"successful_keys", "transfer_time"}}
 
@@ -86,6 +88,15 @@ class Misses(SecondaryTierManager):
         pass
 
 
+def is_name(tenant):
+    """Whether a tenant is a name as the node takes it: the keys of any other get no answer."""
+    try:
+        text = tenant.decode()
+    except UnicodeDecodeError:
+        return False
+    return len(text) <= 128 and len(tenant) <= 255 and not set(text) & set("@/\\\0")
+
+
 def safe(default):
     """Has a method return default() where it would raise."""
 
@@ -101,6 +112,10 @@ def safe(default):
         return call
 
     return wrap
+
+
+class Refused(Exception):
+    """The node does not serve this engine."""
 
 
 class Link:
@@ -129,8 +144,9 @@ class Request:
     """What is known of the keys of one request. The scheduler's thread owns it."""
 
     def __init__(self, context):
-        tenant = (getattr(context, "kv_transfer_params", None) or {}).get("kvasir.tenant")
-        self.tenant = tenant.encode() if isinstance(tenant, str) else None
+        params = getattr(context, "kv_transfer_params", None)
+        tenant = params.get("kvasir.tenant") if isinstance(params, dict) else None
+        self.tenant = tenant.encode(errors="surrogatepass") if isinstance(tenant, str) else None
         self.id = str(context.req_id).encode()[:512]
         self.answers, self.lent, self.ask, self.over = {}, {}, [], False  # lent: key -> (Ask, offset, size)
 
@@ -158,11 +174,12 @@ class KvasirTier(SecondaryTierManager):
         kv_transfer_params). threads copy loads, as many copy stores. timeout is the node's time for an answer, in seconds."""
         given = (offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         super().__init__(*given[: len(inspect.signature(SecondaryTierManager.__init__).parameters) - 1])
-        self._path, self._timeout, self._tenant = socket_path, float(timeout), str(tenant).encode()
+        self._path, self._timeout, self._tenant = socket_path, timeout, str(tenant).encode(errors="surrogatepass")
         self._rows, self._row = primary_kv_view.shape[0], primary_kv_view.strides[0]
         self._region = ctypes.addressof(ctypes.c_char.from_buffer(primary_kv_view))
         self._link = None  # of the thread that reads
         self._serving = None  # the link that the scheduler uses; None: misses
+        self._canonical = False
         self._stalled, self._stop, self._warned = False, threading.Event(), {}
         self._lock = threading.Lock()
         self._copying = 0  # jobs that copy threads have; under _lock
@@ -171,8 +188,17 @@ class KvasirTier(SecondaryTierManager):
         self._inbox, self._finished = deque(), deque()
         self._loads, self._stores, self._threads = queue.SimpleQueue(), queue.SimpleQueue(), []
         why = config and f"unknown options {sorted(config)}"
+        if not isinstance(socket_path, str) or not socket_path:
+            why = why or f"socket_path {socket_path!r} is no path"
+        if not isinstance(threads, int) or not 1 <= threads <= 64:
+            why = why or f"threads {threads!r} is no number from 1 to 64"
+        if not isinstance(timeout, (int, float)) or not 0 < timeout <= 60:
+            why = why or f"timeout {timeout!r} is no number of seconds above 0 and up to 60"
+        if not is_name(self._tenant):
+            why = why or f"tenant {tenant!r} is no name of at most 128 characters without @ / \\ and NUL"
         try:
-            self._hello = json.dumps(self._describe(offloading_spec)).encode()
+            hello = self._describe(offloading_spec)
+            self._hello, self._canonical = json.dumps(hello).encode(), hello["canonical"]
             # By the descriptor the node learns which file a killed engine leaves.
             self._fd = getattr(getattr(offloading_spec, "_scheduler_mmap", None), "fd", None)
         except Exception as e:
@@ -181,7 +207,7 @@ class KvasirTier(SecondaryTierManager):
             logger.warning("vLLM %s: %s. The Kvasir tier gives misses.", vllm.__version__, why)
             return
         self._spawn(self._connect)
-        for jobs in (self._loads, self._stores) * int(threads):
+        for jobs in (self._loads, self._stores) * threads:
             self._spawn(self._copy, jobs)
 
     def _describe(self, spec):
@@ -212,15 +238,22 @@ class KvasirTier(SecondaryTierManager):
     # The connection.
 
     def _connect(self):
+        refused = 0.1
         while not self._stop.is_set():
+            pause = 0.2
             try:
                 self._serve()
+            except Refused as e:
+                refused = min(5.0, 2 * refused)
+                pause = refused
+                self._warn("the node at %s refuses this engine: %s. Lookups are misses.", self._path, e)
             except (OSError, ValueError, KeyError, IndexError, struct.error) as e:
+                refused = 0.1
                 if not self._stop.is_set():
                     self._warn("no node at %s: %s. Lookups are misses meanwhile.", self._path, e)
             except Exception:
                 self._bug()
-            self._stop.wait(0.2)
+            self._stop.wait(pause)
 
     def _serve(self):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -232,7 +265,7 @@ class KvasirTier(SecondaryTierManager):
             try:
                 kind, body = self._frame(sock, head)
                 if kind != WELCOME or json.loads(body)["protocol"] != PROTOCOL:
-                    raise OSError(bytes(body[:400]).decode(errors="replace"))
+                    raise Refused(bytes(body[:400]).decode(errors="replace"))
                 link = Link(sock, fds[0])
             finally:
                 for fd in fds:
@@ -253,6 +286,7 @@ class KvasirTier(SecondaryTierManager):
                     self._give_up(x)
                 while self._copying:  # the end of the connection says that nothing is copied any more
                     time.sleep(0.001)
+                link.memory.close()  # an idle scheduler may know the link for long; nobody copies once it has ended
 
     def _frame(self, sock, head):
         """Reads a frame of which head was read."""
@@ -280,7 +314,10 @@ class KvasirTier(SecondaryTierManager):
     def _answered(self, link, kind, body):
         (number,), places = struct.unpack_from("<Q", body), list(struct.iter_unpack("<QI", memoryview(body)[8:]))
         with self._lock:
-            x = link.pending.pop(number, None)
+            x = link.pending.get(number)
+            if x is not None and (kind, len(places)) != (PLACES if x.job is not None else FOUND, len(x.keys)):
+                raise ValueError(f"an answer of type {kind} with {len(places)} places for {len(x.keys)} keys")
+            link.pending.pop(number, None)
             self._copying += x is not None and x.job is not None
         self._stalled = False
         if x is None:  # it was given up
@@ -289,9 +326,13 @@ class KvasirTier(SecondaryTierManager):
         elif x.job is not None:
             self._stores.put((x.job, x, places))
         else:
-            hits = {k: (x, off, size) for k, (off, size) in zip(x.keys, places) if size and off + size <= link.size}
+            hits = {k: (x, off, size) for k, (off, size) in zip(x.keys, places) if self._fits(size) and off + size <= link.size}
             x.left = len(hits)
             self._inbox.append((x, {k: HIT if k in hits else MISS for k in x.keys}, hits))
+
+    def _fits(self, size):
+        """Whether a row of the node may be loaded. Rows of a canonical layout may have other lengths."""
+        return size == self._row or size > 0 and self._canonical
 
     def _give_up(self, x):
         """Ends what gets no answer."""
@@ -301,9 +342,10 @@ class KvasirTier(SecondaryTierManager):
             self._inbox.append((x, dict.fromkeys(x.keys, MISS), {}))
 
     def _finish(self, job, ok, good=(), uses=(), began=None, rows=0):
-        result = JobResult(job.job_id, ok, tuple(good) or None, None if began is None else time.monotonic() - began)
-        result.transfer_bytes = rows * self._row  # since 0.32
-        self._finished.append((result, job, uses))
+        more = {} if began is None else {"transfer_time": time.monotonic() - began}
+        if BYTES_FIELD is not None:
+            more[BYTES_FIELD] = rows * self._row
+        self._finished.append((JobResult(job_id=job.job_id, success=ok, successful_keys=tuple(good) or None, **more), job, uses))
 
     # The copy threads.
 
@@ -314,26 +356,31 @@ class KvasirTier(SecondaryTierManager):
             except Exception:
                 self._bug()
                 self._finish(task[0], False, uses=task[2] if jobs is self._loads else ())
-            with self._lock:
-                self._copying -= 1
+            finally:
+                with self._lock:
+                    self._copying -= 1
 
     def _load(self, job, keys, uses):
         began, row = time.monotonic(), self._row
         for (x, offset, size), chunk in zip(uses, job.chunk_ids.tolist()):
+            if x.link.ended:  # its memory may be gone
+                break
             ctypes.memmove(self._region + chunk * row, x.link.base + offset, min(size, row))
         stands = {link: link.stands() for link in {x.link for x, _, _ in uses}}
         good = [k for k, _ in itertools.takewhile(lambda use: stands[use[1][0].link], zip(keys, uses))]
         self._finish(job, len(good) == len(keys), good, uses, began, len(good))
 
     def _store(self, job, x, places):
-        began, rows, link, row = time.monotonic(), 0, x.link, self._row
-        for (offset, size), chunk in zip(places, job.chunk_ids.tolist()):
-            if size == row and offset + size <= link.size:
-                ctypes.memmove(link.base + offset, self._region + chunk * row, row)
-                rows += 1
-        if rows:
-            link.send(COMMIT, struct.pack("<QB", x.id, 1))
-        self._finish(job, True, began=began, rows=rows)
+        began, link, row = time.monotonic(), x.link, self._row
+        chunks = job.chunk_ids.tolist()
+        lent = [(offset, size, chunk) for (offset, size), chunk in zip(places, chunks) if size]
+        # A commit makes all places visible: none is, where one cannot be written.
+        whole = len(places) == len(chunks) and all(size == row and offset + size <= link.size for offset, size, _ in lent)
+        for offset, _, chunk in lent if whole else ():
+            ctypes.memmove(link.base + offset, self._region + chunk * row, row)
+        if lent:
+            link.send(COMMIT, struct.pack("<QB", x.id, whole))
+        self._finish(job, whole, began=began, rows=len(lent) if whole else 0)
 
     # The scheduler's thread.
 
@@ -394,11 +441,15 @@ class KvasirTier(SecondaryTierManager):
         asking, self._asking = self._asking, []
         for request in asking:
             keys, request.ask = request.ask, []
-            if self._serving is None:
+            try:
+                if self._serving is None:
+                    request.answers.update(dict.fromkeys(keys, MISS))
+                elif not request.over:
+                    for at in range(0, len(keys), MAX_KEYS):
+                        self._send(LOOKUP, request, keys[at : at + MAX_KEYS])
+            except Exception:  # no key waits for ever
+                self._bug()
                 request.answers.update(dict.fromkeys(keys, MISS))
-            elif not request.over:
-                for at in range(0, len(keys), MAX_KEYS):
-                    self._send(LOOKUP, request, keys[at : at + MAX_KEYS])
 
     def _send(self, kind, request, keys, job=None):
         """Asks the node. Keys of unlike lengths, and tenants that are no names, get no answer."""
@@ -406,7 +457,7 @@ class KvasirTier(SecondaryTierManager):
         x = Ask(link, number, request, keys, time.monotonic() + self._timeout, job)
         tenant = self._tenant if request.tenant is None else request.tenant
         body, size = b"".join(keys), len(keys[0])
-        if len(body) != size * len(keys) or size > 36 or len(keys) > MAX_KEYS or len(tenant) > 128:
+        if len(body) != size * len(keys) or size > 36 or len(keys) > MAX_KEYS or not is_name(tenant):
             return self._give_up(x)
         with self._lock:
             link.pending[number] = x
@@ -438,9 +489,10 @@ class KvasirTier(SecondaryTierManager):
                     break
                 request.answers.pop(key, None)
                 uses.append(use)
-            with self._lock:
-                self._copying += 1
-            return self._loads.put((job_metadata, keys, uses))
+            if uses:
+                with self._lock:
+                    self._copying += 1
+                return self._loads.put((job_metadata, keys, uses))
         except Exception:
             self._bug()
         self._finish(job_metadata, False, uses=uses)
@@ -467,11 +519,15 @@ class KvasirTier(SecondaryTierManager):
 
     @safe(RequestOffloadingContext)
     def on_new_request(self, req_context):
+        self._end(req_context)  # of the same id: what it was lent goes back
         self._requests[req_context.req_id] = Request(req_context)
         return RequestOffloadingContext()
 
     @safe(lambda: None)
     def on_request_finished(self, req_context):
+        self._end(req_context)
+
+    def _end(self, req_context):
         if (request := self._requests.pop(req_context.req_id, None)) is not None:
             request.over = True
             for x, _, _ in request.lent.values():

@@ -191,15 +191,22 @@ func (p *player) store(name string, keys []Key) {
 	if err != nil {
 		return
 	}
-	stored := 0
-	for i, at := range places {
-		if to := p.client.Pool(at); at.Offset != NoPlace && int64(len(to)) == p.RowBytes {
+	stored, whole := 0, len(places) == len(keys)
+	for i := 0; whole && i < len(places); i++ {
+		if places[i].Offset == NoPlace {
+			continue
+		}
+		to := p.client.Pool(places[i])
+		if whole = int64(len(to)) == p.RowBytes; whole {
 			copy(p.row(i), p.body(keys[i])) // as the GPU does
 			copy(to, p.row(i))
 			stored++
 		}
 	}
-	if stored > 0 && p.client.Commit(id, true) == nil {
+	switch {
+	case !whole: // a commit makes all its places visible: none is, where one was not written
+		_ = p.client.Commit(id, false) // the connection may have ended
+	case stored > 0 && p.client.Commit(id, true) == nil:
 		p.out.Stored += stored
 	}
 }

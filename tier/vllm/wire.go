@@ -203,9 +203,6 @@ func DecodeAsk(b []byte, into []Key) (a Ask, err error) {
 		return wrong("the tenant is cut")
 	}
 	a.Tenant, b = b[:n], b[n:]
-	if err := kv.CheckSalt(string(a.Tenant)); err != nil {
-		return wrong("the tenant has a character that is not allowed, or too many")
-	}
 	n = int(binary.LittleEndian.Uint16(b))
 	if b = b[2:]; n > MaxRequest || len(b) < n+1 {
 		return wrong("the request's id is cut or too long")

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// An operator empties a cache by removing its directory, and vLLM makes it anew; a file system is mounted on it; a symbolic link
+// leads elsewhere. Then the keeper goes on with the directory that has the path now.
+
+// pathsEvery is the time between two looks at what has the path of a root.
+const pathsEvery = time.Second
+
+// followAll follows all roots whose path leads to another directory now. It reports whether one does.
+func (k *Keeper) followAll() (any bool) {
+	for _, r := range k.roots {
+		replaced, err := k.follow(r)
+		switch {
+		case replaced:
+			k.log.Info("a directory was replaced: the keeper has the new one", "directory", r.path)
+			r.warned, any = false, true
+		case err != nil && !r.warned:
+			k.log.Warn("a directory is another one now, which the keeper cannot have", "directory", r.path, "err", err)
+			r.warned = true
+		}
+	}
+	return any
+}
+
+// anyMoved reports whether entries of a root changed: a directory of a rank that is moved in or out brings no events of its files.
+// Where LMCache's files lie in a root its entries change all the time, and there are no such directories to miss.
+func (k *Keeper) anyMoved() (moved bool) {
+	for _, r := range k.roots {
+		var now unix.Stat_t
+		if unix.Fstat(int(r.dir.Fd()), &now) != nil || now.Mtim == r.changed {
+			continue
+		}
+		moved = moved || !k.hasLMCache(r)
+		r.changed = now.Mtim
+	}
+	return moved
+}
+
+func (k *Keeper) hasLMCache(r *rootDir) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	n, ok := r.dirs[""]
+	return ok && k.books.dirs[n].count > 0
+}
+
+// restOfLooks is the time between two looks that entries of roots ask for.
+func (k *Keeper) restOfLooks() time.Duration {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return max(k.o.pathsEvery, 4*k.looking)
+}
+
+// hasRank reports whether the path of a root has the directory of a rank that is known there. An engine that goes on after its
+// directories were removed makes those anew, and config.json with its next start.
+func (k *Keeper) hasRank(r *rootDir) bool {
+	k.mu.Lock()
+	ranks := slices.Collect(maps.Keys(r.dirs))
+	k.mu.Unlock()
+	return slices.ContainsFunc(ranks, func(rank string) bool {
+		st, err := os.Lstat(filepath.Join(r.path, rank))
+		return rank != "" && err == nil && st.IsDir()
+	})
+}
+
+// follow has a root lead to the directory that has its path.
+func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
+	var now, had unix.Stat_t
+	if unix.Stat(r.path, &now) != nil || unix.Fstat(int(r.dir.Fd()), &had) != nil || now.Dev == had.Dev && now.Ino == had.Ino {
+		return false, nil // or there is none: an engine may make one
+	}
+	if err := checkRoot(r.path); err != nil && !k.hasRank(r) {
+		return false, err
+	}
+	real, err := realPath(r.path)
+	if err != nil {
+		return false, err
+	}
+	for _, other := range k.roots {
+		if other != r && (within(real, other.place()) || within(other.place(), real)) {
+			return false, fmt.Errorf("it is %s, or one lies in the other", other.path)
+		}
+	}
+	dir, err := os.Open(r.path)
+	if err != nil {
+		return false, err
+	}
+	defer dir.Close()
+	if err := k.lock.take(r, dir); err != nil {
+		return false, err
+	}
+	if err := unix.Dup3(int(dir.Fd()), int(r.dir.Fd()), unix.O_CLOEXEC); err != nil { // whoever uses it sees either one
+		return false, err
+	}
+	r.real.Store(&real)
+	switch {
+	case k.fan != nil:
+		err = k.fan.add(r)
+	case k.ino != nil:
+		k.ino.forget(r)
+	}
+	k.watch(r, "")
+	if err != nil {
+		k.log.Error("no events come from the new directory: it is read again and again", "directory", r.path, "err", err)
+		k.deaf.Store(true)
+	}
+	return true, nil
+}

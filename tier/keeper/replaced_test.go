@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+)
+
+// An operator empties a cache by removing its directory, and an engine that runs makes it anew, without config.json: the limit holds
+// there. So it does where the directory was renamed and another one has its path.
+func TestDirectoryThatIsReplaced(t *testing.T) {
+	for _, w := range watches(t) {
+		x := newTier(t, 1000)
+		root := filepath.Join(x.root, "kv")
+		if err := os.MkdirAll(filepath.Join(root, base), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		x.root = root
+		x.configure(base)
+		x.store(1, 2)
+		k := open(t, Options{Roots: []string{root}, Limit: 8000, Watch: w, pathsEvery: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
+		for i, empty := range []func() error{
+			func() error { return os.RemoveAll(root) },
+			func() error { return os.Rename(root, filepath.Join(filepath.Dir(root), "aside")) },
+		} {
+			if err := empty(); err != nil {
+				t.Fatal(err)
+			}
+			for n := range 20 {
+				x.store(100*i + n)
+			}
+			testkit.Eventually(t, "the limit holds in the new directory", func() bool {
+				files, bytes := x.there()
+				return files == 6 && k.Stats().Total == bytes
+			})
+			if s, err := Ask(t.Context(), root); err != nil || s.Total != 6000 || s.Directories[0].Model != "org/model" {
+				t.Errorf("%s: %+v, %v", w, s, err)
+			}
+			x.configure(base) // as an engine's next start does
+			if other, err := Open(Options{Roots: []string{root}, Limit: 1}); err == nil || !strings.Contains(err.Error(), "another keeper") {
+				t.Errorf("%s: %v, %v", w, other, err)
+			}
+		}
+		aside := &tier{t: t, root: filepath.Join(filepath.Dir(root), "aside")}
+		if files, _ := aside.there(); files != 6 {
+			t.Errorf("%s: of a directory that was renamed %d files are left", w, files)
+		}
+		closed(t, k)
+	}
+}
+
+// The directory of a rank that is moved out, or in, counts soon, although no event tells of its files.
+func TestDirectoryOfARankThatIsMoved(t *testing.T) {
+	for _, w := range watches(t) {
+		x := newTier(t, 1000)
+		x.store(1, 2, 3)
+		k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, pathsEvery: 5 * time.Millisecond})
+		rank, aside := filepath.Join(x.root, base+"_r0"), filepath.Join(t.TempDir(), "aside")
+		if err := os.Rename(rank, aside); err != nil {
+			t.Fatal(err)
+		}
+		testkit.Eventually(t, "the files are gone", func() bool { return k.Stats().Total == 0 })
+		if err := os.Rename(aside, rank); err != nil {
+			t.Fatal(err)
+		}
+		testkit.Eventually(t, "the files are there again", func() bool { return k.Stats().Total == 3000 })
+		closed(t, k)
+	}
+}
+
+// A directory of something else that gets the path of one that the keeper has is left alone.
+func TestForeignDirectoryAtThePathOfARoot(t *testing.T) {
+	x := newTier(t, 1000)
+	root := filepath.Join(x.root, "kv")
+	if err := os.Rename(filepath.Join(x.root, base), filepath.Join(x.root, "was")); err != nil {
+		t.Fatal(err)
+	}
+	x.root = root
+	if err := os.MkdirAll(root, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	x.configure(base)
+	x.store(1)
+	var log lines
+	k := open(t, Options{Roots: []string{root}, Limit: 1, pathsEvery: time.Millisecond, Log: slog.New(slog.NewTextHandler(&log, nil))})
+	defer closed(t, k)
+	testkit.Eventually(t, "the limit holds", func() bool { return k.Stats().Total == 0 })
+	home := filepath.Join(filepath.Dir(root), "home")
+	stranger := filepath.Join(home, strings.TrimPrefix(x.path(1), root))
+	stranger = strings.Replace(stranger, base, "another_0123456789ab", 1)
+	if err := errors.Join(os.MkdirAll(filepath.Dir(stranger), 0o755), os.WriteFile(stranger, x.row, 0o644), os.RemoveAll(root), os.Symlink(home, root)); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "it is said", func() bool { return strings.Contains(log.String(), "which the keeper cannot have") })
+	if _, err := os.Lstat(stranger); err != nil {
+		t.Error(err)
+	}
+	if n := strings.Count(log.String(), "which the keeper cannot have"); n != 1 {
+		t.Errorf("it is said %d times", n)
+	}
+}
