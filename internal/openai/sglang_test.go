@@ -99,6 +99,11 @@ func TestRefused(t *testing.T) {
 	}
 	f(openai.Completions, "data: {\"error\": {\"message\":\"no\",\"code\": 400}}\n\n", 400, openai.Data)
 	f(openai.Completions, "data: {\"error\":{\"code\":500}}\n\n", 0, openai.Failure)
+	f(openai.Completions, "data: {\"error\":{\"code\":503}}\n\n", 503, openai.Failure)
+	f(openai.Completions, "data: {\"error\":{\"message\":\"m\"}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"error\":{\"message\":\"too long\"}}\n\n", 400, openai.Data)
+	f(openai.Native, "data: {\"error\":{\"message\":\"m\",\"type\":\"InternalServerError\"}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":503}}}\n\n", 503, openai.Failure)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":500}}}\n\n", 0, openai.Failure)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"m\",\"status_code\":400}}}\n\n", 400, openai.Data)
 	f(openai.Native, "data: {\"text\":\"abort\",\"meta_info\":{\"finish_reason\":null}}\n\n", 0, openai.Data)

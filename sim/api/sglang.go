@@ -322,7 +322,11 @@ func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-	event, _ := json.Marshal(map[string]any{"error": map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}}) // plain values
+	inner := map[string]any{"message": text}
+	if r.URL.Path != "/generate" {
+		inner = map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}
+	}
+	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values
 	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
 }
 
