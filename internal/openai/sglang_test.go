@@ -110,6 +110,40 @@ func TestRefused(t *testing.T) {
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Aborted\"}}}\n\n", 0, openai.Data)
 }
 
+// SGLang ends all requests whose ids begin with that of one that ends early: no part of a request has an id with which another one's begins.
+func TestIDsOfPartsEndAlone(t *testing.T) {
+	f := func(path, body string, want int) {
+		t.Helper()
+		r := scan(t, body)
+		all, err := r.Sequences(path, 128)
+		if err != nil || len(all) != want {
+			t.Fatalf("%d, %v", len(all), err)
+		}
+		var ids []string
+		for _, s := range all {
+			for _, e := range s.Edits {
+				if e.Key == "rid" {
+					ids = append(ids, strings.Trim(string(e.Value), `"`))
+				}
+			}
+		}
+		if len(ids) != want {
+			t.Fatalf("%d ids", len(ids))
+		}
+		for i, id := range ids {
+			for k, other := range ids {
+				if i != k && strings.HasPrefix(other, id) {
+					t.Errorf("%s: the end of %q ends %q", path, id, other)
+				}
+			}
+		}
+	}
+	f("/generate", `{"text":["`+strings.Repeat(`a","`, 11)+`a"],"rid":"r"}`, 12)
+	f("/generate", `{"text":["a","b"],"rid":"r","sampling_params":{"n":64}}`, 128)
+	f("/v1/chat/completions", `{"messages":[],"rid":["r"],"n":20}`, 20)
+	f("/v1/completions", `{"prompt":["a","b"],"rid":["r","s"],"n":11}`, 22)
+}
+
 // What is kept of a list of token ids, or of more prompts than are allowed, is bounded.
 func TestSequencesAllocateLittle(t *testing.T) {
 	ids := "[" + strings.Repeat("1,", 1<<20) + "1]"
@@ -126,6 +160,29 @@ func TestSequencesAllocateLittle(t *testing.T) {
 		runtime.ReadMemStats(&after)
 		if n := after.TotalAlloc - before.TotalAlloc; n > 256<<10 {
 			t.Errorf("%s %.20s: %d bytes for a body of %d", path, body, n, len(body))
+		}
+	}
+}
+
+// What all parts of a request have in common is held once, however many they are.
+func TestSequencesShareWhatIsLong(t *testing.T) {
+	long := strings.Repeat("x", 1<<20)
+	prompts := `["` + strings.Repeat(`a","`, 127) + `a"]`
+	for path, body := range map[string]string{
+		"/generate":            `{"text":` + prompts + `,"sampling_params":{"stop":"` + long + `","n":1}}`,
+		"/generate?":           `{"text":["` + strings.Repeat(`a","`, 63) + `a"],"sampling_params":{"stop":"` + long + `","n":2}}`,
+		"/generate??":          `{"text":` + prompts + `,"rid":"` + long + `"}`,
+		"/v1/completions":      `{"prompt":["a","b"],"rid":["` + long + `","s"],"n":64}`,
+		"/v1/chat/completions": `{"messages":[],"rid":"` + long + `","n":128}`,
+	} {
+		path = strings.TrimRight(path, "?")
+		r := scan(t, body)
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, _ = r.Sequences(path, 128)
+		runtime.ReadMemStats(&after)
+		if n := after.TotalAlloc - before.TotalAlloc; n > 8<<20 {
+			t.Errorf("%s: %d bytes for a body of %d", path, n, len(body))
 		}
 	}
 }
