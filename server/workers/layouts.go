@@ -110,10 +110,16 @@ func (l *engineLayout) ofVLLM() (yes, no bool) {
 	return yes, no
 }
 
-// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's.
+// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's. A stage
+// of a pipeline is compared with the other engine's stage of as many layers.
 func (l *engineLayout) splits(o *engineLayout) bool {
-	a, b := &l.newest().Layout, &o.newest().Layout
-	return a.SinglePlane && b.SinglePlane && a.Layers == 2*b.Layers && 2*a.Hidden == b.Hidden
+	return slices.ContainsFunc(l.workers, func(w *Worker) bool {
+		a := &w.Layout
+		return a.SinglePlane && slices.ContainsFunc(o.workers, func(w *Worker) bool {
+			b := &w.Layout
+			return b.SinglePlane && a.Layers == 2*b.Layers && 2*a.Hidden == b.Hidden
+		})
+	})
 }
 
 // newest is the worker that registered last.
