@@ -388,10 +388,18 @@ type Unlike struct {
 	Declined bool // lookups over connections that have named no worker are declined
 }
 
-// Unlike returns how the workers of in's model differ from in.
+// Unlike returns how the workers of in's model differ from in. Of those that are asleep only their bytes count: their next request wakes them.
 func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
+	for _, o := range r.mu.instances {
+		if o.Refused != "" || o.Model != in.Model || o.World != in.World || o.Chunk != in.Chunk || o.Fingerprint == in.Fingerprint {
+			continue
+		}
+		for g := range min(in.Groups.Len(), o.Groups.Len()) {
+			u.Equal = u.Equal || o.Groups.Bytes(g) == in.Groups.Bytes(g)
+		}
+	}
 	m := r.mu.byModel[modelKey{in.Model, in.World, in.Chunk, access.Principal{}}]
 	if m == nil {
 		return u
@@ -399,9 +407,6 @@ func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	for _, l := range m.of {
 		for _, o := range l.workers {
 			u.Groups = u.Groups || o.Engine == in.Engine && !o.Groups.Like(in.Groups)
-			for g := range min(in.Groups.Len(), o.Groups.Len()) {
-				u.Equal = u.Equal || o.Fingerprint != in.Fingerprint && o.Groups.Bytes(g) == in.Groups.Bytes(g)
-			}
 		}
 	}
 	_, err := r.layoutLocked(&Query{Model: []byte(in.Model), World: in.World, Chunk: in.Chunk, By: in.By})
