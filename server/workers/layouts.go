@@ -380,6 +380,24 @@ func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	return out
 }
 
+// CountLayouts returns how many layouts a model has, those of workers that are asleep included.
+func (r *Registry) CountLayouts(q *Query) int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	m := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]
+	if m == nil {
+		m = &modelLayouts{}
+	}
+	var others []*Worker // of layouts that are all asleep, one of each
+	for _, in := range r.mu.instances {
+		if in.Refused == "" && in.asleep.Load() && in.Model == string(q.Model) && in.World == q.World && in.Chunk == q.Chunk &&
+			m.joining(in) == nil && !slices.ContainsFunc(others, in.ofOneEngine) {
+			others = append(others, in)
+		}
+	}
+	return len(m.of) + len(others)
+}
+
 // Unlike is how the workers of a model differ.
 type Unlike struct {
 	Layouts  int
