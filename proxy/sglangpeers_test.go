@@ -524,7 +524,7 @@ func TestSGLangWantsKey(t *testing.T) {
 	}
 }
 
-// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended; and a D that meets a P of another
+// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended, with all that begin with it; and a D that meets a P of another
 // page size ends.
 func TestSimulatedSGLangIsStrict(t *testing.T) {
 	start := func(mode string, o engine.Options) *sgl {
@@ -535,12 +535,14 @@ func TestSimulatedSGLangIsStrict(t *testing.T) {
 	x := start("null", engine.Options{StepTime: 50 * time.Millisecond})
 	body := `{"text":"tell me more","rid":"r","sampling_params":{"max_new_tokens":200}}`
 	var first sync.WaitGroup
-	first.Go(func() {
-		if status, answer := askSGLang(t, x.web.URL, "/generate", body); strings.Contains(answer, `"completion_tokens":200`) {
-			t.Errorf("it was not ended: %d %.200s", status, answer)
-		}
-	})
-	testkit.Eventually(t, "the first one runs", func() bool { return x.Stats().Running == 1 })
+	for _, body := range []string{body, strings.Replace(body, `"r"`, `"r2"`, 1)} { // whose id begins with the other one's
+		first.Go(func() {
+			if status, answer := askSGLang(t, x.web.URL, "/generate", body); strings.Contains(answer, `"completion_tokens":200`) {
+				t.Errorf("it was not ended: %d %.200s", status, answer)
+			}
+		})
+	}
+	testkit.Eventually(t, "both run", func() bool { return x.Stats().Running == 2 })
 	for range 2 {
 		if status, answer := askSGLang(t, x.web.URL, "/generate", body); status != 400 || !strings.Contains(answer, "Duplicate request ID") {
 			t.Errorf("%d %s", status, answer)
