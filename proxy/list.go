@@ -294,8 +294,11 @@ func (w *partWriter) event(raw []byte) error {
 		if err != nil {
 			return err
 		}
-		if usage != nil {
+		switch {
+		case usage != nil:
 			w.usage = bytes.Clone(usage)
+			return nil
+		case whole == nil:
 			return nil
 		}
 		return w.list.write(openai.AppendEvent(nil, whole))

@@ -156,3 +156,26 @@ func TestSGLangLateAnswerOfPHoldsNoTokens(t *testing.T) {
 	}
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
+
+// What SGLang says of an answer in an event of its own, without choices, reaches the client of several prompts once, as with one engine;
+// the usage is joined beside it.
+func TestSGLangExtrasOfLists(t *testing.T) {
+	d := func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		events := `data: {"id":"i","choices":[{"index":0,"text":"a"}],"usage":null}` + "\n\n" +
+			`data: {"id":"i","choices":[],"usage":null,"sglext":{"routed_experts":"abc"}}` + "\n\n"
+		if strings.Contains(string(text), "include_usage") {
+			events += `data: {"id":"i","choices":[],"usage":{"prompt_tokens":2,"completion_tokens":1,"total_tokens":3}}` + "\n\n"
+		}
+		streamOf(events+"data: [DONE]\n\n")(w, r)
+	}
+	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) }, d)
+	for more, usage := range map[string]int{"": 0, `,"stream_options":{"include_usage":true}`: 1} {
+		for _, body := range []string{`{"prompt":["x","y"],"stream":true`, `{"prompt":"x","n":3,"stream":true`} {
+			status, answer := askSGLang(t, url, "/v1/completions", body+more+"}")
+			if status != 200 || strings.Count(answer, "routed_experts") != 1 || strings.Count(answer, `"prompt_tokens":`) != usage || !strings.HasSuffix(answer, "data: [DONE]\n\n") {
+				t.Errorf("%s%s: %d %s", body, more, status, answer)
+			}
+		}
+	}
+}
