@@ -169,6 +169,7 @@ func (c choice) lister() *backend {
 // say where embeddings come from and answers go. A client with a key does not.
 var ofOrchestrators = []openai.Edit{
 	{Key: "kv_hints"},
+	{Key: "kv_router_hint"}, // as other releases name it
 	{Key: "http_worker_ipc"},
 	{Key: "encoder_urls"},
 	{Key: "num_items_assigned"},

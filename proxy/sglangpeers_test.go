@@ -182,7 +182,7 @@ func TestSGLangIDsOfKeys(t *testing.T) {
 	}
 	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{Keys: set}, take, take)
 	for _, key := range secrets {
-		r, _ := http.NewRequest(http.MethodPost, url+"/generate", strings.NewReader(`{"text":"x","rid":"a","http_worker_ipc":"tcp://evil:1","encoder_urls":["http://evil"],"lora_id":"l","decode_tp_size":7}`))
+		r, _ := http.NewRequest(http.MethodPost, url+"/generate", strings.NewReader(`{"text":"x","rid":"a","http_worker_ipc":"tcp://evil:1","encoder_urls":["http://evil"],"lora_id":"l","decode_tp_size":7,"kv_router_hint":{"source_control_endpoint":"tcp://evil:1"}}`))
 		r.Header.Set("Authorization", "Bearer "+key)
 		resp, err := http.DefaultClient.Do(r)
 		if err != nil {
@@ -205,7 +205,7 @@ func TestSGLangIDsOfKeys(t *testing.T) {
 		if seen[rid]++; len(rid) < 32 {
 			t.Errorf("rid %q", rid)
 		}
-		for _, name := range []string{"http_worker_ipc", "encoder_urls", "lora_id", "decode_tp_size"} {
+		for _, name := range []string{"http_worker_ipc", "encoder_urls", "lora_id", "decode_tp_size", "kv_router_hint"} {
 			if q[name] != nil {
 				t.Errorf("an engine got %s", name)
 			}
