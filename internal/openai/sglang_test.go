@@ -186,3 +186,56 @@ func TestSequencesShareWhatIsLong(t *testing.T) {
 		}
 	}
 }
+
+// Whatever a request is, each of its parts is one for a single prompt and a single answer, with a request id of its own.
+func FuzzSequences(f *testing.F) {
+	for _, body := range []string{
+		`{"text":["a","b"],"sampling_params":[{"n":2},{"n":2}],"rid":["x","y"],"lora_path":["l",null]}`, `{"input_ids":[[1],[2,3]],"rid":"r","token_ids_logprob":[[1],[2]]}`,
+		`{"text":"a","sampling_params":{"n":3},"text":"b","rid":"r"}`, `{"prompt":["a","b"],"n":2,"cache_salt":["s","t"],"n":2.0}`, `{"prompt":[[1,2],[3]],"ri\u0064":"r","n":"2"}`,
+	} {
+		f.Add(uint8(0), body)
+		f.Add(uint8(1), body)
+	}
+	f.Fuzz(func(t *testing.T, api uint8, body string) {
+		path := []string{"/generate", "/v1/completions", "/v1/chat/completions"}[api%3]
+		r, err := openai.Scan([]byte(body))
+		if err != nil {
+			return
+		}
+		const limit = 16
+		all, err := r.Sequences(path, limit)
+		if err != nil {
+			return
+		}
+		if len(all) == 0 || len(all) > limit {
+			t.Fatalf("%s: %d parts", body, len(all))
+		}
+		if len(all) == 1 {
+			return // it goes as it is
+		}
+		ids := map[string]bool{}
+		for _, s := range all {
+			pieces, _ := r.Apply(s.Edits...)
+			one, err := openai.Scan(bytes.Join(pieces, nil))
+			if err != nil {
+				t.Fatalf("%s: %v", body, err)
+			}
+			if again, err := one.Sequences(path, limit); err != nil || len(again) != 1 {
+				t.Fatalf("%s: the part %s has %d parts, %v", body, one.Body, len(again), err)
+			}
+			one.Each(func(name string, value []byte) {
+				if name == "rid" && string(value) != "null" && value[0] != '"' {
+					t.Fatalf("%s: the part %s", body, one.Body)
+				}
+			})
+			for _, e := range s.Edits {
+				if e.Key == "rid" {
+					ids[string(e.Value)] = true
+				}
+			}
+		}
+		if r.Given("rid") && !strings.Contains(body, "[") && len(ids) != len(all) {
+			t.Fatalf("%s: %d ids of %d parts", body, len(ids), len(all))
+		}
+	})
+}
