@@ -501,6 +501,10 @@ func TestTwoLayoutsHaveNoNamesInLMCachesLayout(t *testing.T) {
 	named(false)
 	d.restart()
 	named(false)
+	v.connect()
+	v.unregister() // what it wrote there may be there still
+	d.restart()
+	named(false)
 	half := vllmForm
 	half.hidden /= 2
 	d = newDesk(t, server.Options{})
