@@ -109,7 +109,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		return "", refused
 	}
 	switch {
-	case errors.Is(err, errFailed), errors.Is(err, errEmptyAnswer):
+	case errors.Is(err, errFailed), errors.Is(err, errNoRoom), errors.Is(err, errEmptyAnswer):
 		return "", fmt.Errorf("%s: %w", b.url, err)
 	case err == nil, errors.Is(err, io.EOF) && resp.Status != http.StatusOK:
 	case errors.Is(err, io.EOF):
@@ -132,7 +132,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 }
 
 // beginning reads an answer up to its first data: engines send a stream's head long before they know whether the request goes
-// well. Errors: those of firstData; *refusedByP where the first data says that the request is at fault.
+// well. Errors: those of firstData.
 func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, stream bool, err error) {
 	first, err = resp.Next()
 	stream = strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
@@ -144,11 +144,7 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 	case !stream || resp.Status != http.StatusOK:
 		return first, stream, nil
 	}
-	if first, err = e.firstData(resp, first); err == nil && b.kind() == sglangKind {
-		if status, text := openai.APIOf(e.r.URL.Path).Refused(first); status != 0 {
-			err = &refusedByP{jsonFields, status, text}
-		}
-	}
+	first, err = e.firstData(b, resp, first)
 	return first, stream, err
 }
 

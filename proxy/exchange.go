@@ -66,6 +66,7 @@ type exchange struct {
 	front        front              // what the client hears before the answer
 	list         *list              // that the request is a part of; nil: none
 	hasPlaces    bool               // the part has places at engines
+	turn         bool               // the part has its turn at the engines
 	rooms        bool               // P and D of SGLang are to serve it
 	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
 	beside       *backend           // of this attempt: the one of P and D that lists its models; nil: neither does, or there is no P

@@ -30,11 +30,16 @@ type fleet struct {
 	}
 }
 
-// queue is the requests that wait for a model, first come first served.
+// queue is the requests that wait for a model, first come first served among those of one need.
 type queue struct {
 	waiters []*waiter
 	shares  fair.Shares // of clients
 	doubt   bool        // an engine of theirs was in doubt: they hear when none is well
+}
+
+// has reports whether a request of a need waits.
+func (q *queue) has(n need) bool {
+	return slices.ContainsFunc(q.waiters, func(w *waiter) bool { return w.want.need() == n })
 }
 
 type waiter struct {
@@ -66,6 +71,15 @@ type want struct {
 	session string   // that the client names; "": none
 	tried   []*backend
 }
+
+// need is what says which engines can take a request. Requests of one need wait for each other; others do not wait behind them.
+type need struct {
+	kind                 kind
+	only                 *backend
+	alone, ready, noRoom bool
+}
+
+func (w *want) need() need { return need{w.kind, w.only, w.alone, w.ready, w.noRoom} }
 
 // of reports whether an engine of a role has the model and the path.
 func (w *want) of(b *backend, r role) bool {
@@ -346,17 +360,24 @@ func (f *fleet) dispatch() {
 
 func (f *fleet) dispatchLocked() {
 	for name, q := range f.mu.queues {
-		for len(q.waiters) > 0 {
-			first := q.waiters[0]
-			c, how, of := f.chooseLocked(first.want)
+		var full []need // the engines that these wait for
+		for i := 0; i < len(q.waiters); {
+			w := q.waiters[i]
+			if slices.Contains(full, w.want.need()) {
+				i++
+				continue
+			}
+			c, how, of := f.chooseLocked(w.want)
 			if how != ready && (how >= doubtful || !q.doubt) {
-				break
+				full = append(full, w.want.need())
+				i++
+				continue
 			}
 			if how == ready {
 				f.takeLocked(c, name)
 			}
-			first.got <- grant{c, f.refuseLocked(first.want, how, of)}
-			f.dropLocked(name, q, first)
+			w.got <- grant{c, f.refuseLocked(w.want, how, of)}
+			f.dropLocked(name, q, w)
 		}
 	}
 }
@@ -389,7 +410,7 @@ func (f *fleet) queued() (n int64) {
 func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	f.mu.Lock()
 	q := f.mu.queues[w.model]
-	if q == nil { // others do not wait
+	if q == nil || !q.has(w.need()) { // others do not wait for the same engines
 		c, how, of := f.chooseLocked(w)
 		if how != full && how != doubtful {
 			defer f.mu.Unlock()
@@ -398,8 +419,11 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 			}
 			return c, f.refuseLocked(w, how, of)
 		}
-		q = &queue{doubt: how == doubtful}
-		f.mu.queues[w.model] = q
+		if q == nil {
+			q = &queue{}
+			f.mu.queues[w.model] = q
+		}
+		q.doubt = q.doubt || how == doubtful
 	}
 	if !q.shares.MayCount(w.who, f.o.MaxQueue) {
 		if len(q.waiters) == 0 {

@@ -107,11 +107,12 @@ const pingComment = ": ping\n\n"
 var errEmptyAnswer = errors.New("an empty answer")
 
 // firstData returns the beginning of a stream, up to data of its answer: what was held back before, and what has come behind it. Comments
-// and pings are passed on at once, and decide nothing: until there is data, another engine can answer.
-func (e *exchange) firstData(resp *http1.Response, first []byte) (begin []byte, err error) {
+// and pings are passed on at once, and decide nothing: until there is data, another engine can answer. Errors: errFailed, errEmptyAnswer,
+// and those of refusedIn.
+func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (begin []byte, err error) {
 	api := openai.APIOf(e.r.URL.Path)
 	if n := openai.EventLen(first); n > 0 && api.KindOf(first[:n]) == openai.Data { // as nearly always
-		return first, nil
+		return first, refusedIn(api, b, first[:n])
 	}
 	held, rest := []byte(nil), append([]byte(nil), first...)
 	for {
@@ -128,11 +129,18 @@ func (e *exchange) firstData(resp *http1.Response, first []byte) (begin []byte, 
 				rest = rest[n:]
 				continue
 			case openai.Failure:
+				if err := refusedIn(api, b, event); err != nil {
+					return nil, err
+				}
 				return nil, fmt.Errorf("%w: %.200s", errFailed, event)
 			case openai.Opening:
 				held, rest = append(held, event...), rest[n:]
 				if len(held) < maxOpening {
 					continue
+				}
+			default:
+				if err := refusedIn(api, b, event); err != nil {
+					return nil, err
 				}
 			}
 			return append(held, rest...), nil
@@ -152,5 +160,21 @@ func (e *exchange) firstData(resp *http1.Response, first []byte) (begin []byte, 
 			return nil, err
 		}
 		rest = append(rest, data...)
+	}
+}
+
+// refusedIn returns what the first data of a stream of SGLang says against the request, as the answer without a stream would be: a
+// *refusedByP where the request is at fault, an *engineAnswer where the engine has no room; nil: it says nothing against it.
+func refusedIn(api openai.API, b *backend, event []byte) error {
+	if b.kind() != sglangKind {
+		return nil
+	}
+	switch status, text := api.Refused(event); {
+	case status == 0:
+		return nil
+	case isEngineAnswer(status):
+		return &engineAnswer{b, status, jsonFields, text}
+	default:
+		return &refusedByP{jsonFields, status, text}
 	}
 }

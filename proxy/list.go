@@ -21,8 +21,8 @@ import (
 // list is a request of several prompts that goes through P and D. One transfer carries one prompt, so each prompt becomes a request
 // of its own, a part, and the answers of the parts become one.
 //
-// Parts enter the engines one after the other, so that one of them at most waits in a queue. If one fails, the others end as if
-// their client had left, and the client hears of that failure.
+// Parts enter the engines one after the other, so that one of them at most waits in a queue, and only that one and those at engines have a
+// body. If one fails, the others end as if their client had left, and the client hears of that failure.
 type list struct {
 	e      *exchange // of the client
 	cancel context.CancelCauseFunc
@@ -120,6 +120,7 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	defer func() {
 		x.releaseBody()
 		x.givePlaces()
+		x.leaveTurn()
 		if v := recover(); v != nil {
 			if v != http.ErrAbortHandler { // as net/http does for a request: the others go on
 				e.p.o.Log.Error("BUG: a part of a request panicked", "request", e.id, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
@@ -135,22 +136,33 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	for _, piece := range pieces {
 		x.body.b = append(x.body.b, piece...)
 	}
-	err := x.scanned()
-	<-l.turn
-	if err != nil {
+	if err := x.scanned(); err != nil {
+		x.leaveTurn()
 		w.ended(x.refuse(err))
 		return
 	}
 	w.ended(x.serve())
 }
 
-// hasTurn waits for the part's turn at the engines; false: the request has ended.
+// hasTurn waits for the part's turn at the engines, unless it has it; false: the request has ended.
 func (e *exchange) hasTurn() bool {
+	if e.turn {
+		return true
+	}
 	select {
 	case e.list.turn <- struct{}{}:
+		e.turn = true
 		return true
 	case <-e.r.Context().Done():
 		return false
+	}
+}
+
+// leaveTurn lets the next part have its turn.
+func (e *exchange) leaveTurn() {
+	if e.turn {
+		e.turn = false
+		<-e.list.turn
 	}
 }
 
@@ -165,7 +177,7 @@ func (e *exchange) takePlaces() (choice, error) {
 	if !e.hasTurn() {
 		return choice{}, e.r.Context().Err()
 	}
-	defer func() { <-l.turn }()
+	defer e.leaveTurn()
 	for {
 		c, err := e.p.takeNow(e.r.Context(), &e.want)
 		if err == nil {
@@ -282,8 +294,11 @@ func (w *partWriter) event(raw []byte) error {
 		if err != nil {
 			return err
 		}
-		if usage != nil {
+		switch {
+		case usage != nil:
 			w.usage = bytes.Clone(usage)
+			return nil
+		case whole == nil:
 			return nil
 		}
 		return w.list.write(openai.AppendEvent(nil, whole))

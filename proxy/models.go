@@ -12,12 +12,12 @@ import (
 	"time"
 )
 
-// onlyModel returns the model that a request without one means; "" is whatever there is. It is the only one that is no adapter, by
-// whatever of its names.
-func (p *Proxy) onlyModel() (name string, err error) {
+// onlyModel returns the model that a request without one, to engines of a kind, means; "" is whatever there is. It is the only one that is
+// no adapter, by whatever of its names.
+func (p *Proxy) onlyModel(of kind) (name string, err error) {
 	var all []model
 	for _, b := range p.fleet.engines() {
-		if list := b.models.Load(); list != nil {
+		if list := b.models.Load(); list != nil && (of == anyKind || of == b.kind()) {
 			all = append(all, *list...)
 		}
 	}

@@ -411,8 +411,11 @@ func (e *exchange) scanned() error {
 	if q.Model.Has() && name == "" && string(q.Model.Of(q.Body)) != "null" {
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", param: "model", text: "model must be a text", outcome: "bad_request"}
 	}
+	if ofSGLang[e.r.URL.Path] {
+		e.want.kind = sglangKind
+	}
 	if name == "" {
-		if name, err = e.p.onlyModel(); err != nil {
+		if name, err = e.p.onlyModel(e.want.kind); err != nil {
 			return err
 		}
 	}
@@ -423,9 +426,6 @@ func (e *exchange) scanned() error {
 		return badArgs("session_params", "names a session of an engine, which may be another client's")
 	}
 	e.q, e.want.model = q, name
-	if ofSGLang[e.r.URL.Path] {
-		e.want.kind = sglangKind
-	}
 	if err := e.stay(); err != nil {
 		return err
 	}

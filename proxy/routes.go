@@ -369,7 +369,7 @@ func (e *exchange) scannedForm() (err error) {
 		return err
 	}
 	if name == "" {
-		if name, err = e.p.onlyModel(); err != nil {
+		if name, err = e.p.onlyModel(anyKind); err != nil {
 			return err
 		}
 	}

@@ -169,6 +169,7 @@ func (c choice) lister() *backend {
 // say where embeddings come from and answers go. A client with a key does not.
 var ofOrchestrators = []openai.Edit{
 	{Key: "kv_hints"},
+	{Key: "kv_router_hint"}, // as other releases name it
 	{Key: "http_worker_ipc"},
 	{Key: "encoder_urls"},
 	{Key: "num_items_assigned"},
@@ -337,17 +338,20 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 		failUnauthorized(w)
 		return
 	}
+	ctx, cancel := context.WithTimeout(r.Context(), 2*maxInfoTime)
+	defer cancel()
+	why := "no engine is well"
 	for _, b := range p.fleet.engines() {
 		if !b.well.Load() || b.role == prefill || b.kind() != sglangKind {
 			continue
 		}
-		ctx, cancel := context.WithTimeout(r.Context(), min(p.o.FirstByte, maxInfoTime))
-		text, ok := p.get(ctx, b, "/server_info")
+		look, cancel := context.WithTimeout(ctx, min(p.o.FirstByte, maxInfoTime))
+		text, ok := p.get(look, b, "/server_info")
 		cancel()
 		info, err := openai.Scan(text)
-		if !ok || err != nil {
-			fail(w, unavailable("the engine does not answer"))
-			return
+		if !ok || err != nil { // another one may have time
+			why = "no engine answers"
+			continue
 		}
 		out := []byte{'{'}
 		info.Each(func(name string, value []byte) {
@@ -363,7 +367,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 		_, _ = w.Write(append(out, '}')) // the client has gone
 		return
 	}
-	fail(w, unavailable("no engine is well"))
+	fail(w, unavailable(why))
 }
 
 // maxInfoTime is how long an engine may take to say what it is: it asks its scheduler.
@@ -403,28 +407,48 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 		bad("rid must name one request: the requests of others go on")
 		return
 	}
-	ctx, cancel := context.WithTimeout(r.Context(), 10*time.Second)
-	defer cancel()
+	var bodies [][]byte
 	for n := range p.o.Attempts { // any of which may have the request
 		rid := asked.RID
 		if n > 0 {
 			rid = attemptPrefix(n+1) + rid
 		}
 		body, _ := json.Marshal(map[string]string{"rid": rid}) // a text
-		for _, role := range []role{decode, both, prefill} {
-			for _, b := range p.fleet.engines() {
-				if b.role == role && b.kind() == sglangKind && b.well.Load() {
-					p.abortAt(ctx, b, body)
+		bodies = append(bodies, body)
+	}
+	for _, role := range []role{decode, both, prefill} {
+		p.abortOf(r.Context(), role, bodies)
+	}
+}
+
+// maxAbortTime is how long the engines of a role may take to end a request.
+const maxAbortTime = 3 * time.Second
+
+// abortOf ends requests at all engines of a role, also at those that are not well: one that stops finishes what it has. A silent one does
+// not keep the others from it.
+func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
+	ctx, cancel := context.WithTimeout(ctx, maxAbortTime)
+	defer cancel()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for _, b := range p.fleet.engines() {
+		if b.role == of && b.kind() == sglangKind {
+			wg.Go(func() {
+				for _, body := range bodies {
+					if !p.abortAt(ctx, b, body) {
+						return
+					}
 				}
-			}
+			})
 		}
 	}
 }
 
-func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) {
+// abortAt ends a request at an engine, and reports whether the engine has answered.
+func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/abort_request", bytes.NewReader(body))
 	if err != nil {
-		return
+		return false
 	}
 	r.Header.Set("Content-Type", "application/json")
 	if key := p.keyFor(b); key != "" {
@@ -432,9 +456,12 @@ func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) {
 	}
 	resp, err := p.client.Do(r)
 	if err != nil {
-		p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", "/abort_request", "err", err)
-		return
+		if b.well.Load() { // of the others it is known
+			p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", "/abort_request", "err", err)
+		}
+		return false
 	}
 	_, _ = io.Copy(io.Discard, io.LimitReader(resp.Body, maxAbort)) // so that the connection can be used again
 	resp.Body.Close()
+	return true
 }

@@ -468,7 +468,7 @@ func TestSGLangRoutes(t *testing.T) {
 			t.Errorf("%s: %d %s", body, status, answer)
 		}
 	}
-	want := []string{`{"rid":"r1"}`, `{"rid":"r1"}`, `{"rid":"2-r1"}`, `{"rid":"2-r1"}`, `{"rid":"3-r1"}`, `{"rid":"3-r1"}`} // D's and P's, of each attempt
+	want := []string{`{"rid":"r1"}`, `{"rid":"2-r1"}`, `{"rid":"3-r1"}`, `{"rid":"r1"}`, `{"rid":"2-r1"}`, `{"rid":"3-r1"}`} // of each attempt, D's and then P's
 	if status, _ := askSGLang(t, url, "/abort_request", `{"rid":"r1"}`); status != 200 || !slices.Equal(ds.all(), want) {
 		t.Errorf("%d %v", status, ds.all())
 	}

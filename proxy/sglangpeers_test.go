@@ -182,7 +182,7 @@ func TestSGLangIDsOfKeys(t *testing.T) {
 	}
 	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{Keys: set}, take, take)
 	for _, key := range secrets {
-		r, _ := http.NewRequest(http.MethodPost, url+"/generate", strings.NewReader(`{"text":"x","rid":"a","http_worker_ipc":"tcp://evil:1","encoder_urls":["http://evil"],"lora_id":"l","decode_tp_size":7}`))
+		r, _ := http.NewRequest(http.MethodPost, url+"/generate", strings.NewReader(`{"text":"x","rid":"a","http_worker_ipc":"tcp://evil:1","encoder_urls":["http://evil"],"lora_id":"l","decode_tp_size":7,"kv_router_hint":{"source_control_endpoint":"tcp://evil:1"}}`))
 		r.Header.Set("Authorization", "Bearer "+key)
 		resp, err := http.DefaultClient.Do(r)
 		if err != nil {
@@ -205,7 +205,7 @@ func TestSGLangIDsOfKeys(t *testing.T) {
 		if seen[rid]++; len(rid) < 32 {
 			t.Errorf("rid %q", rid)
 		}
-		for _, name := range []string{"http_worker_ipc", "encoder_urls", "lora_id", "decode_tp_size"} {
+		for _, name := range []string{"http_worker_ipc", "encoder_urls", "lora_id", "decode_tp_size", "kv_router_hint"} {
 			if q[name] != nil {
 				t.Errorf("an engine got %s", name)
 			}
@@ -524,7 +524,7 @@ func TestSGLangWantsKey(t *testing.T) {
 	}
 }
 
-// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended; and a D that meets a P of another
+// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended, with all that begin with it; and a D that meets a P of another
 // page size ends.
 func TestSimulatedSGLangIsStrict(t *testing.T) {
 	start := func(mode string, o engine.Options) *sgl {
@@ -535,12 +535,14 @@ func TestSimulatedSGLangIsStrict(t *testing.T) {
 	x := start("null", engine.Options{StepTime: 50 * time.Millisecond})
 	body := `{"text":"tell me more","rid":"r","sampling_params":{"max_new_tokens":200}}`
 	var first sync.WaitGroup
-	first.Go(func() {
-		if status, answer := askSGLang(t, x.web.URL, "/generate", body); strings.Contains(answer, `"completion_tokens":200`) {
-			t.Errorf("it was not ended: %d %.200s", status, answer)
-		}
-	})
-	testkit.Eventually(t, "the first one runs", func() bool { return x.Stats().Running == 1 })
+	for _, body := range []string{body, strings.Replace(body, `"r"`, `"r2"`, 1)} { // whose id begins with the other one's
+		first.Go(func() {
+			if status, answer := askSGLang(t, x.web.URL, "/generate", body); strings.Contains(answer, `"completion_tokens":200`) {
+				t.Errorf("it was not ended: %d %.200s", status, answer)
+			}
+		})
+	}
+	testkit.Eventually(t, "both run", func() bool { return x.Stats().Running == 2 })
 	for range 2 {
 		if status, answer := askSGLang(t, x.web.URL, "/generate", body); status != 400 || !strings.Contains(answer, "Duplicate request ID") {
 			t.Errorf("%d %s", status, answer)

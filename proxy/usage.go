@@ -20,9 +20,11 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	if !e.split || stream && openai.APIOf(e.r.URL.Path) == openai.Completions && !e.q.StreamOptions.Has() {
 		return nil
 	}
+	waited := false
 	return func(data []byte) []byte {
-		if e.prefillEnded != nil && openai.HasCached(data) {
-			// P has computed all that D has; only its answer may still be on its way.
+		if e.prefillEnded != nil && !waited && openai.HasCached(data) && !(stream && openai.GoesOn(data)) {
+			// P has computed all that D has; only its answer may still be on its way. The client waits for it once.
+			waited = true
 			late := time.NewTimer(prefillGrace)
 			defer late.Stop()
 			select {

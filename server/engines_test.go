@@ -426,6 +426,43 @@ func TestPipelineBesideSGLang(t *testing.T) {
 	hits("two cuts", sglangs[0], 2, 2)
 }
 
+// Stages of unequal depth whose K and V lie side by side are vLLM's beside those of a SGLang, in whatever order the stages register.
+func TestUnequalStagesBesideSGLang(t *testing.T) {
+	for _, order := range [][2]int{{0, 1}, {1, 0}} {
+		d := newDesk(t, server.Options{})
+		of := func(f form, layers int) form {
+			f.world, f.layers = 2, layers
+			return f
+		}
+		stages := []*peerEngine{d.vllm(1, of(fusedForm, 2)).register(), d.vllm(2, of(fusedForm, 3)).register()}
+		sglangs := []*peerEngine{d.sglang(3, of(sglangForm, 4)), d.sglang(4, of(sglangForm, 6))}
+		for _, i := range order {
+			sglangs[i].register()
+		}
+		for seed, list := range [][]*peerEngine{stages, sglangs} {
+			for shard, e := range list {
+				e.number++
+				k, id := e.key(seed, 2, "", shard), lmcache.AppendInt(nil, e.id)
+				if p, err := lmcache.DecodePrepareStore(e.over(false, lmcache.OpPrepareStore, k, id)); err != nil || len(p.Slots) != 2 {
+					t.Fatalf("%+v, %v", p, err)
+				}
+				e.over(false, lmcache.OpCommitStore, k, id, lmcache.AppendBytes(nil, nil))
+			}
+		}
+		for of, list := range [][]*peerEngine{stages, sglangs} {
+			for seed := range 2 {
+				e, want := list[0], map[bool]int{true: 2}[of == seed]
+				e.number++
+				e.over(true, lmcache.OpLookup, e.key(seed, 2, "", lmcache.AllWorkers), lmcache.AppendInt(nil, 1))
+				if n, err := lmcache.DecodeInt(e.over(true, lmcache.OpQueryPrefetchStatus, lmcache.AppendString(nil, e.request()))); err != nil || int(n) != want {
+					t.Errorf("order %v: engine %d hits %d chunks of engines %d, want %d, %v\n%s", order, e.id, n, seed, want, err, d.log)
+				}
+				e.over(true, lmcache.OpEndSession, lmcache.AppendString(nil, e.request()))
+			}
+		}
+	}
+}
+
 // Engines whose chunks have equal bytes share them, whatever their type: MLA has one plane in a vLLM and in a SGLang.
 func TestMLAIsShared(t *testing.T) {
 	d := newDesk(t, server.Options{})
@@ -460,6 +497,10 @@ func TestTwoLayoutsHaveNoNamesInLMCachesLayout(t *testing.T) {
 	s.register()
 	s.put(1, 1, "")
 	named(false)
+	d.restart()
+	named(false)
+	v.connect()
+	v.unregister() // what it wrote there may be there still
 	d.restart()
 	named(false)
 	half := vllmForm

@@ -36,7 +36,7 @@ func (s *Server) save() { s.saving.Changed() }
 
 // writeNote writes the registrations beside the pool. Only saving calls it.
 func (s *Server) writeNote() {
-	b, left, err := s.registry.Encode(s.leftovers.All(), s.sizes.announced(), pool.MaxNote)
+	b, left, err := s.registry.Encode(workers.Note{Remains: s.leftovers.All(), Chunks: s.sizes.announced(), Mixed: s.names.MixedModels()}, pool.MaxNote)
 	if err == nil {
 		err = s.store.Files().SetNote(b)
 	}
@@ -68,6 +68,9 @@ func (s *Server) restore() {
 	s.complete = b != nil
 	s.leftovers.Add(n.Remains)
 	s.sizes.remember(n.Chunks)
+	for _, model := range n.Mixed {
+		s.names.Mix(model)
+	}
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {

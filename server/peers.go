@@ -34,11 +34,17 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 }
 
-// keysFor finds objects of models that have one layout of each chunk size: names of objects do not say of which layout they are. Their
+// keysFor finds objects of models that have one layout of each chunk size, those that are asleep included: names of objects do not say of
+// which layout they are. Their
 // hashes are of one chunk size, so of several sizes it is the one that has the object.
 func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 	c := sc.caller()
 	may := c.MayOpen() == nil
+	var of struct { // the last name's
+		model string
+		world int
+		sizes []int // in which it has one layout
+	}
 	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
 		world, shard := int(name.Rank>>24), int(name.Rank>>16&0xff)
 		if rank, fits := kv.NewRank(world, shard); !may || !fits || rank != name.Rank {
@@ -50,9 +56,17 @@ func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 				return k, false
 			}
 		}
+		if of.world != world || of.model != string(name.Model) {
+			of.model, of.world, of.sizes = string(name.Model), world, nil
+			sizes, _ := s.registry.ChunksOf(0, c.By, name.Model, world, workers.AnyBase)
+			for _, size := range sizes {
+				if s.registry.CountLayouts(&workers.Query{Model: name.Model, World: world, Chunk: size}) == 1 {
+					of.sizes = append(of.sizes, size)
+				}
+			}
+		}
 		var keys []kv.Key
-		sizes, _ := s.registry.ChunksOf(0, c.By, name.Model, world, workers.AnyBase)
-		for _, size := range sizes {
+		for _, size := range of.sizes {
 			list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: salt, World: world, Chunk: size})
 			if len(list) == 1 && int64(name.Group) < int64(list[0].Groups.Len()) {
 				list[0].Key(&k, shard, int(name.Group), name.Chunk)

@@ -39,3 +39,33 @@ func TestNamesOfPeersFitALayout(t *testing.T) {
 		}
 	}
 }
+
+// Names of objects do not say of which layout they are: of a model with two layouts nothing is found, also while one of them is asleep.
+func TestNamesOfPeersWhileALayoutIsAsleep(t *testing.T) {
+	s := newBareServer(t, io.Discard)
+	(&engine{t, s}).register(7)
+	awake := s.registry.List()[0]
+	rank, _ := kv.NewRank(1, 0)
+	name := lmcache.ObjectKey{Model: []byte("m"), Rank: rank}
+	for i, c := range []struct {
+		layers int
+		ok     bool
+	}{{awake.Layout.Layers, true}, {2 * awake.Layout.Layers, false}} {
+		reg := lmcache.EngineDriven{
+			InstanceID: int64(8 + i), Model: "m", WorldSize: 1, Layers: c.layers, Hidden: awake.Layout.Hidden, DType: awake.Layout.DType,
+			SinglePlane: awake.Layout.SinglePlane, PhysicalSlots: awake.Layout.Slots,
+		}
+		in, err := s.newEngineDriven(&reg, awake.Chunk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		in.BelongsTo(awake.By)
+		in.Sleep()
+		if _, _, err := s.registry.Add(in); err != nil {
+			t.Fatal(err)
+		}
+		if _, ok := s.keysFor(&scratch{}, lmcache.OpP2PLookupAndLock)(&name); ok != c.ok {
+			t.Errorf("%d layers are asleep beside %d: found is %v", c.layers, awake.Layout.Layers, ok)
+		}
+	}
+}

@@ -5,6 +5,7 @@ package tier
 import (
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"sync"
 
@@ -95,6 +96,20 @@ func (n *Names) Mix(model string) {
 	if len(n.mu.mixed) < maxNames {
 		n.mu.mixed[model] = struct{}{}
 	}
+}
+
+// maxMixed bounds what MixedModels returns.
+const maxMixed = 1024
+
+// MixedModels returns the models of Mix, in order, at most 1,024.
+func (n *Names) MixedModels() []string {
+	if n == nil {
+		return nil
+	}
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	all := slices.Sorted(maps.Keys(n.mu.mixed))
+	return all[:min(len(all), maxMixed)]
 }
 
 // mixedLocked reports whether a model is mixed, or the one of which it is a generation. At the limit all are: no mixed model is forgotten.

@@ -102,8 +102,8 @@ var limitRows = map[string]string{
 var elsewhere = map[string]string{
 	"bounds one text, field or answer; nothing is kept": "internal/httpserver.maxHead internal/safelog.maxStack lmcache.MaxKVReaders lmcache.maxID lmcache.maxObjectGroups lmcache.maxReason " +
 		"lmcache.maxShmNameBytes lmcache.maxTimeout lmcache.maxUnread lmcache.maxUnreadBytes mooncake/bootstrap.maxAddrBytes mooncake/bootstrap.maxEngineIDBytes " +
-		"mooncake/bootstrap.maxHeader mooncake/bootstrap.maxLease mooncake/bootstrap.maxSize mooncake/bootstrap.o.MaxWait proxy.maxAbort proxy.maxInfoTime proxy.maxOpening proxy.maxRequests proxy.maxRoom server.maxSamples server.maxSlowID server/lent.maxPage server/lent.maxStride " +
-		"server/admin.maxExplained server/admin.maxModelName server/admin.maxSaltRunes server/admin.maxSkipDepth server/explain.maxModelName server/explain.maxRequestID " +
+		"mooncake/bootstrap.maxHeader mooncake/bootstrap.maxLease mooncake/bootstrap.maxSize mooncake/bootstrap.o.MaxWait proxy.maxAbort proxy.maxAbortTime proxy.maxInfoTime proxy.maxOpening proxy.maxRequests proxy.maxRoom server.maxSamples server.maxSlowID server/lent.maxPage server/lent.maxStride " +
+		"server/admin.maxExplained server/admin.maxModelName server/admin.maxSaltRunes server/admin.maxSkipDepth server/explain.maxModelName server/explain.maxRequestID tier.maxMixed " +
 		"server/admin.maxPoolOwners server/admin.maxTimes store/pool.maxMapCells store/pool.MaxOwners zmtp.maxCommandBytes zmtp.maxHeader zmtp.maxIdentity zmtp.maxPingContext zmtp.maxPrefix zmtp.maxProperties",
 	"bounds a file of the operator, or an option": "mooncake/bootstrap.maxLimit mooncake/bootstrap.maxStateBytes server.MaxPickleBytes server/admin.maxKeyFile store/pool.MaxBytes store/tenant.MaxTTL " +
 		"server.MaxRekeyRate tier.MaxTiers zmtp.maxBytes zmtp.maxClientName zmtp.maxClients zmtp.maxClientsFile zmtp.maxCount zmtp.maxKeyFile",

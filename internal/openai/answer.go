@@ -93,6 +93,14 @@ func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
+// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow: each has the number of cached tokens.
+func GoesOn(event []byte) bool {
+	at := bytes.LastIndex(event, finishReason) // a text before it may have the same words
+	return at >= 0 && bytes.HasPrefix(bytes.TrimLeft(event[at+len(finishReason):], " :"), []byte("null"))
+}
+
+var finishReason = []byte(`"finish_reason"`)
+
 // SetCached returns an answer, or an event of a stream, with another number of cached tokens in its usage.
 // A text without such a number is returned as it is. The same keys elsewhere, as in what a model gives to a tool, stay.
 func SetCached(text []byte, n int) []byte {

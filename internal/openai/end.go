@@ -91,14 +91,29 @@ type End struct {
 	name    string          // of the event that is being read; "": it has none
 	data    []byte          // the beginning of its data
 	hasData bool
-	failed  bool // an event said that the engine failed
+	failed  bool   // an event said that the engine failed
+	tail    []byte // of a stream of SGLang's /generate: the end of what came, in which a statusOfAbort may begin
 }
+
+// statusOfAbort is how an event of SGLang's /generate says that the engine ended the answer by a fault of its own (0.5.23): in
+// meta_info.finish_reason, behind a text of any length. Inside of a JSON text its quotes have backslashes.
+var statusOfAbort = []byte(`"status_code":5`)
 
 // NewEnd returns the End of a stream of an API.
 func NewEnd(a API) *End { return &End{api: a} }
 
 // Add takes the next bytes.
 func (e *End) Add(b []byte) {
+	if e.api == Native && !e.failed {
+		n := len(statusOfAbort) - 1
+		seam := append(e.tail, b[:min(n, len(b))]...)
+		e.failed = bytes.Contains(seam, statusOfAbort) || bytes.Contains(b, statusOfAbort)
+		last := b[max(0, len(b)-n):]
+		if len(b) < n {
+			last = seam[max(0, len(seam)-n):]
+		}
+		e.tail = append(e.tail[:0], last...)
+	}
 	for len(b) > 0 {
 		i := bytes.IndexByte(b, '\n')
 		piece := b
@@ -233,7 +248,7 @@ func (a API) KindOf(raw []byte) Kind {
 	case name == "message_start", isOpening[name] && opensEmpty(data):
 		return Opening
 	case name == "error", bytes.HasPrefix(data, []byte(`{"error"`)):
-		return failureOf(data)
+		return a.failureOf(data)
 	case a == Native && bytes.Contains(data, []byte(`"abort"`)):
 		if status, _ := aborted(data); status >= 500 {
 			return Failure
@@ -280,18 +295,35 @@ func opensEmpty(data []byte) bool {
 	return true
 }
 
-// failureOf reports whether an error event says that the request is at fault.
-func failureOf(data []byte) Kind {
-	var e struct {
-		Error struct {
-			Code any    `json:"code"`
-			Type string `json:"type"`
-		} `json:"error"`
+// errorEvent is an event that ends a stream with an error.
+type errorEvent struct {
+	Error struct {
+		Code any    `json:"code"`
+		Type string `json:"type"`
+	} `json:"error"`
+}
+
+// status returns the status of the same error as an answer of its own; 0: the event does not say it.
+//
+// SGLang's /generate streams a request that is at fault as {"error":{"message":TEXT}}, and answers it with 400 where it does not stream
+// (0.5.23, http_server.py): what the engine itself fails has a code.
+func (e *errorEvent) status(a API) int {
+	if code, ok := e.Error.Code.(float64); ok {
+		return int(code)
 	}
+	if a == Native && e.Error.Code == nil && e.Error.Type == "" {
+		return 400
+	}
+	return 0
+}
+
+// failureOf reports whether an error event says that the request is at fault.
+func (a API) failureOf(data []byte) Kind {
+	var e errorEvent
 	if json.Unmarshal(data, &e) != nil {
 		return Data
 	}
-	if code, ok := e.Error.Code.(float64); ok && code != 0 && code < 500 || strings.HasPrefix(e.Error.Type, "invalid_request") {
+	if code := e.status(a); code != 0 && code < 500 || strings.HasPrefix(e.Error.Type, "invalid_request") {
 		return Data
 	}
 	return Failure
@@ -314,9 +346,10 @@ func aborted(data []byte) (status int, text string) {
 	return e.Meta.Reason.Status, e.Meta.Reason.Message
 }
 
-// Refused returns the status and the error, a JSON object, of the first event of a stream that says that the request is at fault.
-// 0: the event says something else.
+// Refused returns the status and the error, a JSON object, of the first event of a stream that says that the request is at fault, or that
+// the engine has no room (503). 0: the event says something else.
 func (a API) Refused(raw []byte) (status int, text []byte) {
+	refusal := func(status int) bool { return status >= 400 && status < 500 || status == 503 }
 	for line := range bytes.Lines(raw) {
 		data, ok := bytes.CutPrefix(bytes.TrimSpace(line), []byte("data:"))
 		data = bytes.TrimSpace(data)
@@ -324,19 +357,15 @@ func (a API) Refused(raw []byte) (status int, text []byte) {
 		case !ok:
 			continue
 		case bytes.HasPrefix(data, []byte(`{"error"`)):
-			var e struct {
-				Error struct {
-					Code any `json:"code"`
-				} `json:"error"`
-			}
+			var e errorEvent
 			if json.Unmarshal(data, &e) != nil {
 				return 0, nil
 			}
-			if code, ok := e.Error.Code.(float64); ok && code >= 400 && code < 500 {
-				return int(code), bytes.Clone(data)
+			if code := e.status(a); refusal(code) {
+				return code, bytes.Clone(data)
 			}
 		case a == Native && bytes.Contains(data, []byte(`"abort"`)):
-			if status, text := aborted(data); status >= 400 && status < 500 {
+			if status, text := aborted(data); refusal(status) {
 				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // texts
 				return status, body
 			}

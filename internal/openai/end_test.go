@@ -68,17 +68,42 @@ func TestEnd(t *testing.T) {
 	f(openai.Other, "anything", openai.Complete)
 }
 
+// An event of /generate by which SGLang ends an answer for a fault of its own makes the stream a failure, wherever it comes and in whatever
+// pieces; one that the client asked for does not.
+func TestEndOfNativeStreams(t *testing.T) {
+	f := func(reason string, failed bool) {
+		t.Helper()
+		text := `\"status_code\":500 ` + strings.Repeat("long ", 50)
+		stream := `data: {"text":"` + text + `","meta_info":{"finish_reason":null}}` + "\n\n" + `data: {"text":"` + text + `","meta_info":{"finish_reason":` + reason + "}}\n\ndata: [DONE]\n\n"
+		for n := 1; n <= len(stream)+1; n++ {
+			end := openai.NewEnd(openai.Native)
+			for rest := stream; rest != ""; {
+				piece := rest[:min(n, len(rest))]
+				rest = rest[len(piece):]
+				end.Add([]byte(piece))
+			}
+			if end.State() != openai.Complete || end.Failed() != failed {
+				t.Fatalf("%s in pieces of %d: %v, failed %v", reason, n, end.State(), end.Failed())
+			}
+		}
+	}
+	f(`{"type":"abort","message":"Lost connection","status_code":500,"err_type":null}`, true)
+	f(`{"type":"abort","message":"Aborted","status_code":null,"err_type":null}`, false)
+	f(`{"type":"length","length":4}`, false)
+}
+
 func FuzzEnd(f *testing.F) {
 	f.Add(uint8(1), "event: response.completed\ndata: {}\n\n", 3)
 	f.Add(uint8(0), "data: [DONE]\r\n\r\n", 1)
+	f.Add(uint8(3), "data: {\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":500}}}\n\ndata: [DONE]\n\n", 60)
 	f.Fuzz(func(t *testing.T, api uint8, stream string, cut int) {
 		one, two := openai.NewEnd(openai.API(api%4)), openai.NewEnd(openai.API(api%4))
 		one.Add([]byte(stream))
 		at := max(0, min(cut, len(stream)))
 		two.Add([]byte(stream[:at]))
 		two.Add([]byte(stream[at:]))
-		if one.State() != two.State() {
-			t.Fatalf("%q cut at %d: %v, whole: %v", stream, at, two.State(), one.State())
+		if one.State() != two.State() || one.Failed() != two.Failed() {
+			t.Fatalf("%q cut at %d: %v, failed %v, whole: %v, %v", stream, at, two.State(), two.Failed(), one.State(), one.Failed())
 		}
 	})
 }

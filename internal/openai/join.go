@@ -64,7 +64,8 @@ func (p Part) id(r *Request) []Edit {
 }
 
 // Event is an event of a part's stream as one of the whole. usage is its usage where it has no choices; then data is nil, since
-// the whole has one usage at its end.
+// the whole has one usage at its end. An event that has neither, as SGLang's sglext, is of the first part alone, as with one engine; of the
+// others both are nil.
 func (p Part) Event(data []byte) (whole, usage []byte, err error) {
 	r, err := Scan(data)
 	if err != nil {
@@ -74,8 +75,11 @@ func (p Part) Event(data []byte) (whole, usage []byte, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if len(choices) == 0 {
+	switch {
+	case len(choices) == 0 && r.Given("usage"):
 		return nil, data, nil
+	case len(choices) == 0 && p.Index > 0:
+		return nil, nil, nil
 	}
 	pieces, _ := r.Apply(append(p.id(r), Edit{Key: "choices", Value: list(choices)})...)
 	return bytes.Join(pieces, nil), nil, nil

@@ -38,6 +38,14 @@ func TestPartEvents(t *testing.T) {
 	if whole, usage, err = p.Event([]byte(last)); err != nil || whole != nil || string(usage) != last {
 		t.Errorf("%s %s %v", whole, usage, err)
 	}
+	const extra = `{"choices":[],"usage":null,"sglext":{"x":1}}` // of the first part alone
+	if whole, usage, err = p.Event([]byte(extra)); err != nil || whole != nil || usage != nil {
+		t.Errorf("%s %s %v", whole, usage, err)
+	}
+	p.Index = 0
+	if whole, usage, err = p.Event([]byte(extra)); err != nil || string(whole) != extra || usage != nil {
+		t.Errorf("%s %s %v", whole, usage, err)
+	}
 }
 
 // Only lists whose prompts can be sent one by one, with the same answers, are taken apart.

@@ -164,6 +164,8 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 	if err != nil {
 		return nil, 0, false, err
 	}
+	var edit []Edit
+	var last Range // of what was read: the same parameters of many prompts are read and held once
 	for i, at := range list {
 		edits := []Edit{{Key: key, Value: at.Of(r.Body)}}
 		own := r.Sampling
@@ -174,9 +176,12 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 			}
 			edits = append(edits, Edit{Key: name, Value: each[f][i].Of(r.Body)})
 		}
-		edit, answers, err := r.sampling(own)
-		if err != nil {
-			return nil, 0, false, err
+		answers := n
+		if i == 0 || own != last {
+			if edit, answers, err = r.sampling(own); err != nil {
+				return nil, 0, false, err
+			}
+			last = own
 		}
 		if i > 0 && answers != n {
 			return nil, 0, false, errors.New("n must be the same in all sampling_params")
@@ -240,17 +245,32 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 	return []Edit{{Key: "sampling_params", Value: bytes.Join(pieces, nil)}}, n, nil
 }
 
+// maxIDs bounds the request ids of a divided request, bytes.
+const maxIDs = 1 << 20
+
 // ownIDs returns request ids of the sequences, where the client chose one, or one for each prompt; nil: it did not. SGLang names those of a
-// list so.
+// list so. Beyond ten the numbers have equally many digits: SGLang ends all requests whose ids begin with that of one that ends early
+// (0.5.23), as r_10 begins with r_1.
 func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
 	if !r.given(at) {
 		return nil, nil
 	}
-	if id, single := r.Text(at); single {
-		for i := range prompts * n {
-			ids = append(ids, id+"_"+strconv.Itoa(i))
+	numbered := func(id string, count int) {
+		digits := len(strconv.Itoa(count - 1))
+		for i := range count {
+			ids = append(ids, fmt.Sprintf("%s_%0*d", id, digits, i))
 		}
+	}
+	copies, size := n, at.To-at.From
+	if r.Body[at.From] == '"' {
+		copies *= prompts
+	}
+	if copies > 1 && size > maxIDs/copies {
+		return nil, fmt.Errorf("rid has %d bytes, which is too long for %d prompts with %d answers each", size, prompts, n)
+	}
+	if id, single := r.Text(at); single {
+		numbered(id, prompts*n)
 		return ids, nil
 	}
 	each, count, ok := firstElements(r.Body, at, prompts)
@@ -259,15 +279,13 @@ func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	}
 	for _, at := range each {
 		id, isText := r.Text(at)
-		if !isText {
+		switch {
+		case !isText:
 			return nil, errors.New("rid must be a text, or a list of texts")
-		}
-		for i := range n {
-			if n > 1 {
-				ids = append(ids, id+"_"+strconv.Itoa(i))
-			} else {
-				ids = append(ids, id)
-			}
+		case n > 1:
+			numbered(id, n)
+		default:
+			ids = append(ids, id)
 		}
 	}
 	return ids, nil

@@ -99,10 +99,49 @@ func TestRefused(t *testing.T) {
 	}
 	f(openai.Completions, "data: {\"error\": {\"message\":\"no\",\"code\": 400}}\n\n", 400, openai.Data)
 	f(openai.Completions, "data: {\"error\":{\"code\":500}}\n\n", 0, openai.Failure)
+	f(openai.Completions, "data: {\"error\":{\"code\":503}}\n\n", 503, openai.Failure)
+	f(openai.Completions, "data: {\"error\":{\"message\":\"m\"}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"error\":{\"message\":\"too long\"}}\n\n", 400, openai.Data)
+	f(openai.Native, "data: {\"error\":{\"message\":\"m\",\"type\":\"InternalServerError\"}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":503}}}\n\n", 503, openai.Failure)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":500}}}\n\n", 0, openai.Failure)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"m\",\"status_code\":400}}}\n\n", 400, openai.Data)
 	f(openai.Native, "data: {\"text\":\"abort\",\"meta_info\":{\"finish_reason\":null}}\n\n", 0, openai.Data)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Aborted\"}}}\n\n", 0, openai.Data)
+}
+
+// SGLang ends all requests whose ids begin with that of one that ends early: no part of a request has an id with which another one's begins.
+func TestIDsOfPartsEndAlone(t *testing.T) {
+	f := func(path, body string, want int) {
+		t.Helper()
+		r := scan(t, body)
+		all, err := r.Sequences(path, 128)
+		if err != nil || len(all) != want {
+			t.Fatalf("%d, %v", len(all), err)
+		}
+		var ids []string
+		for _, s := range all {
+			for _, e := range s.Edits {
+				if e.Key == "rid" {
+					ids = append(ids, strings.Trim(string(e.Value), `"`))
+				}
+			}
+		}
+		if len(ids) != want {
+			t.Fatalf("%d ids", len(ids))
+		}
+		for i, id := range ids {
+			for k, other := range ids {
+				if i != k && strings.HasPrefix(other, id) {
+					t.Errorf("%s: the end of %q ends %q", path, id, other)
+				}
+			}
+		}
+	}
+	f("/generate", `{"text":["`+strings.Repeat(`a","`, 11)+`a"],"rid":"r"}`, 12)
+	f("/generate", `{"text":["a","b"],"rid":"r","sampling_params":{"n":64}}`, 128)
+	f("/v1/chat/completions", `{"messages":[],"rid":["r"],"n":20}`, 20)
+	f("/v1/completions", `{"prompt":["a","b"],"rid":["r","s"],"n":11}`, 22)
 }
 
 // What is kept of a list of token ids, or of more prompts than are allowed, is bounded.
@@ -123,4 +162,80 @@ func TestSequencesAllocateLittle(t *testing.T) {
 			t.Errorf("%s %.20s: %d bytes for a body of %d", path, body, n, len(body))
 		}
 	}
+}
+
+// What all parts of a request have in common is held once, however many they are.
+func TestSequencesShareWhatIsLong(t *testing.T) {
+	long := strings.Repeat("x", 1<<20)
+	prompts := `["` + strings.Repeat(`a","`, 127) + `a"]`
+	for path, body := range map[string]string{
+		"/generate":            `{"text":` + prompts + `,"sampling_params":{"stop":"` + long + `","n":1}}`,
+		"/generate?":           `{"text":["` + strings.Repeat(`a","`, 63) + `a"],"sampling_params":{"stop":"` + long + `","n":2}}`,
+		"/generate??":          `{"text":` + prompts + `,"rid":"` + long + `"}`,
+		"/v1/completions":      `{"prompt":["a","b"],"rid":["` + long + `","s"],"n":64}`,
+		"/v1/chat/completions": `{"messages":[],"rid":"` + long + `","n":128}`,
+	} {
+		path = strings.TrimRight(path, "?")
+		r := scan(t, body)
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, _ = r.Sequences(path, 128)
+		runtime.ReadMemStats(&after)
+		if n := after.TotalAlloc - before.TotalAlloc; n > 8<<20 {
+			t.Errorf("%s: %d bytes for a body of %d", path, n, len(body))
+		}
+	}
+}
+
+// Whatever a request is, each of its parts is one for a single prompt and a single answer, with a request id of its own.
+func FuzzSequences(f *testing.F) {
+	for _, body := range []string{
+		`{"text":["a","b"],"sampling_params":[{"n":2},{"n":2}],"rid":["x","y"],"lora_path":["l",null]}`, `{"input_ids":[[1],[2,3]],"rid":"r","token_ids_logprob":[[1],[2]]}`,
+		`{"text":"a","sampling_params":{"n":3},"text":"b","rid":"r"}`, `{"prompt":["a","b"],"n":2,"cache_salt":["s","t"],"n":2.0}`, `{"prompt":[[1,2],[3]],"ri\u0064":"r","n":"2"}`,
+	} {
+		f.Add(uint8(0), body)
+		f.Add(uint8(1), body)
+	}
+	f.Fuzz(func(t *testing.T, api uint8, body string) {
+		path := []string{"/generate", "/v1/completions", "/v1/chat/completions"}[api%3]
+		r, err := openai.Scan([]byte(body))
+		if err != nil {
+			return
+		}
+		const limit = 16
+		all, err := r.Sequences(path, limit)
+		if err != nil {
+			return
+		}
+		if len(all) == 0 || len(all) > limit {
+			t.Fatalf("%s: %d parts", body, len(all))
+		}
+		if len(all) == 1 {
+			return // it goes as it is
+		}
+		ids := map[string]bool{}
+		for _, s := range all {
+			pieces, _ := r.Apply(s.Edits...)
+			one, err := openai.Scan(bytes.Join(pieces, nil))
+			if err != nil {
+				t.Fatalf("%s: %v", body, err)
+			}
+			if again, err := one.Sequences(path, limit); err != nil || len(again) != 1 {
+				t.Fatalf("%s: the part %s has %d parts, %v", body, one.Body, len(again), err)
+			}
+			one.Each(func(name string, value []byte) {
+				if name == "rid" && string(value) != "null" && value[0] != '"' {
+					t.Fatalf("%s: the part %s", body, one.Body)
+				}
+			})
+			for _, e := range s.Edits {
+				if e.Key == "rid" {
+					ids[string(e.Value)] = true
+				}
+			}
+		}
+		if r.Given("rid") && !strings.Contains(body, "[") && len(ids) != len(all) {
+			t.Fatalf("%s: %d ids of %d parts", body, len(ids), len(all))
+		}
+	})
 }

@@ -110,10 +110,16 @@ func (l *engineLayout) ofVLLM() (yes, no bool) {
 	return yes, no
 }
 
-// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's.
+// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's. A stage
+// of a pipeline is compared with the other engine's stage of as many layers.
 func (l *engineLayout) splits(o *engineLayout) bool {
-	a, b := &l.newest().Layout, &o.newest().Layout
-	return a.SinglePlane && b.SinglePlane && a.Layers == 2*b.Layers && 2*a.Hidden == b.Hidden
+	return slices.ContainsFunc(l.workers, func(w *Worker) bool {
+		a := &w.Layout
+		return a.SinglePlane && slices.ContainsFunc(o.workers, func(w *Worker) bool {
+			b := &w.Layout
+			return b.SinglePlane && a.Layers == 2*b.Layers && 2*a.Hidden == b.Hidden
+		})
+	})
 }
 
 // newest is the worker that registered last.
@@ -375,6 +381,24 @@ func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	return out
 }
 
+// CountLayouts returns how many layouts a model has, those of workers that are asleep included.
+func (r *Registry) CountLayouts(q *Query) int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	m := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]
+	if m == nil {
+		m = &modelLayouts{}
+	}
+	var others []*Worker // of layouts that are all asleep, one of each
+	for _, in := range r.mu.instances {
+		if in.Refused == "" && in.asleep.Load() && in.Model == string(q.Model) && in.World == q.World && in.Chunk == q.Chunk &&
+			m.joining(in) == nil && !slices.ContainsFunc(others, in.ofOneEngine) {
+			others = append(others, in)
+		}
+	}
+	return len(m.of) + len(others)
+}
+
 // Unlike is how the workers of a model differ.
 type Unlike struct {
 	Layouts  int
@@ -383,10 +407,18 @@ type Unlike struct {
 	Declined bool // lookups over connections that have named no worker are declined
 }
 
-// Unlike returns how the workers of in's model differ from in.
+// Unlike returns how the workers of in's model differ from in. Of those that are asleep only their bytes count: their next request wakes them.
 func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
+	for _, o := range r.mu.instances {
+		if o.Refused != "" || o.Model != in.Model || o.World != in.World || o.Chunk != in.Chunk || o.Fingerprint == in.Fingerprint {
+			continue
+		}
+		for g := range min(in.Groups.Len(), o.Groups.Len()) {
+			u.Equal = u.Equal || o.Groups.Bytes(g) == in.Groups.Bytes(g)
+		}
+	}
 	m := r.mu.byModel[modelKey{in.Model, in.World, in.Chunk, access.Principal{}}]
 	if m == nil {
 		return u
@@ -394,9 +426,6 @@ func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	for _, l := range m.of {
 		for _, o := range l.workers {
 			u.Groups = u.Groups || o.Engine == in.Engine && !o.Groups.Like(in.Groups)
-			for g := range min(in.Groups.Len(), o.Groups.Len()) {
-				u.Equal = u.Equal || o.Fingerprint != in.Fingerprint && o.Groups.Bytes(g) == in.Groups.Bytes(g)
-			}
 		}
 	}
 	_, err := r.layoutLocked(&Query{Model: []byte(in.Model), World: in.World, Chunk: in.Chunk, By: in.By})

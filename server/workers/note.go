@@ -19,6 +19,7 @@ type Note struct {
 	Remains []lent.Segment    // segments of workers that left and whose process lived on
 	PIDs    string            // the PID namespace in which processes are named
 	Chunks  []int             `json:",omitempty"` // sizes that were announced to engines, besides the server's own
+	Mixed   []string          `json:",omitempty"` // models that have had several layouts; see tier.Names.Mix
 }
 
 // Saved is a registration in a Note.
@@ -42,11 +43,14 @@ type Saved struct {
 	Lent    []lent.Segment   `json:",omitempty"`
 }
 
-// Encode returns what is to be kept: at most max bytes. Of registrations that do not
+// Encode returns what is to be kept, n with the registrations: at most max bytes. Of registrations that do not
 // fit, the largest are left out; refused ones are not kept.
-func (r *Registry) Encode(leftovers []lent.Segment, chunks []int, max int) (b []byte, left int, err error) {
-	n := Note{Remains: leftovers, PIDs: peercred.Namespace(), Chunks: chunks}
+func (r *Registry) Encode(n Note, max int) (b []byte, left int, err error) {
+	n.PIDs = peercred.Namespace()
 	total := 1 << 10 // braces and names
+	for _, m := range n.Mixed {
+		total += 6*len(m) + 3 // as JSON
+	}
 	for _, l := range n.Remains {
 		total += len(l.Name) + 128
 	}

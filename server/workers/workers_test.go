@@ -231,7 +231,7 @@ func TestNote(t *testing.T) {
 		}
 		return &note
 	}
-	whole, n, err := r.Encode(left, nil, 1<<20)
+	whole, n, err := r.Encode(workers.Note{Remains: left}, 1<<20)
 	if err != nil || n != 0 {
 		t.Fatal(n, err)
 	}
@@ -243,7 +243,7 @@ func TestNote(t *testing.T) {
 	if len(note.Remains) != 1 || note.Remains[0] != left[0] {
 		t.Errorf("segments left: %+v", note.Remains)
 	}
-	short, n, err := r.Encode(left, nil, 1700)
+	short, n, err := r.Encode(workers.Note{Remains: left}, 1700)
 	if err != nil || n != 1 {
 		t.Fatalf("%d left out, %v", n, err)
 	}

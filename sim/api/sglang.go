@@ -136,8 +136,18 @@ func (s *SGLang) abort(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	switch _, known := s.mu.running[in.RID]; {
+	case in.All:
+		s.endLocked("")
+	case known:
+		s.endLocked(in.RID)
+	}
+}
+
+// endLocked ends all requests whose ids begin with an id, as SGLang does.
+func (s *SGLang) endLocked(id string) {
 	for rid, cancel := range s.mu.running {
-		if in.All || rid == in.RID {
+		if strings.HasPrefix(rid, id) {
 			cancel()
 		}
 	}
@@ -280,6 +290,9 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		delete(s.mu.running, q.RID)
+		if r.Context().Err() != nil { // its client has left
+			s.endLocked(q.RID)
+		}
 	}()
 	if s.o.Mode != "null" && q.N > 1 { // all samples have one room
 		s.hang(ctx, w, r, room)
@@ -305,7 +318,8 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 	n.follow(ctx, stream)
 }
 
-func newRID() string { return strconv.FormatInt(lastRID.Add(1), 16) + strings.Repeat("f", 8) }
+// newRID returns an id with which no other one begins.
+func newRID() string { return fmt.Sprintf("%016x", lastRID.Add(1)) }
 
 var lastRID atomic.Int64
 
@@ -322,7 +336,11 @@ func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-	event, _ := json.Marshal(map[string]any{"error": map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}}) // plain values
+	inner := map[string]any{"message": text}
+	if r.URL.Path != "/generate" {
+		inner = map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}
+	}
+	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values
 	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
 }
 

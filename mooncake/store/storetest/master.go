@@ -65,6 +65,7 @@ type Object struct {
 type Piece struct {
 	Addr, Bytes uint64
 	Endpoint    string
+	Writing     bool // the replica is still being written, whatever the object is
 }
 
 // New serves until the test ends.
@@ -328,7 +329,7 @@ func (m *Master) start(owner uuid, keys []string, sizes []any) []byte {
 				o := &Object{Owner: owner}
 				for j := range min(m.Copies, len(m.Segments)) {
 					s := m.Segments[j]
-					o.Pieces = append(o.Pieces, Piece{s.Base + m.used, n, s.Endpoint})
+					o.Pieces = append(o.Pieces, Piece{Addr: s.Base + m.used, Bytes: n, Endpoint: s.Endpoint})
 				}
 				m.used += n
 				m.Objects[k] = o
@@ -375,7 +376,7 @@ func (o *Object) write(w *sp.Writer) {
 		w.String("tcp")
 		w.String(p.Endpoint)
 		status := int32(2) // being written
-		if o.Complete {
+		if o.Complete && !p.Writing {
 			status = 3
 		}
 		w.I32(status)

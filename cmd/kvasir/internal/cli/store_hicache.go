@@ -5,6 +5,7 @@ package cli
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store"
@@ -83,11 +84,12 @@ func (c *hicacheFlags) pages(ctx context.Context, e *env, m *store.Master) error
 		there, bytes := 0, uint64(0)
 		var lacks []string
 		for j, f := range found {
-			if f.Err != nil || len(f.Replicas) == 0 || !f.Replicas[0].Complete {
+			whole := slices.IndexFunc(f.Replicas, func(r store.Replica) bool { return r.Complete })
+			if f.Err != nil || whole < 0 {
 				lacks = append(lacks, printable(c.keys(hash)[j]))
 				continue
 			}
-			there, bytes = there+1, bytes+f.Replicas[0].Bytes()
+			there, bytes = there+1, bytes+f.Replicas[whole].Bytes()
 		}
 		if hit < 0 && there < len(found) {
 			hit = i

@@ -37,6 +37,12 @@ func TestStoreLsLikeHiCache(t *testing.T) {
 	f(1, "not a name of HiCache", "--like", "hicache", "greeting")
 	f(0, "tokens 0 to 3, "+hash[:8]+"…: 0 of 2 objects", "--like", "hicache", "--model", "org/m", "--page", "4", "--tokens", tokens)
 	f(0, "SGLang finds 0 of 9 tokens: 0 of 2 pages of 4", "--like", "hicache", "--model", "org/m", "--page", "4", "--tokens", tokens)
+	master.Set(func() { // a page is there once one of its replicas is whole
+		for _, part := range []string{"k", "v"} {
+			master.Objects["org-m_"+hash+"_0_"+part] = &storetest.Object{Complete: true, Pieces: []storetest.Piece{{Bytes: 64, Writing: true}, {Bytes: 64}}}
+		}
+	})
+	f(0, "tokens 0 to 3, "+hash[:8]+"…: 2 of 2 objects, 128 bytes", "--like", "hicache", "--model", "org/m", "--page", "4", "--tokens", tokens)
 	f(2, "name keys", "--like", "hicache")
 	f(2, "--tokens goes with", "--tokens", tokens)
 	f(2, "--page 0", "--like", "hicache", "--model", "m", "--page", "0", "--tokens", tokens)
