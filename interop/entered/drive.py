@@ -214,7 +214,7 @@ def both_roles():
         f.write("{")
     serve().stop()
     strict = free_port()
-    s = kvasir("bootstrap", "bootstrap", "--port", strict, "--strict", "--max-workers", 2, "--token-guards", "all", "--token", "secret")
+    s = kvasir("bootstrap", "bootstrap", "--port", strict, "--strict", "--max-workers", 2, "--token-guards", "all", "--token", "secret", "--allow-from", "127.0.0.0/8")
     until("the strict one listens", lambda: fetch(f"http://127.0.0.1:{strict}/healthz"))
     for token in ("secret", "other"):
         for i in (0, 0, 1, 2, 3):
@@ -275,6 +275,18 @@ def data_parallel(release):
         pair(p, d, "http://127.0.0.1:" + env["VLLM_MOONCAKE_BOOTSTRAP_PORT"], f"dp{rank}", first=release == "0.13", engine=f"p_dp{rank}")
 
 
+def pushes(address):
+    """A PUSH socket, as SGLang's side channel has, connects by hand to a ZMQ socket."""
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 10) as c:
+        c.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32))
+        c.recv(64)
+        ready = b"\x05READY\x0bSocket-Type" + (4).to_bytes(4, "big") + b"PUSH"
+        c.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        while c.recv(64):  # until the relay closes it
+            pass
+
+
 def relayed():
     """A relay between P and D, with prefixes; P is killed; the pool is small."""
     port, relay = free_ports(2)
@@ -307,6 +319,7 @@ def relayed():
     p = Engine(MOONCAKE, "kv_producer", engine_id="p", **env)
     r = kvasir("relay", "relay", "--upstream", f"http://127.0.0.1:{port}", "--port", relay)
     until("the relay has P", lambda: "engine_id" in fetch(f"http://127.0.0.1:{relay}/query"), 60)
+    quietly(pushes, json.loads(fetch(f"http://127.0.0.1:{relay}/query"))["0"]["worker_addr"]["0"]["0"])
     d = Engine(MOONCAKE, "kv_consumer", flags=["--tensor-parallel-size", 2])
     pair(p, d, f"http://127.0.0.1:{relay}", "unequal", engine=json.loads(fetch(f"http://127.0.0.1:{relay}/query"))["0"]["engine_id"])
 
@@ -389,6 +402,11 @@ def masters(python):
         once("store", "put", key, "--master", address, data=blob)
     once("store", "put", "one", "--master", address, data=blob)
     once("store", "ls", "one", "two", "none", "--master", address)
+    ids = os.path.join(work, "ids.json")
+    with open(ids, "w") as f:
+        json.dump(list(range(200)), f)
+    once("store", "ls", "m_" + "a" * 64 + "_0_k", "m_" + "b" * 64 + "_0_swa_k", "none", "--like", "hicache", "--master", address)
+    once("store", "ls", "--like", "hicache", "--model", "org/name", "--tokens", ids, "--tensor-parallel-size", 2, "--master", address)
     once("store", "get", "one", "--master", address)
     once("store", "get", "none", "--master", address)
     once("store", "put", "big", "--master", address, data=bytes(80 << 20))
@@ -639,7 +657,8 @@ def scenarios():
     for mode in ("engine_driven", "lmcache_driven", "auto"):
         yield f"cache server, {mode}", lambda mode=mode: cache_server(mode, ["--tensor-parallel-size", 2], events=True)
     yield "cache server, inline", lambda: cache_server("engine_driven", [], ["--pickle", "only"])
-    yield "cache server, windows and states", lambda: cache_server("lmcache_driven", ["--window", 64, "--states", 1], ["--separate-object-groups"])
+    for mode in ("lmcache_driven", "engine_driven"):
+        yield f"cache server, windows and states, {mode}", lambda mode=mode: cache_server(mode, ["--window", 64, "--states", 1], ["--separate-object-groups"])
     for layout in ("nhd", "hnd", "flashinfer", "mla"):
         yield f"cache server, {layout}", lambda layout=layout: cache_server("lmcache_driven", ["--kv-layout", layout, "--tensor-parallel-size", 2])
     yield "cache server, MLA copied by its ranks", lambda: cache_server("engine_driven", ["--kv-layout", "mla", "--tensor-parallel-size", 2], events=True)

@@ -255,8 +255,10 @@ func TestFirstLookupFindsRowsThatATierNamesByTheirModel(t *testing.T) {
 			t.Fatal(err)
 		}
 		return start(t, t.TempDir(), setup{
-			store:   store.Options{Below: below, Place: "fs"},
-			offload: offload.Options{Name: func(ns kv.Namespace, model, salt []byte, layout string) { names.AddLayout(ns, string(model), salt, layout) }},
+			store: store.Options{Below: below, Place: "fs"},
+			offload: offload.Options{Name: func(ns kv.Namespace, model, salt []byte, layout string) {
+				names.AddLayout(ns, string(model), salt, layout)
+			}},
 		})
 	}
 	keys := keysOf(0, 4)
