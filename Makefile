@@ -92,7 +92,7 @@ interop-sglang: build ## run a real SGLang engine against this build (11 GB, 30 
 canary: build ## run newer releases of the real peers than are pinned, each in an environment of its own; PEERS=PACKAGE==RELEASE names some
 	interop/canary.sh $(PEERS)
 
-entered: have-go ## which functions of the connectors and of the Mooncake packages commands enter (20 minutes)
+entered: have-go ## which functions of the connectors and of the Mooncake packages commands enter (seven minutes)
 	interop/entered.sh
 
 bench: build ## ratios against LMCache, vLLM's coordinator, the C++ engine, routers, vllm bench serve (50 minutes; BENCH=part)

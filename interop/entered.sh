@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # entered.sh: which functions of the connectors, the Mooncake packages, the coordinator and the configuration commands enter.
-# Builds kvasir with -cover, sends it through interop/entered/drive.py (20 minutes), and compares the functions that no
+# Builds kvasir with -cover, sends it through interop/entered/drive.py (seven minutes), and compares the functions that no
 # process entered with docs/measured/entered.md, which has the reason for each. Fails below MINIMUM per cent (93), and when
 # a function is neither entered nor listed. DATA=FOLDER keeps, and adds to, what was entered.
 set -euo pipefail
