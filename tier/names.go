@@ -93,23 +93,22 @@ func (n *Names) Mix(model string) {
 	if n.mu.mixed == nil {
 		n.mu.mixed = make(map[string]struct{})
 	}
-	if len(n.mu.mixed) < maxNames {
+	if len(n.mu.mixed) < maxMixed {
 		n.mu.mixed[model] = struct{}{}
 	}
 }
 
-// maxMixed bounds what MixedModels returns.
+// maxMixed bounds the models of Mix: as many as a note of a server has, so that none is forgotten with a restart.
 const maxMixed = 1024
 
-// MixedModels returns the models of Mix, in order, at most 1,024.
+// MixedModels returns the models of Mix, in order. At maxMixed, 1,024, all models are mixed, here and where these are mixed again.
 func (n *Names) MixedModels() []string {
 	if n == nil {
 		return nil
 	}
 	n.mu.RLock()
 	defer n.mu.RUnlock()
-	all := slices.Sorted(maps.Keys(n.mu.mixed))
-	return all[:min(len(all), maxMixed)]
+	return slices.Sorted(maps.Keys(n.mu.mixed))
 }
 
 // mixedLocked reports whether a model is mixed, or the one of which it is a generation. At the limit all are: no mixed model is forgotten.
@@ -117,7 +116,7 @@ func (n *Names) mixedLocked(model string) bool {
 	switch len(n.mu.mixed) {
 	case 0:
 		return false
-	case maxNames:
+	case maxMixed:
 		return true
 	}
 	for {

@@ -51,3 +51,23 @@ func TestMixedModelsHaveNoNames(t *testing.T) {
 		t.Error("at the limit a model is not mixed: it may be one that was not remembered")
 	}
 }
+
+// A server that restarts has the mixed models of before from its note. However many there were, none has a name afterwards.
+func TestMixedModelsOutliveARestart(t *testing.T) {
+	const models = 1500
+	n, next := tier.NewNames(), tier.NewNames()
+	for i := range models {
+		n.Mix(fmt.Sprintf("m%04d", i))
+	}
+	for _, model := range n.MixedModels() {
+		next.Mix(model)
+	}
+	for i := range models {
+		model := fmt.Sprintf("m%04d", i)
+		ns := kv.NamespaceOf(model, "", "f")
+		next.Add(ns, model, nil)
+		if name, _ := next.Of(ns); !name.Mixed {
+			t.Fatalf("%s has a name after the restart", model)
+		}
+	}
+}

@@ -224,19 +224,18 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 	s.log.Info("an engine connected", "engine_id", e.hello.EngineID, "model", e.hello.Model, "vllm", e.hello.VLLM, "pid", e.caller.Peer.PID,
 		"row_bytes", e.hello.RowBytes, "rows", e.hello.Rows)
 	err = e.run()
+	if errors.Is(err, vllm.ErrMalformed) {
+		s.n.malformed.Add(1)
+		s.log.Error("an engine sent what cannot be read: its connection ends", "engine_id", e.hello.EngineID, "err", err)
+	}
 	// Nothing may be lent again before the engine can see that the connection has ended: it counts no row that it copied after that.
 	_ = c.CloseWrite() // it may have ended
 	ended := peerEnded(c)
 	_ = c.Close()
 	e.leave(ended)
 	s.removeEngine(e)
-	defer s.sweepAfter(e)
-	if errors.Is(err, vllm.ErrMalformed) {
-		s.n.malformed.Add(1)
-		s.log.Error("an engine sent what cannot be read: its connection ends", "engine_id", e.hello.EngineID, "err", err)
-		return
-	}
 	s.log.Info("an engine left", "engine_id", e.hello.EngineID, "model", e.hello.Model)
+	s.sweepAfter(e)
 }
 
 // peerEnded waits until the peer has closed its side, which an engine does after its last copy. It reports false where this server ends
@@ -374,8 +373,8 @@ func (s *Server) beginClose() (err error) {
 		err = errors.Join(err, l.Close())
 	}
 	for c := range s.mu.conns {
-		_ = c.(*net.UnixConn).CloseWrite() // it may have ended by itself
-		_ = c.SetReadDeadline(time.Now().Add(s.opts.Grace))
+		_ = c.(*net.UnixConn).CloseWrite()              // it may have ended by itself
+		_ = c.SetDeadline(time.Now().Add(s.opts.Grace)) // also of a write that waits for a peer that reads nothing: CloseWrite does not end it
 	}
 	return err
 }

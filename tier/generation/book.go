@@ -226,6 +226,7 @@ func (s *state) text() []byte {
 // committed before, commit changes nothing: that one includes it.
 func (b *Book) Prepare(models []string) (commit func(), err error) {
 	ctx := context.Background()
+	b.catchUp()
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	next, notes := b.gather(ctx, time.Now(), true)

@@ -273,3 +273,26 @@ func TestGenerationCountsAtOnce(t *testing.T) {
 		}
 	}
 }
+
+// The objects of each of many clears in a row are stale, although no removal looked in between.
+func TestObjectsOfManyClearsAreStale(t *testing.T) {
+	const clears = 40
+	names := tier.NewNames()
+	b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
+	key := func(i int) kv.Key { return kv.Key{Namespace: kv.Namespace{1, byte(i)}} }
+	for i := range clears {
+		names.Add(key(i).Namespace, fmt.Sprint("m", i), nil)
+	}
+	for i := range clears {
+		commit, err := b.Prepare([]string{fmt.Sprint("m", i)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		commit()
+	}
+	for i := range clears {
+		if !b.Stale(tier.Content{Key: key(i)}) {
+			t.Errorf("objects of clear %d stay in the tier", i)
+		}
+	}
+}

@@ -117,11 +117,16 @@ func (b *Book) Sync(ctx context.Context) {
 	for i, n := range notes { // no one knows what was cleared: nothing older than now counts
 		unknown = unknown && n.err == nil && n.missing && !b.shared.places[i].Foreign
 	}
-	if unknown && len(notes) == len(b.shared.places) {
+	begins := unknown && len(notes) == len(b.shared.places)
+	if begins {
 		next.All = next.after(next.All)
 	}
-	if err := b.spread(ctx, writeTime, &next, notes); err != nil || len(notes) > 0 && b.allRead() {
+	err := b.spread(ctx, writeTime, &next, notes)
+	if err != nil || len(notes) > 0 && b.allRead() {
 		b.noteUnkept(err)
+	}
+	if begins && err != nil { // a note may be there that this server may not read: it counts once it can be read, or is written
+		next = b.latest()
 	}
 	commit, pending := b.adopt(&next)
 	if commit == nil && pending == nil && b.shared.known {
@@ -139,6 +144,7 @@ func (b *Book) Sync(ctx context.Context) {
 	if commit == nil {
 		return
 	}
+	b.catchUp()
 	b.shared.mu.Lock()
 	follow := b.shared.follow
 	b.shared.mu.Unlock()

@@ -62,6 +62,16 @@ func (b *Book) outdate() {
 	}
 }
 
+// catchUp is outdate where many generations have begun since it ran: many clears in a row, of which a tier's removal sees the last.
+func (b *Book) catchUp() {
+	b.mu.RLock()
+	many := len(b.mu.begun) >= maxBegun/2
+	b.mu.RUnlock()
+	if many {
+		b.outdate()
+	}
+}
+
 func (b *Book) takeBegun() []begun {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -53,6 +53,13 @@ type directory struct {
 	usage
 }
 
+// wrote counts files that appeared; those that were counted and had not appeared with numbers below 0.
+func (d *directory) wrote(files, bytes int64) {
+	d.writes += files
+	d.writtenBytes += bytes
+	d.root.written.Add(bytes)
+}
+
 // usage counts what engines did with files.
 type usage struct {
 	reads, readBytes      int64 // files that were opened

@@ -139,16 +139,18 @@ func (k *Keeper) victim(n uint32) victim {
 type shortage map[*rootDir]*systemRoom
 
 // systemRoom is the room of a file system. Some (XFS, btrfs) show what was unlinked later: until half of that is seen, or freeLag is
-// over, no more is unlinked than was found missing before.
+// over, no more is unlinked than was found missing before and was written since.
 type systemRoom struct {
 	free    int64 // bytes
 	pending int64 // bytes of files that are being unlinked
+	written int64 // bytes that were written to its roots
 	lacks   int64 // bytes of MinFree, with neither
 
-	before  int64 // bytes that were free when this began
-	missing int64 // then
-	taken   int64 // unlinked since
-	beganAt time.Time
+	before        int64 // bytes that were free when this began
+	writtenBefore int64
+	missing       int64 // then
+	taken         int64 // unlinked since
+	beganAt       time.Time
 }
 
 const freeLag = 5 * time.Second
@@ -174,11 +176,12 @@ func (s shortage) take(r *rootDir, n int64) {
 // look says what is missing.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
-	if s.taken > 0 && s.free < s.before+s.taken/2 && now.Sub(s.beganAt) < freeLag {
-		s.lacks = min(s.lacks, s.missing-s.taken)
+	came := max(s.written-s.writtenBefore, s.before-s.free) // others write to it, too: at least so much
+	if s.taken > 0 && s.free < s.before-came+s.taken/2 && now.Sub(s.beganAt) < freeLag {
+		s.lacks = min(s.lacks, s.missing+came-s.taken)
 		return
 	}
-	s.before, s.missing, s.taken, s.beganAt = s.free, s.lacks, 0, now
+	s.before, s.writtenBefore, s.missing, s.taken, s.beganAt = s.free, s.written, s.lacks, 0, now
 }
 
 // shortOfFree returns what the file systems of roots lack. Callers hold k.freeing.
@@ -186,7 +189,7 @@ func (k *Keeper) shortOfFree() shortage {
 	short, now := shortage{}, k.now()
 	seen := map[*systemRoom]bool{}
 	for _, r := range k.roots {
-		pending := r.pending.Load() // before the free bytes: what is unlinked in between counts twice, and is looked at again
+		pending, written := r.pending.Load(), r.written.Load() // before the free bytes: what is unlinked in between counts twice, and is looked at again
 		var st unix.Stat_t
 		free, err := k.o.free(r)
 		if err = errors.Join(err, unix.Fstat(int(r.dir.Fd()), &st)); err != nil {
@@ -198,9 +201,10 @@ func (k *Keeper) shortOfFree() shortage {
 			k.rooms[st.Dev] = room
 		}
 		if !seen[room] {
-			room.free, room.pending = free, 0
+			room.free, room.pending, room.written = free, 0, 0
 		}
 		room.pending += pending
+		room.written += written
 		seen[room], short[r] = true, room
 	}
 	for room := range seen {

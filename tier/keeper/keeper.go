@@ -377,8 +377,7 @@ func (k *Keeper) one(e event, size, now int64) {
 		if f := k.books.file(n); f.counted {
 			f.counted = false // a look was faster than the event
 		} else {
-			d.writes++
-			d.writtenBytes += size
+			d.wrote(1, size)
 		}
 		k.reserve.file = max(k.reserve.file, size)
 	}

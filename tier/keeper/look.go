@@ -32,6 +32,7 @@ type rootDir struct {
 	changed unix.Timespec // when its entries did
 
 	pending atomic.Int64      // bytes of files that are being unlinked
+	written atomic.Int64      // bytes of files that came
 	dirs    map[string]uint32 // of ranks, by name, and "" for LMCache's files; under the keeper's lock
 }
 
@@ -211,9 +212,7 @@ func (k *Keeper) recheck(r *rootDir, rank string, fd int, e found) {
 		return
 	}
 	k.books.remove(n)
-	d := k.books.dirs[dir]
-	d.writes--
-	d.writtenBytes -= e.size
+	k.books.dirs[dir].wrote(-1, -e.size)
 }
 
 // isGone reports whether the error of a call says that a file is not there.
@@ -258,9 +257,7 @@ func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (cam
 			if k.arranged { // it was written since the last look
 				k.books.touch(n, 0, e.usedAt)
 				k.books.file(n).counted = true
-				d := k.books.dirs[dir]
-				d.writes++
-				d.writtenBytes += e.size
+				k.books.dirs[dir].wrote(1, e.size)
 				came = append(came, *e)
 			}
 		} else {

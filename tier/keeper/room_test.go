@@ -65,3 +65,34 @@ func TestRoomThatShowsLater(t *testing.T) {
 		clock.mu.Unlock()
 	}
 }
+
+// Room stays while engines write faster than freeLag: what they write is not taken for room that shows later.
+func TestRoomUnderWriters(t *testing.T) {
+	const files, burst, bursts = 200, 10, 16
+	x := newTier(t, 1000)
+	for i := range files {
+		x.store(i)
+	}
+	var next, worst atomic.Int64
+	next.Store(files)
+	var last time.Time
+	free := func(*rootDir) (int64, error) { // of a file system that shows at once what is unlinked; one goroutine at a time asks
+		if at := next.Load(); at < files+burst*bursts && time.Since(last) >= 50*time.Millisecond {
+			last = time.Now()
+			for i := range int64(burst) {
+				x.store(int(at + i))
+			}
+			next.Add(burst)
+		}
+		n, _ := x.there()
+		worst.Store(max(worst.Load(), int64(n-files)))
+		return 1_000_000 + int64(files-n)*1000, nil
+	}
+	k := open(t, Options{Roots: []string{x.root}, MinFree: 1_000_000, Watch: WatchInotify, free: free})
+	defer closed(t, k)
+	testkit.Eventually(t, "all was written", func() bool { return next.Load() >= files+burst*bursts })
+	testkit.Eventually(t, "there is room", func() bool { n, _ := x.there(); return n <= files })
+	if got := worst.Load(); got > 7*burst {
+		t.Errorf("%d files too many lay there at one time; %d came at a time", got, burst)
+	}
+}

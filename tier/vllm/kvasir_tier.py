@@ -260,7 +260,9 @@ class KvasirTier(SecondaryTierManager):
             sock.settimeout(10)
             sock.connect(self._path)
             frame = struct.pack("<IB", len(self._hello) + 1, HELLO) + self._hello
-            sock.sendall(frame[socket.send_fds(sock, [frame], [self._fd] if self._fd is not None else []) :])
+            sent = socket.send_fds(sock, [frame], [self._fd] if self._fd is not None else [])
+            if sent < len(frame):  # with nothing left a node that has refused and closed already would be a broken pipe
+                sock.sendall(frame[sent:])
             head, fds, _, _ = socket.recv_fds(sock, 5, 1)
             try:
                 kind, body = self._frame(sock, head)
@@ -536,8 +538,9 @@ class KvasirTier(SecondaryTierManager):
     @safe(lambda: None)
     def drain_jobs(self):
         """Gives up stores that wait for the node, and waits for copies, which do not."""
+        link = self._link  # the thread that reads may end it
         with self._lock:
-            pending = self._link.pending if self._link is not None else {}
+            pending = link.pending if link is not None else {}
             lost = [pending.pop(n) for n in [n for n, x in pending.items() if x.job is not None]]
         for x in lost:
             self._give_up(x)
@@ -550,7 +553,10 @@ class KvasirTier(SecondaryTierManager):
         self._serving = None
         self.drain_jobs()
         if (link := self._link) is not None:
-            link.sock.shutdown(socket.SHUT_RDWR)
+            try:
+                link.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it ended meanwhile
         for _ in self._threads:
             self._loads.put(None)
             self._stores.put(None)

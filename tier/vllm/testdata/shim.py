@@ -400,6 +400,33 @@ def test_engine_that_is_refused_asks_less_and_less_often(module):
         raise AssertionError(f"pauses of {pauses[:8]}")
 
 
+def test_node_that_refuses_and_closes_at_once_is_heard(module):
+    closed, said = threading.Event(), []
+
+    def refuse(conn):
+        text = b"not you"
+        conn.sendall(struct.pack("<IB", len(text) + 1, REFUSED) + text)
+        conn.close()
+        closed.set()
+        raise OSError
+
+    def send_fds(*args):
+        sent = socket.send_fds(*args)
+        closed.wait(10)
+        return sent
+
+    warn, module.KvasirTier._warn = module.KvasirTier._warn, lambda _, text, *args, **__: said.append(text % args)
+    module.socket = types.SimpleNamespace(**{**vars(socket), "send_fds": send_fds})
+    try:
+        b = Bench(module, Node(refuse), connected=False)
+        eventually("a warning", lambda: said)
+        b.close()
+    finally:
+        module.socket, module.KvasirTier._warn = socket, warn
+    if "refuses this engine: not you" not in said[0]:
+        raise AssertionError(said[0])
+
+
 def test_memory_of_a_node_that_ended_is_unmapped(module):
     def mapped():
         with open("/proc/self/maps") as f:
@@ -484,6 +511,24 @@ def test_frozen_node_costs_the_timeout(module):
     expect("released", b.node.next(RELEASE), (number, struct.pack("<I", 0)))
     eventually("served again", b.serving)
     b.close()
+
+
+def test_connection_that_ends_in_drain_jobs_or_shutdown(module):
+    b = Bench(module, Node())
+    looks = iter([b.tier._link])  # the first look finds it
+    ends = type("Ends", (type(b.tier),), {"_link": property(lambda _: next(looks, None))})
+    b.tier.__class__, plain = ends, type(b.tier)
+    b.tier.drain_jobs()  # with an exception it would not wait for copies
+    b.tier.__class__ = plain
+    expect("bugs of drain_jobs", b.bugs, [])
+    b.node.end()
+    b.node = None
+    eventually("the connection has ended", lambda: b.tier._link is None)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.close()
+    b.tier._link = types.SimpleNamespace(sock=sock, pending={})
+    b.close()
+    expect("threads", [t.name for t in b.tier._threads if t.is_alive()], [])
 
 
 def main():

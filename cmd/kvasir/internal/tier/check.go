@@ -180,6 +180,8 @@ func (c *checking) remove(ctx context.Context, keys []kv.Key, call func(func(con
 		}
 	}
 	switch {
+	case errors.Is(err, tier.ErrNotKept):
+		c.fault(Partial, "The tier deletes nothing: %s. %d objects of model %s stay.", printable(oneLine(err)), len(keys), checkModel)
 	case err != nil:
 		c.fault(Partial, "This user may not delete: %s. %d objects of model %s stay.", printable(oneLine(err)), len(keys), checkModel)
 	case left > 0:
