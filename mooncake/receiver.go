@@ -55,6 +55,10 @@ type ReceiverOptions struct {
 	// before its connection is cut; default 1 s.
 	FenceTimeout time.Duration
 
+	// KeepAtP leaves the blocks of requests that D aborts or that time out with P, until P's own timeout; default D tells P to free them.
+	// It is for callers who tell P themselves.
+	KeepAtP bool
+
 	Attempts int // per pull and P worker, when the side channel breaks; default 3
 	MaxIdle  int // idle sockets per P worker; default 8
 
@@ -138,7 +142,7 @@ type Receiver struct {
 		sync.Mutex
 		closed  bool
 		clients map[string]*bootstrap.Client // by address
-		engines map[Source]bootstrap.Engine
+		engines map[Source]knownEngine
 		known   map[string]uint64 // P worker → id of the layout that it has kept
 		kvasir  map[string]bool   // P workers that are Kvasir
 		active  map[string]*receiving
@@ -192,6 +196,7 @@ type receiving struct {
 
 	// Guarded by Receiver.mu.
 	window  *window  // nil before the first pull is sent
+	workers *pairing // set with window
 	left    int      // P workers that have not answered
 	err     error    // the first failure; readable without the lock after done
 	suspect bool     // a P may still write into the blocks
@@ -255,7 +260,7 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	r.port, _ = strconv.Atoi(port) // from a listener
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.clients = make(map[string]*bootstrap.Client)
-	r.mu.engines = make(map[Source]bootstrap.Engine)
+	r.mu.engines = make(map[Source]knownEngine)
 	r.mu.known = make(map[string]uint64)
 	r.mu.active = make(map[string]*receiving)
 	r.mu.kvasir = make(map[string]bool)

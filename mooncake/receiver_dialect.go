@@ -79,5 +79,5 @@ func (t *pullConn) pullAlone(ctx context.Context, q *receiving) {
 	q.suspect = true // P may still be writing for this pull
 	r.mu.Unlock()
 	delete(t.left, q.id)
-	r.wg.Go(func() { r.pullFrom(ctx, t.from, 0, t.addr, t.window, []*receiving{q}) })
+	r.wg.Go(func() { r.pullFrom(ctx, t.from, t.index, t.workers, t.window, []*receiving{q}) })
 }

@@ -22,7 +22,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 			<-q.done
 		}
 	}()
-	addrs, err := r.workers(ctx, from)
+	p, err := r.workers(ctx, from)
 	if err != nil {
 		r.forgetEngine(from) // it may have been half registered
 		r.failAll(list, cause(ctx, err))
@@ -37,7 +37,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	asked := make([]*receiving, 0, len(list))
 	for _, q := range list {
 		if !q.settled {
-			q.window, q.left = w, len(addrs)
+			q.window, q.left, q.workers = w, len(p.addrs), p
 			asked = append(asked, q)
 		}
 	}
@@ -52,8 +52,8 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 			r.o.Target.Table().Forget(r.windows.expected(w, q.want.Blocks)...)
 		}
 	}
-	for i, addr := range addrs {
-		r.wg.Go(func() { r.pullFrom(ctx, from, i, addr, w, asked) })
+	for i := range p.addrs {
+		r.wg.Go(func() { r.pullFrom(ctx, from, i, p, w, asked) })
 	}
 }
 
@@ -72,16 +72,32 @@ func (r *Receiver) failAll(list []*receiving, err error) {
 	}
 }
 
-// workers returns the side channels of the P workers that hold what this one needs.
-func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
+// pairing is which workers of P a pull goes to. It is immutable.
+type pairing struct {
+	addrs      []string // side channels
+	tp, stages int      // P's TP size and pipeline stages, as the directory shows them
+}
+
+// alike says whether pulls from o fill the same parts of D's blocks, worker by worker.
+func (p *pairing) alike(o *pairing) bool {
+	return len(p.addrs) == len(o.addrs) && p.tp == o.tp && p.stages == o.stages
+}
+
+// workers returns the P workers that hold what this one needs.
+func (r *Receiver) workers(ctx context.Context, from Source) (*pairing, error) {
 	if r.o.Dialect != nil {
 		addr, err := r.o.Dialect.Worker(from, r.o.Self.TPRank)
-		return []string{addr}, err
+		return &pairing{addrs: []string{addr}}, err
 	}
 	e, err := r.engine(ctx, from)
 	if err != nil {
 		return nil, err
 	}
+	return r.pair(from, e)
+}
+
+// pair returns the workers of an engine that hold what this one needs.
+func (r *Receiver) pair(from Source, e bootstrap.Engine) (*pairing, error) {
 	if e.TPSize() == 0 {
 		return nil, fmt.Errorf("%w: engine %s at %s has no worker", ErrNoEngine, from.EngineID, from.Bootstrap)
 	}
@@ -92,22 +108,23 @@ func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
 	if h := r.cache.KVHeads; h > 0 && r.cache.Unsliced != "" && min(h, r.o.Self.TPSize) != min(h, e.TPSize()) {
 		return nil, layoutError("P of TP size %d, D of %d: D's blocks cannot be filled head by head: %s.", e.TPSize(), r.o.Self.TPSize, r.cache.Unsliced)
 	}
-	var addrs []string
+	p := &pairing{tp: e.TPSize()}
 	for _, rank := range ranks {
 		stages := e.Workers[rank]
 		if len(stages) == 0 {
 			return nil, fmt.Errorf("%w: engine %s at %s has no worker of TP rank %d among %d",
 				ErrNoEngine, from.EngineID, from.Bootstrap, rank, e.TPSize())
 		}
+		p.stages = max(p.stages, len(stages))
 		if own, ok := stages[r.o.PPRank]; ok && len(stages) == r.o.Self.PPSize {
-			addrs = append(addrs, own)
+			p.addrs = append(p.addrs, own)
 			continue
 		}
 		for _, pp := range slices.Sorted(maps.Keys(stages)) {
-			addrs = append(addrs, stages[pp])
+			p.addrs = append(p.addrs, stages[pp])
 		}
 	}
-	return addrs, nil
+	return p, nil
 }
 
 // maxRemembered bounds what a Receiver remembers of engines and workers.
@@ -119,11 +136,32 @@ func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, e
 		return r.o.Find(ctx, from)
 	}
 	r.mu.Lock()
-	e, ok := r.mu.engines[from]
+	known, ok := r.mu.engines[from]
 	r.mu.Unlock()
-	if ok {
-		return e, nil
+	switch {
+	case !ok:
+		return r.askEngine(ctx, from)
+	case !r.sockets.anyBroke(&known):
+		return known.Engine, nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, askWithin)
+	defer cancel()
+	e, err := r.askEngine(ctx, from)
+	if err != nil {
+		return known.Engine, nil // it may be there still
+	}
+	return e, nil
+}
+
+// knownEngine is what the bootstrap server said of an engine.
+type knownEngine struct {
+	bootstrap.Engine
+	asked time.Time
+}
+
+// askEngine asks the bootstrap server for P's workers, and remembers them.
+func (r *Receiver) askEngine(ctx context.Context, from Source) (e bootstrap.Engine, err error) {
+	asked := time.Now()
 	c, err := r.client(from.Bootstrap)
 	if err != nil {
 		return e, err
@@ -132,7 +170,7 @@ func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, e
 	if err != nil {
 		return e, fmt.Errorf("%w: bootstrap server %s: %w", ErrUnreachable, from.Bootstrap, cause(ctx, err))
 	}
-	_, e, ok = d.Engine(from.EngineID)
+	_, e, ok := d.Engine(from.EngineID)
 	if !ok {
 		return e, fmt.Errorf("%w: remote engine_id %s not found from bootstrap server %s", ErrNoEngine, from.EngineID, from.Bootstrap)
 	}
@@ -141,7 +179,7 @@ func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, e
 	if len(r.mu.engines) >= maxRemembered {
 		clear(r.mu.engines)
 	}
-	r.mu.engines[from] = e
+	r.mu.engines[from] = knownEngine{e, asked}
 	return e, nil
 }
 
@@ -173,7 +211,8 @@ func cause(ctx context.Context, err error) error {
 type pullConn struct {
 	r       *Receiver
 	from    Source
-	index   int // of the worker among those of the pull
+	workers *pairing
+	index   int // of the worker among them
 	addr    string
 	looked  time.Time // when the registry was last asked whether the worker has moved
 	window  *window
@@ -196,9 +235,10 @@ func (t *pullConn) wakeUp() {
 
 // pullFrom pulls all of list from one P worker. When the side channel breaks, it tries
 // again, Attempts times in all.
-func (r *Receiver) pullFrom(ctx context.Context, from Source, index int, addr string, w *window, list []*receiving) {
+func (r *Receiver) pullFrom(ctx context.Context, from Source, index int, p *pairing, w *window, list []*receiving) {
+	addr := p.addrs[index]
 	t := &pullConn{
-		r: r, from: from, index: index, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
+		r: r, from: from, workers: p, index: index, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
 		unknown: make(map[string]bool), wake: make(chan struct{}, 1),
 	}
 	for _, q := range list {
@@ -263,6 +303,12 @@ func (t *pullConn) pullOverSocket(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if !pooled {
+		if err := t.confirmPlace(ctx); err != nil {
+			t.r.sockets.drop(s)
+			return err
+		}
+	}
 	ended, err := t.exchange(ctx, s, pooled)
 	if ended && err == nil {
 		t.r.sockets.put(s)
@@ -307,12 +353,15 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 				return false, fmt.Errorf("%w: %w", ErrLost, e.err)
 			default: // a dial that failed: the dealer tries again
 				refused = e.err
-				if t.moved(ctx) {
-					return false, errMoved
+				if err := t.moved(ctx); err != nil {
+					return false, err
 				}
 			}
 		case <-connect.C:
 			if !connected {
+				if err := t.moved(ctx); err != nil {
+					return false, err
+				}
 				return false, fmt.Errorf("%w: %w", ErrUnreachable, errors.Join(refused, errNoAnswer))
 			}
 		case <-unknown.C:

@@ -98,9 +98,12 @@ func (r *Receiver) confirmLife(q *receiving) {
 	ctx, stop := context.WithTimeout(r.ctx, r.o.ConnectTimeout)
 	defer stop()
 	defer context.AfterFunc(q.ctx, stop)()
-	addrs, err := r.workers(ctx, q.from)
+	now, err := r.workers(ctx, q.from)
+	if err == nil && !now.alike(q.workers) {
+		err = fmt.Errorf("%w: engine %s at %s has other ranks now", ErrNoEngine, q.from.EngineID, q.from.Bootstrap)
+	}
 	for _, addr := range q.resent {
-		if err == nil && !slices.Contains(addrs, addr) {
+		if err == nil && !slices.Contains(now.addrs, addr) {
 			err = fmt.Errorf("%w: engine %s at %s has another worker than %s now", ErrNoEngine, q.from.EngineID, q.from.Bootstrap, addr)
 		}
 	}
@@ -118,7 +121,7 @@ func (r *Receiver) confirmLife(q *receiving) {
 // sendRelease pulls an aborted request once more, without blocks, so that P, which may
 // still be computing it, frees its blocks.
 func (r *Receiver) sendRelease(q *receiving) {
-	if empty(q.want.Blocks) || q.filled || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) && !errors.Is(q.err, errWindowEnded) {
+	if r.o.KeepAtP || empty(q.want.Blocks) || q.filled || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) && !errors.Is(q.err, errWindowEnded) {
 		return
 	}
 	_, _ = r.start(q.from, map[string]wire.Wanted{q.id: {TransferID: q.want.TransferID}}, releaseSuffix) // best effort

@@ -43,6 +43,7 @@ type Sockets struct {
 		closed bool
 		idle   map[string][]*socket
 		all    map[*socket]struct{}
+		broken map[string]time.Time // when a connection to an address ended, or could not be made, last
 	}
 }
 
@@ -51,6 +52,7 @@ func NewSockets(maxIdle int) *Sockets {
 	p := &Sockets{maxIdle: maxIdle}
 	p.mu.idle = make(map[string][]*socket)
 	p.mu.all = make(map[*socket]struct{})
+	p.mu.broken = make(map[string]time.Time)
 	return p
 }
 
@@ -73,6 +75,9 @@ func (p *Sockets) take(addr string) (s *socket, pooled bool, err error) {
 	s.dealer = zmtp.NewDealer(addr, zmtp.DealerOptions{
 		Handler: func(m zmtp.Message) { s.event(decodeReplyMessage(m)) },
 		OnState: func(up bool, err error) {
+			if !up {
+				p.noteBroken(addr)
+			}
 			s.event(socketEvent{up: up, err: err})
 			if !up {
 				p.forget(s)
@@ -85,6 +90,34 @@ func (p *Sockets) take(addr string) (s *socket, pooled bool, err error) {
 	}
 	p.mu.all[s] = struct{}{}
 	return s, false, nil
+}
+
+func (p *Sockets) noteBroken(addr string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.mu.broken) >= maxRemembered {
+		clear(p.mu.broken)
+	}
+	p.mu.broken[addr] = time.Now()
+}
+
+// brokeSince says whether a connection to addr has ended since t: another process may be there.
+func (p *Sockets) brokeSince(addr string, t time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.mu.broken[addr].After(t)
+}
+
+// anyBroke says whether a connection to a worker of an engine has ended since the registry was asked for it.
+func (p *Sockets) anyBroke(e *knownEngine) bool {
+	for _, stages := range e.Workers {
+		for _, addr := range stages {
+			if p.brokeSince(addr, e.asked) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func decodeReplyMessage(m zmtp.Message) socketEvent {

@@ -50,6 +50,7 @@ type ServerCache struct {
 		sync.Mutex
 		closed  bool
 		lookups map[string]*lookup
+		leaving map[string]*lookup // by request: abandoned ones that still run, the last of each
 		running int
 	}
 }
@@ -62,6 +63,9 @@ type lookup struct {
 	abandoned bool // the scheduler will not ask for it: release its pins
 	ended     bool // and end the session after that
 	hit       int  // tokens
+
+	before *lookup       // an abandoned one of the same request, whose calls come first; nil: none
+	over   chan struct{} // closed when it has run
 }
 
 // notice is a call without a waiting caller.
@@ -83,7 +87,7 @@ func NewServerCache(client *lmcache.Client, o ServerCacheOptions) (*ServerCache,
 	o.MaxNotices = cmp.Or(o.MaxNotices, 4096)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	s := &ServerCache{client: client, o: o, notice: make(chan notice, o.MaxNotices), times: histogram.Times()}
-	s.mu.lookups = make(map[string]*lookup)
+	s.mu.lookups, s.mu.leaving = make(map[string]*lookup), make(map[string]*lookup)
 	s.ctx, s.stop = context.WithCancel(context.Background())
 	s.health = lmcache.NewHealth(lmcache.HealthOptions{
 		Interval: o.Heartbeat, Ping: client.PingServer,
@@ -138,6 +142,7 @@ func (s *ServerCache) SubmitLookup(id string, tokens []uint32, salt string) {
 		l.done = true
 		return
 	}
+	l.before, l.over = s.mu.leaving[id], make(chan struct{})
 	s.mu.running++
 	s.lookups.Add(1)
 	s.wg.Go(func() { s.run(l) })
@@ -147,7 +152,10 @@ func (s *ServerCache) SubmitLookup(id string, tokens []uint32, salt string) {
 func (s *ServerCache) run(l *lookup) {
 	ctx, cancel := s.callContext()
 	start := time.Now()
-	chunks, err := s.client.Lookup(ctx, l.key)
+	chunks, err := 0, s.follow(ctx, l)
+	if err == nil {
+		chunks, err = s.client.Lookup(ctx, l.key)
+	}
 	cancel()
 	if err != nil {
 		s.failed.Add(1)
@@ -158,12 +166,30 @@ func (s *ServerCache) run(l *lookup) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.mu.running--
-	l.done = true
+	l.done, l.before = true, nil
+	if s.mu.leaving[l.key.RequestID] == l {
+		delete(s.mu.leaving, l.key.RequestID)
+	}
 	if err == nil {
 		l.hit = min(chunks, l.key.End/s.o.ChunkTokens) * s.o.ChunkTokens
 	}
 	if l.abandoned {
 		s.giveBackLocked(l)
+	}
+	close(l.over)
+}
+
+// follow waits until an abandoned lookup of the same request has run, and what it gives back has been sent: the server does not tell the
+// two apart.
+func (s *ServerCache) follow(ctx context.Context, l *lookup) error {
+	if l.before == nil {
+		return nil
+	}
+	select {
+	case <-l.before.over:
+		return s.Flush(ctx)
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 
@@ -206,10 +232,17 @@ func (s *ServerCache) CleanupLookup(id string) {
 	if l.reported {
 		return
 	}
-	l.abandoned = true
+	s.abandonLocked(id, l, false)
+}
+
+// abandonLocked gives up a lookup that is forgotten; ended says that its session ends too.
+func (s *ServerCache) abandonLocked(id string, l *lookup, ended bool) {
+	l.abandoned, l.ended = true, ended
 	if l.done {
 		s.giveBackLocked(l)
+		return
 	}
+	s.mu.leaving[id] = l
 }
 
 // giveBackLocked releases the pins of an abandoned lookup.
@@ -237,16 +270,20 @@ func (s *ServerCache) FreeLookupLocks(id string, tokens []uint32, start, end int
 }
 
 // EndSession implements Cache. A lookup that is still known is forgotten, and the
-// session ends after it.
+// session ends after it, as after one that was cleaned up and still runs.
 func (s *ServerCache) EndSession(id string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if l := s.mu.lookups[id]; l != nil {
 		delete(s.mu.lookups, id)
 		if !l.done {
-			l.abandoned, l.ended = true, true
+			s.abandonLocked(id, l, true)
 			return
 		}
+	}
+	if l := s.mu.leaving[id]; l != nil {
+		l.ended = true
+		return
 	}
 	s.endLocked(id)
 }

@@ -182,6 +182,44 @@ func TestScheduler(t *testing.T) {
 	}
 }
 
+// A request that ends while its lookup runs, as an aborted one does, ends its session at the server after the lookup. Another request of the
+// same id, which comes meanwhile, is looked up after that.
+func TestRequestEndsDuringItsLookup(t *testing.T) {
+	s, sch := newScheduler(t, nil)
+	track, err := connector.NewScheduler(sch, connector.SchedulerOptions{BlockTokens: 8, ChunkTokens: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.set(true, false)
+	r := &connector.Request{ID: "a", Tokens: make([]uint32, 30)}
+	match := func() (m connector.Matched) {
+		m, err := track.Match(r, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return m
+	}
+	match()
+	testkit.Eventually(t, "lookup", func() bool { return len(s.seenNow()) == 1 })
+	if _, err := track.Finish(r); err != nil {
+		t.Fatal(err)
+	}
+	r = &connector.Request{ID: "a", Tokens: make([]uint32, 30)}
+	match()
+	flush(t, sch)
+	lookup := `lookup a 0-24 4 of 1 salt ""`
+	if got := s.seenNow(); !slices.Equal(got, []string{lookup}) {
+		t.Errorf("%q while the lookup runs", got)
+	}
+	s.set(false, false)
+	var m connector.Matched
+	testkit.Eventually(t, "the second lookup", func() bool { m = match(); return !m.Pending })
+	if m.Tokens != 24 {
+		t.Errorf("%+v", m)
+	}
+	expect(t, s, lookup, `free_lookup_locks a 0-24 4 of 1 salt ""`, "end_session a", lookup)
+}
+
 func (s *lookupServer) seenNow() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

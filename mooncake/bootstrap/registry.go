@@ -561,6 +561,7 @@ func (r *Registry) sweep() {
 			}
 		}
 		switch {
+		case r.mu.byDP[e.dp] != e: // it went with its last worker, and all its charges
 		case len(e.missing) == 0 || e.settled.IsZero():
 		case now.Before(e.settled):
 			r.scheduleLocked(e.settled)

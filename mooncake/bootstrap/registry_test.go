@@ -477,3 +477,25 @@ func TestLog(t *testing.T) {
 		}
 	}
 }
+
+// An engine whose last lease ends at the moment when ranks of its predecessor are given up takes its charges with it once.
+func TestLastLeaseEndsWhenAnEngineSettles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, err := Open(Options{Settle: 10 * time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		r.prober.dial = func(context.Context, string) error { return syscall.ECONNREFUSED }
+		for tp := range 2 {
+			mustRegisterDirect(t, r, Registration{EngineID: "old", TPRank: tp, Addr: fmt.Sprint("tcp://127.0.0.1:", 10+tp)}, local)
+		}
+		mustRegisterDirect(t, r, Registration{EngineID: "other", DPRank: 1, Addr: "tcp://127.0.0.1:12"}, local)
+		mustRegisterDirect(t, r, Registration{EngineID: "new", Addr: "tcp://127.0.0.1:13", Lease: 10 * time.Second}, local)
+		checkBooks(t, r)
+		time.Sleep(11 * time.Second)
+		synctest.Wait()
+		checkBooks(t, r)
+		wantQuery(t, r, `{"1":{"engine_id":"other","worker_addr":{"0":{"0":"tcp://127.0.0.1:12"}}}}`)
+	})
+}

@@ -5,6 +5,7 @@ package relay_test
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"net"
 	"strconv"
 	"sync/atomic"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -178,5 +180,66 @@ func TestAskedAgainWhileThePushEnds(t *testing.T) {
 		if !bytes.Equal(got, bytes.Repeat([]byte{0xBB}, payload)) {
 			t.Fatalf("layer %d: other bytes", i)
 		}
+	}
+}
+
+// A D that gives up tells P to free its blocks. The relay passes that on also while the load of the transfer is still ending, and once.
+func TestReleaseDuringALoadThatEnds(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
+	stuck := make(chan struct{})
+	var released atomic.Int32
+	addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
+		for id, want := range pull.Wanted {
+			if len(want.Blocks) == 0 || len(want.Blocks[0]) == 0 {
+				released.Add(1)
+				reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{id}})
+				return
+			}
+		}
+		go func() {
+			stuckWrite(t, pull, entries(pull, "x", 0xAA))
+			close(stuck)
+		}()
+	})
+	w.show(map[string]string{"fake": addr})
+	host, port, _ := net.SplitHostPort(w.target.Name())
+	n, _ := strconv.Atoi(port)
+	pull := &wire.Pull{
+		Host: host, Port: n, TPSize: 1, Regions: memory(2 * payload).Regions,
+		Wanted: map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}, {2}}}},
+	}
+	gone := w.channel()
+	gone.send(pull)
+	<-stuck
+	gone.dealer.Close()
+	pull.Wanted = map[string]wire.Wanted{"d#release": {TransferID: "x"}}
+	again := w.channel()
+	again.send(pull)
+	if y := again.next(30 * time.Second); y == nil || len(y.OK) != 1 {
+		t.Fatalf("%+v", y)
+	}
+	if n := released.Load(); n != 1 {
+		t.Fatalf("P was told %d times to free its blocks", n)
+	}
+}
+
+// A P that does not answer in time is told that the relay waits no longer: the D behind it hears of a failure of P's, and tells P nothing.
+func TestReleaseAfterATimeout(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: 300 * time.Millisecond})
+	released := make(chan struct{}, 8)
+	addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
+		if want := pull.Wanted["x"]; len(want.Blocks) == 0 || len(want.Blocks[0]) == 0 {
+			released <- struct{}{}
+			reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{"x"}})
+		}
+	})
+	w.show(map[string]string{"fake": addr})
+	if err := w.pull("x", []int{1}, []int{2}); !errors.Is(err, mooncake.ErrPeer) {
+		t.Fatal(err)
+	}
+	select {
+	case <-released:
+	case <-time.After(30 * time.Second):
+		t.Fatal("P keeps the blocks")
 	}
 }

@@ -111,6 +111,16 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	return text, nil
 }
 
+// lastDirectory returns the directory as it was when P's registry answered last, and failed where that had no engine.
+func (r *Relay) lastDirectory(failed error) ([]byte, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.mu.text) <= len("{}") {
+		return nil, failed
+	}
+	return r.mu.text, nil
+}
+
 // updateDirectory applies what P's registry lists and returns the directory for D. The
 // caller holds the refresh token.
 func (r *Relay) updateDirectory(d bootstrap.Directory) ([]byte, error) {

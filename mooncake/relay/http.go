@@ -10,7 +10,8 @@ import (
 
 // ServeHTTP answers D as a bootstrap server: GET /query lists the relay's own
 // engines, one for each of P's. GET /kept?engine=relay-ID&transfer=T says whether T
-// is in memory, or about to be. GET /healthz says whether P's server answers. It refuses
+// is in memory, or about to be. GET /healthz says whether P's server answers; with
+// KeepAcrossRestarts /query has what it said last while it does not. It refuses
 // web pages and host names that are not the relay's.
 func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
 
@@ -35,6 +36,9 @@ func (r *Relay) serveHTTP(w http.ResponseWriter, req *http.Request) {
 		answer(http.StatusOK, fmt.Appendf(nil, `{"kept":%t}`, r.keeps(q.Get("engine"), q.Get("transfer"))))
 	default:
 		text, err := r.directory(req.Context())
+		if err != nil && req.URL.Path == "/query" && r.o.KeepAcrossRestarts {
+			text, err = r.lastDirectory(err)
+		}
 		switch {
 		case err != nil:
 			detail(http.StatusServiceUnavailable, err.Error())

@@ -169,8 +169,32 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 			r.release(prefix)
 		}
 		r.loadEnded(k, err)
+		e.releaseUnasked(pull, id.base, err)
 	})
 	return k, fromP, nil
+}
+
+// maxReleases bounds the releases at P that no D asked for, at a time. Beyond, P's own timeout frees its blocks.
+const maxReleases = 64
+
+// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay gave it up: D hears that P
+// failed, and tells P nothing.
+func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
+	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
+		return
+	}
+	r := e.r
+	select {
+	case r.releases <- struct{}{}:
+		defer func() { <-r.releases }()
+	default:
+		return
+	}
+	ctx, cancel := context.WithTimeout(r.ctx, r.o.Timeout)
+	defer cancel()
+	if err := e.releaseAtP(ctx, pull, transferID{base: transfer}); err != nil {
+		r.log.Debug("relay: release at P", "transfer", transfer, "err", err)
+	}
 }
 
 // loadEnded records the end of a load.
@@ -319,6 +343,7 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *t
 		Timeout:  r.o.Timeout,
 		Sockets:  r.sockets,
 		Progress: arrived,
+		KeepAtP:  true, // the D that loses its connection may come back; releaseAtP tells P
 		Metrics:  r.o.Metrics,
 		Log:      r.log,
 		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
@@ -347,17 +372,30 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *t
 }
 
 // releaseAtP forwards a pull without blocks, so that P frees its own. The relay's kept
-// KV stays. P does not know T#2, so a release of that goes nowhere.
+// KV stays. P does not know T#2, so a release of that goes nowhere. A load of the transfer
+// ends first: if P has pushed it, P has freed the blocks; if not, P still waits for a D.
 func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID) error {
 	r := e.r
+	if id.repeat {
+		return nil
+	}
 	r.mu.Lock()
 	k := r.mu.saved[e.keyLocked(pull, id.base)]
+	r.mu.Unlock()
+	if k != nil {
+		select {
+		case <-k.done:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		if k.err == nil {
+			return nil
+		}
+	}
+	r.mu.Lock()
 	now, life, gone := e.now, e.life, !e.gone.IsZero()
 	r.mu.Unlock()
-	switch {
-	case id.repeat || k != nil: // P has pushed it, or is about to
-		return nil
-	case gone:
+	if gone {
 		return errGone
 	}
 	c := &mooncake.Cache{

@@ -103,6 +103,8 @@ type Relay struct {
 	last    transferlog.Log
 	refresh chan struct{} // one token; its holder queries Upstream
 
+	releases chan struct{} // one token for each release that no D asked for
+
 	mu struct {
 		sync.Mutex
 		closed    bool
@@ -157,7 +159,7 @@ func Open(o Options) (*Relay, error) {
 	o.RefreshEvery = cmp.Or(o.RefreshEvery, time.Second)
 	o.MaxPulls = cmp.Or(o.MaxPulls, 1024)
 	r := &Relay{
-		o: o, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), refresh: make(chan struct{}, 1),
+		o: o, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), refresh: make(chan struct{}, 1), releases: make(chan struct{}, maxReleases),
 		gate: mooncake.NewGate(o.MaxPulls), conns: mooncake.NewConns(4 * o.MaxPulls),
 	}
 	r.web = httpserver.Guard{AllowHosts: append([]string{o.Host}, o.AllowHosts...)}.Handler(http.HandlerFunc(r.serveHTTP))

@@ -289,6 +289,32 @@ func TestRelayPRestarts(t *testing.T) {
 	w.check(1, []int{9}, []int{2})
 }
 
+// KV that is kept across restarts is reachable without P and its registry, also for a D that has not asked before.
+func TestKeptWithoutP(t *testing.T) {
+	w := newWorld(t, relay.Options{KeepAcrossRestarts: true})
+	w.sender.Offer("p", "x", [][]int{{1}, {2}})
+	if err := w.pull("x", []int{1}, []int{2}); err != nil {
+		t.Fatal(err)
+	}
+	w.sender.Close()
+	w.upstream.Close()
+	time.Sleep(2 * time.Millisecond) // RefreshEvery
+	w.receiver = w.newD(w.d, w.target)
+	if err := w.pull("x#2", []int{8}, []int{9}); err != nil {
+		t.Fatal(err)
+	}
+	w.check(0, []int{8}, []int{1})
+	w.check(1, []int{9}, []int{2})
+	res, err := http.Get(w.web.URL + "/healthz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	if res.StatusCode != http.StatusServiceUnavailable {
+		t.Fatal(res.Status)
+	}
+}
+
 func TestRelayFailures(t *testing.T) {
 	w := newWorld(t, relay.Options{Timeout: 2 * time.Second, MemoryBytes: 64 << 10})
 	if err := w.pull("never", []int{1}, []int{2}); !errors.Is(err, mooncake.ErrPeer) {
