@@ -278,7 +278,6 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
 	}}
-	s.n.askedTokens.Add(uint64((asked - r.From) * tokens))
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
 		ended.LookupResult, ended.Searched = got, true
 		s.lookupEnded(&ended)
@@ -392,6 +391,7 @@ func (s *Server) lookupEnded(o *lookup.Outcome) {
 	if !o.Searched {
 		return
 	}
+	s.n.askedTokens.Add(uint64(o.AskedTokens())) // before the hit, and with it: see askedAndHit
 	s.n.hitTokens.Add(uint64(o.HitTokens()))
 	if o.Hit > o.From {
 		s.n.hits.Add(1)

@@ -259,3 +259,25 @@ func TestShutdownAnswersWhoWaits(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What a lookup asked for counts when it has its answer, together with what hit: a hit rate of any moment is at most 1, and a lookup whose
+// result nobody asks for is no miss.
+func TestAskedTokensCountWithTheirHit(t *testing.T) {
+	n, run := restartedNode(t, 2, store.Options{LoadTimeout: time.Hour}, server.Options{})
+	a := socketClient{t, newClient(t, n.url)}
+	a.lookup(0)
+	a.lookup(1)
+	if _, asked, hit := n.LookedUp(); asked != 0 || hit != 0 {
+		t.Errorf("two lookups are pending: %d tokens asked for, %d hit", asked, hit)
+	}
+	defer run()()
+	if got := a.wait(0, 60); got != 4 {
+		t.Fatalf("a hit of %d", got)
+	}
+	if _, asked, hit := n.LookedUp(); asked != 64 || hit != 64 {
+		t.Errorf("%d tokens asked for, %d hit", asked, hit)
+	}
+	if st := n.Status(); st.Lookup.AskedTokens != 64 || st.Lookup.HitTokens != 64 || st.Recent.AskedTokens != 64 || st.Recent.HitTokens != 64 {
+		t.Errorf("%+v, %+v", st.Lookup, st.Recent)
+	}
+}

@@ -185,9 +185,18 @@ func (s *Server) CurveStats() CurveStats {
 	return out
 }
 
-// LookedUp returns the number of lookups since the start, the tokens that they asked for, and those that hit.
+// LookedUp returns the number of lookups since the start, and of those that have their answer the tokens that they asked for and
+// the tokens that hit.
 func (s *Server) LookedUp() (lookups, askedTokens, hitTokens uint64) {
-	return s.n.requests[lmcache.OpLookup].Load(), s.n.askedTokens.Load(), s.n.hitTokens.Load()
+	askedTokens, hitTokens = s.askedAndHit()
+	return s.n.requests[lmcache.OpLookup].Load(), askedTokens, hitTokens
+}
+
+// askedAndHit returns the tokens that lookups with an answer asked for, and those of them that hit: never more than were asked for. The
+// hits are read first, since a lookup counts what it asked for first.
+func (s *Server) askedAndHit() (asked, hit uint64) {
+	hit = s.n.hitTokens.Load()
+	return s.n.askedTokens.Load(), hit
 }
 
 // ByModel are the figures by model, salt and worker.

@@ -115,6 +115,7 @@ type WorkerStatus struct {
 func (s *Server) Status() Status {
 	st := s.store.Stats()
 	why := s.Unhealthy()
+	asked, hit := s.askedAndHit()
 	out := Status{
 		Healthy: len(why) == 0, Unhealthy: why, Version: s.opts.Version, PID: os.Getpid(),
 		Started: s.started.UTC().Format(time.RFC3339), Uptime: time.Since(s.started).Round(time.Millisecond).Seconds(),
@@ -127,7 +128,7 @@ func (s *Server) Status() Status {
 		},
 		Below: s.below(&st),
 		Lookup: LookupStatus{
-			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{}, LostTokens: map[string]uint64{},
+			Lookups: st.Lookups, AskedTokens: asked, HitTokens: hit, MissReasons: map[string]uint64{}, LostTokens: map[string]uint64{},
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 		},
 		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
@@ -165,7 +166,7 @@ func (s *Server) lately() RecentStatus {
 	from, now := s.recent.since(s.started), s.count()
 	return RecentStatus{
 		Seconds: time.Since(from.at).Round(time.Millisecond).Seconds(),
-		Lookups: now.lookups - from.n.lookups, AskedTokens: now.asked - from.n.asked, HitTokens: now.hit - from.n.hit,
+		Lookups: now.lookups - from.n.lookups, AskedTokens: now.asked - from.n.asked, HitTokens: min(now.hit-from.n.hit, now.asked-from.n.asked),
 		StoredBytes: now.stored - from.n.stored, RetrievedBytes: now.loaded - from.n.loaded,
 		EvictedChunks: now.evicted - from.n.evicted, EvictedBytes: now.evictedBytes - from.n.evictedBytes,
 	}

@@ -6,8 +6,6 @@ import (
 	"math"
 	"sync"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
 // summary is the state of the counters at the last summary line.
@@ -15,8 +13,9 @@ type summary struct{ lookups, asked, hit, stored, loaded, evicted, evictedBytes 
 
 func (s *Server) count() summary {
 	st := s.store.Stats()
+	lookups, asked, hit := s.LookedUp()
 	return summary{
-		lookups: s.n.requests[lmcache.OpLookup].Load(), asked: s.n.askedTokens.Load(), hit: s.n.hitTokens.Load(),
+		lookups: lookups, asked: asked, hit: hit,
 		stored: st.StoredBytes, loaded: st.LoadedBytes, evicted: st.EvictedChunks, evictedBytes: st.EvictedBytes,
 	}
 }
@@ -29,7 +28,8 @@ func (s *Server) summarize(last summary) summary {
 		return now
 	}
 	st := s.store.Stats()
-	asked, hit := now.asked-last.asked, now.hit-last.hit
+	asked := now.asked - last.asked
+	hit := min(now.hit-last.hit, asked) // a lookup may have counted between the two
 	s.log.Info("last 10 s", "lookups", now.lookups-last.lookups, "asked_tokens", asked, "hit_tokens", hit, "hit_percent", percent(hit, asked),
 		"stored_bytes", now.stored-last.stored, "retrieved_bytes", now.loaded-last.loaded, "evicted_chunks", now.evicted-last.evicted,
 		"pool_percent", percent(uint64(st.Bytes-st.FreeBytes), uint64(st.Bytes)))

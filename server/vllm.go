@@ -22,7 +22,6 @@ func (s *Server) newOffload() *offload.Server {
 			}
 		},
 		Ended: func(o *lookup.Outcome) {
-			s.n.askedTokens.Add(uint64(o.AskedTokens()))
 			if len(o.Salt) > 0 {
 				s.n.salted.Add(1)
 			}

@@ -109,7 +109,7 @@ func (c *curves) lookup(q *query, hashes []kv.Hash, out *LookupResult) {
 	c.noteLocked(namedPrompt{request, out.Asked, len(hashes)})
 	c.Lookup(&hitcurve.Lookup{
 		Asked: out.Asked - out.From, Pool: max(out.Hit-out.From-out.Below, 0), Below: out.Below,
-		Chunks: c.namesLocked(q.shard, hashes), From: out.From, Bytes: bytesOf(q.shard),
+		Chunks: c.namesLocked(q.shard, hashes), From: out.From, Bytes: bytesOf(q.shard), Tokens: out.Tokens,
 	}, time.Since(c.began))
 }
 

@@ -42,7 +42,8 @@ type TraceOptions struct {
 	// Names of the keys; defaults timestamp, input_length, output_length, hash_ids.
 	Timestamp, InputLength, OutputLength, HashIDs string
 
-	maxBlocks int // default maxTraceBlocks
+	maxBlocks   int // default maxTraceBlocks
+	maxRequests int // default maxRequests
 }
 
 func (o *TraceOptions) defaults() error {
@@ -61,10 +62,13 @@ func (o *TraceOptions) defaults() error {
 	if o.maxBlocks == 0 {
 		o.maxBlocks = maxTraceBlocks
 	}
+	if o.maxRequests == 0 {
+		o.maxRequests = maxRequests
+	}
 	if o.Seconds == 0 {
 		o.Seconds = 0.001
 	}
-	if o.BlockTokens < 1 || o.BlockTokens > maxInputTokens || o.Seconds < 0 || o.Max < 0 {
+	if o.BlockTokens < 1 || o.BlockTokens > maxInputTokens || !(o.Seconds > 0) || math.IsInf(o.Seconds, 0) || o.Max < 0 {
 		return fmt.Errorf("%w: blocks of %d tokens, timestamps of %v s", ErrTrace, o.BlockTokens, o.Seconds)
 	}
 	return nil
@@ -81,13 +85,17 @@ func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
 	s.Buffer(nil, maxTraceLine)
 	line, blocks := 1, 0
 	for ; s.Scan(); line++ {
-		if len(s.Bytes()) == 0 {
+		text := bytes.TrimSpace(s.Bytes())
+		if len(text) == 0 {
 			continue
 		}
-		if o.Max > 0 && len(out) == o.Max || len(out) == maxRequests {
+		if o.Max > 0 && len(out) == o.Max {
 			return out, nil
 		}
-		q, err := o.parse(s.Bytes())
+		if len(out) == o.maxRequests {
+			return nil, fmt.Errorf("%w: line %d: the trace has more than %d requests: play fewer requests of it", ErrTrace, line, o.maxRequests)
+		}
+		q, err := o.parse(text)
 		if err != nil {
 			return nil, fmt.Errorf("%w: line %d: %w", ErrTrace, line, err)
 		}

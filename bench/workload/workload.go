@@ -143,6 +143,9 @@ func Arrive(requests []Request, rate, burstiness float64, seed uint64) error {
 			continue
 		}
 		at += gamma(rnd, burstiness) / (burstiness * rate)
+		if !(at < float64(math.MaxInt64)/1e9) {
+			return fmt.Errorf("workload: request %d would arrive after %.3g s", i+1, at)
+		}
 		requests[i].Arrival = time.Duration(at * float64(time.Second))
 	}
 	return nil

@@ -19,6 +19,9 @@ func TestReadTrace(t *testing.T) {
 
 {"timestamp": 3, "input_length": 1024, "hash_ids": [7, 9]}
 `
+	if got, err := workload.ReadTrace(strings.NewReader("\r\n \t\n"+strings.ReplaceAll(good, "\n", " \r\n")+"  "), workload.TraceOptions{}); err != nil || len(got) != 2 {
+		t.Errorf("lines of blanks: %d requests, %v", len(got), err)
+	}
 	got, err := workload.ReadTrace(strings.NewReader(good), workload.TraceOptions{})
 	if err != nil || len(got) != 2 || got[0].Output != 5 || got[1].Arrival != 3*time.Millisecond || got[1].Conversation != 1 {
 		t.Fatalf("%+v, %v", got, err)
@@ -182,7 +185,7 @@ func TestArrive(t *testing.T) {
 	if err := workload.Arrive(r, math.Inf(1), 1, 1); err != nil || r[2].Arrival != 0 {
 		t.Error(r, err)
 	}
-	for _, bad := range [][2]float64{{0, 1}, {-1, 1}, {1, 0}, {math.NaN(), 1}} {
+	for _, bad := range [][2]float64{{0, 1}, {-1, 1}, {1, 0}, {math.NaN(), 1}, {1e-300, 1}} {
 		if workload.Arrive(r, bad[0], bad[1], 1) == nil {
 			t.Errorf("%v is accepted", bad)
 		}

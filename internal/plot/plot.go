@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 )
 
 // Line is the values of one quantity. X and Y have the same length; points that are no numbers are left out.
@@ -37,6 +38,8 @@ const (
 	letter      = 7.0  // width of a letter, about
 	near        = 1.5  // lines this close coincide
 	period      = 36.0 // in which each of the lines that coincide is seen once
+	largest     = 1e18 // value that is drawn
+	exact       = 1e15 // up to which whole numbers are counted
 )
 
 const style = `<style>
@@ -88,7 +91,7 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	xs, most := valuesOf(p.Lines)
 	x, y := xScale(xs), yScale(most)
 	x0 := at + left
-	fmt.Fprintf(b, `<text x="%.0f" y="18" font-weight="bold">%s</text>`+"\n", x0, html.EscapeString(p.Title))
+	fmt.Fprintf(b, `<text x="%.0f" y="18" font-weight="bold">%s</text>`+"\n", x0, text(p.Title))
 	for _, v := range y.ticks {
 		py := top + high*(1-y.at(v))
 		fmt.Fprintf(b, `<path class="grid" d="M%.1f %.1fh%.0f"/><text class="ytick" x="%.1f" y="%.1f" text-anchor="end">%s</text>`+"\n", x0, py, wide, x0-6, py+4, short(v))
@@ -98,7 +101,7 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 		fmt.Fprintf(b, `<path class="axis" d="M%.1f %.1fv4"/><text class="xtick" x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n", px, top+high, px, top+high+18, short(v))
 	}
 	fmt.Fprintf(b, `<path class="axis" d="M%.1f %.1fv%.0fh%.0f"/><text x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n",
-		x0, top, high, wide, x0+wide/2, top+high+38, html.EscapeString(p.XLabel))
+		x0, top, high, wide, x0+wide/2, top+high+38, text(p.XLabel))
 	lines := make([][]point, len(p.Lines))
 	longest := 0
 	for i, l := range p.Lines {
@@ -116,12 +119,23 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 		b.WriteString("</g>\n")
 	}
 	for _, l := range labels(lines) {
-		fmt.Fprintf(b, `<text class="name s%d" x="%.1f" y="%.1f">%s</text>`+"\n", l.line%styles, x0+wide+10, l.y+4, html.EscapeString(p.Lines[l.line].Name))
+		fmt.Fprintf(b, `<text class="name s%d" x="%.1f" y="%.1f">%s</text>`+"\n", l.line%styles, x0+wide+10, l.y+4, text(p.Lines[l.line].Name))
 	}
 	return left + wide + 24 + letter*float64(longest)
 }
 
-func usable(x, y float64) bool { return !math.IsNaN(x+y) && !math.IsInf(x+y, 0) }
+// text is a text for XML: what has no place in it, such as control characters, is replaced.
+func text(s string) string {
+	return html.EscapeString(strings.Map(func(r rune) rune {
+		if r < ' ' && r != '\t' && r != '\n' && r != '\r' || r == 0xfffe || r == 0xffff {
+			return utf8.RuneError
+		}
+		return r
+	}, s))
+}
+
+// usable reports whether a point can be drawn: numbers, and not so large that what is computed of them is none.
+func usable(x, y float64) bool { return math.Abs(x) <= largest && math.Abs(y) <= largest }
 
 // valuesOf returns the different x, in their order, and the largest y.
 func valuesOf(lines []Line) (xs []float64, most float64) {
@@ -148,7 +162,7 @@ func step(span float64) float64 {
 }
 
 func yScale(most float64) (s scale) {
-	if !(most > 0) {
+	if !(most > 1/largest) {
 		most = 1
 	}
 	d := step(most)
@@ -167,9 +181,10 @@ func xScale(xs []float64) (s scale) {
 	}
 	s.low, s.high = xs[0], xs[len(xs)-1]
 	if s.low == s.high {
-		return scale{low: s.low - 1, high: s.high + 1, ticks: xs}
+		around := max(1, math.Abs(s.low)/2)
+		return scale{low: s.low - around, high: s.high + around, ticks: xs}
 	}
-	s.log = s.low > 0 && len(xs) >= 3 && s.high/s.low >= 8
+	s.log = s.low > 1/largest && len(xs) >= 3 && s.high/s.low >= 8
 	switch {
 	case s.log && !slices.ContainsFunc(xs, func(x float64) bool { return !powerOfTwo(x) }):
 		factor := math.Exp2(math.Ceil(math.Log2(s.high/s.low) / 10))
@@ -180,8 +195,13 @@ func xScale(xs []float64) (s scale) {
 		s.ticks = decades(s.low, s.high)
 	default:
 		d := step(s.high - s.low)
-		for i := math.Ceil(s.low/d - 1e-9); i*d <= s.high+d*1e-9; i++ {
-			s.ticks = append(s.ticks, i*d)
+		from, to := math.Ceil(s.low/d-1e-9), math.Floor(s.high/d+1e-9)
+		if to < exact && from > -exact {
+			for i := from; i <= to; i++ {
+				s.ticks = append(s.ticks, i*d)
+			}
+		} else { // the values differ by less than can be said of numbers of that size
+			s.ticks = []float64{s.low, s.high}
 		}
 	}
 	return s

@@ -105,6 +105,12 @@ func TestWrite(t *testing.T) {
 	}
 	f()
 	f(Panel{Title: `a<b>&"`})
+	f(Panel{Title: "a\x00\x1b[31m\ufffe\uffff\xff", XLabel: "b\x01\r\n", Lines: []Line{{Name: "c\x7f\x02]]>", X: []float64{1}, Y: []float64{1}}}})
+	for _, xs := range [][]float64{{1e17, 1e17 + 16}, {-1e17 - 16, -1e17}, {1e16, 1e16 + 2}, {1e17}, {-1e17}, {0, 1, 2, 4, 8}, {5e-324, 1, 2}, {5e-324, 1e-323}, {1e-300, 1, 1e300}, {1e308, 1.7e308}, {math.MaxFloat64, -math.MaxFloat64}, {1, math.Nextafter(1, 2)}} {
+		for _, y := range []float64{0, 5e-324, 1e-30, 1, 1e18, 1e308, math.MaxFloat64, -1e308} {
+			f(Panel{Title: "extreme", Lines: []Line{{Name: "a", X: xs, Y: slices.Repeat([]float64{y}, len(xs))}}})
+		}
+	}
 	f(Panel{Title: "y", Lines: []Line{{Name: "<a>", X: []float64{1}, Y: []float64{1}}, {Name: "empty"}}})
 	f(Panel{Lines: []Line{{Name: "a", X: []float64{math.NaN(), 1, 2, math.Inf(1)}, Y: []float64{1, math.NaN(), 3, 4}}}},
 		Panel{Lines: []Line{{Name: "b", X: []float64{1, 2, 4, 8}, Y: []float64{0, 0, 0}}}})

@@ -117,8 +117,9 @@ func (h *History) add(now totals, used float64, times histogram.Counts) {
 		buckets[i] = now.times[i] - min(was.times[i], now.times[i])
 	}
 	grown := func(now, was uint64) uint64 { return now - min(now, was) }
+	asked := grown(now.asked, was.asked)
 	h.ring[h.n%historyPoints] = point{
-		at: now.at, took: now.at - was.at, lookups: grown(now.lookups, was.lookups), asked: grown(now.asked, was.asked), hit: grown(now.hit, was.hit),
+		at: now.at, took: now.at - was.at, lookups: grown(now.lookups, was.lookups), asked: asked, hit: min(grown(now.hit, was.hit), asked),
 		stored: grown(now.stored, was.stored), retrieved: grown(now.retrieved, was.retrieved), below: grown(now.below, was.below), evicted: grown(now.evicted, was.evicted),
 		used: used, p50: quantile(buckets[:], times.Bounds, 0.5), p99: quantile(buckets[:], times.Bounds, 0.99),
 	}

@@ -90,3 +90,17 @@ func TestHistoryComesFirst(t *testing.T) {
 		}
 	}
 }
+
+// A point whose lookups asked in the point before, or counted between two looks, has no more hits than it has tokens asked for.
+func TestHistoryHasNoHitRateAbove1(t *testing.T) {
+	s := newServer(t)
+	h := admin.NewHistory(s)
+	h.FillHistory(15, func(i int) uint64 { return []uint64{5000, 1000, 0}[i] }, func(i int) uint64 { return []uint64{0, 4000, 1000}[i] })
+	var e admin.Live
+	if _, body := ask(admin.Handler(s, admin.Options{History: h}), "GET", "http://localhost/now?history=1", ""); json.Unmarshal([]byte(body), &e) != nil || len(e.History.HitRate) != 3 {
+		t.Fatalf("%+v", e.History)
+	}
+	if p := e.History; p.HitRate[0] != 0 || p.HitRate[1] != 1 || p.Hit[1] != 200 || !math.IsNaN(p.HitRate[2]) || p.Hit[2] != 0 {
+		t.Errorf("%+v", p)
+	}
+}

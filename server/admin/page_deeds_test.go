@@ -163,6 +163,56 @@ func TestPageDeeds(t *testing.T) {
 	b.faultless(n.url)
 }
 
+// A quota that a change of something else leaves alone stays as it is to the byte, and Undo gives a tenant back what it had, also one that is
+// not among those that the page shows.
+func TestPageKeepsTheTermsOfATenant(t *testing.T) {
+	b := startBrowser(t)
+	n := newPageNode(t, false, nil)
+	put := func(salt, body string) {
+		t.Helper()
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPut, strings.TrimSuffix(n.url, "/")+"/tenants/"+salt, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Content-Type", "application/json")
+		got, err := http.DefaultClient.Do(r)
+		if err != nil || got.StatusCode != http.StatusOK {
+			t.Fatal(got, err)
+		}
+		_ = got.Body.Close()
+	}
+	for i := range 70 {
+		put(fmt.Sprintf("m-%02d", i), `{"quota_bytes": 1001}`)
+	}
+	put("a", `{"quota_bytes": 100001, "pin_limit_bytes": 50001}`)
+	put("z", `{"quota_bytes": 3333, "ttl_seconds": 100}`)
+	of := func(salt string) (quota, pins int64, ttl time.Duration) {
+		for _, u := range n.Store().Tenants() {
+			if u.Salt == salt {
+				return u.QuotaBytes, u.PinLimit, u.TTL
+			}
+		}
+		return -2, 0, 0
+	}
+	b.open(n.url, 1280, 900)
+	b.until(ready)
+	doDeed(b, "button[data-key='tenant a']", map[string]string{"ttl": "500"}, "")
+	if quota, pins, ttl := of("a"); quota != 100001 || pins != 50001 || ttl != 500*time.Second {
+		t.Errorf("a change of the TTL alone makes a quota of %d bytes, of pins %d, TTL %v", quota, pins, ttl)
+	}
+	closeDeed(b)
+	what, _ := doDeed(b, "#change [data-deed=quota]", map[string]string{"tenant": "z", "quota": "8 KiB"}, "")
+	if quota, _, _ := of("z"); quota != 8<<10 || strings.Contains(what, "nothing of its own") {
+		t.Errorf("%d bytes; %s", quota, what)
+	}
+	undoDeed(b)
+	if quota, _, ttl := of("z"); quota != 3333 || ttl != 100*time.Second {
+		t.Errorf("after Undo the quota is %d, the TTL %v", quota, ttl)
+	}
+	closeDeed(b)
+	b.faultless(n.url)
+}
+
 // A deed is done with the keyboard alone, its window can be read in both themes at 360 pixels, too, and Escape leaves things as they are.
 func TestPageDeedWithTheKeyboard(t *testing.T) {
 	b := startBrowser(t)

@@ -3,6 +3,7 @@
 package usage
 
 import (
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -83,9 +84,10 @@ func (t *tags) sweep(now time.Time) bool {
 		delete(t.of, k)
 		t.names.Add(k[0], fair.Amount{Count: -1})
 		t.owners.Add(c.owner, fair.Amount{Count: -1})
+		hit := c.hit.Load()
 		t.other.lookups.Add(c.lookups.Load())
 		t.other.asked.Add(c.asked.Load())
-		t.other.hit.Add(c.hit.Load())
+		t.other.hit.Add(hit)
 	}
 	return true
 }
@@ -112,7 +114,9 @@ func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 		text.Write(tag.Name)
 		text.WriteByte('=')
 		text.Write(tag.Value)
-		out.of = append(out.of, t.mu.tags.take(tag, owner, now))
+		if c := t.mu.tags.take(tag, owner, now); !slices.Contains(out.of, c) { // a tag may come twice, and several may be Other
+			out.of = append(out.of, c)
+		}
 	}
 	out.text = text.String()
 	return out

@@ -142,3 +142,16 @@ func TestIdleTagsMakeRoom(t *testing.T) {
 		}
 	})
 }
+
+// A tag that a request has twice, and tags that have no series of their own, count its lookup once.
+func TestTagsOfOneRequestCountOnce(t *testing.T) {
+	n := usage.New()
+	n.Tagged("uid 1", []lmcache.Tag{tag("team", "a"), tag("team", "a"), tag("x", "\xff"), tag("y", "\xff")}).Count(found(16, store.LookupResult{Asked: 4, Hit: 3}))
+	st := n.Stats()
+	if got := counted(st.TagLookups); got["team=a"] != 1 || got["_other=_other"] != 1 {
+		t.Errorf("%v", got)
+	}
+	if got := counted(st.TagAsked); got["team=a"] != 64 || got["_other=_other"] != 64 {
+		t.Errorf("%v", got)
+	}
+}

@@ -229,15 +229,16 @@ func (t *Tally) Stats() Stats {
 	for model, of := range t.mu.of {
 		for salt, c := range of {
 			p := pair{model, salt}
-			out.Lookups[p], out.Asked[p], out.Hit[p] = c.lookups.Load(), c.asked.Load(), c.hit.Load()
-			out.HitL1[p], out.HitL2[p], out.KeysL1[p], out.KeysL2[p] = c.hitL1.Load(), c.hitL2.Load(), c.objectsL1.Load(), c.objectsL2.Load()
+			// In the opposite order of Lookup: no part is more than its whole.
+			out.KeysL2[p], out.KeysL1[p], out.HitL2[p], out.HitL1[p] = c.objectsL2.Load(), c.objectsL1.Load(), c.hitL2.Load(), c.hitL1.Load()
+			out.Hit[p], out.Asked[p], out.Lookups[p] = c.hit.Load(), c.asked.Load(), c.lookups.Load()
 			for i, reason := range earlyReasons {
 				out.EarlyExits[[3]string{model, salt, reason}] = c.early[i].Load()
 			}
 		}
 	}
 	for k, c := range t.mu.tags.of {
-		out.TagLookups[k], out.TagAsked[k], out.TagHit[k] = c.lookups.Load(), c.asked.Load(), c.hit.Load()
+		out.TagHit[k], out.TagAsked[k], out.TagLookups[k] = c.hit.Load(), c.asked.Load(), c.lookups.Load()
 	}
 	for of, r := range t.mu.rates {
 		k := [3]string{of.model, strconv.FormatInt(of.worker, 10), "cpu"}

@@ -5,10 +5,12 @@ package usage_test
 import (
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/usage"
 	"github.com/kvasir-kv/kvasir/store"
@@ -117,5 +119,36 @@ func TestCopied(t *testing.T) {
 	}
 	if len(st.LoadRates) != usage.MaxPairs || all != 2*usage.MaxPairs+2 || other.Total() != 2*usage.MaxPairs+2-1-(usage.MaxPairs-2) {
 		t.Errorf("%d places, %d in all, %d of others", len(st.LoadRates), all, other.Total())
+	}
+}
+
+// Whenever the figures are read, no part is more than its whole: hits are at most what was asked for, and hits of pool and tiers at most all
+// hits.
+func TestPartsAreNeverMoreThanTheWhole(t *testing.T) {
+	c := usage.New()
+	tags := c.Tagged("uid 1", []lmcache.Tag{{Name: []byte("team"), Value: []byte("a")}})
+	o := found(16, store.LookupResult{Asked: 4, Hit: 4, Below: 2, Objects: 4, BelowObjects: 2, Note: tags})
+	o.Model, o.Registered = []byte("m"), true
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			for range 20_000 {
+				c.Lookup(o)
+			}
+		})
+	}
+	ended := make(chan struct{})
+	go func() { wg.Wait(); close(ended) }()
+	p, team := [2]string{"m", ""}, [2]string{"team", "a"}
+	for {
+		st := c.Stats()
+		if st.Hit[p] > st.Asked[p] || st.HitL1[p]+st.HitL2[p] > st.Hit[p] || st.Asked[p] > 64*st.Lookups[p] || st.TagHit[team] > st.TagAsked[team] || st.TagAsked[team] > 64*st.TagLookups[team] {
+			t.Fatalf("%d of %d tokens hit in %d lookups, %d in the pool, %d from tiers; by tag %d of %d in %d", st.Hit[p], st.Asked[p], st.Lookups[p], st.HitL1[p], st.HitL2[p], st.TagHit[team], st.TagAsked[team], st.TagLookups[team])
+		}
+		select {
+		case <-ended:
+			return
+		default:
+		}
 	}
 }

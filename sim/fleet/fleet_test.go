@@ -244,3 +244,21 @@ func TestProductionTrace(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 }
+
+// Networks on which nothing ever comes: what is waited for is computed, times do not run backwards, and shares are shares.
+func TestNetworksOnWhichNothingComes(t *testing.T) {
+	for _, gbps := range []float64{1e-300, 1e-9, 1e-3} {
+		o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 3}, Pool: 40, NodeGBps: gbps, Requests: chats(60, 1)}
+		o.Store = fleet.Store{ReadGBps: gbps, WriteGBps: gbps, Latency: time.Millisecond}
+		for _, p := range run(t, o) {
+			for what, v := range map[string]float64{"hit": p.Hit, "alone": p.Alone, "ceiling": p.Ceiling, "reads": p.ReadBusy, "writes": p.WriteBusy, "engines": p.EngineBusy} {
+				if !(v >= 0 && v <= 1) {
+					t.Errorf("%v GB/s: %s %v in %+v", gbps, what, v, p)
+				}
+			}
+			if !(p.Seconds > 0) || !(p.MeanTTFT > 0) || !(p.P99TTFT > 0) || p.ReadGBps < 0 || p.WriteGBps < 0 || p.Hit > p.Ceiling {
+				t.Errorf("%v GB/s: %+v", gbps, p)
+			}
+		}
+	}
+}

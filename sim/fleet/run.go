@@ -44,6 +44,9 @@ type run struct {
 	ttft []time.Duration
 }
 
+// never is a time at which nothing comes any more, 36 years: sums of such times are still times.
+const never = 1 << 60
+
 // link is a network that gives one block after the other.
 type link struct {
 	gbps float64
@@ -62,9 +65,9 @@ func (l *link) pass(begin time.Duration, bytes float64) time.Duration {
 	if l.gbps == 0 {
 		return begin
 	}
-	takes := time.Duration(bytes / l.gbps) // bytes ÷ (GB/s) are nanoseconds
-	l.busy += takes
-	l.free = max(l.free, begin) + takes
+	takes := time.Duration(min(bytes/l.gbps, never)) // bytes ÷ (GB/s) are nanoseconds
+	l.busy = min(l.busy+takes, never)
+	l.free = min(max(l.free, begin)+takes, never)
 	return l.free
 }
 

@@ -91,7 +91,7 @@ func (o *Options) Validate() error {
 		f(r >= 0 && r <= 1e6, "%v requests per second; 0 to 1,000,000", r)
 	}
 	for _, g := range o.Link {
-		f(g > 0 && g <= 1e6, "a network of %v GB/s", g)
+		f(g >= 0.001 && g <= 1e6, "a network of %v GB/s; 0.001 to 1,000,000", g)
 	}
 	for _, n := range o.Budget {
 		f(n >= 1 && n <= 1<<24, "a step of %d tokens", n)
@@ -158,7 +158,7 @@ func (o *Options) measure(ctx context.Context, p *Point) error {
 	if p.Rate > 0 {
 		list = slices.Clone(list)
 		if err := workload.Arrive(list, p.Rate, 1, o.Seed); err != nil {
-			return err
+			return fmt.Errorf("%w: %v requests per second: %w", ErrOptions, p.Rate, err)
 		}
 	}
 	v := cluster.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode}

@@ -110,6 +110,8 @@ func TestRefused(t *testing.T) {
 	f("a profile", func(o *sweep.Options) { o.Profile = nil })
 	f("requests are needed", func(o *sweep.Options) { o.Requests = nil })
 	f("-1 requests", func(o *sweep.Options) { o.Rate = []float64{-1} })
+	f("would arrive after", func(o *sweep.Options) { o.Rate = []float64{1e-300} })
+	f("1e-300 GB/s", func(o *sweep.Options) { o.Link = []float64{1e-300} })
 	f("0 GB/s", func(o *sweep.Options) { o.Link = []float64{0} })
 	f("step of 0", func(o *sweep.Options) { o.Budget = []int{0} })
 	f("at most", func(o *sweep.Options) { o.Rate, o.Cache = make([]float64, 1000), make([]int, 1000) })

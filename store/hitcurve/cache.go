@@ -121,6 +121,9 @@ func (c *cache) drop(at uint32) {
 
 // makeRoom evicts until bytes fit. It reports false where all else is part of the prompt.
 func (c *cache) makeRoom(bytes int64, prompt uint32) bool {
+	if bytes > c.capacity {
+		return false // chunks of another model: nothing gives way to them
+	}
 	for c.used+bytes > c.capacity {
 		at, ok, more := c.policy.Victim(func(s uint32) bool { return c.slots[s].prompt == prompt })
 		if !ok {

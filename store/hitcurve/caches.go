@@ -149,6 +149,14 @@ func (c *caches) begin(o *Options, rate uint64, bytes int64) {
 	}
 }
 
+// chunks returns how many chunks the caches of lru have; those of the store's policy have no more.
+func (c *caches) chunks() (n int) {
+	for _, cache := range c.lru {
+		n += len(cache.at)
+	}
+	return n
+}
+
 // thin removes chunks that are in no sample of one in rate, half of them, and half of the room.
 func (c *caches) thin(rate uint64) {
 	for _, cache := range append(slices.Clone(c.own), c.lru...) {

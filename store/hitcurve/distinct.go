@@ -31,10 +31,34 @@ func (s *sketch) merge(other *sketch) {
 }
 
 // count estimates how many distinct hashes were added.
-func (s *sketch) count() float64 {
-	const registers, most = 1 << registerBits, 64 - registerBits
-	var of [most + 2]float64 // registers by rank
-	for _, rank := range s {
+func (s *sketch) count() float64 { return countOf(s[:], registerBits) }
+
+// smallBits is the log of the registers of a smallSketch: its standard error is 1.6 %.
+const smallBits = 12
+
+// smallSketch is a sketch of 4 KiB.
+type smallSketch [1 << smallBits]uint8
+
+func (s *smallSketch) add(hash uint64) {
+	rank := uint8(bits.LeadingZeros64(hash<<smallBits|1<<(smallBits-1))) + 1
+	if r := &s[hash>>(64-smallBits)]; *r < rank {
+		*r = rank
+	}
+}
+
+func (s *smallSketch) merge(other *smallSketch) {
+	for i, rank := range other {
+		s[i] = max(s[i], rank)
+	}
+}
+
+func (s *smallSketch) count() float64 { return countOf(s[:], smallBits) }
+
+// countOf is the count of a sketch of 1<<log registers.
+func countOf(ranks []uint8, log int) float64 {
+	registers, most := float64(len(ranks)), 64-log
+	var of [64 + 2]float64 // registers by rank
+	for _, rank := range ranks {
 		of[rank]++
 	}
 	z := registers * tau(1-of[most+1]/registers)

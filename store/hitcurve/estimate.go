@@ -2,10 +2,7 @@
 
 package hitcurve
 
-import (
-	"math"
-	"time"
-)
+import "time"
 
 // Point is the estimate for one size.
 type Point struct {
@@ -28,6 +25,7 @@ type Window struct {
 	Lookups  uint64      `json:"lookups"`
 	Asked    uint64      `json:"asked_chunks"`
 	Bytes    uint64      `json:"asked_bytes"`
+	Tokens   uint64      `json:"asked_tokens"`    // of these chunks; models may have chunks of several sizes
 	Distinct float64     `json:"distinct_chunks"` // estimated
 	Pool     float64     `json:"pool_hit_rate"`   // measured
 	Hit      float64     `json:"hit_rate"`        // measured, with tiers
@@ -62,12 +60,13 @@ func (c *Curves) window(s *stretch) Window {
 		return w
 	}
 	asked := float64(s.asked)
-	w.Lookups, w.Asked, w.Bytes, w.Distinct = s.lookups, s.asked, s.bytes, s.names.count()
+	w.Lookups, w.Asked, w.Bytes, w.Tokens, w.Distinct = s.lookups, s.asked, s.bytes, s.tokens, s.names.count()
 	w.Pool, w.Hit = float64(s.pool)/asked, float64(s.pool+s.below)/asked
-	fresh := min(max(w.Distinct-float64(s.answers), 0), float64(s.named))
-	repeated := float64(s.named) - fresh
+	fresh := min(max(w.Distinct-s.distinctAnswers(), 0), float64(s.named))
+	// What was stored before the window, or by an earlier server, is found the first time that it is asked for.
+	repeated := max(float64(s.named)-fresh, float64(s.pool+s.below))
 	w.Ceiling = max(repeated/asked, w.Hit)
-	hot := min(float64(s.hot), repeated)
+	hot := min(float64(s.hot), float64(s.pool)) // what is hot and was not found was not kept
 	rate := func(missed float64) float64 { return min((hot+(repeated-hot)*(1-missed))/asked, w.Ceiling) }
 	own := s.own[:]
 	if c.opts.Policy == "lru" || c.opts.Policy == "leaf-lru" {
@@ -85,15 +84,27 @@ func (c *Curves) window(s *stretch) Window {
 		if tiers[i] >= 0 {
 			p.Rate = max(rate(missed(s.lru[tiers[i]], s.again)), w.Curve[poolFactor].Rate)
 		}
+		if i == len(c.opts.Tiers)-1 {
+			p.Rate = max(p.Rate, w.Hit) // what pool and all tiers had
+		}
 		w.Tiers = append(w.Tiers, p)
 	}
 	return w
 }
 
-// missed is the part of the repeated chunks of the sample that a cache did not have.
+// distinctAnswers returns how many chunks were stored and not asked for. Those that are stored again, because they were evicted, count
+// once: where there are any, the sketch says so.
+func (s *stretch) distinctAnswers() float64 {
+	if distinct := s.answered.count(); distinct < 0.95*float64(s.answers) {
+		return distinct
+	}
+	return float64(s.answers)
+}
+
+// missed is the part of the repeated chunks of the sample that a cache did not have; all where there are none: they show no gain.
 func missed(hits, again uint64) float64 {
 	if again == 0 {
-		return 0
+		return 1
 	}
 	return 1 - float64(hits)/float64(again)
 }
@@ -101,13 +112,16 @@ func missed(hits, again uint64) float64 {
 // correct returns what makes the curve go through the hits that the pool had of the repeated chunks. It maps the parts that the sample
 // missed: what it missed at the pool's size becomes what the pool missed, nothing stays nothing, all stays all.
 func correct(sample, hits, repeated float64) func(float64) float64 {
-	if repeated <= 0 || sample >= 1 {
+	if repeated <= 0 {
 		return func(m float64) float64 { return m }
 	}
 	measured := min(max(1-hits/repeated, 0), 1)
 	return func(m float64) float64 {
-		if m <= sample {
-			return measured * m / max(sample, math.SmallestNonzeroFloat64)
+		switch {
+		case m == sample:
+			return measured
+		case m < sample:
+			return measured * m / sample
 		}
 		return 1 - (1-m)*(1-measured)/(1-sample)
 	}

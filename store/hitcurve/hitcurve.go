@@ -43,6 +43,9 @@ type Tier struct {
 	Bytes int64 // 0: without end
 }
 
+// maxTierBytes is the size, of the pool and tiers together, from which on a tier counts as one without end.
+const maxTierBytes = 1 << 58
+
 // MaxTiers bounds the tiers of a curve.
 const MaxTiers = 8
 
@@ -104,6 +107,7 @@ type Lookup struct {
 	Chunks []uint64
 	From   int   // chunks that the engine had itself: they are used, not asked for
 	Bytes  int64 // of a chunk, all its objects
+	Tokens int   // of a chunk
 }
 
 // Lookup notes a lookup. now is the time since a fixed moment.
@@ -116,9 +120,10 @@ func (c *Curves) Lookup(l *Lookup, now time.Duration) {
 	n.pool += uint64(l.Pool)
 	n.below += uint64(l.Below)
 	n.bytes += uint64(l.Asked) * uint64(l.Bytes)
+	n.tokens += uint64(l.Asked) * uint64(l.Tokens)
 	from := min(l.From, len(l.Chunks))
-	c.noteLocked(n, l.Chunks, 0, from, false, l.Bytes)
-	c.noteLocked(n, l.Chunks, from, len(l.Chunks), true, l.Bytes)
+	c.noteLocked(n, l.Chunks, 0, from, had, l.Bytes)
+	c.noteLocked(n, l.Chunks, from, len(l.Chunks), asked, l.Bytes)
 }
 
 // Stored notes chunks that a request stores beyond those that its Lookup named: chunks[:from] are the ones that come before
@@ -128,13 +133,22 @@ func (c *Curves) Stored(chunks []uint64, from, prompt int, bytes int64, now time
 	defer c.mu.Unlock()
 	n := c.mu.windows.at(now)
 	prompt = min(max(prompt, from), len(chunks))
-	c.noteLocked(n, chunks, from, prompt, true, bytes)
-	c.noteLocked(n, chunks, prompt, len(chunks), false, bytes)
+	c.noteLocked(n, chunks, from, prompt, asked, bytes)
+	c.noteLocked(n, chunks, prompt, len(chunks), answered, bytes)
 	n.answers += uint64(len(chunks) - prompt)
 }
 
-// noteLocked counts chunks[from:to], of those before them nothing. Those that were not asked for change the caches and count nowhere.
-func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, asked bool, bytes int64) {
+// noted is why chunks are noted.
+type noted uint8
+
+const (
+	asked    noted = iota
+	had            // by the engine: not asked for. They change the caches and count nowhere
+	answered       // stored and not asked for. They are distinct chunks, which stretch.answers takes out again
+)
+
+// noteLocked counts chunks[from:to], of those before them nothing.
+func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted, bytes int64) {
 	if from == to {
 		return
 	}
@@ -149,16 +163,22 @@ func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, asked bool
 	}
 	j := job{played: len(c.mu.queue) - before, last: chunks[to-1], bytes: bytes}
 	for i, id := range chunks[from:to] {
-		names.add(id)
+		switch why {
+		case answered:
+			c.mu.windows.current.answered.add(id)
+			fallthrough
+		case asked:
+			names.add(id)
+		}
 		hot := from+i < hotPositions && c.mu.hot.note(from+i, id)
-		if hot && asked {
+		if hot && why == asked {
 			n.hot++
 		}
 		if id&mask == 0 {
-			c.mu.queue = append(c.mu.queue, sampled{id, asked && !hot})
+			c.mu.queue = append(c.mu.queue, sampled{id, why == asked && !hot})
 		}
 	}
-	if asked {
+	if why == asked {
 		n.named += uint64(to - from)
 	}
 	j.play = len(c.mu.queue) - before - j.played
@@ -215,6 +235,11 @@ func (c *Curves) Run(ctx context.Context) {
 func (c *Curves) thin() {
 	c.playing.Lock()
 	defer c.playing.Unlock()
+	c.thinPlayed()
+}
+
+// thinPlayed is thin for a caller that has playing.
+func (c *Curves) thinPlayed() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mu.rate == 0 || c.mu.rate >= maxRate {
@@ -242,6 +267,10 @@ func (c *Curves) Play() {
 		chain := queue[:j.played+j.play]
 		c.caches.play(&c.opts, &n, chain, &j)
 		queue = queue[len(chain):]
+		if c.caches.chunks() > maxSampled+len(c.caches.lru) { // later models have smaller chunks than the first one
+			c.thinPlayed()
+			break // the others are of the larger sample
+		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -266,7 +295,7 @@ func (o *Options) sizes() (sizes []int64, tiers []int) {
 	}
 	below, endless := o.Bytes, false
 	for _, t := range o.Tiers {
-		if endless = endless || t.Bytes == 0; endless {
+		if endless = endless || t.Bytes == 0 || t.Bytes > maxTierBytes-below; endless {
 			tiers = append(tiers, -1)
 			continue
 		}

@@ -4,11 +4,12 @@ package hitcurve
 
 import "time"
 
-// counts are what lookups of one stretch of time asked for and found. All but lookups and bytes are chunks.
+// counts are what lookups of one stretch of time asked for and found. All but lookups, bytes and tokens are chunks.
 type counts struct {
 	lookups uint64
 	asked   uint64
 	bytes   uint64 // of those asked for
+	tokens  uint64 // of those asked for
 	pool    uint64 // found in the pool
 	below   uint64 // came from tiers
 	named   uint64 // asked for, with a name that is known
@@ -25,6 +26,7 @@ func (c *counts) add(o *counts) {
 	c.lookups += o.lookups
 	c.asked += o.asked
 	c.bytes += o.bytes
+	c.tokens += o.tokens
 	c.pool += o.pool
 	c.below += o.below
 	c.named += o.named
@@ -40,10 +42,11 @@ func (c *counts) add(o *counts) {
 	}
 }
 
-// stretch is a stretch of time: its counts and the names of its chunks.
+// stretch is a stretch of time: its counts, the names of its chunks and those of answers.
 type stretch struct {
 	counts
-	names sketch
+	names    sketch
+	answered smallSketch // of the answers
 }
 
 // Lengths of stretches. A window is the current stretch and the ended ones before it: of 15 minutes up to 20, of an hour
@@ -123,6 +126,7 @@ func union(of ...*stretch) (u *stretch) {
 		}
 		u.add(&s.counts)
 		u.names.merge(&s.names)
+		u.answered.merge(&s.answered)
 	}
 	return u
 }

@@ -98,23 +98,26 @@ type Gone struct {
 // keys that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
 // covers it. Less than 112 bytes for each key, taken as keys come.
 type Memory struct {
-	most int
-	len  int
-	at   map[uint64]uint32 // where in ring
-	ring container.PagedSlice[entry]
-	next int
+	began time.Time // what the times of entries count from: a clock that is set changes no age
+	most  int
+	len   int
+	at    map[uint64]uint32 // where in ring
+	ring  container.PagedSlice[entry]
+	next  int
 }
 
 type entry struct {
 	id   uint64
-	at   int64 // Unix, ns; 0 is not known
+	at   time.Duration // since Memory.began; 0 is not known
 	by   string
 	of   kv.Namespace
 	gone Reason
 }
 
 // NewMemory returns a Memory of that many keys at most.
-func NewMemory(most int) *Memory { return &Memory{most: most, at: make(map[uint64]uint32)} }
+func NewMemory(most int) *Memory {
+	return &Memory{began: time.Now(), most: most, at: make(map[uint64]uint32)}
+}
 
 // ID returns the bits of a key that a Memory remembers.
 func ID(k *kv.Key) uint64 {
@@ -138,9 +141,9 @@ func (m *Memory) Add(k *kv.Key, gone Gone) {
 		}
 	}
 	m.at[id] = i
-	at := int64(0)
+	at := time.Duration(0)
 	if !gone.At.IsZero() {
-		at = gone.At.UnixNano()
+		at = max(gone.At.Sub(m.began), 1)
 	}
 	*m.ring.At(int(i)) = entry{id: id, at: at, by: gone.By, of: gone.For, gone: gone.Why}
 }
@@ -154,7 +157,8 @@ func (m *Memory) Why(k *kv.Key) Gone {
 	e := m.ring.At(int(i))
 	gone := Gone{Why: e.gone, By: e.by, For: e.of}
 	if e.at != 0 {
-		gone.At = time.Unix(0, e.at)
+		now := time.Now()
+		gone.At = now.Add(e.at - now.Sub(m.began)) // on the clock as it is now
 	}
 	return gone
 }

@@ -3,7 +3,9 @@
 package miss_test
 
 import (
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -66,5 +68,20 @@ func TestRepeatedDropsStayAmongTheLast(t *testing.T) {
 				t.Fatalf("%d objects after it went: %v", j+1, got)
 			}
 		}
+	}
+}
+
+// When an object went is known on the monotonic clock, so a wall clock that is set in between changes no age.
+func TestAgesAreMonotonic(t *testing.T) {
+	m := miss.NewMemory(2)
+	known, unknown, now := kv.Key{Group: 1}, kv.Key{Group: 2}, time.Now()
+	m.Add(&known, miss.Gone{Why: miss.Evicted, At: now})
+	m.Add(&unknown, miss.Gone{Why: miss.Evicted})
+	got := m.Why(&known).At
+	if d := got.Sub(now); d < 0 || d > time.Microsecond || !strings.Contains(got.String(), " m=") {
+		t.Errorf("it went at %v, %v after %v", got, d, now)
+	}
+	if got := m.Why(&unknown).At; !got.IsZero() {
+		t.Errorf("a time that is not known is %v", got)
 	}
 }

@@ -21,7 +21,7 @@ function put(id, text) { const e = typeof id === "string" ? $(id) : id; if (e.te
 const is = v => v !== null && v !== undefined && isFinite(v);
 const count = n => Math.round(n).toLocaleString("en");
 const many = (n, what) => count(n) + " " + what + (n === 1 ? "" : "s");
-const share = (part, of) => of > 0 ? (100 * part / of).toFixed(1) + " %" : "–";
+const share = (part, of) => of > 0 ? (100 * Math.min(part, of) / of).toFixed(1) + " %" : "–";
 const percent = v => is(v) ? (100 * v).toFixed(1) + " %" : "–";
 function digits(v) { return v >= 100 ? v.toFixed(0) : v >= 10 ? v.toFixed(1) : v.toFixed(2); }
 function size(n) {
@@ -231,7 +231,7 @@ function slice(now) {
     const mean = n => at.reduce((s, k) => s + past[n][k], 0) / at.length, known = n => at.map(k => past[n][k]).filter(is);
     for (const n of ["lookups", "stored_bytes", "retrieved_bytes", "below_bytes", "evicted_bytes"]) out[n].push(mean(n));
     const asked = mean("asked_tokens");
-    out.hit_rate.push(asked > 0 ? mean("hit_tokens") / asked : null);
+    out.hit_rate.push(asked > 0 ? Math.min(1, mean("hit_tokens") / asked) : null);
     const p50 = known("lookup_p50_s"), p99 = known("lookup_p99_s");
     out.lookup_p50_s.push(p50.length ? p50.reduce((a, b) => a + b) / p50.length : null);
     out.lookup_p99_s.push(p99.length ? Math.max(...p99) : null);
@@ -685,7 +685,12 @@ function promptOf(v) {
   return { model_name: model, world_size: world, token_ids: tokensOf(v.tokens), cache_salt: saltOf(v.tenant) };
 }
 const promptFields = () => [{ id: "model", label: "Model", type: "select", options: models() }, { id: "tenant", label: "Tenant (cache salt), empty for none" }, { id: "tokens", label: "Token ids", type: "textarea", hint: "1, 2, 3" }];
-const chunksOf = v => Math.floor(tokensOf(v.tokens).length / now.status.chunk_size);
+// chunkOf is the least chunk size of the model's workers, tokens.
+function chunkOf(v) {
+  const [model, world] = JSON.parse(v.model), sizes = now.status.workers.filter(w => w.model_name === model && w.world_size === world && w.chunk_tokens > 0).map(w => w.chunk_tokens);
+  return sizes.length ? Math.min(...sizes) : now.status.chunk_size;
+}
+const chunksOf = v => Math.floor(tokensOf(v.tokens).length / chunkOf(v));
 
 const deeds = {
   clear() {
@@ -705,23 +710,27 @@ const deeds = {
   },
   quota(tenant) {
     const find = name => now.tenants.find(u => u.cache_salt === name), u = find(tenant || "") || {}, plain = n => is(n) && n > 0 ? size(n) : "";
-    const body = v => ({ quota_bytes: bytesOf(v.quota, null), ttl_seconds: v.ttl === "" ? null : v.ttl === "ever" ? -1 : Number(v.ttl), pin_limit_bytes: bytesOf(v.pins, null) });
-    openDeed({ title: "Terms of a tenant", verb: "Set", fields: [{ id: "tenant", label: "Tenant (cache salt); _default has none", value: tenant || "" }, { id: "quota", label: "Guaranteed part of the pool, empty for none", value: is(u.quota_bytes) ? size(u.quota_bytes) : "", hint: "20 GiB" }, { id: "ttl", label: "Seconds that an unused chunk is kept, or ever; empty for as all others", value: is(u.ttl_seconds) ? u.ttl_seconds < 0 ? "ever" : u.ttl_seconds : "", hint: "3600" }, { id: "pins", label: "How much of it may be pinned, empty for nothing", value: plain(u.pin_limit_bytes), hint: "1 GiB" }],
+    const shown = { quota: is(u.quota_bytes) ? size(u.quota_bytes) : "", pins: plain(u.pin_limit_bytes) };
+    const exact = (v, field, own) => v.tenant === tenant && v[field] === shown[field] ? own : bytesOf(v[field], null); // what is shown is rounded
+    const body = v => ({ quota_bytes: exact(v, "quota", is(u.quota_bytes) ? u.quota_bytes : null), ttl_seconds: v.ttl === "" ? null : v.ttl === "ever" ? -1 : Number(v.ttl), pin_limit_bytes: exact(v, "pins", u.pin_limit_bytes || null) });
+    openDeed({ title: "Terms of a tenant", verb: "Set", fields: [{ id: "tenant", label: "Tenant (cache salt); _default has none", value: tenant || "" }, { id: "quota", label: "Guaranteed part of the pool, empty for none", value: shown.quota, hint: "20 GiB" }, { id: "ttl", label: "Seconds that an unused chunk is kept, or ever; empty for as all others", value: is(u.ttl_seconds) ? u.ttl_seconds < 0 ? "ever" : u.ttl_seconds : "", hint: "3600" }, { id: "pins", label: "How much of it may be pinned, empty for nothing", value: shown.pins, hint: "1 GiB" }],
       what: v => {
         if (!v.tenant) throw new Error("Which tenant?");
         const b = body(v), was = find(v.tenant);
         if (b.ttl_seconds !== null && !(b.ttl_seconds === -1 || b.ttl_seconds >= 1)) throw new Error(v.ttl + " is neither a number of seconds nor ever.");
-        return "Tenant " + v.tenant + ": " + (is(b.quota_bytes) ? size(b.quota_bytes) + " of the pool's " + size(now.status.l1.total_bytes) + " that no other tenant takes" : "no quota") + "; an unused chunk stays " + (is(b.ttl_seconds) ? b.ttl_seconds < 0 ? "until it is evicted" : span(b.ttl_seconds) : "as long as those of others") + "; " + (is(b.pin_limit_bytes) && b.pin_limit_bytes > 0 ? size(b.pin_limit_bytes) + " may be pinned" : "nothing may be pinned") + ". " + (was ? "It replaces what it has now." : "It has nothing of its own now.");
+        return "Tenant " + v.tenant + ": " + (is(b.quota_bytes) ? size(b.quota_bytes) + " of the pool's " + size(now.status.l1.total_bytes) + " that no other tenant takes" : "no quota") + "; an unused chunk stays " + (is(b.ttl_seconds) ? b.ttl_seconds < 0 ? "until it is evicted" : span(b.ttl_seconds) : "as long as those of others") + "; " + (is(b.pin_limit_bytes) && b.pin_limit_bytes > 0 ? size(b.pin_limit_bytes) + " may be pinned" : "nothing may be pinned") + ". " + (was ? "It replaces what it has now." : now.tenants_in_all > now.tenants.length ? "It replaces what it may have now." : "It has nothing of its own now.");
       },
       go: async v => {
-        const had = find(v.tenant), was = had ? { quota_bytes: had.quota_bytes, ttl_seconds: had.ttl_seconds, pin_limit_bytes: had.pin_limit_bytes || null } : null, path = "tenants/" + encodeURIComponent(v.tenant);
+        const all = await ask("GET", "tenants"); // the page has the first ones alone
+        if (all.text) return done(all, "");
+        const had = all.body.tenants.find(u => u.cache_salt === v.tenant), was = had ? { quota_bytes: had.quota_bytes, ttl_seconds: had.ttl_seconds, pin_limit_bytes: had.pin_limit_bytes || null } : null, path = "tenants/" + encodeURIComponent(v.tenant);
         const r = await ask("PUT", path, body(v));
         return done(r, "Set for " + v.tenant + (r.body && r.body.kept_in ? "; kept over restarts." : "; it ends with this server (--state keeps it)."), async () => { const b = was ? await ask("PUT", path, was) : await ask("DELETE", path); return done(b, "Undone: " + v.tenant + " has what it had."); });
       } });
   },
   pin() {
     openDeed({ title: "Pin a prompt", verb: "Pin", fields: [...promptFields(), { id: "life", label: "Seconds", value: "3600" }],
-      what: v => { promptOf(v); const n = chunksOf(v); if (!n) throw new Error("The prompt is shorter than a chunk of " + now.status.chunk_size + " tokens."); if (!(v.life >= 1)) throw new Error("For how many seconds?"); return "Keeps what the pool has of the prompt's first " + many(n, "chunk") + " for " + span(+v.life) + ": nothing evicts it. It counts against what tenant " + saltName(saltOf(v.tenant)) + " may pin."; },
+      what: v => { promptOf(v); const n = chunksOf(v); if (!n) throw new Error("The prompt is shorter than a chunk of " + chunkOf(v) + " tokens."); if (!(v.life >= 1)) throw new Error("For how many seconds?"); return "Keeps what the pool has of the prompt's first " + many(n, "chunk") + " for " + span(+v.life) + ": nothing evicts it. It counts against what tenant " + saltName(saltOf(v.tenant)) + " may pin."; },
       go: async v => {
         const p = promptOf(v), r = await ask("POST", "cache/pins", { ...p, ttl_seconds: +v.life });
         const undo = async () => { const b = await ask("DELETE", "cache/pins", p); return done(b, b.body ? "Undone: " + many(b.body.affected, "object") + " unpinned." : ""); };
@@ -730,7 +739,7 @@ const deeds = {
   },
   prefetch() {
     openDeed({ title: "Prefetch a prompt", verb: "Prefetch", fields: promptFields(),
-      what: v => { promptOf(v); const n = chunksOf(v); if (!n) throw new Error("The prompt is shorter than a chunk of " + now.status.chunk_size + " tokens."); return "Reads what the tiers have of the prompt's first " + many(n, "chunk") + " into the pool, where it takes the room of chunks that are used less."; },
+      what: v => { promptOf(v); const n = chunksOf(v); if (!n) throw new Error("The prompt is shorter than a chunk of " + chunkOf(v) + " tokens."); return "Reads what the tiers have of the prompt's first " + many(n, "chunk") + " into the pool, where it takes the room of chunks that are used less."; },
       go: async v => {
         const r = await ask("POST", "cache/prefetches", promptOf(v));
         if (r.text || !r.body.request_id) return done(r, "Nothing to read.");

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -19,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/hitcurve"
+	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -176,7 +178,7 @@ func TestAdviseOfAChunkThatIsTooLarge(t *testing.T) {
 	for range 40 {
 		d.request("", promptOf(1, 12))
 	}
-	if first, all, text := d.advise(); first.Kind != "chunk_size" || !strings.Contains(text, "--chunk-size below 16") {
+	if first, all, text := d.advise(); first.Kind != "chunk_size" || !strings.Contains(text, "--chunk-size below 16") || strings.Contains(text, "Of 0 tokens") || strings.Contains(text, " 0 s of") {
 		t.Errorf("%+v\n%s", all, text)
 	}
 	d.request("", promptOf(2, 32))
@@ -221,6 +223,10 @@ func TestAdviseRefuses(t *testing.T) {
 			_, _ = w.Write([]byte(`{"pid": 1, "chunk_size": 256}`))
 			return
 		}
+		if strings.HasPrefix(r.URL.Path, "/cut") {
+			_, _ = w.Write([]byte(`{"pid": 1, "chunk_size": 256, "hit_curves": [{"asked_chunks": 5}, {"asked_chunks": 5}, {"asked_chunks": 5}]}`))
+			return
+		}
 		_, _ = w.Write([]byte(`{}`))
 	}))
 	defer old.Close()
@@ -233,8 +239,43 @@ func TestAdviseRefuses(t *testing.T) {
 	}
 	f(1, "not answered by a kvasir server", "--url", old.URL)
 	f(1, "earlier release", "--url", old.URL+"/old")
+	f(1, "earlier release", "--url", old.URL+"/cut")
+	f(2, "--gpu-hour-price 1e+308", "--gpu-hour-price", "1e308", "--json")
+	f(2, "--prefill-tokens-per-second 1e-300", "--prefill-tokens-per-second", "1e-300", "--json")
+	f(2, "--prefill-tokens-per-second +Inf", "--prefill-tokens-per-second", "Inf")
 	f(2, "--gpu-hour-price -1", "--gpu-hour-price=-1")
 	f(2, "--gpu-hour-price NaN", "--gpu-hour-price=NaN")
 	f(2, "--prefill-tokens-per-second 0", "--prefill-tokens-per-second", "0")
 	f(2, "must be one of", "--window", "2h")
+}
+
+// What a bound allows is never more than the window has: a window in which all but ten points hit gains ten points at most, whatever was
+// lost since the start. Tokens are those of the chunks that were asked for, of whatever sizes.
+func TestAdviceFitsItsOwnFigures(t *testing.T) {
+	st := admin.Status{Status: server.Status{PID: 1, ChunkTokens: 256}}
+	st.Pool.TotalBytes = 1 << 30
+	st.Lookup.AskedTokens, st.Lookup.HitTokens = 1000, 400
+	st.Lookup.LostTokens = map[string]uint64{miss.OtherSalt.Label(): 300, miss.BelowSlow.Label(): 300}
+	w := hitcurve.Window{Lookups: 10, Asked: 100, Tokens: 1600, Pool: 0.90, Hit: 0.90, Ceiling: 0.95, Curve: make([]hitcurve.Point, len(hitcurve.Factors))}
+	for i, f := range hitcurve.Factors {
+		w.Curve[i] = hitcurve.Point{Bytes: int64(f * (1 << 30)), Rate: 0.90, LRU: 0.90}
+	}
+	st.HitCurves = []hitcurve.Window{w, w, w}
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(st) }))
+	defer web.Close()
+	d := &planted{t: t, url: web.URL}
+	_, all, text := d.advise("--prefill-tokens-per-second", "0.5")
+	if all.Tokens != 1600 || !strings.Contains(text, "at 0.5 prompt tokens a second") {
+		t.Errorf("%+v\n%s", all, text)
+	}
+	points := map[string]float64{}
+	for _, o := range all.Options {
+		points[o.Kind] = o.Points
+		if o.Rate > 1 || math.Abs(o.Rate-w.Hit-o.Points/100) > 1e-9 {
+			t.Errorf("%+v", o)
+		}
+	}
+	if math.Abs(points["salt"]-10) > 1e-6 || math.Abs(points["slow_tier"]-10) > 1e-6 || len(points) != 2 {
+		t.Errorf("%v\n%s", points, text)
+	}
 }

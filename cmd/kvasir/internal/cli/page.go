@@ -5,8 +5,8 @@ package cli
 import (
 	"errors"
 	"fmt"
-	"math"
 
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
@@ -24,13 +24,7 @@ func (f *pageFlags) check() (err error) {
 			err = errors.Join(err, fmt.Errorf("--peer %w", e))
 		}
 	}
-	if !(f.Price >= 0) || math.IsInf(f.Price, 0) {
-		err = errors.Join(err, fmt.Errorf("--gpu-hour-price %g is below 0", f.Price))
-	}
-	if !(f.Prefill > 0) || math.IsInf(f.Prefill, 0) {
-		err = errors.Join(err, fmt.Errorf("--prefill-tokens-per-second %g is not above 0", f.Prefill))
-	}
-	return err
+	return errors.Join(err, status.CheckCost(f.Price, f.Prefill))
 }
 
 // addProxy shows the engines of a proxy on the page of the server in the same process.

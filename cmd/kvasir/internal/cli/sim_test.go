@@ -324,7 +324,7 @@ func TestSimFleet(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &got); code != 0 || err != nil || len(got) != 1 || got[0].Store != 2 || got[0].Gets != 2 || got[0].Puts != 2 {
 		t.Errorf("%d, %v: %s%s", code, err, out, errs)
 	}
-	for _, wrong := range [][]string{{"--nodes", "0"}, {"--nodes", "4,2"}, {"--rate", "0"}, {"--requests", "1000000"}, {"--read-gbps", "-1"}, {"--pool-gib", "0"}, {"--profile", "none"}} {
+	for _, wrong := range [][]string{{"--nodes", "0"}, {"--nodes", "4,2"}, {"--rate", "0"}, {"--rate", "1e-300"}, {"--rate", "1e-300", "--trace", trace}, {"--requests", "1000000"}, {"--read-gbps", "-1"}, {"--pool-gib", "0"}, {"--profile", "none"}} {
 		if code, _, errs := run(t, append([]string{"sim", "fleet"}, wrong...)...); code != 2 || errs == "" {
 			t.Errorf("%v: %d, %s", wrong, code, errs)
 		}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -87,10 +88,17 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	o.Store = fleet.Store{Blocks: blocks(c.Store), ReadGBps: c.ReadGBps, WriteGBps: c.WriteGBps, Latency: c.Latency}
 	o.Requests = func(nodes int) ([]workload.Request, error) {
 		if trace != nil {
-			return fleet.AtRate(trace, c.Rate*float64(nodes)), nil
+			rate := c.Rate * float64(nodes)
+			if last := float64(len(trace)) / rate; !(last < float64(math.MaxInt64)/1e9) {
+				return nil, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
+			}
+			return fleet.AtRate(trace, rate), nil
 		}
 		list := workload.Chats(c.Requests*nodes, workload.ChatOptions{Seed: c.Seed, Open: 12 * nodes})
-		return list, workload.Arrive(list, c.Rate*float64(nodes), 1, c.Seed)
+		if err := workload.Arrive(list, c.Rate*float64(nodes), 1, c.Seed); err != nil {
+			return nil, fmt.Errorf("%w: --rate %v: %w", fleet.ErrOptions, c.Rate, err)
+		}
+		return list, nil
 	}
 	return o, nil
 }

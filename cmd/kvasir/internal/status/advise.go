@@ -5,11 +5,12 @@ package status
 import (
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
-	"math"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 
@@ -60,16 +61,30 @@ type Option struct {
 	Money   float64 `json:"money,omitempty"`
 }
 
+// Limits of what CheckCost takes: what follows from it stays a number that can be written.
+const (
+	maxPrice                  = 1e9
+	leastPrefill, mostPrefill = 0.001, 1e12
+)
+
+// CheckCost says what is wrong with the price of an hour of GPUs and the prompt tokens that they compute in a second.
+func CheckCost(price, prefill float64) (err error) {
+	if !(price >= 0 && price <= maxPrice) {
+		err = fmt.Errorf("--gpu-hour-price %g is outside 0 to %g", price, maxPrice)
+	}
+	if !(prefill >= leastPrefill && prefill <= mostPrefill) {
+		err = errors.Join(err, fmt.Errorf("--prefill-tokens-per-second %g is outside %g to %g", prefill, leastPrefill, mostPrefill))
+	}
+	return err
+}
+
 // leastPoints is the gain from which on something is advised: the ceiling is known to about a point.
 const leastPoints = 2
 
 // Run asks and prints.
 func (c *AdviseCommand) Run(e *sim.Env) error {
-	if !(c.Price >= 0) || math.IsInf(c.Price, 0) {
-		return sim.UsageErrorf("--gpu-hour-price %g is below 0", c.Price)
-	}
-	if !(c.Prefill > 0) || math.IsInf(c.Prefill, 0) {
-		return sim.UsageErrorf("--prefill-tokens-per-second %g is not above 0", c.Prefill)
+	if err := CheckCost(c.Price, c.Prefill); err != nil {
+		return sim.UsageErrorf("%v", err)
 	}
 	body, at, err := c.ask(e, http.MethodGet, "/status", nil)
 	if err != nil {
@@ -80,7 +95,7 @@ func (c *AdviseCommand) Run(e *sim.Env) error {
 		return fmt.Errorf("%s is not answered by a kvasir server", at)
 	}
 	place := map[string]int{"15m": 0, "1h": 1, "24h": 2}[c.Window]
-	if len(st.HitCurves) <= place || len(st.HitCurves[place].Curve) > 0 && len(st.HitCurves[place].Curve) != len(hitcurve.Factors) {
+	if len(st.HitCurves) <= place || len(st.HitCurves[place].Curve) != len(hitcurve.Factors) && (len(st.HitCurves[place].Curve) > 0 || st.HitCurves[place].Asked > 0) {
 		return fmt.Errorf("%s has no hit_curves: the server is of an earlier release", at)
 	}
 	a := c.advise(&st, st.HitCurves[place])
@@ -92,7 +107,10 @@ func (c *AdviseCommand) Run(e *sim.Env) error {
 
 // advise ranks what could be bought or changed.
 func (c *AdviseCommand) advise(st *admin.Status, w hitcurve.Window) Advice {
-	a := Advice{Window: w, Tokens: float64(w.Asked) * float64(st.ChunkTokens), Options: []Option{}}
+	a := Advice{Window: w, Tokens: float64(w.Tokens), Options: []Option{}}
+	if w.Tokens == 0 { // an earlier release does not count them
+		a.Tokens = float64(w.Asked) * float64(st.ChunkTokens)
+	}
 	if w.Asked == 0 {
 		c.addLost(&a, st)
 		return a
@@ -142,8 +160,8 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 		for _, why := range reasons {
 			tokens += l.LostTokens[why.Label()]
 		}
-		points := 100 * float64(tokens) / all
-		c.add(a, Option{Kind: kind, What: what, Rate: min(a.Window.Hit+points/100, 1), Points: points, Most: true})
+		gain := min(float64(tokens)/all, max(1-a.Window.Hit, 0)) // the window may have no room for what was lost since the start
+		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true})
 	}
 	lost("salt", "one cache_salt for prompts that may share KV: they are there under another salt", miss.OtherSalt)
 	lost("chunk_size", fmt.Sprintf("a --chunk-size below %d: prompts are shorter than a chunk", st.ChunkTokens), miss.Short)
@@ -156,6 +174,26 @@ func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
 		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up in the last %s: there is nothing to say yet.\n", st.ChunkTokens, c.Window)
 		return err
 	}
+	if a.Window.Asked == 0 {
+		fmt.Fprintf(w, "No prompt of at least %d tokens was looked up in the last %s. What follows is from the server's start on.\n", st.ChunkTokens, c.Window)
+	} else if err := c.printWindow(w, st, a); err != nil {
+		return err
+	}
+	if len(a.Options) == 0 {
+		_, err := fmt.Fprintf(w, "\nNothing that could be bought or changed gains %d points or more.\n", leastPoints)
+		return err
+	}
+	fmt.Fprintf(w, "\nWhat gains most, at %s prompt tokens a second:\n", rateText(c.Prefill))
+	for _, o := range a.Options {
+		if _, err := fmt.Fprintf(w, "- %s\n  %s\n", o.What, c.gain(&o)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// printWindow writes what was found in the window, and what other amounts of memory would have found.
+func (c *AdviseCommand) printWindow(w io.Writer, st *admin.Status, a *Advice) error {
 	win := &a.Window
 	fmt.Fprintf(w, "Of %s tokens that were asked for in the last %s, hit %.1f %% of %.1f %% possible (from the pool %.1f %%).\n\n",
 		Thousands(uint64(a.Tokens)), c.Window, 100*win.Hit, 100*win.Ceiling, 100*win.Pool)
@@ -172,20 +210,15 @@ func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
 		fmt.Fprintf(t, "with tier %s\t%.1f %%\t\t\n", printable(p.Name), 100*p.Rate)
 	}
 	fmt.Fprintf(t, "without end\t%.1f %%\t\t\n", 100*win.Ceiling)
-	if err := t.Flush(); err != nil {
-		return err
+	return t.Flush()
+}
+
+// rateText writes a rate: in whole numbers, or below 10 with its fraction.
+func rateText(v float64) string {
+	if v < 10 {
+		return strconv.FormatFloat(v, 'g', 3, 64)
 	}
-	if len(a.Options) == 0 {
-		_, err := fmt.Fprintf(w, "\nNothing that could be bought or changed gains %d points or more.\n", leastPoints)
-		return err
-	}
-	fmt.Fprintf(w, "\nWhat gains most, at %s prompt tokens a second:\n", Thousands(uint64(c.Prefill)))
-	for _, o := range a.Options {
-		if _, err := fmt.Fprintf(w, "- %s\n  %s\n", o.What, c.gain(&o)); err != nil {
-			return err
-		}
-	}
-	return nil
+	return Thousands(uint64(v))
 }
 
 // gain is what an option saves, in words.
@@ -194,7 +227,11 @@ func (c *AdviseCommand) gain(o *Option) string {
 	if o.Most {
 		b.WriteString("at most ")
 	}
-	fmt.Fprintf(&b, "+%.1f points: %.1f %%, %.0f s of prefill", o.Points, 100*o.Rate, o.Seconds)
+	fmt.Fprintf(&b, "+%.1f points: %.1f %%", o.Points, 100*o.Rate)
+	if o.Seconds == 0 { // nothing was asked for in the window
+		return b.String()
+	}
+	fmt.Fprintf(&b, ", %.0f s of prefill", o.Seconds)
 	if c.Price > 0 {
 		fmt.Fprintf(&b, ", %.2f of GPU time", o.Money)
 	}

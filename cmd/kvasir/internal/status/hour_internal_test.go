@@ -3,7 +3,12 @@
 package status
 
 import (
+	"encoding/json"
 	"math"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -82,5 +87,56 @@ func TestTitleFits(t *testing.T) {
 		if got := shortTime(seconds); got != want {
 			t.Errorf("%v: %s, want %s", seconds, got, want)
 		}
+	}
+}
+
+// What hits saved is a time whatever the server says of its GPUs, and the rate of an interval is at most 1.
+func TestWorthOfExtremes(t *testing.T) {
+	at := time.Unix(1000, 0)
+	snap := func(n int, asked, hit uint64) *Snapshot {
+		s := &Snapshot{At: at.Add(time.Duration(n) * time.Second)}
+		s.Status.PID, s.Status.ChunkTokens = 1, 16
+		s.Status.Lookup.AskedTokens, s.Status.Lookup.HitTokens = asked, hit
+		s.Live.Cost = admin.Cost{PrefillTokens: 1e-300, GPUHourPrice: 1}
+		return s
+	}
+	s := Screen{}
+	s.Add(snap(1, 1000, 0), nil, at)
+	s.Add(snap(2, 2000, 1500), nil, at)
+	if got := s.worth(); strings.Contains(got, "-") || !strings.Contains(got, "saved 2500000h") {
+		t.Errorf("%q", got)
+	}
+	if got := percent(s.now.hitRate(s.before)); got != "100.0 %" {
+		t.Errorf("%s", got)
+	}
+	if got := share2(3, 2); got != "100.0 %" {
+		t.Errorf("%s", got)
+	}
+}
+
+// The hour is asked for until the server has told it: one answer that is lost does not cost it.
+func TestTheHourIsAskedForUntilItIsThere(t *testing.T) {
+	var asked []string
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/status":
+			_, _ = w.Write([]byte(`{"pid": 1, "chunk_size": 16, "started": "2026-01-01T00:00:00Z"}`))
+		case "/now":
+			if asked = append(asked, r.URL.RawQuery); len(asked) == 1 {
+				w.WriteHeader(http.StatusServiceUnavailable)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(admin.Live{AtMillis: 1, History: points(9, 3)})
+		}
+	}))
+	defer web.Close()
+	var a Asker
+	for i := range 3 {
+		if _, err := a.Take(t.Context(), web.URL, "", time.Unix(int64(1000+i), 0)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := []string{"history=1", "history=1", ""}; !slices.Equal(asked, want) {
+		t.Errorf("asked %q, want %q", asked, want)
 	}
 }

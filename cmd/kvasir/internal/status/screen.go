@@ -214,7 +214,7 @@ func (s *Screen) worth() string {
 		parts = append(parts, fmt.Sprintf("possible %.1f %% (1h)", 100*w[1].Ceiling))
 	}
 	if rate := live.Cost.PrefillTokens; rate > 0 {
-		saved := float64(s.now.Status.Lookup.HitTokens) / rate
+		saved := min(float64(s.now.Status.Lookup.HitTokens)/rate, maxSeconds)
 		part := "saved " + time.Duration(saved*float64(time.Second)).Round(time.Second).String()
 		if live.Cost.GPUHourPrice > 0 {
 			part += fmt.Sprintf(" = %.2f", saved/3600*live.Cost.GPUHourPrice)
@@ -226,6 +226,9 @@ func (s *Screen) worth() string {
 	}
 	return "lookups   " + strings.Join(parts, "   ")
 }
+
+// maxSeconds is what a time.Duration can be, about 285 years.
+const maxSeconds = 9e9
 
 // shortTime writes seconds in three digits.
 func shortTime(seconds float64) string {
@@ -362,9 +365,9 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// share2 is percent of two numbers.
+// share2 is percent of two numbers, of a part that is no more than the whole.
 func share2(part, of uint64) string {
-	return percent(float64(part)/math.Max(1, float64(of)), of > 0)
+	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }
 
 // atMost is the upper bound of a bucket.

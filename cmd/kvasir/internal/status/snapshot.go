@@ -58,9 +58,9 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 	if a.hourOf != id || at.Sub(a.askedAt) > maxGap { // once: later answers have the newest two points
 		now += "?history=1"
 	}
-	a.hourOf, a.askedAt = id, at
-	if body, err = a.get(ctx, now); err == nil { // a server of an earlier version has none
-		_ = json.Unmarshal(body, &s.Live)
+	a.hourOf = "" // until it has answered; a server of an earlier version does not
+	if body, err = a.get(ctx, now); err == nil && json.Unmarshal(body, &s.Live) == nil {
+		a.hourOf, a.askedAt = id, at
 	}
 	if request != "" {
 		if body, err = a.get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
@@ -146,7 +146,7 @@ func (s *Snapshot) hitRate(before *Snapshot) (float64, bool) {
 	if now.AskedTokens <= then.AskedTokens || now.HitTokens < then.HitTokens {
 		return 0, false
 	}
-	return float64(now.HitTokens-then.HitTokens) / float64(now.AskedTokens-then.AskedTokens), true
+	return min(1, float64(now.HitTokens-then.HitTokens)/float64(now.AskedTokens-then.AskedTokens)), true
 }
 
 // operation is how long requests of one kind took.
