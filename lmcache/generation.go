@@ -43,7 +43,7 @@ type Generations uint8
 // AllGenerations holds every one that is served.
 const AllGenerations Generations = 1<<generations - 1
 
-// modern generations number what their connectors send alike.
+// modern are the generations that give the operations of their connectors the same numbers.
 const modern = 1<<Gen053 | 1<<Gen055 | 1<<Gen056 | 1<<Gen057
 
 // Only is the set of one generation.

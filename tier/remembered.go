@@ -115,7 +115,7 @@ func (r *Remembering) writesLocked(hash uint64) *uint32 {
 	return &r.mu.writes[hash%uint64(len(r.mu.writes))]
 }
 
-// unknown returns which of the objects are to be asked for, and the writes that ended before.
+// unknown returns the places of the objects that the tier must be asked about, and how many writes of each ended before now.
 func (r *Remembering) unknown(hashes []uint64, now time.Time) (at []int, seen []uint32) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

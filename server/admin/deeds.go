@@ -39,7 +39,7 @@ func fromHost(r *http.Request) bool {
 	return err == nil && at.Addr().Unmap().IsLoopback()
 }
 
-// mayOf returns the scope of a request: read, write or admin.
+// mayOf returns what a request may do: the scope read, write or admin.
 func mayOf(gate *auth.Gate, r *http.Request) auth.Scope {
 	if !gate.WantsCredentials() {
 		if fromHost(r) {

@@ -87,7 +87,7 @@ type Lookup struct {
 	Other       *OtherName `json:"other,omitempty"`
 }
 
-// GoneChunk is how the chunk at which a hit ended went.
+// GoneChunk says how the chunk that ended a hit was lost.
 type GoneChunk struct {
 	At      string  `json:"at"`
 	Before  float64 `json:"seconds_before"` // the lookup

@@ -98,7 +98,7 @@ type Tagged struct {
 	text string
 }
 
-// Tagged returns what counts for a request of a user or address with tags: nil for one without.
+// Tagged returns the counters of a request's tags; nil for a request without tags. owner is the user, or the address, that sent it.
 func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 	if len(tags) == 0 {
 		return nil
