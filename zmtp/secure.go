@@ -214,6 +214,9 @@ func (c *secureConn) command(body []byte) error {
 		return fmt.Errorf("%w: %w", errAuth, parseError(data))
 	}
 	answer, done, err := c.mech.handle(name, data)
+	if done && err == nil { // before the answer: a client that has it is no stranger any more
+		c.peer.proved.Store(true)
+	}
 	if err := errors.Join(err, c.answer(answer)); err != nil {
 		return err
 	}

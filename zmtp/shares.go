@@ -203,7 +203,7 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 	}
 	hosts := r.hostsLocked(newcomer, false)
 	for p := range r.mu.peers {
-		if p.ready.Load() || p.ended() || hosts[p.host] == 1 {
+		if p.known() || p.ended() || hosts[p.host] == 1 {
 			continue
 		}
 		if oldest == nil || hosts[p.host] > hosts[oldest.host] || p.host == oldest.host && p.born.Before(oldest.born) {
@@ -213,11 +213,14 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 	return oldest
 }
 
+// known reports whether the peer has shown who it is.
+func (p *Peer) known() bool { return p.proved.Load() || p.ready.Load() }
+
 // hostsLocked returns how many connections each host has, with a new one of newcomer: those that have not shaken hands yet, or all.
 func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
 	hosts := map[string]int{newcomer: 1}
 	for p := range r.mu.peers {
-		if !p.ended() && (all || !p.ready.Load()) {
+		if !p.ended() && (all || !p.known()) {
 			hosts[p.host]++
 		}
 	}
