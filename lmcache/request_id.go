@@ -5,7 +5,7 @@ package lmcache
 // KeyOf returns the key of a request about chunks of one prompt; nil for the other requests. Requests of peers name objects by keys of
 // another kind, ObjectKey.
 func KeyOf(r Request) *KeyView {
-	switch r := r.(type) { // of concrete types: a look for an interface takes microseconds where a type does not have it
+	switch r := r.(type) { // not by an interface: the search for one that a type lacks takes a microsecond
 	case *LookupRequest:
 		return r.Key
 	case *FreeLookupLocksRequest:

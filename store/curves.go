@@ -26,11 +26,11 @@ type curves struct {
 	seed  maphash.Seed
 	began time.Time
 
-	// The mutex is a leaf but for the one of the hitcurve.Curves.
+	// Who has this mutex takes no other one but that of the hitcurve.Curves.
 	mu struct {
 		sync.Mutex
 		prompts [maxNamedPrompts / promptsPerSet][promptsPerSet]namedPrompt // by request; of each set the newest first
-		names   []uint64                                                    // memory of the last ones
+		names   []uint64                                                    // what namesLocked returned last; its memory is used again
 	}
 }
 

@@ -70,7 +70,7 @@ func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	for step := 1; f.limit < p.Chunks; step *= 2 {
 		hashes = p.Hashes(min(f.limit+step, p.Chunks))
 		hashes = hashes[:min(len(hashes), p.Chunks)]
-		if step == 2 { // the first one was found: most lookups find much or nothing
+		if step == 2 { // the first chunk was found: the memory of all is taken at once, as most lookups find much or nothing
 			f.slots = slices.Grow(f.slots, min((p.Chunks-f.limit)*f.rows, batch))
 		}
 		for f.limit < len(hashes) {

@@ -94,7 +94,7 @@ type Peer struct {
 	quiet     atomic.Bool  // handle no more messages
 	queued    atomic.Int64 // bytes queued or being written; changed under mu
 	ready     atomic.Bool  // the handshake is over; identity and minor are set before
-	proved    atomic.Bool  // the peer has shown who it is, and may hear of it: set a moment before ready
+	proved    atomic.Bool  // the peer has proved who it is; set before the answer that says so is sent, and before ready
 	ttl       atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
 	held      atomic.Int64 // bytes of the receive buffer beyond the first
 	begun     atomic.Int64 // unix ns when the unfinished message was seen first, 0 for none

@@ -213,7 +213,7 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 	return oldest
 }
 
-// known reports whether the peer has shown who it is.
+// known reports whether the peer has proved who it is.
 func (p *Peer) known() bool { return p.proved.Load() || p.ready.Load() }
 
 // hostsLocked returns how many connections each host has, with a new one of newcomer: those that have not shaken hands yet, or all.

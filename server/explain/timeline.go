@@ -66,7 +66,7 @@ type timelines struct {
 	ring []*line // the oldest at next, once it is full
 	next int
 
-	latest      *line  // of the last request: most are followed by others of the same id
+	latest      *line  // of the last call: the next one is mostly of the same request
 	model, salt string // of the last lookup
 }
 
