@@ -3,11 +3,11 @@
 package server
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -93,7 +93,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	}
 	if c.Tier != ClearL1 && s.opts.Generations != nil {
 		s.sweepSoon()
-		time.Sleep(s.opts.Generations.Settle()) // other servers follow
+		s.opts.Generations.Confirm(context.Background()) // other servers follow
 	}
 	out.Stays = strings.Join(stays, "; ")
 	s.clears.Add(1)

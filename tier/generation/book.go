@@ -229,7 +229,8 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 	b.catchUp()
 	b.writing.Lock()
 	defer b.writing.Unlock()
-	next, notes := b.gather(ctx, time.Now(), true)
+	began := time.Now()
+	next, notes := b.gather(ctx, began, true)
 	for _, model := range models {
 		next.set(model, next.after(next.Models[model]))
 	}
@@ -238,6 +239,7 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 	}
 	next.bound()
 	err = errors.Join(b.write(&next), b.spread(ctx, clearTime, &next, notes))
+	b.shared.took.Store(int64(time.Since(began)))
 	return b.committer(&next), err
 }
 

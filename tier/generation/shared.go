@@ -39,8 +39,9 @@ type shared struct {
 	unkept bool          // a place took no note
 	known  bool          // the note of each place was read or written
 	asked  atomic.Int64
-	ready  atomic.Bool // the generations count: every place was read, or a file knew them before
-	lost   atomic.Bool // the first look found a later generation than the files had
+	took   atomic.Int64 // of the last Prepare: from reading to having written, ns
+	ready  atomic.Bool  // the generations count: every place was read, or a file knew them before
+	lost   atomic.Bool  // the first look found a later generation than the files had
 
 	mu     sync.Mutex
 	follow func(commit func())
@@ -78,6 +79,28 @@ func (b *Book) Settle() (d time.Duration) {
 	return d
 }
 
+// Confirm waits until the other servers follow a clear that counts here, and reads the notes and files again. One that cleared at the
+// same time may have read a note before this server wrote it, and written its own after it: then the clear is written
+// once more, so that it is not lost if this server ends now. Confirm waits so long that such a write would have been
+// made: twice as long as the one of this server took.
+func (b *Book) Confirm(ctx context.Context) {
+	const rounds = 3 // each of them means another clear at the same time
+	for range rounds {
+		wait := b.Settle()
+		if b.shared.watch {
+			wait = max(wait, 2*time.Duration(b.shared.took.Load()))
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return
+		}
+		if !b.shared.watch || b.sync(ctx, true) {
+			return
+		}
+	}
+}
+
 // Run reads the notes until ctx ends.
 func (b *Book) Run(ctx context.Context) {
 	if !b.shared.watch {
@@ -108,11 +131,21 @@ const (
 
 // Sync reads the notes and files that are due, follows what is later there, and writes what is
 // earlier or missing there. It does not trust a smaller generation than one that it knew.
-func (b *Book) Sync(ctx context.Context) {
+func (b *Book) Sync(ctx context.Context) { b.sync(ctx, false) }
+
+// sync is Sync, with all of all notes and files. kept reports whether they had all that is known.
+func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	now := time.Now()
 	b.shared.asked.Store(now.UnixNano())
 	b.writing.Lock()
-	next, notes := b.gather(ctx, now, false)
+	next, notes := b.gather(ctx, now, all)
+	kept = true
+	for _, n := range notes {
+		kept = kept && (n.err != nil || !n.missing && n.same(&next))
+	}
+	if all {
+		kept = b.rewrite(&next) && kept
+	}
 	unknown := len(notes) > 0 && !b.knows && next.isZero()
 	for i, n := range notes { // no one knows what was cleared: nothing older than now counts
 		unknown = unknown && n.err == nil && n.missing && !b.shared.places[i].Foreign
@@ -142,7 +175,7 @@ func (b *Book) Sync(ctx context.Context) {
 		}
 	}
 	if commit == nil {
-		return
+		return kept
 	}
 	b.catchUp()
 	b.shared.mu.Lock()
@@ -151,10 +184,26 @@ func (b *Book) Sync(ctx context.Context) {
 	if follow == nil { // before the server runs
 		b.shared.lost.Store(true)
 		commit()
-		return
+		return kept
 	}
 	b.log.Warn("another server has cleared tiers that it shares with this one: nothing older is served", "generation", next.All.String())
 	follow(commit)
+	return kept
+}
+
+// rewrite writes the files that another server of their directory has written without what is known, and reports whether
+// there was none.
+func (b *Book) rewrite(now *state) (kept bool) {
+	kept = true
+	for _, path := range b.files {
+		if s, err := read(path); err == nil && !s.same(now) {
+			kept = false
+			if err := b.writeOne(path, now); err != nil {
+				b.log.Warn("keep the generation of a clear", "err", err)
+			}
+		}
+	}
+	return kept
 }
 
 // noted is what the note of a place had.
