@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -556,86 +555,4 @@ func TestClearInASharedDirectorySettles(t *testing.T) {
 			time.Sleep(70 * time.Millisecond) // in no step with the ticks
 		}
 	})
-}
-
-// slowPlace is a place that takes 100 ms for each look and each write.
-type slowPlace struct{ *place }
-
-func (p slowPlace) Note(ctx context.Context) ([]byte, error) {
-	time.Sleep(100 * time.Millisecond)
-	return p.place.Note(ctx)
-}
-
-func (p slowPlace) SetNote(ctx context.Context, text []byte) error {
-	time.Sleep(100 * time.Millisecond)
-	return p.place.SetNote(ctx, text)
-}
-
-// Two servers clear at the same time: the second one reads the note before the first one has written it, and writes its own
-// after it. When the first clear is confirmed it is in the note and in the shared file, whatever ends its server then.
-func TestConfirmedClearOutlivesAnotherOne(t *testing.T) {
-	for _, shared := range []string{"note", "file"} {
-		t.Run(shared, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				p := newPlace()
-				dir := t.TempDir()
-				start := func(name string) *generation.Book {
-					if shared == "file" {
-						name = "one"
-					}
-					names := tier.NewNames()
-					names.Add(keyOf(1).Namespace, "m", nil)
-					b := open(t, names, filepath.Join(dir, name, generation.FileName))
-					if shared == "file" {
-						b.Share()
-						b.Watch(250 * time.Millisecond)
-					} else {
-						b.Share(generation.Place{Name: "p", Note: slowPlace{p}, Every: time.Second})
-						b.Sync(t.Context())
-					}
-					b.Follow(func(commit func()) { commit() })
-					return b
-				}
-				a, b := start("a"), start("b")
-				var cleared sync.WaitGroup
-				cleared.Go(func() {
-					commit, err := a.Prepare([]string{"m"})
-					if err != nil {
-						t.Error(err)
-					}
-					commit()
-					a.Confirm(t.Context())
-				})
-				time.Sleep(50 * time.Millisecond)
-				if shared == "file" { // as another server leaves it that has read it before
-					if err := os.WriteFile(b.Files()[0], []byte(`{"version":1,"all":{"number":0,"time":0},"models":{"other":{"number":1,"time":7}}}`), 0o600); err != nil {
-						t.Fatal(err)
-					}
-				} else {
-					commit, err := b.Prepare([]string{"other"})
-					if err != nil {
-						t.Fatal(err)
-					}
-					commit()
-				}
-				cleared.Wait()
-				last := start("c") // the other two are gone
-				if !strings.Contains(string(mustRead(t, last)), `"m"`) || shared == "note" && !bytes.Contains(p.text, []byte(`"m"`)) {
-					t.Errorf("the confirmed clear is lost: %s, %s", p.text, mustRead(t, last))
-				}
-				if !bytes.Contains(mustRead(t, last), []byte(`"other"`)) {
-					t.Errorf("the clear of the other server is lost: %s", mustRead(t, last))
-				}
-			})
-		})
-	}
-}
-
-func mustRead(t *testing.T, b *generation.Book) []byte {
-	t.Helper()
-	text, err := os.ReadFile(b.Files()[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-	return text
 }
