@@ -68,6 +68,17 @@ func (b *checksumQueue) Sum(slot, generation uint32, at time.Time) {
 	}
 }
 
+// Due returns when NextDue has an object; false where none waits for a checksum.
+func (b *checksumQueue) Due() (at time.Time, ok bool) {
+	if b.due.Len() == 0 {
+		return at, false
+	}
+	return b.due.Front().at, true
+}
+
+// Suspects reports whether NextSuspect may return an object.
+func (b *checksumQueue) Suspects() bool { return len(b.order) > 0 }
+
 // NextDue returns the oldest object that is to get a checksum by now, once.
 func (b *checksumQueue) NextDue(now time.Time) (slot, generation uint32, ok bool) {
 	if b.due.Len() == 0 || now.Before(b.due.Front().at) {

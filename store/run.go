@@ -17,7 +17,7 @@ func (s *Store) Run(ctx context.Context) {
 	wg.Go(func() { s.memory.Run(ctx) })
 	if s.opts.ChecksumRate > 0 {
 		wg.Go(func() {
-			runChecksums(ctx, s.opts.ChecksumRate, s.sumNext, func() uint64 { return s.Stats().CorruptChunks }, s.log)
+			runChecksums(ctx, s.opts.ChecksumRate, checksumWork{s.sumNext, s.sumsIdle, s.corruptChunks}, s.log)
 		})
 	}
 	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // what lookups wait for

@@ -59,6 +59,30 @@ func (s *Store) sumNext() int64 {
 	return s.sum((*Store).nextSumLocked)
 }
 
+// sumsIdle returns how long sumNext has nothing to do, as far as is known. What is committed meanwhile is due later.
+func (s *Store) sumsIdle() time.Duration {
+	const least, again = 50 * time.Millisecond, 250 * time.Millisecond // to sum several at once; for suspects that others have taken
+	s.lock()
+	defer s.unlock()
+	wait := time.Second
+	if s.opts.SumAfter < wait {
+		wait = again
+	}
+	if due, ok := s.mu.sums.Due(); ok {
+		wait = min(wait, time.Until(due))
+	}
+	if s.mu.sums.Suspects() {
+		wait = min(wait, again)
+	}
+	return max(wait, least)
+}
+
+func (s *Store) corruptChunks() uint64 {
+	s.lock()
+	defer s.unlock()
+	return s.mu.n.CorruptChunks
+}
+
 // flyNext compares one object that a lookup waits for; false when there is none.
 func (s *Store) flyNext() bool {
 	return s.sum((*Store).nextCompareLocked) > 0
