@@ -224,6 +224,30 @@ class Side:
                 "control_retrieve_pair_server_cpu_us": mr.per(n),
                 "control_retrieve_pair_p50_us": pct(lr, 50) * 1e6}
 
+    def stores(self, mode, every=0.2, wait=15):
+        """Stores of 8 MiB (two chunks) at a steady rate, and the time after them in which their checksums are made:
+        what a store and its sum cost the server together. Nothing is evicted, if the pool has room for all."""
+        b = self.bench
+        C, bs, per = b.chunk, 16, 2
+        model = b.model(f"race-stores-{mode}")
+        kv = b.kv(8, 8, 64, b.torch.float16, per * (C // bs), bs)
+        w = b.worker(kv, model, mode, bs)
+        stored = 0
+        end = time.monotonic() + self.args.store_seconds
+        with CpuMeter(self.proc.pid, fine=True) as m:
+            while (now := time.monotonic()) < end:
+                t = b.tokens(per * C)
+                req = f"st{b.next_id()}"
+                if not b.store(w, kv, b.key(t, 0, per * C, req, model), range(per * (C // bs)), bs):
+                    raise RuntimeError("store failed")
+                b.end(req)
+                stored += 1
+                time.sleep(max(0.0, now + every - time.monotonic()))
+            time.sleep(wait)
+        b.drop(w)
+        b.clear(True)
+        return {f"store_and_sum_{mode}_server_cpu_us": m.per(stored), f"store_and_sum_{mode}_stores": stored}
+
     def burst(self):
         """1.5 pools of reserve+commit without copying, as fast as the server answers."""
         b = self.bench
@@ -293,6 +317,8 @@ def race(args):
         if "lookup" not in skip:
             plan += [(f"lookup {k}", lambda s, k=k: s.look(k)) for k in ("hit", "miss", "chat")]
         plan += [("control", lambda s: s.control())]
+        if args.store_seconds:
+            plan += [(f"stores {m}", lambda s, m=m: s.stores(m)) for m in args.modes.split(",")]
         if "transfer" not in skip:
             for s in sides:
                 measure(s, "touch_pool", s.touch_pool)
