@@ -3,12 +3,12 @@
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
-# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, sealed, timing, access, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
+# --lookups 300. BENCH names the parts: accuracy, lmcache, agents, events, tiers, redis, s3, sealed, timing, access, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
 # KVASIR_FLAGS are further flags of this build's server in lmcache: --memo-mib 0 has it hash each prompt, as at the first hit of a new one.
 # KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-accuracy lmcache events tiers redis s3 sealed timing access scale coordinator transfer mooncake store proxy sglang clients}
+bench=${BENCH:-accuracy lmcache agents events tiers redis s3 sealed timing access scale coordinator transfer mooncake store proxy sglang clients}
 
 # race_lmcache races the real LMCache server and this build under one client: of 0.5.6, or with RELEASE set of that one.
 race_lmcache() {
@@ -153,6 +153,11 @@ race_accuracy() {
 	bin/kvasir sim accuracy --write docs/measured/accuracy-tables.md
 }
 
+# race_agents plays coding agents on a store with a disk of the pool's size, for each time at which chunks are written there.
+race_agents() {
+	go test -run - -bench Agents -benchtime 1x ./cmd/kvasir/internal/cli
+}
+
 vllm_python() {
 	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
 	interop/vllm/setup_venv.sh "$dir" >&2
@@ -247,7 +252,7 @@ race_store() {
 for part in $bench; do
 	case $part in
 	lmcache | events | tiers | redis | s3) "race_$part" "$@" ;;
-	accuracy | sealed | timing | access | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
+	accuracy | agents | sealed | timing | access | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

@@ -204,6 +204,9 @@ func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *fligh
 	s.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer, fl.removals = true, true, peer, s.mu.removals
+	if chunk <= len(pf.hashes) { // else the chunk before it is not known
+		s.continuesLocked(slot, k, pf.hashes, chunk)
+	}
 	s.joinFlightLocked(pf, slot, chunk)
 	return fl, nil, nil
 }

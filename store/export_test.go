@@ -2,7 +2,11 @@
 
 package store
 
-import "context"
+import (
+	"context"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
 
 // SumNext is what the background does once.
 func (s *Store) SumNext() int64 { return s.sumNext() }
@@ -30,3 +34,14 @@ func (p PromptLengths) Note(peer string, request []byte, chunks int) { p.p.note(
 func (p PromptLengths) End(peer string, request []byte) { p.p.end(peer, request) }
 
 func (p PromptLengths) Chunks(peer string, request []byte) int { return p.p.chunks(peer, request) }
+
+// ParentOf returns what the policy knows as the chunk before that of a resident object.
+func (s *Store) ParentOf(k *kv.Key) uint64 {
+	s.lock()
+	defer s.unlock()
+	slot, _ := s.mu.pool.Find(k)
+	if int(slot) >= s.mu.parents.Len() {
+		return 0
+	}
+	return *s.mu.parents.At(int(slot))
+}

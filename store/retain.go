@@ -36,8 +36,8 @@ func (s *Store) addLocked(slot pool.Slot) {
 	}
 }
 
-// continuesLocked notes that a staged slot of hashes[c] continues the chunk before it. Of what an
-// earlier server kept, and of what the tier below brings, that is not known.
+// continuesLocked notes that a staged slot of hashes[c] continues the chunk before it. Of what an earlier server kept, and of
+// what Warm reads, that is not known.
 func (s *Store) continuesLocked(slot pool.Slot, k *kv.Key, hashes []kv.Hash, c int) {
 	s.mu.parents.Grow(int(slot) + 1)
 	parent := uint64(0)
