@@ -27,6 +27,7 @@ type Line struct {
 type Panel struct {
 	Title, XLabel string
 	Lines         []Line
+	OverTime      bool // X is time: it begins at 0, its steps are equal, and points have no marks
 }
 
 // Sizes, pixels.
@@ -90,6 +91,9 @@ type point struct{ x, y float64 }
 func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	xs, most := valuesOf(p.Lines)
 	x, y := xScale(xs), yScale(most)
+	if p.OverTime && len(xs) > 0 {
+		x = linear(0, max(xs[len(xs)-1], 1/largest))
+	}
 	x0 := at + left
 	fmt.Fprintf(b, `<text x="%.0f" y="18" font-weight="bold">%s</text>`+"\n", x0, text(p.Title))
 	for _, v := range y.ticks {
@@ -115,7 +119,7 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	}
 	for i := range lines {
 		fmt.Fprintf(b, `<g class="s%d">`+"\n", i%styles)
-		drawLine(b, lines, i)
+		drawLine(b, lines, i, !p.OverTime)
 		b.WriteString("</g>\n")
 	}
 	for _, l := range labels(lines) {
@@ -194,15 +198,22 @@ func xScale(xs []float64) (s scale) {
 	case s.log:
 		s.ticks = decades(s.low, s.high)
 	default:
-		d := step(s.high - s.low)
-		from, to := math.Ceil(s.low/d-1e-9), math.Floor(s.high/d+1e-9)
-		if to < exact && from > -exact {
-			for i := from; i <= to; i++ {
-				s.ticks = append(s.ticks, i*d)
-			}
-		} else { // the values differ by less than can be said of numbers of that size
-			s.ticks = []float64{s.low, s.high}
+		return linear(s.low, s.high)
+	}
+	return s
+}
+
+// linear is an axis of equal steps from low to high, which is more.
+func linear(low, high float64) scale {
+	s := scale{low: low, high: high}
+	d := step(s.high - s.low)
+	from, to := math.Ceil(s.low/d-1e-9)+0, math.Floor(s.high/d+1e-9) // + 0: not -0
+	if to < exact && from > -exact {
+		for i := from; i <= to; i++ {
+			s.ticks = append(s.ticks, i*d)
 		}
+	} else { // the values differ by less than can be said of numbers of that size
+		s.ticks = []float64{s.low, s.high}
 	}
 	return s
 }
@@ -245,7 +256,7 @@ func short(v float64) string {
 
 // drawLine draws a line segment by segment. A segment that coincides with those of other lines is drawn in dashes, each line's in the gaps of
 // the others.
-func drawLine(b *strings.Builder, lines [][]point, i int) {
+func drawLine(b *strings.Builder, lines [][]point, i int, marks bool) {
 	for k := 1; k < len(lines[i]); k++ {
 		from, to := lines[i][k-1], lines[i][k]
 		before, all := turns(lines, i, from, to)
@@ -257,6 +268,9 @@ func drawLine(b *strings.Builder, lines [][]point, i int) {
 		fmt.Fprintf(b, `<path class="line" d="M%.1f %.1fL%.1f %.1f"%s/>`, from.x, from.y, to.x, to.y, dash)
 	}
 	for _, at := range lines[i] {
+		if !marks && len(lines[i]) > 1 { // a single point has no line
+			continue
+		}
 		r := 2.5
 		for j := i + 1; j < len(lines); j++ { // earlier marks show around later ones
 			if slices.ContainsFunc(lines[j], func(p point) bool { return close(p, at) }) {

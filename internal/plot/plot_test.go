@@ -56,6 +56,33 @@ func TestTicksAreRound(t *testing.T) {
 	}
 }
 
+// Time has equal steps from 0, whatever the points are, and no mark at each of many.
+func TestOverTime(t *testing.T) {
+	l := Line{Name: "a"}
+	for i := range 60 {
+		l.X, l.Y = append(l.X, float64(i+1)/4), append(l.Y, float64(i))
+	}
+	var b strings.Builder
+	if err := Write(&b, Panel{Lines: []Line{l}, OverTime: true}); err != nil {
+		t.Fatal(err)
+	}
+	var ticks []string
+	for _, part := range strings.Split(b.String(), `class="xtick"`)[1:] {
+		text, _, _ := strings.Cut(part[strings.Index(part, ">")+1:], "<")
+		ticks = append(ticks, text)
+	}
+	if want := []string{"0", "5", "10", "15"}; !slices.Equal(ticks, want) {
+		t.Errorf("ticks %q, want %q", ticks, want)
+	}
+	if strings.Contains(b.String(), "<circle") {
+		t.Error("there are marks")
+	}
+	b.Reset()
+	if err := Write(&b, Panel{Lines: []Line{{Name: "one", X: []float64{0}, Y: []float64{3}}, {Name: "none"}}, OverTime: true}, Panel{OverTime: true}); err != nil || strings.Count(b.String(), "<circle") != 1 || strings.Contains(b.String(), "NaN") {
+		t.Errorf("%v, a point alone: %s", err, b.String())
+	}
+}
+
 // Of lines that coincide each is seen: their dashes fill the period and do not overlap. Their names stand apart, inside the panel.
 func TestNoLineIsHidden(t *testing.T) {
 	rapid.Check(t, func(r *rapid.T) {

@@ -81,6 +81,31 @@ type Result struct {
 	Kept     int           `json:"kept_blocks"`     // at the end
 	Evicted  int           `json:"evicted_blocks"`
 	Span     time.Duration `json:"-"` // of the arrivals
+
+	Parts []Part `json:"-"` // of the trace, MostParts of equal length in time
+}
+
+// Part is a part of a trace.
+type Part struct {
+	To                time.Duration // its end
+	Blocks, HitBlocks int
+}
+
+// MostParts is into how many parts a trace is divided.
+const MostParts = 60
+
+// part returns where in Parts an arrival is. It makes them at the first.
+func (r *Result) part(at time.Duration) *Part {
+	if r.Parts == nil {
+		r.Parts = make([]Part, MostParts)
+		for i := range r.Parts {
+			r.Parts[i].To = time.Duration(float64(r.Span) * float64(i+1) / MostParts)
+		}
+	}
+	if r.Span == 0 {
+		return &r.Parts[0]
+	}
+	return &r.Parts[min(int(float64(at)/float64(r.Span)*MostParts), MostParts-1)]
 }
 
 // Run looks every prompt up in a cache of capacity blocks and puts all its blocks there. When
@@ -88,6 +113,9 @@ type Result struct {
 func Run(ctx context.Context, requests []workload.Request, capacity int) (Result, error) {
 	r := Result{Capacity: capacity}
 	c := NewCache[int64](capacity)
+	for i := range requests {
+		r.Span = max(r.Span, requests[i].Arrival)
+	}
 	for i := range requests {
 		if i%1024 == 0 && ctx.Err() != nil {
 			return r, ctx.Err()
@@ -102,7 +130,8 @@ func Run(ctx context.Context, requests []workload.Request, capacity int) (Result
 		r.HitBlocks += hits
 		r.Tokens += int64(q.Input)
 		r.HitTokens += int64(min(hits*q.BlockTokens, q.Input))
-		r.Span = max(r.Span, q.Arrival)
+		part := r.part(q.Arrival)
+		part.Blocks, part.HitBlocks = part.Blocks+len(q.Blocks), part.HitBlocks+hits
 		c.PutRun(len(q.Blocks), func(i int) int64 { return q.Blocks[i] })
 		r.Kept, r.Evicted = c.Len(), c.Evicted()
 	}

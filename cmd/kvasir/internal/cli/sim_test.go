@@ -242,6 +242,36 @@ func TestSimSweep(t *testing.T) {
 	}
 }
 
+// The picture of a trace has its hits, and with --scheduled the times of tokens. Of a trace without times it has one point.
+func TestSimReplayPlot(t *testing.T) {
+	picture := filepath.Join(t.TempDir(), "hits.svg")
+	for args, titles := range map[string][]string{
+		"": {"blocks hit, %"},
+		"--scheduled --prefill 1 --decode 1": {"blocks hit, %", "time to the first token, s", "time per token, ms"},
+	} {
+		line := append([]string{"sim", "replay", "--trace", "agentic", "--requests", "40", "--block-tokens", "256", "--plot", picture}, strings.Fields(args)...)
+		if code, _, errs := run(t, line...); code != 0 {
+			t.Fatal(errs)
+		}
+		text, err := os.ReadFile(picture)
+		if err != nil || strings.Count(string(text), `font-weight="bold"`) != len(titles) || !strings.Contains(string(text), "so far") {
+			t.Errorf("%s: %v, %.200s", args, err, text)
+		}
+		for _, title := range titles {
+			if !strings.Contains(string(text), title) {
+				t.Errorf("%s: no %s", args, title)
+			}
+		}
+	}
+	still := filepath.Join(t.TempDir(), "still.jsonl")
+	if err := os.WriteFile(still, []byte(`{"input_length":512,"hash_ids":[1]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if code, out, errs := run(t, "sim", "replay", "--trace", still, "--plot", "-"); code != 0 || !strings.Contains(out, "<svg") || strings.Contains(out, "NaN") {
+		t.Errorf("%d: %s%s", code, out, errs)
+	}
+}
+
 // A report of the table is one page that asks nobody for anything.
 func TestSimTableReport(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "report.html")

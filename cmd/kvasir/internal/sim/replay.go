@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/internal/plot"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
@@ -25,6 +26,7 @@ type replayCmd struct {
 	Trace    string `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; or agentic: made sessions of coding agents." placeholder:"FILE"`
 	Block    int    `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
 	Requests int    `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
+	Plot     string `help:"Draw the hits over the trace into this SVG file, with --scheduled the times of tokens, too." placeholder:"FILE"`
 	Capacity int    `name:"capacity-blocks" help:"Blocks that the cache holds, least recently used ones go; 0 is unlimited." default:"0" placeholder:"N"`
 
 	Scheduled bool   `help:"Run the trace through prefill and decode engines in virtual time; the cache is then a store below them, and their own KV memory."`
@@ -45,6 +47,7 @@ seconds (that the replay took).
 Examples:
   kvasir sim replay --trace conversation_trace.jsonl
   kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 50000 --json -
+  kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 5000 --plot hits.svg
   kvasir sim replay --trace agentic --requests 5000 --scheduled --prefill 0 --decode 1
   kvasir sim replay --trace conversation_trace.jsonl --scheduled --prefill 8 --decode 8
   kvasir sim replay --trace conversation_trace.jsonl --requests 1000 --bytes --scale 32 --capacity-blocks 5000`
@@ -85,7 +88,7 @@ func (c *replayCmd) Run(e *Env) error {
 	f.unless(c.HeadBytes >= 8, "--head-bytes %d is less than 8", c.HeadBytes)
 	f.unless(c.Corrupt >= 0, "--corrupt-block %d is less than 0", c.Corrupt)
 	f.unless(c.Bytes || c.Corrupt == 0, "--corrupt-block is for --bytes")
-	if err := errors.Join(f.err(), writable(c.JSON)); err != nil {
+	if err := errors.Join(f.err(), writable(c.JSON, c.Plot)); err != nil {
 		return err
 	}
 	began := time.Now()
@@ -105,7 +108,65 @@ func (c *replayCmd) Run(e *Env) error {
 	if err != nil && e.Ctx.Err() == nil {
 		return asUsage(e, err)
 	}
-	return errors.Join(c.write(e, &out, out.print), asUsage(e, err), out.wrong())
+	return errors.Join(c.write(e, &out, out.print), c.plot(e, &out), asUsage(e, err), out.wrong())
+}
+
+// plot draws the trace, if that is asked for.
+func (c *replayCmd) plot(e *Env, r *replayed) error {
+	files := pointFiles{Plot: c.Plot}
+	return files.writePoints(e, nil, func(w io.Writer) error { return plot.Write(w, r.panels()...) })
+}
+
+// panels are what the trace looks like over its time: each line has a point for each sixtieth of it.
+func (r *replayed) panels() []plot.Panel {
+	const axis = "minutes of the trace"
+	now, all := plot.Line{Name: "this part"}, plot.Line{Name: "so far"}
+	blocks, hits := 0, 0
+	for _, p := range r.Parts {
+		blocks, hits = blocks+p.Blocks, hits+p.HitBlocks
+		if p.Blocks > 0 {
+			now.X, now.Y = append(now.X, p.To.Minutes()), append(now.Y, 100*float64(p.HitBlocks)/float64(p.Blocks))
+			all.X, all.Y = append(all.X, p.To.Minutes()), append(all.Y, 100*float64(hits)/float64(blocks))
+		}
+	}
+	out := []plot.Panel{{Title: "blocks hit, %", XLabel: axis, Lines: []plot.Line{now, all}, OverTime: true}}
+	if r.Scheduled != nil {
+		out = append(out, r.Scheduled.panels(r.Result.Span, axis)...)
+	}
+	return out
+}
+
+// panels are the times of tokens of the requests that were sent in each part of the trace.
+func (s *scheduled) panels(span time.Duration, axis string) []plot.Panel {
+	var first, each [replay.MostParts][]float64
+	for i := range s.Records {
+		q := &s.Records[i]
+		if q.Error != "" || q.Last == 0 {
+			continue
+		}
+		at := 0
+		if span > 0 {
+			at = min(int(float64(q.Sent)/float64(span)*replay.MostParts), replay.MostParts-1)
+		}
+		first[at] = append(first[at], (q.First - q.Sent).Seconds())
+		if q.Output > 1 {
+			each[at] = append(each[at], 1000*(q.Last-q.First).Seconds()/float64(q.Output-1))
+		}
+	}
+	panel := func(title string, of *[replay.MostParts][]float64) plot.Panel {
+		half, worst := plot.Line{Name: "median"}, plot.Line{Name: "P99"}
+		for i, values := range of {
+			if len(values) == 0 {
+				continue
+			}
+			slices.Sort(values)
+			x := span.Minutes() * float64(i+1) / replay.MostParts
+			half.X, half.Y = append(half.X, x), append(half.Y, values[len(values)/2])
+			worst.X, worst.Y = append(worst.X, x), append(worst.Y, values[(len(values)*99)/100])
+		}
+		return plot.Panel{Title: title, XLabel: axis, Lines: []plot.Line{half, worst}, OverTime: true}
+	}
+	return []plot.Panel{panel("time to the first token, s", &first), panel("time per token, ms", &each)}
 }
 
 // wrong is an error where readers were given wrong bytes.
