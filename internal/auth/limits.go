@@ -114,7 +114,7 @@ func (l *TenantLimits) parse(text []byte) (Change, error) {
 
 func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err error) {
 	if len(words) < 3 || !slices.Contains(kinds, words[0]) {
-		return s, nil, fmt.Errorf("want KIND NAME TENANT…, a kind of %s", strings.Join(kinds, ", "))
+		return s, nil, fmt.Errorf("want KIND NAME TENANT..., a kind of %s", strings.Join(kinds, ", "))
 	}
 	s.Kind = words[0]
 	if s.Name, err = url.PathUnescape(words[1]); err != nil || s.Name == "" {
