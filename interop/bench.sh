@@ -76,33 +76,40 @@ race_tiers() (
 # at most 1.1. Beside it the floor: AES-256-GCM of this machine.
 race_sealed() (
 	local redis port dir
+	# sealed_rows NAME PACKAGE prints the rows of a layout.
+	sealed_rows() {
+		go test -run - -bench Sealed -benchtime 1x "$2" | awk -v name="$1" '/^BenchmarkSealed/ {
+			split($1, of, "/"); sub(/-[0-9]+$/, "", of[2])
+			for (i = 3; i < NF; i += 2) m[$(i + 1)] = $i
+			for (j = 1; j <= 2; j++) { w = j == 1 ? "store" : "load"
+				printf "| %s | %s | %s | %.0f | %.0f | %.2f |\n", name, of[2], w, m["us/" w "-plain"], m["us/" w "-sealed"], m[w "-ratio"] } }'
+	}
+	echo "AES-256-GCM of a core, the floor:"
 	go test -run - -bench AES ./tier/seal | grep Benchmark
+	printf '\n| layout | object | | plain, us | encrypted, us | ratio, wanted at most 1.1 |\n| --- | --- | --- | --: | --: | --: |\n'
 	dir=$(mktemp -d -p "${KVASIR_BENCH_DIR:-bin}" sealed-XXXXXX)
 	dir=$(cd "$dir" && pwd)
 	trap 'rm -rf "$dir"' EXIT
-	echo "disk"
-	KVASIR_BENCH_DIR=$dir go test -run - -bench Sealed -benchtime 1x ./tier/disk | grep Benchmark
-	echo "s3_native, over a store of the same process"
-	go test -run - -bench Sealed -benchtime 1x ./tier/s3 | grep Benchmark
+	KVASIR_BENCH_DIR=$dir sealed_rows disk ./tier/disk
+	sealed_rows "\`s3_native\`, store in the same process" ./tier/s3
 	redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: redis is left out"; return 0; }
 	port=$(python3 interop/shared/ports.py)
 	"$redis" --port "$port" --save "" --appendonly no --dir "$dir" >"$dir/redis.log" &
 	redis=$!
 	trap 'kill "$redis"; rm -rf "$dir"' EXIT
 	for _ in $(seq 100); do (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break; sleep 0.1; done
-	echo "redis"
-	KVASIR_REDIS=127.0.0.1:$port go test -run - -bench Sealed -benchtime 1x ./tier/redis | grep Benchmark
+	KVASIR_REDIS=127.0.0.1:$port sealed_rows "\`redis\`, server on the same machine" ./tier/redis
 )
 
 # race_timing has one tenant probe the prompts of another one: area under the curve of the times, of a shared namespace, own salts, and own salts
 # with --timing-shield. KVASIR_TIMING is the number of probes.
 race_timing() {
-	KVASIR_TIMING=${KVASIR_TIMING:-10000} go test -count 1 -run Timing -v -timeout 60m ./interop/timing
+	KVASIR_TIMING=${KVASIR_TIMING:-10000} go test -count 1 -run Timing -v -timeout 60m ./interop/timing | grep -v '^=== \|^ *--- PASS\|^PASS$'
 }
 
 # race_access compares the proxy with API keys, https and networks with one that has none: added medians of nine turns that alternate, wanted at most 1.3.
 race_access() {
-	KVASIR_ACCESS=${KVASIR_ACCESS:-200} go test -count 1 -run Access -v -timeout 20m ./interop/timing
+	KVASIR_ACCESS=${KVASIR_ACCESS:-200} go test -count 1 -run Access -v -timeout 20m ./interop/timing | grep -v '^=== \|^ *--- PASS\|^PASS$'
 }
 
 # race_redis puts LMCache's resp adapter, ours and a plain loop over one Redis, in turns.

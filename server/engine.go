@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sort"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -295,8 +296,10 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, 
 	same := s.sameChunks(sc) // it notes who asks
 	need := k.WorldSize * k.Readers
 	switch {
-	case sc.unsigned:
-		return miss.Unsigned, errUnsigned
+	case sc.denied == errTenant:
+		return miss.ForeignTenant, errTenant
+	case sc.denied != nil:
+		return miss.Unsigned, sc.denied
 	case asked == 0:
 		return miss.Short, nil
 	case errors.Is(unknown, workers.ErrNoWorker):
@@ -328,6 +331,11 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 		}
 		return st.adviceFor(why.String())
 	})
+}
+
+// ExplainTo is Explain for a reader who may know of some tenants alone.
+func (s *Server) ExplainTo(request string, most int, limit *auth.Limit) explain.Explanation {
+	return s.ended.ExplainTo(request, most, limit.Allows)
 }
 
 // nameSpace notes which model and salt a namespace is of: the one book of that, and the store for

@@ -92,9 +92,10 @@ var provoked = map[string]bool{}
 var elsewhere = []miss.Reason{
 	miss.None, miss.NotPinned, miss.Busy, // of loads, not of lookups
 	miss.Corrupt, miss.Unsummed, miss.NotCompared, // after restarts: store/pending_test.go
-	miss.BelowSlower, // store/writeback_test.go
-	miss.NoRoom,      // fullpool_test.go
-	miss.Unsigned,    // salts_test.go
+	miss.BelowSlower,   // store/writeback_test.go
+	miss.NoRoom,        // fullpool_test.go
+	miss.Unsigned,      // salts_test.go
+	miss.ForeignTenant, // tenantlimits_test.go
 }
 
 // TestEachReasonIsExplained provokes each reason for which a hit ends over a socket.

@@ -5,9 +5,11 @@ package server
 import (
 	"errors"
 	"fmt"
+	"net"
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/workers"
@@ -28,7 +30,9 @@ type connection struct {
 	worker      int64               // the worker that it named last; lookups are in its layout
 	named       bool
 	asksAsPeer  bool // it is another node's
-	doubted     bool // its ping without an id was answered false
+	local       net.Addr
+	limit       *auth.Limit // of tenants; nil until it is asked for
+	doubted     bool        // its ping without an id was answered false
 }
 
 // errHeld means that a message is kept until its client shows its generation.

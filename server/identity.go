@@ -55,7 +55,7 @@ var self = &caller{Caller: access.Self()}
 // identify finds out who is behind a connection.
 func (s *Server) identify(c net.Conn) any {
 	who := s.callerOf(peercred.Of(c))
-	who.conn = &connection{generations: s.opts.ClientGenerations, base: s.bases.get(c.LocalAddr())}
+	who.conn = &connection{generations: s.opts.ClientGenerations, base: s.bases.get(c.LocalAddr()), local: c.LocalAddr()}
 	return who
 }
 

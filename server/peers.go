@@ -38,7 +38,7 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 // which layout they are. Their
 // hashes are of one chunk size, so of several sizes it is the one that has the object.
 func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
-	c := sc.caller()
+	c, limit, foreign := sc.caller(), s.limitOf(sc), false
 	may := c.MayOpen() == nil
 	var of struct { // the last name's
 		model string
@@ -55,6 +55,13 @@ func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 			if salt, ok = s.tenantOf(op, salt); !ok {
 				return k, false
 			}
+		}
+		if !limit.Allows(string(salt)) {
+			if !foreign { // once for the request
+				foreign = true
+				s.refuse(op, errTenant)
+			}
+			return k, false
 		}
 		if of.world != world || of.model != string(name.Model) {
 			of.model, of.world, of.sizes = string(name.Model), world, nil

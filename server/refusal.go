@@ -45,13 +45,14 @@ var (
 	errStreams     = &refusal{"too many event streams", "streams"}
 	errForget      = &refusal{"lookups may find what was stored before the clear", "clear"}
 	errUnsigned    = &refusal{"the cache salt has no valid signature", "unsigned_salt"}
+	errTenant      = &refusal{"the client may not use this tenant (--tenant-file)", "foreign_tenant"}
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
 // refusals are ours, all of them.
 var refusals = []*refusal{
 	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
-	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTokens,
+	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTenant, errTokens,
 }
 
 // others are reasons that other packages give.

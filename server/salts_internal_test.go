@@ -100,6 +100,66 @@ func testSalts(t *testing.T) *auth.SaltSecrets {
 	return salts
 }
 
+// Every type of request that carries a salt is refused to a client of other tenants, and a clear to a client of some. The client may use its own.
+func TestEveryRequestIsOfATenantOfItsClient(t *testing.T) {
+	s := newBareServer(t, io.Discard)
+	s.opts.Tenants = testLimits(t, "listener ipc team-b")
+	who := connected(s)
+	for _, r := range requests() {
+		if lmcache.KeyOf(r) == nil {
+			continue
+		}
+		sc := &scratch{inProcess: who}
+		if err := s.takeTenant(sc, r); !errors.Is(err, errTenant) && sc.denied != errTenant {
+			t.Errorf("%T of another tenant: %v, %v", r, err, sc.denied)
+		}
+		if k := lmcache.KeyOf(r); k.Salt != nil {
+			t.Errorf("%T keeps the salt", r)
+		}
+		lmcache.KeyOf(r).Salt = []byte("team-b")
+		if err := s.takeTenant(sc, r); err != nil || sc.denied != nil || string(lmcache.KeyOf(r).Salt) != "team-b" {
+			t.Errorf("%T of the client's own tenant: %v, %v", r, err, sc.denied)
+		}
+	}
+	sc := &scratch{inProcess: who}
+	if err := s.handleRare(sc, &lmcache.ClearRequest{}); !errors.Is(err, errTenant) {
+		t.Errorf("a clear of all tenants: %v", err)
+	}
+	if err := s.takeTenant(&scratch{}, &lmcache.LookupRequest{Key: &lmcache.KeyView{Salt: []byte("team-a")}}); err != nil {
+		t.Errorf("this process is limited: %v", err)
+	}
+}
+
+func testLimits(t *testing.T, lines ...string) *auth.TenantLimits {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "tenants")
+	if err := os.WriteFile(path, []byte(strings.Join(lines, "\n")+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	l, err := auth.OpenTenantLimits(path, func(name string) string { return name })
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// Another node finds objects of its own tenants alone. What it may not use is counted once for a request.
+func TestPeersAreOfTheirTenants(t *testing.T) {
+	s := newBareServer(t, io.Discard)
+	(&engine{t, s}).register(7)
+	s.opts.Tenants = testLimits(t, "listener ipc team-a")
+	rank, _ := kv.NewRank(1, 0)
+	find := s.keysFor(&scratch{inProcess: connected(s)}, lmcache.OpP2PLookupAndLock)
+	for salt, want := range map[string]bool{"team-a": true, "team-b": false, "": false} {
+		if _, ok := find(&lmcache.ObjectKey{Model: []byte("m"), Rank: rank, Salt: []byte(salt)}); ok != want {
+			t.Errorf("a peer of team-a finds objects of %q: %t", salt, ok)
+		}
+	}
+	if n := s.Stats().Declined["foreign_tenant"]; n != 1 {
+		t.Errorf("%d requests are counted", n)
+	}
+}
+
 // Every type of request that carries a salt is checked: a new one fails here until takeTenant, or keysFor of peers, knows it.
 func TestEveryRequestWithASaltIsChecked(t *testing.T) {
 	s := newBareServer(t, io.Discard)
@@ -118,8 +178,8 @@ func TestEveryRequestWithASaltIsChecked(t *testing.T) {
 		}
 		checked++
 		sc := &scratch{}
-		if err := s.takeTenant(sc, r); !errors.Is(err, errUnsigned) && !sc.unsigned {
-			t.Errorf("%s with an unsigned salt: %v, unsigned %v", of.Name(), err, sc.unsigned)
+		if err := s.takeTenant(sc, r); !errors.Is(err, errUnsigned) && sc.denied != errUnsigned {
+			t.Errorf("%s with an unsigned salt: %v, %v", of.Name(), err, sc.denied)
 		}
 		if k := lmcache.KeyOf(r); k == nil || k.Salt != nil {
 			t.Errorf("%s keeps the unsigned salt", of.Name())

@@ -253,7 +253,7 @@ type scratch struct {
 	conn      *connection
 	chunk     *chunking // of the request
 	silent    bool      // the request gets no answer
-	unsigned  bool      // the request is a lookup whose salt has no valid signature
+	denied    *refusal  // the request is a lookup that may not be under its salt, and why; else nil
 	readings  [4]lmcache.Reading
 	decoder   lmcache.Decoder
 	out       []byte
@@ -442,6 +442,9 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		s.unregister(sc, r.InstanceID)
 		return nil
 	case *lmcache.ClearRequest:
+		if s.limitOf(sc).Limited() { // it would be of all tenants
+			return errTenant
+		}
 		return s.clearFor(sc.caller(), r.Force)
 	case *lmcache.P2PLookupRequest, *lmcache.P2PResultRequest, *lmcache.P2PUnlockRequest:
 		s.answerPeer(sc, r)

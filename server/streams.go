@@ -7,10 +7,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -43,7 +45,8 @@ type stream struct {
 	peer    *zmtp.Peer
 	uid, op []byte // frames of its replies
 	model   string
-	limit   int // events per batch
+	limit   int         // events per batch
+	tenants *auth.Limit // whose events it gets
 	credit  chan struct{}
 	cancel  context.CancelFunc
 	silent  atomic.Bool  // it ends without the message that says so
@@ -208,6 +211,7 @@ func (s *Server) subscribe(sc *scratch, r *lmcache.SubscribeRequest) error {
 		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)), // chunks of other sizes: see fitting
 		credit: make(chan struct{}, 1), cancel: cancel, book: s.opts.Events, cursor: r.Cursor,
 	}
+	st.tenants = s.limitOf(sc)
 	st.seen.Store(time.Now().UnixNano())
 	if !s.streams.begin(st) {
 		cancel()
@@ -277,11 +281,11 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	for {
 		changed := st.book.Changed()
 		if first && st.cursor == 0 {
-			st.chunks, st.resume = st.book.Snapshot(st.model, true)
+			st.snapshot()
 		} else if len(st.chunks) == 0 {
 			st.records, st.resume, batch.Lost = st.book.Read(st.cursor, st.limit, st.records[:0], st.wants)
 			if batch.Lost {
-				st.chunks, st.resume = st.book.Snapshot(st.model, true)
+				st.snapshot()
 			}
 		}
 		switch {
@@ -307,8 +311,27 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	}
 }
 
+// wants reports whether the client gets a record. One that knows some tenants alone is told of each of theirs; of the others it does not
+// learn that they have a chunk, too.
 func (st *stream) wants(r *events.Record) bool {
-	return r.Medium == events.InPool && r.OfModel && r.Model == st.model
+	if r.Medium != events.InPool || r.Model != st.model {
+		return false
+	}
+	if st.tenants.Limited() {
+		return st.tenants.Allows(r.Salt)
+	}
+	return r.OfModel
+}
+
+// snapshot reads all that the stream's model has in memory, a chunk of several salts once.
+func (st *stream) snapshot() {
+	limited := st.tenants.Limited()
+	st.chunks, st.resume = st.book.Snapshot(st.model, !limited)
+	if !limited {
+		return
+	}
+	st.chunks = slices.DeleteFunc(st.chunks, func(c *events.Chunk) bool { return !st.tenants.Allows(c.Salt) })
+	st.chunks = slices.CompactFunc(st.chunks, func(a, c *events.Chunk) bool { return a.Hash == c.Hash })
 }
 
 // fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a

@@ -64,6 +64,7 @@ func (o PubOptions) Validate() error {
 	options.Within(&c, "MaxUnsentBytes", o.MaxUnsentBytes, 0, maxBytes)
 	options.Within(&c, "MaxSubscriptions", o.MaxSubscriptions, 0, maxCount)
 	options.Within(&c, "MaxPrefixBytes", o.MaxPrefixBytes, 0, maxCommandBytes)
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
 	options.Within(&c, "HandshakeTimeout", o.HandshakeTimeout, 0, forever)
 	options.Within(&c, "WriteTimeout", o.WriteTimeout, 0, forever)
 	options.Within(&c, "HeartbeatInterval", o.HeartbeatInterval, 0, forever)

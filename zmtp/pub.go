@@ -222,13 +222,24 @@ func (p *Pub) departed(peer *Peer, _ error) {
 // Publish sends one message to all who subscribed to a prefix of its first frame, and
 // returns how many took it. The caller never writes to the frames again.
 func (p *Pub) Publish(frames ...[]byte) (sent int) {
+	return p.PublishTo(nil, frames, nil)
+}
+
+// PublishTo is Publish for those whom may accepts; nil: for all. The others get the message instead, whose first frame is the same.
+func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent int) {
 	if len(frames) == 0 {
 		return 0
 	}
 	p.order.Lock()
 	defer p.order.Unlock()
-	for _, peer := range p.interested(frames) {
-		switch err := peer.SendOwned(frames...); {
+	choose := func(peer *Peer) [][]byte {
+		if may == nil || may(peer) {
+			return frames
+		}
+		return instead
+	}
+	for _, peer := range p.interested(frames[0], choose) {
+		switch err := peer.SendOwned(choose(peer)...); {
 		case err == nil:
 			sent++
 		case errors.Is(err, ErrQueueFull):
@@ -238,15 +249,16 @@ func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return sent
 }
 
-func (p *Pub) interested(frames [][]byte) (peers []*Peer) {
+// interested returns who gets a message with a topic at once. For who is held the message is kept back.
+func (p *Pub) interested(topic []byte, choose func(*Peer) [][]byte) (peers []*Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for peer, list := range p.mu.of {
-		if !slices.ContainsFunc(list, func(prefix []byte) bool { return bytes.HasPrefix(frames[0], prefix) }) {
+		if !slices.ContainsFunc(list, func(prefix []byte) bool { return bytes.HasPrefix(topic, prefix) }) {
 			continue
 		}
 		if h := p.mu.held[peer]; h != nil {
-			p.holdLocked(h, frames)
+			p.holdLocked(h, choose(peer))
 			continue
 		}
 		peers = append(peers, peer)

@@ -14,6 +14,9 @@ import (
 // securityPage has a row for each listener.
 const securityPage = root + "/docs/operate/security.md"
 
+// attacksPage has a row for each class of attacks.
+const attacksPage = root + "/docs/operate/attacks.md"
+
 // opened says which rows of the page are about the sockets that a file opens. A file that opens a socket and is not here has no row:
 // say on the page what defends the listener.
 var opened = map[string][]string{
@@ -137,9 +140,9 @@ func TestEveryListenerIsDefended(t *testing.T) {
 	}
 }
 
-// Each row of the attacks in security.md names tests that exist for both configurations.
+// Each row of the attacks in attacks.md names tests that exist for both configurations.
 func TestAttacksHaveTests(t *testing.T) {
-	text, err := os.ReadFile(securityPage)
+	text, err := os.ReadFile(attacksPage)
 	if err != nil {
 		t.Fatal(err)
 	}

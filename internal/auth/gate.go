@@ -41,6 +41,8 @@ type Options struct {
 	Certificates *Tokens
 	Unlisted     Scope
 
+	Tenants *TenantLimits // that limit who comes by this listener, a certificate or a token to some tenants; LimitOf has the answer. nil: none is
+
 	Audit *Audit // of requests that need NeedAdmin, and of DELETE; nil: none
 
 	// Need says what a request needs.
@@ -58,8 +60,8 @@ type Gate struct {
 	o    Options
 	keys []hash
 
-	badCredential, badScope, badAddress atomic.Uint64
-	logged                              atomic.Int64 // when a refusal was last logged, Unix nanoseconds
+	badCredential, badScope, badAddress, badTenant atomic.Uint64
+	logged                                         atomic.Int64 // when a refusal was last logged, Unix nanoseconds
 }
 
 // New returns a Gate.
@@ -84,13 +86,13 @@ func (g *Gate) WantsCredentials() bool {
 
 // Stats are the figures of a Gate, for metrics.
 type Stats struct {
-	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it), tenant (--tenant-file does not allow it)."`
 	Unaudited uint64            `counter:"kvasir_audit_lost_total" help:"Deeds of administrators that could not be written to --audit-log; the server's log has them."`
 }
 
 // Stats returns the figures.
 func (g *Gate) Stats() Stats {
-	s := Stats{Refused: map[string]uint64{"address": g.badAddress.Load(), "credential": g.badCredential.Load(), "scope": g.badScope.Load()}}
+	s := Stats{Refused: map[string]uint64{"address": g.badAddress.Load(), "credential": g.badCredential.Load(), "scope": g.badScope.Load(), "tenant": g.badTenant.Load()}}
 	if g.o.Audit != nil {
 		s.Unaudited = g.o.Audit.lost.Load()
 	}
@@ -107,10 +109,15 @@ func Allows(r *http.Request, s Scope) bool {
 
 // Handler returns h behind the gate.
 func (g *Gate) Handler(h http.Handler) http.Handler {
-	if !g.WantsCredentials() && g.o.Networks == nil && g.o.Audit == nil {
+	if !g.WantsCredentials() && g.o.Networks == nil && g.o.Audit == nil && g.o.Tenants == nil {
 		return h
 	}
 	serve := func(w http.ResponseWriter, r *http.Request, need Need, who string) {
+		if g.o.Tenants != nil {
+			if l := g.o.Tenants.For(g.subjects(r)...); l.Limited() {
+				r = r.WithContext(context.WithValue(r.Context(), limitKey{}, limited{l, g}))
+			}
+		}
 		if g.o.Audit != nil && audited(r, need) {
 			g.serveAudited(w, r, who, h)
 			return
@@ -151,6 +158,21 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 		}
 		serve(w, r.WithContext(context.WithValue(r.Context(), scopeKey{}, has)), need, who)
 	})
+}
+
+// subjects returns what may limit the client of a request. A certificate limits beside a token with a larger scope, too.
+func (g *Gate) subjects(r *http.Request) []Subject {
+	out := []Subject{{KindListener, g.o.Listener}}
+	now := time.Now()
+	if a := g.o.Authorities; a != nil && r.TLS != nil && a.Verify(r.TLS.PeerCertificates, now) == nil {
+		out = append(out, Subject{KindCert, r.TLS.PeerCertificates[0].Subject.String()})
+	}
+	if secret, given := Secret(r); given && g.o.Tokens != nil {
+		if t := g.o.Tokens.Find(secret, now); t != nil {
+			out = append(out, Subject{KindToken, t.Name})
+		}
+	}
+	return out
 }
 
 // scope returns what the credentials of a request allow, and whose they are; 0: nothing, and why.
@@ -227,7 +249,7 @@ func (g *Gate) refuse(w http.ResponseWriter, r *http.Request, status int, text s
 	now, last := time.Now().UnixNano(), g.logged.Load()
 	if now-last >= int64(time.Minute) && g.logged.CompareAndSwap(last, now) {
 		g.o.Log.Warn("a request was refused", "listener", g.o.Listener, "from", r.RemoteAddr, "why", text,
-			"refused_in_all", g.badAddress.Load()+g.badCredential.Load()+g.badScope.Load())
+			"refused_in_all", g.badAddress.Load()+g.badCredential.Load()+g.badScope.Load()+g.badTenant.Load())
 	}
 	w.Header().Set("Connection", "close") // its body is not read
 	g.o.Refuse(w, status, text)

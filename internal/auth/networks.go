@@ -73,7 +73,7 @@ func (n *Networks) Refused() uint64 {
 
 // NetworkStats are the figures of the Networks of a listener that does not speak HTTP, for metrics.
 type NetworkStats struct {
-	Refused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Refused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it), tenant (--tenant-file does not allow it)."`
 }
 
 // Stats returns the figures.

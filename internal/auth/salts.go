@@ -3,22 +3,11 @@
 package auth
 
 import (
-	"bytes"
-	"context"
 	"crypto/hmac"
 	"crypto/sha256"
 	"encoding/base64"
 	"errors"
 	"fmt"
-	"log/slog"
-	"sync/atomic"
-)
-
-// Limits of a file of secrets that sign salts.
-const (
-	maxSaltFile    = 64 << 10 // bytes
-	maxSaltSecrets = 4
-	minSaltSecret  = 32 // bytes of a line
 )
 
 // macBytes is the length of a MAC in a salt, with the dot before it. MaxTenant bounds a tenant, so that a salt has at most 128 bytes.
@@ -28,50 +17,17 @@ const macBytes, MaxTenant = 44, 128 - 44
 // A client that knows a signed salt can use it. So a proxy must replace the salts of clients by signed ones, and clients must not reach
 // the engines. The methods are safe for concurrent use.
 type SaltSecrets struct {
-	file *File
-	all  atomic.Pointer[[][]byte] // the first signs
+	secretLines // the first signs
 }
 
 // OpenSaltSecrets reads a file of secrets, one of 32 bytes or more on each line. The first one signs, all of them verify. Empty lines and
 // lines that begin with # are skipped.
 func OpenSaltSecrets(path string) (*SaltSecrets, error) {
 	s := &SaltSecrets{}
-	s.all.Store(&[][]byte{})
-	var err error
-	if s.file, err = OpenFile(FileOptions{Path: path, MaxBytes: maxSaltFile, Parse: s.parse}); err != nil {
+	if err := s.open(path); err != nil {
 		return nil, fmt.Errorf("secrets of salts: %w", err)
 	}
 	return s, nil
-}
-
-// Watch reads the file again when it changes, until ctx ends.
-func (s *SaltSecrets) Watch(ctx context.Context, log *slog.Logger) {
-	s.file.Watch(ctx, WatchInterval, log)
-}
-
-func (s *SaltSecrets) parse(text []byte) (Change, error) {
-	var all [][]byte
-	n := 0
-	for line := range bytes.Lines(text) {
-		n++
-		line = bytes.TrimSpace(line)
-		switch {
-		case len(line) == 0 || line[0] == '#':
-		case len(line) < minSaltSecret:
-			return Change{}, fmt.Errorf("line %d: a secret of fewer than %d characters (openssl rand -hex 32 makes one)", n, minSaltSecret)
-		case len(all) == maxSaltSecrets:
-			return Change{}, fmt.Errorf("more than %d secrets", maxSaltSecrets)
-		default:
-			all = append(all, bytes.Clone(line))
-		}
-	}
-	removed := 0
-	for _, was := range *s.all.Load() {
-		if !bytes.Contains(text, was) {
-			removed++
-		}
-	}
-	return Change{Take: func() { s.all.Store(&all) }, Entries: len(all), Removed: removed}, nil
 }
 
 var errTenant = errors.New("a tenant has 1 to 84 bytes")

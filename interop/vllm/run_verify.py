@@ -1,16 +1,79 @@
 #!/usr/bin/env python3
-"""kvasir verify on real vLLM engines over one kvasir server with a tier.
+"""kvasir verify on real vLLM engines over one kvasir server with a tier, and on a P and a D.
 
 Two engines of one model share the server. `kvasir verify` has to pass --rounds times, with restored KV from the pool and from the tier.
-Then prompts are kept, the pool's bytes are changed below its checksums, and a third engine has to fail. A fourth engine of other weights
-under the same name has to fail, too, as long as the server still serves the KV of the earlier ones.
+Then prompts are kept, and six corruptions are planted below every checksum, of which each has to make it fail:
+  swapped       two chunks of the pool exchanged
+  layers        the first two layers of each chunk exchanged
+  truncated     the second half of each chunk zeroed
+  shifted       off by one block of 4 KiB
+  salt          an adapter between engine and server that loses the salts
+  stale         an engine of other weights under the same name, while the server still serves the KV of the earlier ones
+Before, between and after them the right bytes have to pass. The engine of the first five has no prefix cache of its own, so that each
+request asks the server. Last, P and D with the MooncakeConnector behind `kvasir proxy` have to pass --pd-rounds times against P alone.
 Prints one JSON line.
 """
 import json
 import os
+import re
 import subprocess
+import threading
 
 import common as C
+import zmq
+
+SALT, NO_SALT = re.compile(rb"kvasir-verify-[0-9a-f]{16}"), b"kvasir-verify-" + b"0" * 16
+
+
+class Adapter:
+    """Passes messages between engines and a server, and loses their salts once told to."""
+
+    def __init__(self, server):
+        self.lose, self.server, self.context = False, server, zmq.Context.instance()
+        self.front = self.context.socket(zmq.ROUTER)
+        self.url = f"tcp://127.0.0.1:{self.front.bind_to_random_port('tcp://127.0.0.1')}"
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        poller, back = zmq.Poller(), {}
+        poller.register(self.front, zmq.POLLIN)
+        while True:
+            for sock, _ in poller.poll():
+                frames = sock.recv_multipart()
+                if sock is not self.front:
+                    self.front.send_multipart([next(k for k, v in back.items() if v is sock), *frames])
+                    continue
+                client, *frames = frames
+                if client not in back:
+                    back[client] = self.context.socket(zmq.DEALER)
+                    back[client].connect(self.server)
+                    poller.register(back[client], zmq.POLLIN)
+                if self.lose:
+                    frames = [SALT.sub(NO_SALT, f) for f in frames]
+                back[client].send_multipart(frames)
+
+
+def swapped(b, chunk, layers):
+    for at in range(0, len(b) - 2 * chunk + 1, 2 * chunk):
+        b[at:at + 2 * chunk] = b[at + chunk:at + 2 * chunk] + b[at:at + chunk]
+
+
+def reordered(b, chunk, layers):
+    one = chunk // layers
+    for at in range(0, len(b) - chunk + 1, chunk):
+        b[at:at + 2 * one] = b[at + one:at + 2 * one] + b[at:at + one]
+
+
+def truncated(b, chunk, layers):
+    for at in range(0, len(b) - chunk + 1, chunk):
+        b[at + chunk // 2:at + chunk] = bytes(chunk - chunk // 2)
+
+
+def shifted(b, chunk, layers):
+    b[:] = b[-4096:] + b[:-4096]
+
+
+CHANGES = {"swapped": swapped, "layers": reordered, "truncated": truncated, "shifted": shifted}
 
 
 def main():
@@ -20,16 +83,19 @@ def main():
     ap.add_argument("--server", required=True, help="tcp://host:port of kvasir server")
     ap.add_argument("--http", required=True, help="its HTTP interface")
     ap.add_argument("--rounds", type=int, default=3)
+    ap.add_argument("--pd-rounds", type=int, default=1)
     ap.add_argument("--dtype", default="bfloat16")
     a = ap.parse_args()
-    out, R = C.begin(a, "verify", rounds=[], dtype=a.dtype)
+    out, R = C.begin(a, "verify", rounds=[], pd_rounds=[], dtype=a.dtype)
     kept = os.path.join(out, "kept.json")
-    kv = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-          "kv_connector_extra_config": {"lmcache.mp.server_urls": a.server, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
+    with open(os.path.join(a.model, "config.json"), encoding="utf-8") as f:
+        layers = json.load(f)["num_hidden_layers"]
 
-    def start(name, model):
+    def start(name, model, *extra, server=a.server):
         port = C.free_port()
-        proc = C.vllm("vllm-" + name, out, model, port, kv, 32, dtype=a.dtype, extra=["--enable-prompt-tokens-details"])
+        kv = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+              "kv_connector_extra_config": {"lmcache.mp.server_urls": server, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
+        proc = C.vllm("vllm-" + name, out, model, port, kv, 32, dtype=a.dtype, extra=["--enable-prompt-tokens-details", *extra])
         return proc, f"http://127.0.0.1:{port}"
 
     def ready(engine):
@@ -45,6 +111,67 @@ def main():
     def short(report):
         return {s["name"]: [s["status"], round(s["largest_logprob_difference"], 4), s.get("why", "")[:200]] for s in report["steps"]}
 
+    def result(code, r):
+        return {"code": code, "verdict": r["verdict"], "noise": r.get("largest_difference_of_cold_runs"), "steps": short(r), "text": r.get("text", "")[:300]}
+
+    def corruptions(pool):
+        """Each of five on one engine, with the right bytes before, between and after them."""
+        adapter = Adapter(a.server)
+        probe = start("3", a.model, "--no-enable-prefix-caching", server=adapter.url)
+        url = ready(probe)
+        with open(pool, "rb") as f:
+            right = f.read()
+        entries = json.loads(C.http("GET", a.http + "/cache/objects?page_size=1")[1])["entries"]
+        chunk = entries[0]["size_bytes"]
+        R["chunk"], good = {"bytes": chunk, "layers": layers}, True
+
+        def expect(name, want):
+            code, r = verify(url, "--expect", kept)
+            R[name] = result(code, r)
+            return code == want
+
+        good = expect("kept", 0)
+        for name, change in CHANGES.items():
+            b = bytearray(right)
+            change(b, chunk, layers)
+            with open(pool, "r+b") as f:
+                f.write(b)
+            good = expect(name, 1) and good
+            with open(pool, "r+b") as f:
+                f.write(right)
+            good = expect("kept after " + name, 0) and good
+        adapter.lose = True
+        code, r = verify(url)
+        R["salt"] = result(code, r)
+        good = good and code == 1 and any("never sent" in s.get("why", "") for s in r["steps"])
+        probe[0].stop()
+        return good
+
+    def pair():
+        """P and D behind the proxy against P, which computes by itself."""
+        pport, dport, bport, xport = (C.free_port() for _ in range(4))
+        env = {"KV_CPU_SHIM": "device", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bport), "MC_LOG_LEVEL": "INFO"}
+        xc = {"mooncake_protocol": "tcp"}
+        engines = [C.vllm(f"vllm-{name}", out, a.model, port, {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_connector_extra_config": xc}, 32,
+                          dtype=a.dtype, extra=["--enable-prompt-tokens-details"], env=C.cpu_env(extra=env))
+                   for name, port, role in (("P", pport, "kv_producer"), ("D", dport, "kv_consumer"))]
+        for port, e in zip((pport, dport), engines):
+            C.wait_http(f"http://127.0.0.1:{port}/health", e, a.timeout)
+        proxy = C.Proc("proxy", ["bin/kvasir", "proxy", "--port", str(xport), "--prefill", f"http://127.0.0.1:{pport} {bport}", "--decode", f"http://127.0.0.1:{dport}"],
+                       os.path.join(out, "proxy.log"))
+        C.wait_http(f"http://127.0.0.1:{xport}/health", proxy, 60)
+        good = True
+        for _ in range(a.pd_rounds):
+            before = C.metrics(f"http://127.0.0.1:{dport}")
+            code, r = verify(f"http://127.0.0.1:{xport}", "--single-url", f"http://127.0.0.1:{pport}")
+            step = [s for s in r["steps"] if s["name"].startswith("prefill and decode")]
+            hit = C.external_hits(C.delta(before, C.metrics(f"http://127.0.0.1:{dport}")))
+            R["pd_rounds"].append({**result(code, r), "D_external_hit_tokens": hit})
+            good = good and code == 0 and hit > 0 and bool(step) and step[0]["status"] == "passed"
+        for p in (proxy, *engines):
+            p.stop()
+        return good
+
     with C.reported(R):
         one, two = start("1", a.model), start("2", a.model)
         first, second = ready(one), ready(two)
@@ -53,37 +180,23 @@ def main():
             code, r = verify(first, "--second-url", second, "--server", a.http)
             steps = {s["name"].split(" the tier")[0]: s["status"] for s in r["steps"]}
             good = code == 0 and steps.get("restored by a second engine") == "passed" and steps.get("restored from") == "passed"
-            R["rounds"].append({"code": code, "verdict": r["verdict"], "noise": r.get("largest_difference_of_cold_runs"), "steps": short(r)})
+            R["rounds"].append(result(code, r))
             ok = ok and good
         code, r = verify(first, "--keep", kept)
         ok = ok and code in (0, 3)
         two[0].stop()
-        status = json.loads(C.http("GET", a.http + "/status")[1])
-        pool = os.path.join("/dev/shm", status["l1"]["shm_name"])
-        with open(pool, "rb") as f:
-            before = f.read()
-        three = start("3", a.model)
-        code, r = verify(ready(three), "--expect", kept)
-        R["kept"] = {"code": code, "verdict": r["verdict"], "steps": short(r)}
-        ok = ok and code == 0
-        three[0].stop()
-        with open(pool, "r+b") as f:  # off by one block of 4 KiB
-            f.write(before[-4096:] + before[:-4096])
-        four = start("4", a.model)
-        code, r = verify(ready(four), "--expect", kept)
-        R["shifted"] = {"code": code, "verdict": r["verdict"], "steps": short(r)}
-        ok = ok and code == 1
-        four[0].stop()
-        with open(pool, "r+b") as f:
-            f.write(before)
         one[0].stop()
+        status = json.loads(C.http("GET", a.http + "/status")[1])
+        ok = corruptions(os.path.join("/dev/shm", status["l1"]["shm_name"])) and ok
+        if a.pd_rounds:
+            ok = pair() and ok
         os.rename(a.model, a.model + ".before")  # other weights under the same name
         os.rename(a.other, a.model)
-        five = start("5", a.model)
-        code, r = verify(ready(five), "--expect", kept)
-        R["stale"] = {"code": code, "verdict": r["verdict"], "steps": short(r)}
+        last = start("4", a.model)
+        code, r = verify(ready(last), "--expect", kept)
+        R["stale"] = result(code, r)
         ok = ok and code == 1
-        five[0].stop()
+        last[0].stop()
     C.emit(R, ok)
 
 

@@ -75,6 +75,7 @@ type Options struct {
 
 	Registry   bootstrap.ClientOptions // Token and TLS for Upstream
 	Networks   *auth.Networks          // from which P and D may reach the side channels and the transfer ports; nil: any
+	Secrets    *auth.PeerSecrets       // that P and D prove to have on the transfer ports; nil: none is demanded
 	AllowHosts []string                // names, besides addresses, by which D may reach ServeHTTP
 
 	Metrics *mooncake.Metrics // default none
@@ -173,10 +174,10 @@ func Open(o Options) (*Relay, error) {
 	if err := r.memory.Unlink(); err != nil { // the mapping stays; a killed relay leaves nothing
 		return nil, errors.Join(fmt.Errorf("relay: memory: %w", err), r.memory.Close())
 	}
-	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: o.Networks, Log: r.log}, transfer.NewTable()); err != nil {
+	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: o.Networks, Secrets: o.Secrets, Log: r.log}, transfer.NewTable()); err != nil {
 		return nil, errors.Join(fmt.Errorf("relay: %w", err), r.memory.Close())
 	}
-	r.client = transfer.New(transfer.Options{})
+	r.client = transfer.New(transfer.Options{Secrets: o.Secrets})
 	r.sockets = mooncake.NewSockets(8)
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.engines = make(map[string]*engine)

@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
@@ -86,7 +87,7 @@ func logger() *slog.Logger {
 }
 
 func newWorld(t *testing.T, o relay.Options) *world {
-	w := &world{t: t, p: memory(payload), d: memory(2 * payload), client: transfer.New(transfer.Options{})}
+	w := &world{t: t, p: memory(payload), d: memory(2 * payload), client: transfer.New(transfer.Options{Secrets: o.Secrets})}
 	t.Cleanup(w.client.Close)
 	for i, s := range w.p.Storages {
 		rand.NewChaCha8([32]byte{byte(i + 1)}).Read(s.Mem)
@@ -111,7 +112,7 @@ func newWorld(t *testing.T, o relay.Options) *world {
 	}
 	w.web = httptest.NewServer(w.relay)
 	t.Cleanup(w.web.Close)
-	if w.target, err = transfer.Listen(transfer.TargetOptions{}, transfer.NewTable()); err != nil {
+	if w.target, err = transfer.Listen(transfer.TargetOptions{Secrets: o.Secrets}, transfer.NewTable()); err != nil {
 		t.Fatal(err)
 	}
 	target := w.target // a test may take another
@@ -224,6 +225,35 @@ func TestRelay(t *testing.T) {
 	}
 	if err := w.pull("x#3", nil, []int{30, 31, 32, 33, 34}); err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
 		t.Fatal(err)
+	}
+}
+
+// P, relay and D with one secret transfer both ways of the relay. A P without it pushes nothing into the relay, and D hears that it failed.
+func TestRelayProvesItsSecret(t *testing.T) {
+	path := t.TempDir() + "/secret"
+	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	secrets, err := auth.OpenPeerSecrets(path, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := newWorld(t, relay.Options{Secrets: secrets})
+	w.sender.Offer("p", "x", [][]int{{3}, {10}})
+	if err := w.pull("x", []int{0}, []int{7}); err != nil || secrets.Refused() != 0 {
+		t.Fatal(err, secrets.Refused())
+	}
+	w.check(0, []int{0}, []int{3})
+	w.check(1, []int{7}, []int{10})
+	before := w.source()
+	w.sender.Close()
+	w.client = transfer.New(transfer.Options{})
+	t.Cleanup(w.client.Close)
+	w.startP("e2")
+	testkit.Eventually(t, "the relay knows the other P", func() bool { return w.source().EngineID != before.EngineID })
+	w.sender.Offer("p2", "y", [][]int{{4}, {11}})
+	if err := w.pull("y", []int{1}, []int{8}); err == nil || secrets.Refused() == 0 {
+		t.Errorf("a P without the secret pushed: %v, %d refused", err, secrets.Refused())
 	}
 }
 

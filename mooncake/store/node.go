@@ -29,7 +29,8 @@ type NodeOptions struct {
 	PingEvery time.Duration // default 1 s; a master gives a silent node up after about 10 s
 	Grace     time.Duration // at the end: objects stay readable for so long; default 0, they are gone at once
 
-	Networks *auth.Networks // from which clients and other nodes may reach the ports; nil: any
+	Networks *auth.Networks    // from which clients and other nodes may reach the ports; nil: any
+	Secrets  *auth.PeerSecrets // that they prove to have; nil: none is demanded
 
 	Log *slog.Logger // default none
 }
@@ -230,7 +231,7 @@ func (n *Node) begin() error {
 		return fmt.Errorf("mooncake store: %w", err)
 	}
 	l.region = region
-	l.target, err = n.listen(transfer.TargetOptions{Host: n.o.Host, Bind: n.o.Bind, Networks: n.o.Networks, Log: n.o.Log}, l.table)
+	l.target, err = n.listen(transfer.TargetOptions{Host: n.o.Host, Bind: n.o.Bind, Networks: n.o.Networks, Secrets: n.o.Secrets, Log: n.o.Log}, l.table)
 	if err != nil {
 		return fmt.Errorf("mooncake store: ports: %w", err)
 	}

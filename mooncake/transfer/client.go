@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // Options configures a Client. A zero field means its default.
@@ -29,6 +31,10 @@ type Options struct {
 	// SettleTimeout is how long a failed write waits for the peer to stop reading
 	// it; default 1 s.
 	SettleTimeout time.Duration
+
+	// Secrets prove to targets who this client is, and demand the same of them, but for
+	// the stock networks; nil: nothing is proved or demanded.
+	Secrets *auth.PeerSecrets
 }
 
 func (o Options) withDefaults() Options {

@@ -79,7 +79,7 @@ func (c *Client) fetch(p *peer) *fetch {
 		ctx, cancel := c.handshakeContext(c.base)
 		defer cancel()
 		c.stats.handshakes.Add(1)
-		f.desc, f.err = fetchDescriptor(ctx, p.name)
+		f.desc, f.err = fetchDescriptor(ctx, p.name, c.opt.Secrets)
 		f.ended = time.Now()
 		if f.err != nil && c.base.Err() != nil {
 			f.err = ErrClosed

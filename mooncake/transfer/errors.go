@@ -26,6 +26,10 @@ var (
 	// ErrProtocol means that the peer sent something that is not its protocol.
 	ErrProtocol = errors.New("transfer: protocol error")
 
+	// ErrUnproven means that the peer did not prove that it has a secret in common with
+	// this end, or refused this end's proof; nothing was sent.
+	ErrUnproven = errors.New("transfer: no secret in common with the peer is proved")
+
 	// ErrBusy means that Options.MaxWaiting callers already wait for a
 	// connection to the peer.
 	ErrBusy = errors.New("transfer: too many callers wait for the peer")

@@ -51,6 +51,7 @@ type Descriptor struct {
 	Timestamp      string    `json:"timestamp"`
 
 	fetched time.Time // by us; zero: made here
+	proves  bool      // it was given for a proof: the data port takes one, too
 }
 
 // Buffer is one published region. Addr is a name, not a pointer.
@@ -136,7 +137,7 @@ func (d *Descriptor) dataAddr(segment string) (string, error) {
 // sameLife says whether a connection made as d says is still good when the peer
 // now publishes o.
 func (d *Descriptor) sameLife(o *Descriptor) bool {
-	return d == o || d.DataHost == o.DataHost && d.DataPort == o.DataPort && d.Boot == o.Boot && d.ProtoVersion == o.ProtoVersion
+	return d == o || d.DataHost == o.DataHost && d.DataPort == o.DataPort && d.Boot == o.Boot && d.ProtoVersion == o.ProtoVersion && d.proves == o.proves
 }
 
 func (d *Descriptor) acked() bool { return d.ProtoVersion >= 2 }

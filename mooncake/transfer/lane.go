@@ -10,6 +10,8 @@ import (
 	"net"
 	"os"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 const (
@@ -26,8 +28,9 @@ type lane struct {
 	client *Client // immutable
 	peer   *peer
 
-	s       *stream // nil: not connected
-	keeps   bool    // the peer keeps this connection when it refuses a request
+	s       *stream    // nil: not connected
+	keeps   bool       // the peer keeps this connection when it refuses a request
+	proof   auth.Proof // the peer's, on this connection, where desc.proves
 	desc    *Descriptor
 	used    time.Time
 	window  int      // requests in flight allowed now
@@ -140,6 +143,9 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 	if l.s != nil && !l.desc.sameLife(desc) {
 		l.drop() // another lane has met the new life
 	}
+	if l.s != nil && l.desc.proves && !c.opt.Secrets.Counts(&l.proof) {
+		l.drop() // its secret was removed
+	}
 	if l.s != nil && time.Since(l.used) > staleAfter && !l.idle() {
 		l.drop()
 		if desc, err = c.refresh(ctx, l.peer, desc); err != nil { // the peer may have moved
@@ -193,6 +199,16 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 	c.stats.dials.Add(1)
 	conn, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
 	if err != nil {
+		return nil, fmt.Errorf("data connection to %s: %w", l.peer.name, err)
+	}
+	switch {
+	case l.desc.proves:
+		l.proof, err = prove(ctx, conn, l.peer.name, c.opt.Secrets)
+	case c.opt.Secrets.Demands(conn.RemoteAddr()):
+		err = fmt.Errorf("%w: it asks for no proof", ErrUnproven)
+	}
+	if err != nil {
+		conn.Close()
 		return nil, fmt.Errorf("data connection to %s: %w", l.peer.name, err)
 	}
 	s, err := newStream(conn.(*net.TCPConn), c.opt.ProgressTimeout)

@@ -38,6 +38,10 @@ type TargetOptions struct {
 
 	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
+	// Secrets demand of peers, but those of the stock networks, that they prove to have one. A connection that does not within
+	// HandshakeTimeout is closed. nil: nothing is demanded.
+	Secrets *auth.PeerSecrets
+
 	Log *slog.Logger // refused and broken connections, at debug; default none
 }
 
@@ -73,6 +77,7 @@ type TargetStats struct {
 	BytesOut        int64
 	RejectedAddress int64 // not registered, zero, wrapping, or the callback's error
 	RejectedFence   int64 // closed to writes
+	Unproven        int64 // connections that did not prove to have a secret
 	RefusedConns    int64 // above MaxConns: new ones, or those that had asked for nothing
 	Broken          int64 // connections that ended inside a frame or stalled
 }
@@ -80,6 +85,7 @@ type TargetStats struct {
 type targetStats struct {
 	handshakes, writes, reads, in, out         atomic.Int64
 	rejectedAddr, rejectedFence, refused, torn atomic.Int64
+	unproven                                   atomic.Int64
 }
 
 // Listen starts a target for table on both ports.
@@ -147,7 +153,7 @@ func (t *Target) Stats() TargetStats {
 		Writes: t.stats.writes.Load(), Reads: t.stats.reads.Load(),
 		BytesIn: t.stats.in.Load(), BytesOut: t.stats.out.Load(),
 		RejectedAddress: t.stats.rejectedAddr.Load(), RejectedFence: t.stats.rejectedFence.Load(),
-		RefusedConns: t.stats.refused.Load(), Broken: t.stats.torn.Load(),
+		Unproven: t.stats.unproven.Load(), RefusedConns: t.stats.refused.Load(), Broken: t.stats.torn.Load(),
 	}
 }
 
@@ -176,7 +182,7 @@ func (t *Target) Close() error {
 func (t *Target) SelfDial(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, t.opt.HandshakeTimeout)
 	defer cancel()
-	d, err := fetchDescriptor(ctx, t.name)
+	d, err := fetchDescriptor(ctx, t.name, t.opt.Secrets)
 	if err != nil {
 		return fmt.Errorf("dial the published address %s: %w", t.name, err)
 	}
@@ -349,6 +355,12 @@ func (t *Target) cutRequestlessLocked() bool {
 	t.mu.nData--
 	oldest.Close()
 	return true
+}
+
+func (t *Target) isClosed() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.mu.closed
 }
 
 func (t *Target) untrack(c net.Conn, data bool) {

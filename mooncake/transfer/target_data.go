@@ -8,6 +8,8 @@ import (
 	"io"
 	"net"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 const (
@@ -23,6 +25,14 @@ const (
 // errRejected ends a connection after a refused request.
 var errRejected = errors.New("request rejected")
 
+// These end a connection without a proof that counts.
+var (
+	errUnproven   = errors.New("a request without a proof")
+	errLate       = errors.New("no proof in time")
+	errWrongProof = errors.New("a proof by another secret, or for another address than the published one")
+	errRemoved    = errors.New("the secret of the peer's proof was removed")
+)
+
 // dataConn serves the requests of one data connection, in order.
 type dataConn struct {
 	*stream
@@ -37,6 +47,10 @@ type dataConn struct {
 	held     bool     // read claims are held by out
 	keep     bool     // the peer wants the connection kept when a request is refused
 	large    bool     // the last request was a write with a large body
+
+	demand bool // the peer must prove that it has a secret
+	proven bool
+	proof  auth.Proof
 }
 
 var okFrame, rejectedFrame = statusFrame(statusOK), statusFrame(statusRejected)
@@ -47,12 +61,20 @@ func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
-	d := &dataConn{stream: s, t: t, in: in}
+	d := &dataConn{stream: s, t: t, in: in, demand: t.opt.Secrets.Demands(c.RemoteAddr())}
 	d.claims = t.table.newClaims(func() { c.Close() })
 	defer d.claims.drop()
 	defer d.close()
 	err = d.serve()
 	switch {
+	case errors.Is(err, errWrongProof):
+		t.refuse(c, err)
+		_, _ = d.write([][]byte{rejectedFrame[:]}) // the peer may be gone
+	case errors.Is(err, errLate):
+		t.refuse(c, err)
+	case errors.Is(err, errUnproven), errors.Is(err, errRemoved):
+		t.refuse(c, err)
+		d.abort() // a clean end would mean success to some peers
 	case err == nil, errors.Is(err, net.ErrClosed):
 	case errors.Is(err, errRejected):
 		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
@@ -64,17 +86,35 @@ func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 
 // serve returns nil when the peer ended the connection between requests.
 func (d *dataConn) serve() error {
+	inTime := func() bool { return true }
+	if d.demand { // closing ends every wait; deadlines belong to the stream
+		inTime = time.AfterFunc(d.t.opt.HandshakeTimeout, func() { d.conn.Close() }).Stop
+		defer func() { inTime() }()
+	}
 	for {
 		if err := d.awaitHeader(); err != nil {
+			if d.demand && !d.proven && errors.Is(err, net.ErrClosed) && !inTime() {
+				return errLate
+			}
 			if errors.Is(err, io.EOF) && d.buffered() == 0 {
 				return nil
 			}
 			return err
 		}
+		h := parseHeader(d.next(headerBytes))
+		if h.isHello() && d.t.opt.Secrets != nil && !d.proven {
+			if err := d.serveHello(); err != nil {
+				return err
+			}
+			inTime()
+			continue
+		}
+		if err := d.demandProof(); err != nil {
+			return err
+		}
 		if !d.in.asked.Load() {
 			d.in.asked.Store(true)
 		}
-		h := parseHeader(d.next(headerBytes))
 		d.large = h.isWrite() && h.size >= directBytes
 		var err error
 		switch {

@@ -16,6 +16,11 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	t.stats.handshakes.Add(1)
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
 	kind, text, err := readFrame(c)
+	if err == nil && t.opt.Secrets != nil {
+		if err = t.demand(c, kind, text); err != nil {
+			t.refuse(c, err)
+		}
+	}
 	t.removeSilent(silent)
 	if err != nil {
 		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
@@ -33,6 +38,19 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	}
 	c.CloseWrite()
 	io.CopyN(io.Discard, c, maxHandshakeBytes) // until the client's end
+}
+
+// demand returns nil for a request that may be answered: its peer proved that it has a
+// secret, or need not.
+func (t *Target) demand(c *net.TCPConn, kind byte, text []byte) error {
+	var q proving
+	if kind == frameMetadata && json.Unmarshal(text, &q) == nil && q.Hello != "" {
+		return t.challenge(c, q.Hello)
+	}
+	if t.opt.Secrets.Demands(c.RemoteAddr()) {
+		return errUnproven
+	}
+	return nil
 }
 
 // handshakeReply returns the reply frame. Any malformed request is an error:

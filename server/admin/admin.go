@@ -123,7 +123,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	handlePrefetches(mux, guard, s, lists)
 	handleChecksums(mux, guard, s)
 	mux.Handle("GET /config", guard.Handler(&config{o.Flags, o.Sources, book}))
-	mux.Handle("GET /metrics", reg.Handler())
+	mux.Handle("GET /metrics", limitMetrics(reg.Handler()))
 	if o.Profiles {
 		for path, h := range map[string]http.HandlerFunc{
 			"": pprof.Index, "profile": pprof.Profile, "symbol": pprof.Symbol, "trace": pprof.Trace,
@@ -135,7 +135,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	if o.Metrics != nil {
 		o.Metrics(reg)
 	}
-	return gate.Handler(forHostAlone(gate, mux))
+	return gate.Handler(limitTenants(forHostAlone(gate, mux)))
 }
 
 // Status is the body of /status.
@@ -165,6 +165,10 @@ func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "limit is not a number from 1 to " + strconv.Itoa(maxExplained)})
 			return
 		}
+	}
+	if limit := auth.LimitOf(r); limit != nil {
+		writeJSON(w, http.StatusOK, s.ExplainTo(q.Get("request_id"), most, limit))
+		return
 	}
 	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
 }

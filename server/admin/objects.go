@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strconv"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server"
@@ -68,13 +69,16 @@ func listObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	entries := []objectEntry{}
+	limit, entries := auth.LimitOf(r), []objectEntry{}
 	var found []store.Object
 	more := true
 	for more && len(entries) < most {
 		found, from, more = s.Store().Objects(from, found[:0], most-len(entries))
 		for _, o := range found {
-			n, _ := s.NameOf(o.Key.Namespace)
+			n, known := s.NameOf(o.Key.Namespace)
+			if limit != nil && !(known && limit.Allows(n.Salt)) {
+				continue
+			}
 			if of := q.Get("model_name"); of == "" || of == n.Model {
 				entries = append(entries, objectEntry{objectKey{o.Key.Chunk.String(), n.Model, o.Key.Rank, o.Key.Group, n.Salt}, o.Bytes})
 			}
@@ -107,6 +111,11 @@ func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	if err != nil {
 		badRequest(w, "%v", err)
 		return
+	}
+	for _, k := range body.Keys {
+		if !mayUse(w, r, k.Salt) {
+			return
+		}
 	}
 	var keys, below []kv.Key
 	for i, k := range body.Keys {

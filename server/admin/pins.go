@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server"
@@ -69,7 +70,7 @@ func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 	case p.Life != nil && !(*p.Life >= 1 && *p.Life <= maxPinLifeSeconds):
 		badRequest(w, "ttl_seconds %g is not between 1 and %.0f", *p.Life, maxPinLifeSeconds)
 	default:
-		return p, true
+		return p, mayUse(w, r, p.Salt)
 	}
 	return p, false
 }
@@ -170,12 +171,15 @@ func listPins(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	if !ok {
 		return
 	}
-	total, pins := 0, []pinEntry{}
+	may, total, pins := auth.LimitOf(r), 0, []pinEntry{}
 	var found []store.PinnedObject
 	for from := 0; ; {
 		found, from = s.Store().Pins(from, found[:0])
 		for _, o := range found {
-			n, _ := s.NameOf(o.Key.Namespace)
+			n, known := s.NameOf(o.Key.Namespace)
+			if may != nil && !(known && may.Allows(n.Salt)) {
+				continue
+			}
 			if salt, model := q.Get("cache_salt"), q.Get("model_name"); salt != "" && salt != n.Salt || model != "" && model != n.Model {
 				continue
 			}

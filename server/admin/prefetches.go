@@ -93,6 +93,9 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusBadRequest, "cache_salt has more than 128 characters")
 		return
 	}
+	if !mayUse(w, r, body.Salt) {
+		return
+	}
 	var parts []prefetchPart
 	registered, chunks, total := false, 0, 0
 	for _, size := range p.server.ChunksOf(*body.Model, *body.World) {

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
@@ -68,10 +69,10 @@ func EachSalt(flag, value string, list []string, set func(salt, value string) er
 // LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and GET /quota, with its bodies (lmcache 0.5.6,
 // http_apis/quota_api.py).
 
-func (t *tenantRoutes) listQuotas(w http.ResponseWriter, _ *http.Request) {
-	users := map[string]map[string]float64{}
+func (t *tenantRoutes) listQuotas(w http.ResponseWriter, r *http.Request) {
+	limit, users := auth.LimitOf(r), map[string]map[string]float64{}
 	for _, u := range t.server.Store().Tenants() {
-		if u.QuotaBytes >= 0 {
+		if u.QuotaBytes >= 0 && limit.Allows(u.Salt) {
 			users[SaltName(u.Salt)] = map[string]float64{"limit_gb": float64(u.QuotaBytes) / gib, "current_usage_gb": float64(u.Bytes) / gib}
 		}
 	}

@@ -3,6 +3,7 @@
 package admin_test
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"io"
@@ -86,6 +87,24 @@ func TestRekeyOfATier(t *testing.T) {
 	refused(http.StatusConflict, "another rekey", `{"tier":"sealed"}`)
 	leave()
 	<-ended
+	var slow *http.Response
+	testkit.Eventually(t, "another rekey begins", func() bool {
+		slow, err = http.Post(web.URL+"/tiers/rekey", "application/json", strings.NewReader(`{"tier":"sealed","bytes_per_second":100}`)) // the second object is an hour away
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slow.StatusCode != http.StatusOK {
+			slow.Body.Close()
+		}
+		return slow.StatusCode == http.StatusOK
+	})
+	heard := bufio.NewScanner(slow.Body)
+	for range 2 { // it says each second that it goes on
+		if !heard.Scan() || !strings.Contains(heard.Text(), `"status":"running"`) {
+			t.Errorf("a rekey that waits says %q, %v", heard.Text(), heard.Err())
+		}
+	}
+	slow.Body.Close()
 	began := time.Now()
 	var code int
 	var answer string

@@ -9,8 +9,11 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server"
@@ -142,12 +145,21 @@ func (t *tenantRoutes) handle(mux *http.ServeMux, guard httpserver.Guard) {
 		"GET /tenants": t.list, "PUT /tenants/{salt}": t.set, "DELETE /tenants/{salt}": t.drop,
 		"GET /quota": t.listQuotas, "PUT /quota/{salt}": t.setQuota, "GET /quota/{salt}": t.getQuota, "DELETE /quota/{salt}": t.dropQuota,
 	} {
+		if strings.HasSuffix(pattern, "{salt}") {
+			of := f
+			f = func(w http.ResponseWriter, r *http.Request) {
+				if mayUse(w, r, SaltOf(r.PathValue("salt"))) {
+					of(w, r)
+				}
+			}
+		}
 		mux.Handle(pattern, guard.Handler(f))
 	}
 }
 
-func (t *tenantRoutes) list(w http.ResponseWriter, _ *http.Request) {
-	writeJSON(w, http.StatusOK, Tenants{append([]Tenant{}, tenantsOf(t.server.Store())...)})
+func (t *tenantRoutes) list(w http.ResponseWriter, r *http.Request) {
+	limit, all := auth.LimitOf(r), append([]Tenant{}, tenantsOf(t.server.Store())...)
+	writeJSON(w, http.StatusOK, Tenants{slices.DeleteFunc(all, func(t Tenant) bool { return !limit.Allows(SaltOf(t.Salt)) })})
 }
 
 // Tenants is what GET /tenants answers.

@@ -3,9 +3,11 @@
 package admin
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/server"
@@ -45,7 +47,62 @@ type rekeyLine struct {
 	Error  string `json:"error,omitempty"`
 }
 
-// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end; a client that leaves ends it.
+// rekeyWrite is how long a client of rekeyTier may take nothing of the answer.
+const rekeyWrite = 30 * time.Second
+
+// rekeyAnswer writes the lines of rekeyTier. Its methods are safe for concurrent use.
+type rekeyAnswer struct {
+	w      http.ResponseWriter
+	answer *http.ResponseController
+	leave  func() // ends the rekey
+
+	mu    sync.Mutex
+	begun bool
+	last  seal.RekeyStats
+}
+
+func (a *rekeyAnswer) note(n seal.RekeyStats) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.last = n
+}
+
+// say writes a line. A client that does not take it within rekeyWrite has left.
+func (a *rekeyAnswer) say(l rekeyLine) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.begun {
+		a.w.Header().Set("Content-Type", "application/x-ndjson")
+		a.begun = true
+	}
+	_ = a.answer.SetWriteDeadline(time.Now().Add(rekeyWrite)) // a tier may have terabytes, and its answer takes hours
+	err := json.NewEncoder(a.w).Encode(l)
+	if err == nil {
+		err = a.answer.Flush()
+	}
+	if err != nil && !errors.Is(err, http.ErrNotSupported) {
+		a.leave()
+	}
+}
+
+// beat says each second how far it is, also while an object, a former write or the rate makes it wait, until ctx ends.
+func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		a.mu.Lock()
+		n := a.last
+		a.mu.Unlock()
+		a.say(rekeyLine{RekeyStats: n, Status: "running"})
+	}
+}
+
+// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end; a client that leaves, or takes nothing, ends it.
 func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
 		Tier string `json:"tier"`
@@ -56,30 +113,22 @@ func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		badRequest(w, `body is not {"tier": "NAME", "bytes_per_second": N}; the rate may be left out%s`, because(err))
 		return
 	}
-	answer := http.NewResponseController(w)
-	_ = answer.SetWriteDeadline(time.Time{}) // a tier may have terabytes
-	begun, last := false, time.Now()
-	say := func(l rekeyLine) {
-		if !begun {
-			w.Header().Set("Content-Type", "application/x-ndjson")
-			begun = true
-		}
-		_ = json.NewEncoder(w).Encode(l)
-		_ = answer.Flush()
-	}
-	n, err := s.RekeyTier(r.Context(), body.Tier, body.Rate, "POST /tiers/rekey from "+r.RemoteAddr, func(n seal.RekeyStats) {
-		if now := time.Now(); now.Sub(last) >= rekeyInterval {
-			last = now
-			say(rekeyLine{RekeyStats: n, Status: "running"})
-		}
-	})
+	ctx, leave := context.WithCancel(r.Context())
+	defer leave()
+	answer := &rekeyAnswer{w: w, answer: http.NewResponseController(w), leave: leave}
+	beating, stop := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	wg.Go(func() { answer.beat(beating, rekeyInterval) })
+	n, err := s.RekeyTier(ctx, body.Tier, body.Rate, "POST /tiers/rekey from "+r.RemoteAddr, answer.note)
+	stop()
+	wg.Wait()
 	status := http.StatusInternalServerError
 	switch {
 	case err == nil:
-		say(rekeyLine{RekeyStats: n, Status: "ok"})
+		answer.say(rekeyLine{RekeyStats: n, Status: "ok"})
 		return
-	case begun:
-		say(rekeyLine{RekeyStats: n, Status: "error", Error: err.Error()})
+	case answer.begun:
+		answer.say(rekeyLine{RekeyStats: n, Status: "error", Error: err.Error()})
 		return
 	case errors.Is(err, server.ErrNoTier):
 		status = http.StatusNotFound

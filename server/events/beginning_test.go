@@ -33,8 +33,15 @@ type lateRouter struct {
 
 func newLateRouter(t *testing.T, n *publishing, prefix string) *lateRouter {
 	t.Helper()
+	return newLateRouterAs(t, n, prefix, nil)
+}
+
+// newLateRouterAs is newLateRouter for a client that proves who it is.
+func newLateRouterAs(t *testing.T, n *publishing, prefix string, as *zmtp.PlainClient) *lateRouter {
+	t.Helper()
 	r := &lateRouter{t: t, live: make(chan wire, 1<<16), has: map[string]bool{}}
 	r.sub = zmtp.NewSub(n.endpoint("events"), zmtp.DealerOptions{
+		Plain:   as,
 		Handler: func(m zmtp.Message) { r.live <- received(m) },
 		OnState: func(up bool, _ error) {
 			if up {

@@ -53,6 +53,7 @@ type PublisherOptions struct {
 	Heartbeat      time.Duration       // after which a message without events is sent; default 5 s
 	Networks       *auth.Networks      // from which subscribers may come; nil: any
 	Clients        zmtp.Authentication // how they prove who they are
+	Tenants        *auth.TenantLimits  // whose events they get; nil: all
 	Log            *slog.Logger        // nil discards
 }
 

@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv"
 	kvevent "github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -55,6 +56,7 @@ type Publisher struct {
 type message struct {
 	topic, payload []byte
 	sequence       uint64
+	salt           *string // of its chunks, where it is of one; nil: it has no chunks, or nobody is limited
 }
 
 // PublisherStats are the figures of a Publisher.
@@ -72,9 +74,9 @@ type PublisherStats struct {
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
 	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
-	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true, Networks: p.o.Networks, Authentication: p.o.Clients})
+	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true, Networks: p.o.Networks, Authentication: p.o.Clients, Identify: p.identify()})
 	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
-		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Networks: p.o.Networks, Authentication: p.o.Clients, Log: p.log,
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Networks: p.o.Networks, Authentication: p.o.Clients, Identify: p.identify(), Log: p.log,
 	})
 	return p
 }
@@ -114,7 +116,7 @@ func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	p.book.Activate()
 	p.mu.Lock()
-	whole := slices.DeleteFunc(p.snapshotLocked(), func(d draft) bool {
+	whole := slices.DeleteFunc(visible(p.snapshotLocked(), p.limitOf(peer)), func(d draft) bool {
 		topic := p.o.topic(d.model)
 		return !bytes.HasPrefix(topic, prefix) || p.pub.Covered(peer, topic, prefix)
 	})
@@ -122,7 +124,7 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 		whole = []draft{{model: model}} // nothing of that model is there
 	}
 	for p.mu.next < uint64(len(whole)) {
-		p.sendLocked(p.mu.topic, nil)
+		p.sendLocked(p.mu.topic, nil, nil)
 	}
 	first := p.mu.next - uint64(len(whole))
 	p.pub.DropHeld(peer)
@@ -213,7 +215,7 @@ func (p *Publisher) catchUpLocked(last uint64) {
 func (p *Publisher) recordsLocked(records []Record) {
 	for len(records) > 0 {
 		n := 1
-		for n < len(records) && records[n].Model == records[0].Model {
+		for n < len(records) && p.together(records[n].Chunk, records[0].Chunk) {
 			n++
 		}
 		p.knowLocked(records[0].Model)
@@ -221,7 +223,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 		for _, r := range records[:n] {
 			events = append(events, p.event(r.Placed, r.Removed))
 		}
-		p.sendLocked(p.o.topic(records[0].Model), events)
+		p.sendLocked(p.o.topic(records[0].Model), events, records[0].Chunk)
 		p.mu.events = events[:0]
 		records = records[n:]
 	}
@@ -231,6 +233,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	chunks, last := p.book.Everything()
+	p.bySalt(chunks)
 	p.mu.cursor = last
 	cleared := p.events(draft{})
 	sent := false
@@ -238,14 +241,14 @@ func (p *Publisher) restartLocked() {
 		p.mu.models[m] = struct{}{}
 	}
 	for m := range p.mu.models {
-		p.sendLocked(p.o.topic(m), cleared)
+		p.sendLocked(p.o.topic(m), cleared, nil)
 		sent = true
 	}
 	if !sent {
-		p.sendLocked(p.o.topic(""), cleared)
+		p.sendLocked(p.o.topic(""), cleared, nil)
 	}
 	for _, d := range p.drafts(chunks) {
-		p.sendLocked(p.o.topic(d.model), p.events(d))
+		p.sendLocked(p.o.topic(d.model), p.events(d), d.chunks[0].Chunk)
 	}
 }
 
@@ -267,7 +270,7 @@ func (p *Publisher) knowLocked(model string) {
 	}
 	p.mu.models[model] = struct{}{}
 	if p.mu.started { // else the first message of all comes later
-		p.sendLocked(p.o.topic(model), p.events(draft{}))
+		p.sendLocked(p.o.topic(model), p.events(draft{}), nil)
 	}
 }
 
@@ -292,7 +295,7 @@ type draft struct {
 func (p *Publisher) drafts(chunks []Placed) (out []draft) {
 	for len(chunks) > 0 {
 		n := 1
-		for n < min(len(chunks), p.o.BatchEvents) && chunks[n].Model == chunks[0].Model {
+		for n < min(len(chunks), p.o.BatchEvents) && p.together(chunks[n].Chunk, chunks[0].Chunk) {
 			n++
 		}
 		out = append(out, draft{chunks[0].Model, chunks[:n]})
@@ -336,7 +339,7 @@ func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
 func (p *Publisher) heartbeat() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.sendLocked(p.mu.topic, nil)
+	p.sendLocked(p.mu.topic, nil, nil)
 }
 
 // eventBytes is about what an event takes beside its tokens and salt.
@@ -351,14 +354,24 @@ func (p *Publisher) payload(events []kvevent.Event) []byte {
 	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
 }
 
-// sendLocked publishes one message.
-func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event) {
+// sendLocked publishes one message. of is one of the chunks that it is about; nil: it is about none.
+func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *Chunk) {
 	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
+	if of != nil && p.o.Tenants != nil {
+		salt := of.Salt // the chunk, with its tokens, is not kept
+		m.salt = &salt
+	}
 	p.mu.next++
 	p.mu.n.Messages++
 	p.mu.topic = topic
 	p.keepLocked(m)
-	p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
+	if m.salt == nil {
+		p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
+		return
+	}
+	other := p.without(m)
+	p.pub.PublishTo(func(peer *zmtp.Peer) bool { return m.allows(p.limitOf(peer)) },
+		[][]byte{m.topic, sequenceFrame(m.sequence), m.payload}, [][]byte{other.topic, sequenceFrame(other.sequence), other.payload})
 }
 
 // keepLocked keeps a message for replays, where there may be some.
@@ -388,17 +401,20 @@ func (p *Publisher) answer(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 2 {
 		return
 	}
-	delimiter := bytes.Clone(m[0])
+	delimiter, limit := bytes.Clone(m[0]), p.limitOf(peer)
 	send := func(m message) bool {
 		return peer.SendWaiting(delimiter, m.topic, sequenceFrame(m.sequence), m.payload) == nil
 	}
 	var messages iter.Seq[message]
 	if string(m[1]) == snapshotRequest {
-		messages = p.snapshot()
+		messages = p.snapshot(limit)
 	} else {
-		messages = p.from(number(m[1]))
+		messages = p.from(number(m[1]), limit)
 	}
 	for m := range messages {
+		if !m.allows(limit) {
+			m = p.without(m)
+		}
 		if !send(m) {
 			return
 		}
@@ -420,7 +436,7 @@ func number(b []byte) uint64 {
 // from returns the messages from a number on, without a gap; none when the first of them is not kept any
 // more, except for number 0: then only the number of messages is as it was, and together they have
 // all that is there.
-func (p *Publisher) from(start uint64) iter.Seq[message] {
+func (p *Publisher) from(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
@@ -432,7 +448,7 @@ func (p *Publisher) from(start uint64) iter.Seq[message] {
 	case start >= oldest:
 		return slices.Values(slices.Clone(p.mu.history[start-oldest:]))
 	case start == 0 && p.mu.next <= maxCompacted:
-		return p.compactedLocked()
+		return p.compactedLocked(limit)
 	}
 	return none
 }
@@ -444,8 +460,8 @@ const maxCompacted = 1 << 18
 
 // compactedLocked returns a message for each number that was published: they hold what is there, as
 // many events in each as it takes, and the last ones nothing.
-func (p *Publisher) compactedLocked() iter.Seq[message] {
-	whole := p.snapshotLocked()
+func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
+	whole := visible(p.snapshotLocked(), limit)
 	n, topic := p.mu.next, p.mu.topic
 	if uint64(len(whole)) > n {
 		return none // there are fewer numbers than messages: a snapshot has more than the replay could
@@ -467,11 +483,11 @@ func (p *Publisher) compactedLocked() iter.Seq[message] {
 
 // snapshot returns messages with all chunks that are there. Their number is the one of the next message that
 // is published: it and those after it come on top. Each is made when its reader takes it.
-func (p *Publisher) snapshot() iter.Seq[message] {
+func (p *Publisher) snapshot(limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Snapshots++
-	whole, next := p.snapshotLocked(), p.mu.next
+	whole, next := visible(p.snapshotLocked(), limit), p.mu.next
 	return func(yield func(message) bool) {
 		for _, d := range whole {
 			if !yield(p.message(d, next)) {
@@ -506,6 +522,7 @@ func (p *Publisher) snapshotLocked() (out []draft) {
 	for _, m := range of {
 		out = append(out, draft{model: m})
 	}
+	p.bySalt(chunks)
 	return append(out, p.drafts(chunks)...)
 }
 

@@ -109,14 +109,20 @@ type router struct {
 
 func newRouter(t *testing.T, n *publishing) *router {
 	t.Helper()
+	return newRouterAs(t, n, nil)
+}
+
+// newRouterAs is newRouter for a client that proves who it is.
+func newRouterAs(t *testing.T, n *publishing, as *zmtp.PlainClient) *router {
+	t.Helper()
 	r := &router{t: t, live: make(chan wire, 1<<16), replies: make(chan zmtp.Message, 1<<16), up: make(chan struct{}, 1<<10), has: map[string]bool{}}
-	r.sub = zmtp.NewSub(n.endpoint("events"), zmtp.DealerOptions{Handler: func(m zmtp.Message) {
+	r.sub = zmtp.NewSub(n.endpoint("events"), zmtp.DealerOptions{Plain: as, Handler: func(m zmtp.Message) {
 		if w := received(m); !r.lossy.Load() || w.sequence%3 != 0 {
 			r.live <- w
 		}
 	}})
 	_ = r.sub.Subscribe("kv@node@")
-	r.dealer = zmtp.NewDealer(n.endpoint("replay"), zmtp.DealerOptions{NoWaiting: true, Handler: func(m zmtp.Message) {
+	r.dealer = zmtp.NewDealer(n.endpoint("replay"), zmtp.DealerOptions{Plain: as, NoWaiting: true, Handler: func(m zmtp.Message) {
 		var own zmtp.Message
 		for _, f := range m {
 			own = append(own, bytes.Clone(f))

@@ -133,6 +133,41 @@ func (b *Book) ids() (out []string) {
 	return out
 }
 
+// ExplainTo is Explain for a reader who may know of some salts alone. It learns nothing of lookups under other salts, nor whether a chunk is
+// there under one, nor for whom one was evicted.
+func (b *Book) ExplainTo(request string, most int, allows func(salt string) bool) Explanation {
+	out := Explanation{Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}, Requests: []Timeline{}}
+	request = b.resolve(request)
+	list := b.log.Last(b.log.Len())
+	if request != "" {
+		list = b.log.Of(request, b.log.Len())
+	}
+	for _, e := range list {
+		if len(out.Lookups) == most {
+			break
+		}
+		if e.Why == miss.Unsigned || e.Why == miss.ForeignTenant || !allows(e.Salt) { // of the first two nobody knows whose they are
+			continue
+		}
+		if e.OtherWorld > 0 && !allows(e.OtherSalt) {
+			e.Why, e.OtherWorld, e.OtherModel, e.OtherSalt = miss.NeverStored, 0, "", ""
+		}
+		if !allows(e.GoneSalt) {
+			e.GoneBy, e.GoneModel, e.GoneSalt = "", "", ""
+		}
+		l := explained(&e)
+		out.Lookups = append(out.Lookups, l)
+		out.Advice[l.Reason] = Advice{What: e.Why.String(), Do: Do(e.Why.String())}
+	}
+	out.Kept = len(out.Lookups)
+	for _, l := range b.lines.last(request, MaxTimelines) {
+		if l.Model != "" && allows(l.Salt) && len(out.Requests) < most { // without a model it has no lookup, and its salt is not known
+			out.Requests = append(out.Requests, l)
+		}
+	}
+	return out
+}
+
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
 // found no more; at most most lookups. An id that is not known stands for the only one that begins with it and a dash. advise returns the advice for a reason.
 func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
@@ -184,7 +219,7 @@ func sentence(e *miss.Ended) string {
 		fmt.Fprintf(&b, "the prompt was shorter than a chunk: %s", e.Detail)
 	case miss.Unregistered, miss.Declined:
 		fmt.Fprintf(&b, "the lookup was declined: %s", e.Detail)
-	case miss.SkipLoad, miss.Unsigned:
+	case miss.SkipLoad, miss.Unsigned, miss.ForeignTenant:
 		b.WriteString(e.Why.String())
 	default:
 		fmt.Fprintf(&b, "%d of %d tokens hit; the next chunk: %s", e.Hit, e.Asked, e.Why)
@@ -288,22 +323,23 @@ var advice = map[string]string{
 	miss.SkipLoad.String(): "nothing: the request says that all of its prompt is to be computed",
 	miss.Window.String(): "the window or state at that place was not stored, or was dropped because no hit of its own prompt could load it: prompts hit where an earlier one " +
 		"ended, or had a whole window. See docs/how/hybrid-hits.md",
-	miss.OtherSalt.String():    "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",
-	miss.OtherModel.String():   "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
-	miss.OtherRank.String():    "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",
-	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size). A vLLM and a SGLang share KV of MLA alone",
-	miss.OtherName.String():    "it was stored before this server started, and no request has named its model and salt since: it may be of another model, salt or layout",
-	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
-	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
-	miss.Declined.String():     "the reason stands beside the lookup",
-	miss.SkipLoad.String():     "normal where a request sets lmcache.skip_load in its request_configs",
-	miss.Unsigned.String():     "with --require-signed-salts requests must come through a proxy with the same --salt-secret-file: engines that clients reach, and SGLang, whose client hashes salts, find and store nothing",
-	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
-	miss.Expired.String():      "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
-	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
-	miss.BeingStored.String():  "harmless: the same prompt was asked for again before it was stored",
-	miss.Busy.String():         "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",
-	miss.Unsummed.String():     "normal after a kill; an orderly stop computes the checksums. --trust-unsummed serves such chunks unchecked",
-	miss.Corrupt.String():      "something else wrote into the pool, or memory is faulty: find out which before you trust the machine",
-	miss.NotCompared.String():  "normal in the first seconds after a restart: chunks are compared with their checksums before they are served",
+	miss.OtherSalt.String():     "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",
+	miss.OtherModel.String():    "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
+	miss.OtherRank.String():     "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",
+	miss.OtherLayout.String():   "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size). A vLLM and a SGLang share KV of MLA alone",
+	miss.OtherName.String():     "it was stored before this server started, and no request has named its model and salt since: it may be of another model, salt or layout",
+	miss.Short.String():         "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
+	miss.Unregistered.String():  "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
+	miss.Declined.String():      "the reason stands beside the lookup",
+	miss.SkipLoad.String():      "normal where a request sets lmcache.skip_load in its request_configs",
+	miss.Unsigned.String():      "with --require-signed-salts requests must come through a proxy with the same --salt-secret-file: engines that clients reach, and SGLang, whose client hashes salts, find and store nothing",
+	miss.ForeignTenant.String(): "a line of --tenant-file limits the listener, the user, the key or the token of the engine to other tenants than the request's: send it to its own engine, or add its tenant to the line",
+	miss.Cleared.String():       "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
+	miss.Expired.String():       "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
+	miss.Failed.String():        "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
+	miss.BeingStored.String():   "harmless: the same prompt was asked for again before it was stored",
+	miss.Busy.String():          "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",
+	miss.Unsummed.String():      "normal after a kill; an orderly stop computes the checksums. --trust-unsummed serves such chunks unchecked",
+	miss.Corrupt.String():       "something else wrote into the pool, or memory is faulty: find out which before you trust the machine",
+	miss.NotCompared.String():   "normal in the first seconds after a restart: chunks are compared with their checksums before they are served",
 }

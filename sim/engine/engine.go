@@ -49,6 +49,8 @@ type Options struct {
 	Connectors []*kvconfig.Config
 	// Networks are those from which other engines may reach side channels, transfer ports and the registry; nil: any.
 	Networks *auth.Networks
+	// Secrets are those that the ends of transfers prove to have; nil: none is demanded.
+	Secrets *auth.PeerSecrets
 	// Registry has the Token and TLS of a registry that is not P's own. D shows its certificate alone: requests say which registry D asks,
 	// and one that is not the operator's must not learn the token.
 	Registry bootstrap.ClientOptions

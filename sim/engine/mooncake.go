@@ -151,7 +151,7 @@ func (k *mooncakeConn) tensor(group, i int, state bool) mooncake.Tensor {
 }
 
 func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
-	k.client = transfer.New(transfer.Options{})
+	k.client = transfer.New(transfer.Options{Secrets: k.e.o.Secrets})
 	if !k.e.o.First {
 		if err := k.register(o); err != nil {
 			return err
@@ -228,7 +228,7 @@ func (k *mooncakeConn) startReceivers(o *kvconfig.Mooncake) error {
 		if err != nil {
 			return err
 		}
-		t, err := transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: k.e.o.Networks}, transfer.NewTable())
+		t, err := transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: k.e.o.Networks, Secrets: k.e.o.Secrets}, transfer.NewTable())
 		if err != nil {
 			return err
 		}

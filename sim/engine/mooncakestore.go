@@ -139,7 +139,7 @@ func newStore(e *Engine, c *kvconfig.Config) (_ *storeConn, err error) {
 	if k.master, err = store.NewMaster(store.MasterOptions{Addresses: o.Masters, Tenant: o.Tenant}); err != nil {
 		return nil, err
 	}
-	k.te = transfer.New(transfer.Options{})
+	k.te = transfer.New(transfer.Options{Secrets: e.o.Secrets})
 	client := store.NewClient(k.master, k.te, store.ClientOptions{Put: store.PutOptions{Segment: o.Segment}})
 	for rank := range g.TPSize {
 		k.workers = append(k.workers, connector.NewWorker(k.sched, rank, client, k.master))

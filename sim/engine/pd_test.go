@@ -7,14 +7,18 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -182,6 +186,51 @@ func TestPrefillAndDecode(t *testing.T) {
 	f(2, 1)
 	f(1, 2)
 	f(4, 2)
+}
+
+// P and D with one secret transfer; with another, or where one of them has none, D computes the prompt and the answer is the same.
+func TestPairProvesItsSecret(t *testing.T) {
+	secrets := func(text, stock string) *auth.PeerSecrets {
+		path := filepath.Join(t.TempDir(), "secret")
+		if err := os.WriteFile(path, []byte(strings.Repeat(text, 32)+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var networks []netip.Prefix
+		if stock != "" {
+			networks = append(networks, netip.MustParsePrefix(stock))
+		}
+		s, err := auth.OpenPeerSecrets(path, networks, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	f := func(what string, ofP, ofD *auth.PeerSecrets, loads bool) {
+		t.Helper()
+		port := testkit.FreePort(t)
+		o := engine.Options{KV: geometry(1), MaxModel: 1024}
+		p, d := o, o
+		p.Secrets, d.Secrets = ofP, ofD
+		from := open(t, p, `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
+		to := open(t, d, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`, nil)
+		alone := open(t, o, "", nil)
+		want, _ := ask(t, alone, engine.Request{ID: "a", Tokens: prompt(137, 1), MaxTokens: 12})
+		if _, end := ask(t, from, engine.Request{ID: "p1", Tokens: prompt(137, 1), MaxTokens: 1, Params: wire.RemoteDecode("t1")}); end.Err != nil {
+			t.Fatal(end.Err)
+		}
+		got, end := ask(t, to, engine.Request{ID: "d1", Tokens: prompt(137, 1), MaxTokens: 12, Params: wire.RemotePrefill(fmt.Sprintf("http://127.0.0.1:%d", port), "p", "t1")})
+		if end.Err != nil || !slices.Equal(got, want) {
+			t.Errorf("%s: %v, %+v, want %v", what, got, end, want)
+		}
+		if s := to.Stats(); s.WrongBytes != 0 || (s.LoadedTokens > 0) != loads || (ofD.Refused()+ofP.Refused() > 0) != (!loads && ofD != nil) {
+			t.Errorf("%s: %+v, %d refused", what, s, ofD.Refused())
+		}
+	}
+	f("one secret", secrets("a", ""), secrets("a", ""), true)
+	f("P has none", nil, secrets("a", ""), false)
+	f("D has none", secrets("a", ""), nil, false)
+	f("D takes stock peers", nil, secrets("a", "127.0.0.0/8"), true)
+	f("two secrets", secrets("a", ""), secrets("b", ""), false)
 }
 
 // Sixteen requests in flight through P and D, some of whose clients leave, while P is

@@ -16,36 +16,37 @@ type Reason uint8
 
 // The reasons of a miss.
 const (
-	None         Reason = iota
-	NeverStored         // no chunk of that key was seen, or too long ago
-	Evicted             // to make room
-	Cleared             // by an operator or a client
-	Expired             // unused for its TTL
-	Failed              // its writer never committed it
-	BeingStored         // reserved, not committed yet
-	NotPinned           // no lookup of that session promised it
-	Busy                // too many transfers in progress
-	Corrupt             // differed from its checksum after a restart
-	Unsummed            // had no checksum yet when the server was killed
-	NotCompared         // kept by an earlier server, and not yet compared with its checksum
-	BelowSlow           // the tier below did not answer in time
-	BelowFailed         // the tier below failed, or had lost it
-	BelowCorrupt        // the tier below has something else
-	BelowSlower         // the tier below was not asked: computing is expected to be faster
-	NoRoom              // the tier below has it, and all of the pool is pinned, being written or within others' quotas
-	Window              // a group with a window or states lacks it, which others of the chunk do not
-	OtherSalt           // only prompts with another salt stored it
-	OtherModel          // only another model did
-	OtherRank           // only other ranks of the model, or another world size
-	OtherLayout         // only workers that keep it in another layout
-	OtherName           // only under a name of which model and salt are not known here
-	Short               // the prompt was shorter than a chunk
-	Unregistered        // no worker of the model and world size is registered
-	Declined            // the lookup was declined for another reason
-	SkipLoad            // the request has lmcache.skip_load
-	Unsigned            // its salt has no valid signature, which the server requires
+	None          Reason = iota
+	NeverStored          // no chunk of that key was seen, or too long ago
+	Evicted              // to make room
+	Cleared              // by an operator or a client
+	Expired              // unused for its TTL
+	Failed               // its writer never committed it
+	BeingStored          // reserved, not committed yet
+	NotPinned            // no lookup of that session promised it
+	Busy                 // too many transfers in progress
+	Corrupt              // differed from its checksum after a restart
+	Unsummed             // had no checksum yet when the server was killed
+	NotCompared          // kept by an earlier server, and not yet compared with its checksum
+	BelowSlow            // the tier below did not answer in time
+	BelowFailed          // the tier below failed, or had lost it
+	BelowCorrupt         // the tier below has something else
+	BelowSlower          // the tier below was not asked: computing is expected to be faster
+	NoRoom               // the tier below has it, and all of the pool is pinned, being written or within others' quotas
+	Window               // a group with a window or states lacks it, which others of the chunk do not
+	OtherSalt            // only prompts with another salt stored it
+	OtherModel           // only another model did
+	OtherRank            // only other ranks of the model, or another world size
+	OtherLayout          // only workers that keep it in another layout
+	OtherName            // only under a name of which model and salt are not known here
+	Short                // the prompt was shorter than a chunk
+	Unregistered         // no worker of the model and world size is registered
+	Declined             // the lookup was declined for another reason
+	SkipLoad             // the request has lmcache.skip_load
+	Unsigned             // its salt has no valid signature, which the server requires
+	ForeignTenant        // its client is limited to other tenants
 
-	NumReasons = int(Unsigned) + 1
+	NumReasons = int(ForeignTenant) + 1
 )
 
 var reasons = [NumReasons]string{
@@ -57,7 +58,7 @@ var reasons = [NumReasons]string{
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
 	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined", "the request asked to load nothing",
-	"its cache salt has no valid signature",
+	"its cache salt has no valid signature", "its client may not use its tenant",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -66,7 +67,7 @@ func (r Reason) String() string { return reasons[r] }
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
-	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load", "unsigned_salt",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load", "unsigned_salt", "foreign_tenant",
 }
 
 // Label returns the reason's name in metrics.

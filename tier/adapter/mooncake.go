@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
@@ -44,6 +45,7 @@ func (r *reader) mooncake(a *Adapter) error {
 	r.take("replica_num", &o.Put.Replicas)
 	r.take("preferred_segment", &o.Put.Segment)
 	r.take("soft_pin", &o.Put.SoftPin)
+	r.transferSecrets(o)
 	r.admission(a)
 	r.absence(a)
 	for m := range strings.SplitSeq(masters, ",") {
@@ -65,6 +67,33 @@ func (r *reader) mooncake(a *Adapter) error {
 	r.ignore(a, "affinity_tag", "shared", "persist_enabled", "eviction", "serde", "max_capacity_gb", "per_op_workers", "local_hostname", "global_segment_size",
 		"local_buffer_size", "rdma_devices", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port")
 	return not
+}
+
+// transferSecrets reads the keys that say how nodes and this client prove who they are: Kvasir's own.
+func (r *reader) transferSecrets(o *mooncakestore.Options) {
+	const file, stock = "transfer_secret_file", "transfer_stock"
+	var networks []string
+	r.take(file, &o.SecretFile)
+	r.take(stock, &networks)
+	for _, text := range networks {
+		p, err := auth.ParseNetwork(text)
+		if err != nil {
+			r.errs = append(r.errs, fmt.Errorf("%q: %w", stock, err))
+		}
+		o.Stock = append(o.Stock, p)
+	}
+	if o.SecretFile != "" {
+		if _, err := auth.OpenPeerSecrets(o.SecretFile, nil, nil); err != nil {
+			r.errs = append(r.errs, fmt.Errorf("%q: %w", file, err))
+		}
+		return
+	}
+	if _, given := r.raw[file]; given {
+		r.errs = append(r.errs, fmt.Errorf("%q is empty: leave it out where it is not wanted", file))
+	}
+	if len(networks) > 0 {
+		r.errs = append(r.errs, fmt.Errorf("%q says who needs no secret of %q, which is missing", stock, file))
+	}
 }
 
 // mooncakeKeys names the key behind a field.

@@ -212,7 +212,9 @@ func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 		m, err := v.read(ctx, k, dst)
 		if err == nil {
 			d.readTime.Took(time.Since(began))
-			d.wasRead(&k, m.Len)
+			if tier.IsUse(ctx) {
+				d.wasRead(&k, m.Len)
+			}
 		}
 		if !errors.Is(err, tier.ErrMissing) {
 			return m, err
@@ -241,7 +243,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 	}
 	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // by what a newer key encrypted
-	if !d.admits(&k, m.Len) && !replaced {
+	if !(replaced && !tier.IsUse(ctx)) && !d.admits(&k, m.Len) && !replaced {
 		d.admission.refused.Add(1)
 		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
 	}

@@ -141,8 +141,8 @@ func (v *volume) begin() error {
 	return nil
 }
 
-// use finds an object and keeps its segment until release.
-func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
+// use finds an object and keeps its segment until release. counts says that the object counts as used.
+func (v *volume) use(k *kv.Key, n int, counts bool) (s *segment, e entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	e, ok := v.mu.index.get(k)
@@ -157,8 +157,10 @@ func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	v.noteLocked(*k, true)
 	s = v.mu.segs[e.seg]
 	s.refs++
-	s.heat += float64(n)
-	if !e.hot {
+	if counts {
+		s.heat += float64(n)
+	}
+	if counts && !e.hot {
 		e.hot = true
 		v.mu.index.set(k, e)
 	}
@@ -181,7 +183,7 @@ func (v *volume) release(s *segment) {
 
 // read fills dst with an object.
 func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
-	s, e, err := v.use(&k, len(dst))
+	s, e, err := v.use(&k, len(dst), tier.IsUse(ctx))
 	if err != nil {
 		return tier.Meta{}, err
 	}
@@ -357,8 +359,8 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 	if err != nil {
 		return err
 	}
-	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false, m.End, m.Seal}
-	err = errClosed // should src fault
+	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, !tier.IsUse(ctx), m.End, m.Seal} // hot, if what it replaces is
+	err = errClosed                                                                           // should src fault
 	defer func() { v.finish(s, &r, nil, err) }()
 	if err = v.append(ctx, s, &r, src); err != nil {
 		return err
@@ -527,7 +529,7 @@ func writePiece(s *segment, r *record, at int64, body, ends []byte, extra bool) 
 }
 
 // finish ends a reservation. What was written takes the place of what the key had; of a
-// copy, only if that is still at from.
+// copy, only if that is still at from. A record that is hot stays so if what it replaces is.
 func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -549,6 +551,10 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 		v.goneLocked(s, r.block) // two have written it at the same time
 		v.noteLocked(r.key, true)
 	default:
+		if r.hot = r.hot && had && old.hot; r.hot {
+			e.hot = true
+			s.heat += float64(r.len)
+		}
 		if had && from == nil {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
 		}

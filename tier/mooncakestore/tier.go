@@ -16,11 +16,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
@@ -36,6 +38,11 @@ type Options struct {
 
 	Conns int           // to the master, and to each node; default 8 and 4
 	Look  time.Duration // how often a master that cannot be used is tried; default 10 s
+
+	// SecretFile has the secrets that this client and the nodes prove to each other (auth.PeerSecrets), but for nodes in the networks Stock;
+	// empty: nothing is proved.
+	SecretFile string
+	Stock      []netip.Prefix
 
 	Names *tier.Names // of the namespaces; required
 	Log   *slog.Logger
@@ -90,11 +97,18 @@ func Open(o Options) (*Tier, error) {
 		return nil, errors.New("mooncakestore: LMCache's layout needs names")
 	}
 	o.Look = cmp.Or(o.Look, 10*time.Second)
+	var secrets *auth.PeerSecrets
+	if o.SecretFile != "" {
+		var err error
+		if secrets, err = auth.OpenPeerSecrets(o.SecretFile, o.Stock, o.Log); err != nil {
+			return nil, err
+		}
+	}
 	master, err := store.NewMaster(o.master())
 	if err != nil {
 		return nil, err
 	}
-	t := &Tier{o: o, log: o.Log, master: master, te: transfer.New(transfer.Options{Conns: o.Conns})}
+	t := &Tier{o: o, log: o.Log, master: master, te: transfer.New(transfer.Options{Conns: o.Conns, Secrets: secrets})}
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
@@ -102,6 +116,9 @@ func Open(o Options) (*Tier, error) {
 	life, stop := context.WithCancel(context.Background())
 	t.stop = stop
 	t.done.Go(func() { t.watch(life) })
+	if secrets != nil {
+		t.done.Go(func() { secrets.Watch(life, t.log) })
+	}
 	return t, nil
 }
 

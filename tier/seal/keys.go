@@ -31,6 +31,7 @@ const (
 	commandTime    = 10 * time.Second
 	commandRefresh = time.Hour
 	reloadPause    = 200 * time.Millisecond
+	commandSettle  = 5 * time.Second
 )
 
 // key is a master key, and what is derived from it.
@@ -92,7 +93,8 @@ type Keys struct {
 	source Source
 	file   *auth.File
 	all    atomic.Pointer[ring]
-	mu     sync.Mutex // one Reload at a time
+	mu     sync.Mutex    // one Reload at a time
+	settle time.Duration // between the two runs of a command that must print the same where keys lack
 }
 
 // ErrSource means that several sources of keys are given.
@@ -115,7 +117,7 @@ func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 	default:
 		return nil, ErrSource
 	}
-	k := &Keys{source: s}
+	k := &Keys{source: s, settle: commandSettle}
 	k.all.Store(&ring{})
 	if s.File != "" {
 		var err error
@@ -125,30 +127,55 @@ func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 		}
 		return k, nil
 	}
-	if _, err := k.load(ctx); err != nil {
+	if err := k.load(ctx); err != nil {
 		return nil, fmt.Errorf("keys of tiers: %w", err)
 	}
 	return k, nil
 }
 
-// load takes the keys of the environment or of the command. It reports how many keys count no more.
-func (k *Keys) load(ctx context.Context) (removed int, err error) {
-	from, text := "the environment", bytes.ReplaceAll([]byte(k.source.Text), []byte(","), []byte("\n"))
+// load takes the keys of the environment or of the command. A command that prints fewer keys than count now must print the same again after
+// some seconds: it may have failed in the middle.
+func (k *Keys) load(ctx context.Context) error {
+	c, text, err := k.printed(ctx)
+	if err != nil {
+		return err
+	}
+	if c.Removed > 0 && k.source.Command != "" {
+		select {
+		case <-time.After(k.settle):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		again, now, err := k.printed(ctx)
+		switch {
+		case err != nil:
+			return err
+		case !bytes.Equal(now, text):
+			return fmt.Errorf("the command of keys printed without %d of the keys that count now, and something else %v later: try again", c.Removed, k.settle)
+		}
+		c = again
+	}
+	c.Take()
+	return nil
+}
+
+// printed returns what the text of the environment, or what the command prints now, changes.
+func (k *Keys) printed(ctx context.Context) (c auth.Change, text []byte, err error) {
+	from := "the environment"
+	text = bytes.ReplaceAll([]byte(k.source.Text), []byte(","), []byte("\n"))
 	if k.source.Command != "" {
 		from = "the command of keys"
 		if text, err = output(ctx, k.source.Command); err != nil {
-			return 0, err
+			return c, nil, err
 		}
 	}
-	c, err := k.parse(text)
-	if err == nil && c.Entries == 0 {
+	if c, err = k.parse(text); err == nil && c.Entries == 0 {
 		err = errors.New("no key")
 	}
 	if err != nil {
-		return 0, fmt.Errorf("%s: %w", from, err)
+		return c, nil, fmt.Errorf("%s: %w", from, err)
 	}
-	c.Take()
-	return c.Removed, nil
+	return c, text, nil
 }
 
 // parse says what a text of keys changes.
@@ -286,8 +313,7 @@ func (k *Keys) Reload(ctx context.Context) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.file == nil {
-		_, err := k.load(ctx)
-		return err
+		return k.load(ctx)
 	}
 	path := k.source.File
 	first, err := auth.ReadSecret(path, maxKeyText)

@@ -31,7 +31,7 @@ var (
 	ErrBusy   = errors.New("another rekey of the tier goes on")
 )
 
-// Rekey encrypts every object anew that an older key encrypted, one after the other. pace waits until so many bytes may be read and written; so is
+// Rekey encrypts every object anew that an older key encrypted, one after the other. To the place that is no use of them. pace waits until so many bytes may be read and written; so is
 // called after each object. When it ends early, what was done stays, and another call goes on. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList,
 // those of pace and of the list.
 func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
@@ -112,7 +112,10 @@ func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStat
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
-	case errors.Is(err, tier.ErrMissing): // it went meanwhile
+	case errors.Is(err, tier.ErrMissing): // it went meanwhile, or its header does not fit
+		if t.isStale(&k) {
+			s.Unknown++
+		}
 	case err != nil:
 		s.Failed++
 		s.Why = err.Error()
@@ -127,6 +130,7 @@ func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStat
 func (t *Tier) rewrite(ctx context.Context, k kv.Key, size int64) error {
 	buf := takeBuffer(size)
 	defer giveBuffer(buf)
+	ctx = tier.WithoutUse(ctx)
 	m, err := t.readSealed(ctx, k, buf.b)
 	if err != nil {
 		return err

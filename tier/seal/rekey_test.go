@@ -40,6 +40,65 @@ func (p *slowPlace) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte
 	return p.Memory.Write(ctx, k, m, src)
 }
 
+// A rekey says of an object whose header is of another key than its place says that the key is missing, not that all is done.
+func TestRekeyCountsHeadersThatDoNotFit(t *testing.T) {
+	one, two := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
+	open := func(text string) *Keys {
+		k, err := OpenKeys(t.Context(), Source{Text: text})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return k
+	}
+	for _, at := range []int{8, 20} { // version, id of the key
+		place := tier.NewMemory(1 << 20)
+		src := []byte("an object")
+		m := tier.Meta{Len: int64(len(src)), Sum: xxh3.Hash(src)}
+		if err := New(place, open(one), Options{}).Write(t.Context(), testName, m, src); err != nil {
+			t.Fatal(err)
+		}
+		metas := make([]tier.Meta, 1)
+		if err := place.Stat(t.Context(), []kv.Key{testName}, metas); err != nil {
+			t.Fatal(err)
+		}
+		raw := make([]byte, metas[0].Len)
+		if _, err := place.Read(t.Context(), testName, raw); err != nil {
+			t.Fatal(err)
+		}
+		raw[at] ^= 0x40
+		if err := place.Delete(t.Context(), []kv.Key{testName}); err != nil {
+			t.Fatal(err)
+		}
+		if err := place.Write(t.Context(), testName, metas[0], raw); err != nil {
+			t.Fatal(err)
+		}
+		x := New(place, open(two+","+one), Options{}).Sealed()
+		s, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {})
+		if err != nil || s.Seen != 1 || s.Unknown != 1 || s.Rewritten != 0 {
+			t.Errorf("byte %d: %+v, %v", at, s, err)
+		}
+		if err := x.Write(t.Context(), testName, m, src); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := x.Read(t.Context(), testName, make([]byte, len(src))); err != nil {
+			t.Errorf("byte %d: a store did not replace it: %v", at, err)
+		}
+	}
+}
+
+// The objects whose headers do not fit have a bound: one that was forgotten is found out again.
+func TestHeadersThatDoNotFitAreBounded(t *testing.T) {
+	x := New(tier.NewMemory(1<<20), nil, Options{}).Sealed()
+	for i := range maxStale + 10 {
+		k := testName
+		k.Group = uint32(i)
+		x.noteStale(k)
+	}
+	if len(x.mu.stale) != maxStale || x.stale.Load() != maxStale {
+		t.Errorf("%d are remembered", len(x.mu.stale))
+	}
+}
+
 // What is deleted, or dropped, while it is encrypted anew does not come back.
 func TestDeletesWaitForARekey(t *testing.T) {
 	for name, remove := range map[string]func(x *Tier) error{

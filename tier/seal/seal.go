@@ -44,7 +44,7 @@ var reasonTexts = [reasons]string{
 	"encrypted with a key that this server does not have; they stay",
 	"not encrypted, while this server has keys; they are replaced when they are stored again",
 	"changed, cut, exchanged or put back after a clear; they are removed",
-	"encrypted by a newer build; they stay",
+	"encrypted by a newer build; they stay until they are stored again",
 }
 
 // Stats are the figures of a Tier.
@@ -73,13 +73,16 @@ type Tier struct {
 	turn    chan struct{} // has a place for a RemoveIf, or one object of a Rekey
 	busy    chan struct{} // has a place for one Rekey
 
+	stale atomic.Int64 // how many mu.stale has
+
 	mu struct {
 		sync.Mutex
-		rekeyed  kv.Key         // is being encrypted anew
-		done     chan struct{}  // closed when it was; nil while none is
-		deleting map[kv.Key]int // by how many; they are not encrypted anew
-		writing  map[*key]int   // writes in progress, by the key that they encrypt with
-		ended    chan struct{}  // closed when one ends; nil: no caller waits
+		stale    map[kv.Key]struct{} // the header is of another key or version than the place says; maxStale at most
+		rekeyed  kv.Key              // is being encrypted anew
+		done     chan struct{}       // closed when it was; nil while none is
+		deleting map[kv.Key]int      // by how many; they are not encrypted anew
+		writing  map[*key]int        // writes in progress, by the key that they encrypt with
+		ended    chan struct{}       // closed when one ends; nil: no caller waits
 	}
 }
 
@@ -95,7 +98,7 @@ func New(of tier.Tier, keys *Keys, o Options) interface {
 	Sealed() *Tier
 } {
 	t := &Tier{of: of, keys: keys, o: o, log: o.Log, turn: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
-	t.mu.deleting, t.mu.writing = make(map[kv.Key]int), make(map[*key]int)
+	t.mu.deleting, t.mu.writing, t.mu.stale = make(map[kv.Key]int), make(map[*key]int), make(map[kv.Key]struct{})
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
@@ -140,9 +143,52 @@ func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
 	}
 }
 
+// maxStale bounds the objects whose headers were found not to fit.
+const maxStale = 4096
+
+// noteStale remembers an object whose header is of another key or version than the place says. It may be of a newer build, or of a key with the
+// same short name, so it is not removed; but it is not there for this server, whose next write replaces it.
+func (t *Tier) noteStale(k kv.Key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.mu.stale) >= maxStale {
+		for other := range t.mu.stale { // it is found out again when it is read
+			delete(t.mu.stale, other)
+			break
+		}
+	}
+	t.mu.stale[k] = struct{}{}
+	t.stale.Store(int64(len(t.mu.stale)))
+}
+
+func (t *Tier) isStale(k *kv.Key) bool {
+	if t.stale.Load() == 0 {
+		return false
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	_, is := t.mu.stale[*k]
+	return is
+}
+
+// dropStale makes room for a write of an object whose header does not fit: the place would keep that as one that it has already.
+func (t *Tier) dropStale(ctx context.Context, k kv.Key) error {
+	if !t.isStale(&k) {
+		return nil
+	}
+	if err := t.of.Delete(ctx, []kv.Key{k}); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.mu.stale, k)
+	t.stale.Store(int64(len(t.mu.stale)))
+	return nil
+}
+
 // shown returns what a Meta of the place means to the caller: zero for a miss.
 func (t *Tier) shown(k *kv.Key, m tier.Meta) tier.Meta {
-	if m.Len == 0 {
+	if m.Len == 0 || t.isStale(k) {
 		return tier.Meta{}
 	}
 	r := t.keys.ring()
@@ -255,9 +301,11 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	case err == nil:
 	case errors.Is(err, errNewer):
 		t.refuse(newer, &k, m.Seal)
+		t.noteStale(k)
 		return tier.Meta{}, tier.ErrMissing
 	case errors.Is(err, errKeyID):
 		t.refuse(missingKey, &k, m.Seal)
+		t.noteStale(k)
 		return tier.Meta{}, tier.ErrMissing
 	case errors.Is(err, shm.ErrFault): // dst is gone; the place has no part in it
 		return tier.Meta{}, err
@@ -286,6 +334,9 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	}
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("seal: write of %d bytes as %d", len(src), m.Len)
+	}
+	if err := t.dropStale(ctx, k); err != nil {
+		return err
 	}
 	one := t.beginWrite()
 	defer t.endWrite(one)

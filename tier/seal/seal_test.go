@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -249,6 +250,55 @@ func TestCommandOfKeysThatLeavesAProgram(t *testing.T) {
 		}
 	case <-time.After(25 * time.Second):
 		t.Error("it waits for the program that the command left")
+	}
+}
+
+// What a command prints counts at once where no key lacks, and else when it prints the same again: half of its keys never count, and a key
+// that is gone for good goes.
+func TestCommandOfKeysMustSayTwiceThatAKeyIsGone(t *testing.T) {
+	dir := t.TempDir()
+	path, runs := filepath.Join(dir, "keys"), filepath.Join(dir, "runs")
+	one, two := strings.Repeat("11", 32)+"\n", strings.Repeat("22", 32)+"\n"
+	put := func(path, text string) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(path, one+two)
+	k, err := OpenKeys(t.Context(), Source{Command: "echo >>" + runs + "; cat " + path + "; test -e " + path + ".next && mv " + path + ".next " + path + " || true"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.settle = 20 * time.Millisecond
+	reload := func(text, next, why string, want ...string) {
+		t.Helper()
+		put(path, text)
+		if next != "" {
+			put(path+".next", next)
+		}
+		if err := k.Reload(t.Context()); (err == nil) != (why == "") || err != nil && !strings.Contains(err.Error(), why) {
+			t.Errorf("%q: %v, want %q", text, err, why)
+		}
+		var ids []string
+		for _, line := range want {
+			of, err := parseKeys([]byte(line))
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids = append(ids, hex.EncodeToString(of.list[0].id[:]))
+		}
+		if !slices.Equal(k.IDs(), ids) {
+			t.Errorf("after %q: %v, want %v", text, k.IDs(), ids)
+		}
+	}
+	reload(one, one+two, "something else", one, two) // it failed in the middle
+	reload(two+one, "", "", two, one)                // the order alone
+	reload(two, "", "", two)                         // it is gone
+	reload(one+two, "", "", one, two)                // one more
+	reload("# none\n", "", "no key", one, two)
+	if text, err := os.ReadFile(runs); err != nil || len(text) != 1+2+1+2+1+1 {
+		t.Errorf("the command ran %d times, %v", len(text), err)
 	}
 }
 

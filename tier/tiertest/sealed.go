@@ -196,7 +196,19 @@ func changed(t *testing.T, s *sealedPlace) {
 	s.plant(t, Key(1), m, raw)
 	b, meta := Object(1, sealedObject)
 	expect(t, x, Key(1), b, meta)
-	// What was found out is replaced by the next write.
+	// What was found out is replaced by the next write: also a header that looks like one of a newer build, or of another key.
+	for _, at := range []int{0, 8, 9, 10, 16, 23, 24, 56} {
+		bad := bytes.Clone(raw)
+		bad[at] ^= 0x10
+		s.plant(t, Key(1), m, bad)
+		_ = refused(t, fmt.Sprintf("header byte %d", at), x, Key(1), sealedObject)
+		metas := make([]tier.Meta, 1)
+		if err := x.Stat(t.Context(), []kv.Key{Key(1)}, metas); err != nil || metas[0].Len != 0 {
+			t.Errorf("header byte %d: it is there still: %+v, %v", at, metas[0], err)
+		}
+		write(t, x, Key(1), 1, sealedObject)
+		expect(t, x, Key(1), b, meta)
+	}
 	raw[100] ^= 1
 	s.plant(t, Key(1), m, raw)
 	_ = refused(t, "changed again", x, Key(1), sealedObject)

@@ -79,6 +79,7 @@ type access struct {
 	listed      *auth.Tokens // entries for certificates; nil: all of them allow everything
 	unlisted    auth.Scope
 	salts       *auth.SaltSecrets // of saltFlags; nil: none
+	peers       *auth.PeerSecrets // of peerFlags, for the listener transfer; nil: none
 	log         *slog.Logger
 }
 
@@ -160,7 +161,13 @@ func (a *access) of(listener string) auth.Options {
 // addMetrics adds the figures of the listeners that do not speak HTTP.
 func (a *access) addMetrics(r *metrics.Registry, listeners ...string) {
 	for _, l := range listeners {
-		metrics.AddWith(r, map[string]string{"listener": l}, a.networks[l].Stats)
+		metrics.AddWith(r, map[string]string{"listener": l}, func() auth.NetworkStats {
+			s := a.networks[l].Stats()
+			if l == "transfer" && a.peers != nil {
+				s.Refused["credential"] = a.peers.Refused()
+			}
+			return s
+		})
 	}
 }
 
@@ -173,6 +180,9 @@ func (a *access) watch() (stop func()) {
 	}
 	if a.salts != nil {
 		wg.Go(func() { a.salts.Watch(ctx, a.log) })
+	}
+	if a.peers != nil {
+		wg.Go(func() { a.peers.Watch(ctx, a.log) })
 	}
 	if a.authorities != nil {
 		wg.Go(func() { a.authorities.Watch(ctx, a.log) })

@@ -147,8 +147,8 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	return 0
 }
 
-// guarding are flags with a file that says whom a listener lets in.
-var guarding = []string{"token-file", "tls-client-ca", "salt-secret-file", "curve-clients"}
+// guarding are flags with a secret, or with a file, that say whom a listener lets in.
+var guarding = []string{"token-file", "tls-client-ca", "salt-secret-file", "curve-clients", "transfer-secret-file", "tenant-file", "admin-token", "api-keys", "token"}
 
 // refuseEmpty refuses a flag of guarding that is given and empty, as by a variable that is not set: without it the listener would let everyone in.
 func refuseEmpty(ctx *kong.Context) error {

@@ -187,6 +187,12 @@ func TestEmptyFilesThatGuardAreRefused(t *testing.T) {
 	f("--token-file is empty", nil, "server", "--config", write(t, "token-file: ''\n"))
 	f("--token-file is empty", nil, "all", "--config", write(t, "server:\n  l1-size-gb: 64MiB\n  token-file: ''\n"))
 	f("--token-file is empty", nil, "relay", "--upstream", "http://p:8998", "--token-file", "")
+	const engine = "http://127.0.0.1:8100"
+	f("--api-keys is empty", nil, "proxy", "--engine", engine, "--api-keys", "")
+	f("--api-keys is empty", []string{"KVASIR_PROXY_API_KEYS="}, "proxy", "--engine", engine, "--allow-from", "127.0.0.1")
+	f("--admin-token is empty", nil, "proxy", "--engine", engine, "--admin-port", "8001", "--token-file", "x", "--admin-token=")
+	f("--admin-token is empty", []string{"KVASIR_PROXY_ADMIN_TOKEN="}, "proxy", "--engine", engine)
+	f("--token is empty", []string{"KVASIR_BOOTSTRAP_TOKEN="}, "bootstrap")
 	if code, _, stderr := checkConfig(t, nil, "server"); code != 0 {
 		t.Errorf("without them: exit %d, %s", code, stderr)
 	}

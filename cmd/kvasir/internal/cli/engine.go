@@ -29,6 +29,7 @@ type engineCmd struct {
 	accessFlags
 	registryFlags
 	zmqClientFlags
+	peerFlags
 
 	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
 
@@ -175,7 +176,7 @@ func (c *engineCmd) check(e *env) error {
 	if err == nil {
 		_, err = c.events()
 	}
-	return errors.Join(err, c.accessFlags.check(c.exposed(), engineListeners...))
+	return errors.Join(err, c.peerFlags.check(), c.accessFlags.check(c.exposed(), engineListeners...))
 }
 
 // exposed returns where the engine listens, as far as its flags can be read.
@@ -245,8 +246,11 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
+	if a.peers, err = c.peerFlags.open(e.log); err != nil {
+		return err
+	}
 	defer a.watch()()
-	o.Networks = a.networks["transfer"]
+	o.Networks, o.Secrets = a.networks["transfer"], a.peers
 	if o.Cache, err = c.zmqClientFlags.options(); err != nil {
 		return err
 	}

@@ -27,6 +27,7 @@ type relayCmd struct {
 	configFlags
 	accessFlags
 	registryFlags
+	peerFlags
 
 	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT or https://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
@@ -66,7 +67,7 @@ func (c *relayCmd) check(*env) error {
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
 	_, err = c.registryFlags.client()
-	return errors.Join(f.err(), err, c.accessFlags.check(c.exposed(), relayListeners...))
+	return errors.Join(f.err(), err, c.peerFlags.check(), c.accessFlags.check(c.exposed(), relayListeners...))
 }
 
 // relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
@@ -101,6 +102,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
+	if a.peers, err = c.peerFlags.open(e.log); err != nil {
+		return err
+	}
 	defer a.watch()()
 	registryOptions, err := c.registryFlags.client()
 	if err != nil {
@@ -114,7 +118,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	pushes := mooncake.NewMetrics()
 	r, err := relay.Open(relay.Options{
 		Upstream: c.Upstream, Registry: registryOptions, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
-		Networks: a.networks["transfer"], AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
+		Networks: a.networks["transfer"], Secrets: a.peers, AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
 	})
 	if err != nil {
 		return err

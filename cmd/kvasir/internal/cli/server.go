@@ -20,6 +20,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
@@ -44,6 +45,7 @@ type serverCmd struct {
 	accessFlags
 	requiredSaltFlags
 	zmqAuthFlags
+	tenantFlags
 	pageFlags
 
 	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
@@ -98,6 +100,7 @@ type serverCmd struct {
 	terms    *tenant.Terms
 	access   *access
 	zmqAuth  *zmqAuth
+	tenants  *auth.TenantLimits
 	tierKeys *seal.Keys
 }
 
@@ -330,7 +333,8 @@ var serverListeners = []string{"zmq", "http", "events"}
 
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.checkZMQAuth())
+	_, limits := c.tenantFlags.open(c)
+	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.checkZMQAuth(), limits)
 }
 
 // Run serves until a signal.
@@ -357,9 +361,13 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.zmqAuth, err = c.zmqAuthFlags.open(e.log, c.access.tokens); err != nil {
 		return err
 	}
+	if c.tenants, err = c.tenantFlags.open(c); err != nil {
+		return err
+	}
 	c.warnClearText(e.log)
 	o.server.Clients = c.zmqAuth.of["zmq"]
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
+	o.server.Tenants = c.tenants
 	o.server.CountUnsigned = c.requiredSaltFlags.Count
 	if err := c.warnSetup(e); err != nil {
 		return err
@@ -378,6 +386,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	o.server.Events = c.book(st, o.tiers.Changes)
 	events := c.publisherOptions(c.Port, c.ChunkSize, e.log)
 	events.Networks, events.Clients = c.access.networks["events"], c.zmqAuth.of["events"]
+	events.Tenants = c.tenants
 	if o.server.Publisher, err = c.publisher(e, o.server.Events, events); err != nil {
 		return failedStart(st, err)
 	}
@@ -476,8 +485,9 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return err
 	}
 	gate := c.access.of("http")
-	gate.Keys = keys
+	gate.Keys, gate.Tenants = keys, c.tenants
 	defer c.access.watch()()
+	defer watchTenants(c.tenants, e.log)()
 	defer c.zmqAuth.watch(e.log)()
 	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {

@@ -37,6 +37,7 @@ Examples:
 // cluster is what the commands share.
 type cluster struct {
 	masterFlags
+	peerFlags
 	Timeout time.Duration `help:"Time for the whole." default:"60s"`
 }
 
@@ -48,12 +49,16 @@ func (c *cluster) open(e *env, o store.ClientOptions) (context.Context, *store.M
 	if err := f.err(); err != nil {
 		return nil, nil, nil, nil, err
 	}
+	secrets, err := c.peerFlags.open(e.log)
+	if err != nil {
+		return nil, nil, nil, nil, err
+	}
 	m, err := store.NewMaster(c.options())
 	if err != nil {
 		return nil, nil, nil, nil, err
 	}
 	ctx, cancel := context.WithTimeout(e.ctx, c.Timeout)
-	te := transfer.New(transfer.Options{})
+	te := transfer.New(transfer.Options{Secrets: secrets})
 	return ctx, m, store.NewClient(m, te, o), func() {
 		cancel()
 		te.Close()

@@ -34,6 +34,7 @@ type storeNodeCmd struct {
 	configFlags
 	accessFlags
 	masterFlags
+	peerFlags
 
 	Host     string  `help:"Address that clients and other nodes dial." default:"127.0.0.1"`
 	Bind     string  `help:"Address to listen on; default that of --host." placeholder:"ADDRESS"`
@@ -63,7 +64,7 @@ func (c *storeNodeCmd) check(*env) error {
 	f.port("--http-port", c.HTTPPort, true)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that others dial", c.Host)
-	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), storeNodeListeners...))
+	return errors.Join(f.err(), c.peerFlags.check(), c.accessFlags.check(c.exposed(), storeNodeListeners...))
 }
 
 // storeNodeListeners are the names of a node's listeners in --allow-from: the pages, and the transfer ports.
@@ -83,7 +84,7 @@ func (c *storeNodeCmd) exposed() []exposure {
 	at := flag + " " + host
 	return []exposure{
 		{listener: "http", at: at, host: host, web: true, risk: "read the node's figures"},
-		{listener: "transfer", at: at, host: host, risk: "read and write the memory"},
+		{listener: "transfer", at: at, host: host, own: c.defends(), keys: "--transfer-secret-file", risk: "read and write the memory"},
 	}
 }
 
@@ -102,6 +103,9 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	}
 	a, err := c.accessFlags.open(e.log, c.exposed(), storeNodeListeners...)
 	if err != nil {
+		return err
+	}
+	if a.peers, err = c.peerFlags.open(e.log); err != nil {
 		return err
 	}
 	defer a.watch()()
@@ -124,7 +128,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	}
 	defer master.Close()
 	node, err := store.NewNode(master, store.NodeOptions{
-		Memory: memory.Bytes(0, bytes), Host: c.Host, Bind: c.Bind, Name: c.Name, Grace: seconds(c.Grace), Networks: a.networks["transfer"], Log: e.log,
+		Memory: memory.Bytes(0, bytes), Host: c.Host, Bind: c.Bind, Name: c.Name, Grace: seconds(c.Grace), Networks: a.networks["transfer"], Secrets: a.peers, Log: e.log,
 	})
 	if err != nil {
 		return err

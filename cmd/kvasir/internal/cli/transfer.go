@@ -26,7 +26,8 @@ type transferCmd struct {
 // Help implements kong's detailed help.
 func (transferCmd) Help() string {
 	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
-either end may be the C++ engine. This wire has no passwords: keep it private, or name networks (--allow-from).
+either end may be the C++ engine. This wire has no passwords: keep it private, name networks (--allow-from), or
+have Kvasir ends prove a secret (--transfer-secret-file).
 docs/how/transfer.md has the details.
 
 Examples:
@@ -39,6 +40,7 @@ Examples:
 type transferServeCmd struct {
 	configFlags
 	networkFlags
+	peerFlags
 
 	Size          byteSize `help:"Bytes of the region." default:"256MiB"`
 	PeerFile      string   `help:"Write where the region is to this file, for the other commands." placeholder:"FILE"`
@@ -58,7 +60,7 @@ func (c *transferServeCmd) check(*env) error {
 	if err == nil {
 		err = c.refuseOpen(networks, false, c.exposed())
 	}
-	return errors.Join(f.err(), err)
+	return errors.Join(f.err(), c.peerFlags.check(), err)
 }
 
 // exposed returns where the region is served.
@@ -67,7 +69,7 @@ func (c *transferServeCmd) exposed() []exposure {
 	if c.Bind != "" {
 		host, flag = c.Bind, "--bind"
 	}
-	return []exposure{{listener: "transfer", at: flag + " " + host, host: host, risk: "read and write the region"}}
+	return []exposure{{listener: "transfer", at: flag + " " + host, host: host, own: c.defends(), keys: "--transfer-secret-file", risk: "read and write the region"}}
 }
 
 // transferListeners are the names of the listeners of kvasir transfer serve in --allow-from.
@@ -82,8 +84,13 @@ func (c *transferServeCmd) Run(e *env) error {
 	if err != nil {
 		return err
 	}
+	secrets, err := c.peerFlags.open(e.log)
+	if err != nil {
+		return err
+	}
+	defer watchPeers(secrets, e.log)()
 	return bench.Serve(e.ctx, bench.ServeOptions{
-		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Networks: networks["transfer"], Log: e.log},
+		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Networks: networks["transfer"], Secrets: secrets, Log: e.log},
 		Bytes:  int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
 	})
 }
@@ -98,10 +105,14 @@ type region struct {
 	Addr     uint64        `help:"Published address of the first byte; default the region's base."`
 	Offset   byteSize      `help:"Bytes after that address to begin at." default:"0"`
 	Timeout  time.Duration `help:"Time for the whole; default none."`
+	peerFlags
 }
 
-func (r *region) options(ctx context.Context) (o bench.CopyOptions, left int64, err error) {
+func (r *region) options(ctx context.Context, log *slog.Logger) (o bench.CopyOptions, left int64, err error) {
 	o = bench.CopyOptions{Peer: r.Peer, Addr: r.Addr, Timeout: r.Timeout}
+	if o.Client.Secrets, err = r.peerFlags.open(log); err != nil {
+		return o, 0, err
+	}
 	switch {
 	case r.PeerFile != "" && r.Peer == "":
 		p, err := bench.AwaitPeerFile(ctx, r.PeerFile, peerFileWait)
@@ -123,7 +134,7 @@ type transferWriteCmd struct{ region }
 
 // Run writes standard input.
 func (c *transferWriteCmd) Run(e *env) error {
-	o, _, err := c.options(e.ctx)
+	o, _, err := c.options(e.ctx, e.log)
 	if err != nil {
 		return err
 	}
@@ -142,7 +153,7 @@ type transferReadCmd struct {
 
 // Run reads to standard output.
 func (c *transferReadCmd) Run(e *env) error {
-	o, left, err := c.options(e.ctx)
+	o, left, err := c.options(e.ctx, e.log)
 	if err != nil {
 		return err
 	}
@@ -171,6 +182,7 @@ type transferBenchCmd struct {
 	Seconds  float64    `help:"Time per measurement." default:"1"`
 	Pieces   string     `help:"Measure writes of the one batch in this file: JSON, a list of [own offset, peer's offset, bytes]." placeholder:"FILE"`
 	Verify   bool       `help:"Write a fresh pattern and read it back after each measurement."`
+	peerFlags
 }
 
 // Run measures.
@@ -178,8 +190,12 @@ func (c *transferBenchCmd) Run(e *env) error {
 	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 0 || c.Callers < 1 {
 		return usagef("need --seconds above 0 and up to 3600, --conns of at least 0, --callers of at least 1")
 	}
+	secrets, err := c.peerFlags.open(e.log)
+	if err != nil {
+		return err
+	}
 	o := bench.BenchOptions{
-		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
+		Client: transfer.Options{Conns: c.Conns, Secrets: secrets}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
 		Layout: bench.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
 	}
 	for _, path := range c.PeerFile {
@@ -208,7 +224,7 @@ func (c *transferBenchCmd) Run(e *env) error {
 			return usagef("--pieces %s is no list of [own offset, peer's offset, bytes]", c.Pieces)
 		}
 	}
-	_, err := bench.Bench(e.ctx, o, e.stdout)
+	_, err = bench.Bench(e.ctx, o, e.stdout)
 	if errors.Is(err, e.ctx.Err()) && e.ctx.Err() != nil {
 		return errors.New("interrupted")
 	}

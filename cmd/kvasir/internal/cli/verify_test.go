@@ -3,15 +3,20 @@
 package cli_test
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // startEngine starts kvasir engine over a server, and returns its URL.
@@ -70,44 +75,127 @@ func TestVerifyCommand(t *testing.T) {
 	}
 }
 
-// KV whose bytes are changed in the pool while the server runs, below its checksums, fails.
+// verifyChunk is what a chunk of 64 tokens takes in the pool: 4 layers of 16 KiB.
+const verifyChunk, verifyLayer = 64 << 10, 16 << 10
+
+// changes are corruptions of the pool's bytes, below every checksum of a running server.
+var changes = map[string]func(b []byte){
+	"swapped chunks": func(b []byte) {
+		for ; len(b) >= 2*verifyChunk; b = b[2*verifyChunk:] {
+			swap(b[:verifyChunk], b[verifyChunk:2*verifyChunk])
+		}
+	},
+	"wrong layer order": func(b []byte) {
+		for ; len(b) >= verifyChunk; b = b[verifyChunk:] {
+			swap(b[:verifyLayer], b[verifyLayer:2*verifyLayer])
+		}
+	},
+	"stale weights": func(b []byte) { // what other weights make of the same prompts
+		for i := range b {
+			b[i] ^= 0x5a
+		}
+	},
+	"truncated tail": func(b []byte) {
+		for ; len(b) >= verifyChunk; b = b[verifyChunk:] {
+			clear(b[verifyChunk/2 : verifyChunk])
+		}
+	},
+	"off by one block": func(b []byte) { copy(b[4096:], b[:len(b)-4096]) },
+}
+
+func swap(a, b []byte) {
+	for i := range a {
+		a[i], b[i] = b[i], a[i]
+	}
+}
+
+// Over kvasir engine, restored KV of swapped chunks, layers in another order, other weights, a cut tail, or another block fails, and passes
+// before and once the bytes are right again.
 func TestVerifyCommandFindsChangedPools(t *testing.T) {
-	for name, change := range map[string]func(b []byte){
-		"off by one block": func(b []byte) { copy(b[4096:], b[:len(b)-4096]) },
-		"truncated":        func(b []byte) { clear(b[2048:]) },
-	} {
-		dir := t.TempDir()
-		file := filepath.Join(dir, "kept")
-		s := serve(t, "--l1-size-gb", "16MiB", "--chunk-size", "64")
-		common := []string{"--prompt-tokens", "600", "--rate", "1000", "--pause", "200ms"}
-		if code, out, errs := run(t, append([]string{"verify", "--url", startEngine(t, s), "--keep", file}, common...)...); code != 3 {
-			t.Fatalf("%s: exit %d: %s%s", name, code, out, errs)
+	file := filepath.Join(t.TempDir(), "kept")
+	s := serve(t, "--l1-size-gb", "16MiB", "--chunk-size", "64")
+	common := []string{"--prompt-tokens", "600", "--rate", "1000", "--pause", "200ms"}
+	if code, out, errs := run(t, append([]string{"verify", "--url", startEngine(t, s), "--keep", file}, common...)...); code != 3 {
+		t.Fatalf("exit %d: %s%s", code, out, errs)
+	}
+	var status struct {
+		L1 struct {
+			Name string `json:"shm_name"`
+		} `json:"l1"`
+	}
+	if _, out, errs := run(t, "status", "--json", "--url", fmt.Sprintf("http://127.0.0.1:%d", s.http)); json.Unmarshal([]byte(out), &status) != nil || status.L1.Name == "" {
+		t.Fatal(out, errs)
+	}
+	pool, err := os.OpenFile(filepath.Join("/dev/shm", status.L1.Name), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	right := make([]byte, 16<<20)
+	if _, err := io.ReadFull(pool, right); err != nil {
+		t.Fatal(err)
+	}
+	expect := func(what string, change func(b []byte), want int, verdict string) {
+		t.Helper()
+		b := bytes.Clone(right)
+		if change != nil {
+			change(b)
+			if bytes.Equal(b, right) {
+				t.Fatalf("%s changes nothing", what)
+			}
 		}
-		var status struct {
-			L1 struct {
-				Name string `json:"shm_name"`
-			} `json:"l1"`
-		}
-		if _, out, errs := run(t, "status", "--json", "--url", fmt.Sprintf("http://127.0.0.1:%d", s.http)); json.Unmarshal([]byte(out), &status) != nil || status.L1.Name == "" {
-			t.Fatal(out, errs)
-		}
-		pool, err := os.OpenFile(filepath.Join("/dev/shm", status.L1.Name), os.O_RDWR, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer pool.Close()
-		b := make([]byte, 16<<20)
-		if _, err := io.ReadFull(pool, b); err != nil {
-			t.Fatal(err)
-		}
-		change(b)
 		if _, err := pool.WriteAt(b, 0); err != nil {
 			t.Fatal(err)
 		}
 		code, out, errs := run(t, append([]string{"verify", "--url", startEngine(t, s), "--expect", file}, common...)...)
-		if code != 1 || !strings.Contains(out, "verdict: failed") {
-			t.Errorf("%s: exit %d: %s%s", name, code, out, errs)
+		if code != want || !strings.Contains(out, "verdict: "+verdict) {
+			t.Errorf("%s: exit %d: %s%s", what, code, out, errs)
 		}
+	}
+	expect("nothing", nil, 0, "passed")
+	for name, change := range changes {
+		expect(name, change, 1, "failed")
+	}
+	expect("nothing any more", nil, 0, "passed")
+}
+
+// An adapter between engines and server that loses the salts lets one tenant load what another one stored: verify finds that.
+func TestVerifyCommandFindsAWrongSalt(t *testing.T) {
+	s := serve(t, "--l1-size-gb", "16MiB", "--chunk-size", "64")
+	salt := regexp.MustCompile(`kvasir-verify-[0-9a-f]{16}`)
+	var mu sync.Mutex
+	dealers := map[*zmtp.Peer]*zmtp.Dealer{}
+	router := zmtp.NewRouter(func(p *zmtp.Peer, m zmtp.Message) {
+		mu.Lock()
+		d := dealers[p]
+		if d == nil {
+			d = zmtp.NewDealer(fmt.Sprintf("tcp://127.0.0.1:%d", s.port), zmtp.DealerOptions{Handler: func(m zmtp.Message) { _ = p.Send(m...) }})
+			if err := d.Start(); err != nil {
+				t.Error(err)
+			}
+			dealers[p] = d
+		}
+		mu.Unlock()
+		var frames [][]byte
+		for _, f := range m {
+			frames = append(frames, salt.ReplaceAll(bytes.Clone(f), []byte("kvasir-verify-0000000000000000")))
+		}
+		_ = d.Send(frames...)
+	}, zmtp.RouterOptions{})
+	at, err := router.Listen(t.Context(), "tcp://127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = router.Close()
+		for _, d := range dealers {
+			_ = d.Close()
+		}
+	})
+	through := &serving{port: at.(*net.TCPAddr).Port}
+	code, out, errs := run(t, "verify", "--url", startEngine(t, through), "--prompt-tokens", "600", "--rate", "1000", "--pause", "500ms")
+	if code != 1 || !strings.Contains(out, "never sent") {
+		t.Errorf("exit %d: %s%s", code, out, errs)
 	}
 }
 

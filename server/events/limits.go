@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package events
+
+import (
+	"cmp"
+	"net"
+	"slices"
+	"strings"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// Where clients may be limited to some tenants, each message is of one salt, and a client that may not use it gets a message of the same
+// number without events in its place. So no client misses a number.
+
+// subscriber is who is behind a connection.
+type subscriber struct {
+	user  auth.Subject
+	limit atomic.Pointer[auth.Limit] // nil until it is asked for
+}
+
+// identify returns what finds out who is behind a connection; nil where nobody is limited.
+func (p *Publisher) identify() func(net.Conn) any {
+	if p.o.Tenants == nil {
+		return nil
+	}
+	return func(c net.Conn) any {
+		of := peercred.Of(c)
+		return &subscriber{user: auth.UserSubject(of.UID, of.Known())}
+	}
+}
+
+// limitOf returns whose events a client gets.
+func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
+	if p.o.Tenants == nil {
+		return nil
+	}
+	s, ok := peer.Who().(*subscriber)
+	if !ok {
+		panic("BUG: events: a subscriber that was not identified")
+	}
+	if l := s.limit.Load(); l != nil {
+		return l
+	}
+	of := []auth.Subject{{Kind: auth.KindListener, Name: "events"}, s.user}
+	if name := peer.Client(); name != "" {
+		kind := auth.KindToken
+		if p.o.Clients.Curve != nil {
+			kind = auth.KindKey
+		}
+		of = append(of, auth.Subject{Kind: kind, Name: name})
+	}
+	l := p.o.Tenants.For(of...)
+	s.limit.Store(l)
+	return l
+}
+
+// bySalt orders chunks of one model after another by their salts, where each message is of one.
+func (p *Publisher) bySalt(chunks []Placed) {
+	if p.o.Tenants != nil {
+		slices.SortStableFunc(chunks, func(a, c Placed) int {
+			return cmp.Or(strings.Compare(a.Model, c.Model), strings.Compare(a.Salt, c.Salt))
+		})
+	}
+}
+
+// together reports whether two chunks may be in one message.
+func (p *Publisher) together(a, c *Chunk) bool {
+	return a.Model == c.Model && (p.o.Tenants == nil || a.Salt == c.Salt)
+}
+
+// allows reports whether a client with a limit may see a message. One without a salt has no events of chunks.
+func (m *message) allows(l *auth.Limit) bool { return m.salt == nil || l.Allows(*m.salt) }
+
+// without returns a message that the client may not see without its events.
+func (p *Publisher) without(m message) message {
+	m.payload, m.salt = p.payload(nil), nil
+	return m
+}
+
+// visible leaves the drafts that a client may see.
+func visible(whole []draft, l *auth.Limit) []draft {
+	if !l.Limited() {
+		return whole
+	}
+	return slices.DeleteFunc(whole, func(d draft) bool { return len(d.chunks) > 0 && !l.Allows(d.chunks[0].Salt) })
+}
