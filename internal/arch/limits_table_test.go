@@ -91,11 +91,12 @@ var limitRows = map[string]string{
 	"requests, queue":            "proxy.o.MaxBody proxy.o.BodyTimeout",
 	"registry: workers":          "mooncake/bootstrap.o.MaxWorkers mooncake/bootstrap.maxBodyBytes mooncake/bootstrap.o.MaxConns mooncake/bootstrap.o.MaxWaiters mooncake/bootstrap.o.MaxProbes",
 
-	"directories of ranks": "tier/keeper.maxRanks",
-	"`config.json`":        "tier/keeper.maxConfigBytes",
-	"processes that ask":   "tier/keeper.maxHelpers",
-	"threads whose jobs":   "tier/keeper.maxJobs",
-	"notes and checksums":  "tier/keeper.maxNotes",
+	"directories of ranks":                    "tier/keeper.maxRanks",
+	"`config.json`":                           "tier/keeper.maxConfigBytes",
+	"subscribers of `--kv-events`; beginning": "tier/keeper.maxModels",
+	"processes that ask":                      "tier/keeper.maxHelpers",
+	"threads whose jobs":                      "tier/keeper.maxJobs",
+	"notes and checksums":                     "tier/keeper.maxNotes",
 }
 
 // elsewhere are bounds without a row, by the reason.

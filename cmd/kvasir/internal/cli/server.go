@@ -330,7 +330,7 @@ var serverListeners = []string{"zmq", "http", "events"}
 
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.checkZMQAuth())
+	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.zmqAuthFlags.check(c.TokenFile, c.Events))
 }
 
 // Run serves until a signal.
@@ -357,7 +357,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.zmqAuth, err = c.zmqAuthFlags.open(e.log, c.access.tokens); err != nil {
 		return err
 	}
-	c.warnClearText(e.log)
+	c.warnClearText(e.log, c.exposed())
 	o.server.Clients = c.zmqAuth.of["zmq"]
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
 	o.server.CountUnsigned = c.requiredSaltFlags.Count
