@@ -41,7 +41,8 @@ var limitRows = map[string]string{
 	"requests that wait for a": "server.maxWaits server.maxWaitFor",
 	"token memo":               "server.o.MemoBytes",
 	"tier socket: a frame":     "tier/vllm.MaxFrame tier/vllm.MaxHello tier/vllm.MaxKeys tier/vllm.MaxRequest tier/vllm.MaxEngineID tier/vllm.MaxModelName",
-	"tier socket: engines":     "server/offload.o.MaxEngines tier/vllm.MaxGroups server/offload.maxTenants server/offload.o.MaxLent server/offload.o.MaxStores server/offload.maxLeft",
+	"tier socket: engines":     "server/offload.o.MaxEngines tier/vllm.MaxGroups server/offload.o.MaxLent server/offload.o.MaxStores server/offload.maxLeft",
+	"tier socket: tenants":     "server/offload.maxTenants",
 	"lookups of other nodes":   "server.maxPeerLookups server.maxPeerKeys lmcache.MaxObjectKeys",
 
 	"chunks in the pool":      "store/pool.maxRecords",

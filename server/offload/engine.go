@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxTenants bounds the tenants of one engine. Rows of further ones are misses.
+// maxTenants bounds the tenants of one engine whose namespaces are kept. With a further one all are forgotten: they are made anew.
 const maxTenants = 1024
 
 // engine is one connection of an engine.
@@ -156,7 +156,8 @@ func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
 		return named{}, false
 	}
 	if _, known := e.tenants[string(tenant)]; !known && len(e.tenants) >= maxTenants {
-		return named{}, false
+		clear(e.spaces)
+		clear(e.tenants)
 	}
 	e.tenants[string(tenant)] = struct{}{}
 	model, layout := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model]), e.hello.Fingerprint(group)
