@@ -238,21 +238,25 @@ class KvasirTier(SecondaryTierManager):
     # The connection.
 
     def _connect(self):
-        refused = 0.1
+        refused, away = 0.1, 0.1
         while not self._stop.is_set():
-            pause = 0.2
+            self._since = float("inf")  # when the connection began
             try:
                 self._serve()
             except Refused as e:
-                refused = min(5.0, 2 * refused)
-                pause = refused
+                pause = refused = min(5.0, 2 * refused)
                 self._warn("the node at %s refuses this engine: %s. Lookups are misses.", self._path, e)
             except (OSError, ValueError, KeyError, IndexError, struct.error) as e:
                 refused = 0.1
+                # A node that starts again is back soon; one that ends each connection at once is not asked all the time.
+                pause = away = 0.02 if time.monotonic() - self._since > 1 else min(0.2, 2 * away)
                 if not self._stop.is_set():
                     self._warn("no node at %s: %s. Lookups are misses meanwhile.", self._path, e)
             except Exception:
+                pause = 0.2
                 self._bug()
+            else:
+                pause = 0.2
             self._stop.wait(pause)
 
     def _serve(self):
@@ -273,7 +277,7 @@ class KvasirTier(SecondaryTierManager):
                 for fd in fds:
                     os.close(fd)
             sock.settimeout(None)
-            self._stalled, self._link = False, link
+            self._stalled, self._since, self._link = False, time.monotonic(), link
             logger.info("Kvasir tier: connected to %s", self._path)
             threading.Thread(target=self._write, args=(link,), daemon=True).start()
             try:
