@@ -308,7 +308,7 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 }
 
 func (st *stream) wants(r *events.Record) bool {
-	return r.Medium == events.InPool && r.OfModel && r.Model == st.model
+	return r.Medium == events.InPool && r.OfModel && r.Model == st.model && r.Group < 0 // engines with LMCache look for no rows of vLLM
 }
 
 // fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a

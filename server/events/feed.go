@@ -75,9 +75,11 @@ var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
 // event returns the event that routers get for a chunk.
 func (f bookFeed) event(c Placed, removed bool) kvevent.Event {
 	hash := kv.SaltedHash(c.Salt, c.Hash)
-	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: -1}
+	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: c.Group}
 	if removed {
 		e.Kind = kvevent.Removed
+	}
+	if removed || c.Group >= 0 { // vLLM's own tiers tell as little of a row
 		return e
 	}
 	e.Encoded, e.BlockTokens = c.Tokens, cmp.Or(kvevent.TokensIn(c.Tokens), f.chunkTokens)
