@@ -12,8 +12,12 @@ import (
 	"html/template"
 	"io"
 	"net/http"
+	"os"
+	"strconv"
 	"text/tabwriter"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
@@ -94,11 +98,41 @@ func (c *keeperKeepCmd) exposed() (out []exposure) {
 	return out
 }
 
+// keeperNice is the keeper's priority (nice): it has little to do, and that at once, beside engines that use all processors.
+const keeperNice = -10
+
+// hurry gives the threads of this process, and so those to come, the keeper's priority where the user may do that. A thread that another one
+// makes meanwhile may miss it, so it looks again until there is none.
+func hurry() {
+	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
+	for range tries {
+		tasks, _ := os.ReadDir("/proc/self/task") // without /proc the priority stays
+		missed := false
+		for _, t := range tasks {
+			id, err := strconv.Atoi(t.Name())
+			if err != nil {
+				continue
+			}
+			if is, err := unix.Getpriority(unix.PRIO_PROCESS, id); err != nil || is >= kernelBase-keeperNice {
+				continue // it has ended, or has it
+			}
+			missed = true
+			if errors.Is(unix.Setpriority(unix.PRIO_PROCESS, id, keeperNice), unix.EACCES) {
+				return // of another user than root
+			}
+		}
+		if !missed {
+			return
+		}
+	}
+}
+
 // Run holds the directories until a signal stops it.
 func (c *keeperKeepCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
+	hurry()
 	k, err := keeper.Open(c.options(e))
 	if err != nil {
 		return err
