@@ -211,6 +211,12 @@ keeper() {
 	servers="$servers $!"
 	wait_for 60 keeps_less "$root/kv" $((limit / 2)) || { echo "after kill -9 the limit does not hold within a minute" >&2; cat "$work/keeper.log" >&2; return 1; }
 	bin/kvasir keeper verify "$root/kv" --state-dir "$work/keeper-state"
+	echo "== the keeper's KV events beside those of vLLM's tier, to vLLM's own classes"
+	mkdir "$root/events"
+	bin/kvasir keeper "$root/events" --max-gb "$((16 << 20))B" --kv-events "ipc://$work/keeper.events" --kv-events-replay "ipc://$work/keeper.replay" >>"$work/keeper.log" 2>&1 &
+	servers="$servers $!"
+	wait_for 60 bin/kvasir keeper status "$root/events" >/dev/null 2>&1 || { cat "$work/keeper.log" >&2; return 1; }
+	"$python" interop/keeper/check_events.py --root "$root/events" --events "ipc://$work/keeper.events" --replay "ipc://$work/keeper.replay"
 	stop_servers
 }
 

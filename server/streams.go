@@ -314,7 +314,7 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 // wants reports whether the client gets a record. One that knows some tenants alone is told of each of theirs; of the others it does not
 // learn that they have a chunk, too.
 func (st *stream) wants(r *events.Record) bool {
-	if r.Medium != events.InPool || r.Model != st.model {
+	if r.Medium != events.InPool || r.Model != st.model || r.Group >= 0 { // engines with LMCache look for no rows of vLLM
 		return false
 	}
 	if st.tenants.Limited() {

@@ -6,6 +6,7 @@ import (
 	"context"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/offload"
 )
@@ -19,8 +20,17 @@ func (s *Server) newOffload() *offload.Server {
 			s.store.NameTenant(ns, salt)
 			if _, ok := s.names.Of(ns); !ok {
 				s.names.AddLayout(ns, string(model), salt, layout)
+				if s.opts.Publisher != nil {
+					s.opts.Publisher.Know(string(model))
+				}
 			}
 		},
+		Announce: func(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) {
+			if book := s.opts.Events; book != nil && book.Active() {
+				book.AnnounceRows(model, salt, group, sh, hashes)
+			}
+		},
+		Wonders: func() bool { return s.opts.Events != nil && s.opts.Events.Active() && s.opts.Events.Wonders() },
 		Ended: func(o *lookup.Outcome) {
 			if len(o.Salt) > 0 {
 				s.n.salted.Add(1)

@@ -41,7 +41,8 @@ var limitRows = map[string]string{
 	"requests that wait for a": "server.maxWaits server.maxWaitFor",
 	"token memo":               "server.o.MemoBytes",
 	"tier socket: a frame":     "tier/vllm.MaxFrame tier/vllm.MaxHello tier/vllm.MaxKeys tier/vllm.MaxRequest tier/vllm.MaxEngineID tier/vllm.MaxModelName",
-	"tier socket: engines":     "server/offload.o.MaxEngines tier/vllm.MaxGroups server/offload.maxTenants server/offload.o.MaxLent server/offload.o.MaxStores server/offload.maxLeft",
+	"tier socket: engines":     "server/offload.o.MaxEngines tier/vllm.MaxGroups server/offload.o.MaxLent server/offload.o.MaxStores server/offload.maxLeft",
+	"tier socket: tenants":     "server/offload.maxTenants",
 	"lookups of other nodes":   "server.maxPeerLookups server.maxPeerKeys lmcache.MaxObjectKeys",
 
 	"chunks in the pool":      "store/pool.maxRecords",
@@ -91,11 +92,12 @@ var limitRows = map[string]string{
 	"requests, queue":            "proxy.o.MaxBody proxy.o.BodyTimeout",
 	"registry: workers":          "mooncake/bootstrap.o.MaxWorkers mooncake/bootstrap.maxBodyBytes mooncake/bootstrap.o.MaxConns mooncake/bootstrap.o.MaxWaiters mooncake/bootstrap.o.MaxProbes",
 
-	"directories of ranks": "tier/keeper.maxRanks",
-	"`config.json`":        "tier/keeper.maxConfigBytes",
-	"processes that ask":   "tier/keeper.maxHelpers",
-	"threads whose jobs":   "tier/keeper.maxJobs",
-	"notes and checksums":  "tier/keeper.maxNotes",
+	"directories of ranks":                    "tier/keeper.maxRanks",
+	"`config.json`":                           "tier/keeper.maxConfigBytes",
+	"subscribers of `--kv-events`; beginning": "tier/keeper.maxModels",
+	"processes that ask":                      "tier/keeper.maxHelpers",
+	"threads whose jobs":                      "tier/keeper.maxJobs",
+	"notes and checksums":                     "tier/keeper.maxNotes",
 }
 
 // elsewhere are bounds without a row, by the reason.

@@ -31,7 +31,7 @@ var opened = map[string][]string{
 	"cmd/kvasir/internal/cli/keeper.go":        {"`kvasir keeper`: `http`"},
 	"server/server.go":                         {"`kvasir server`: `zmq`", "`kvasir server`: `--ipc`"},
 	"server/offload/offload.go":                {"`kvasir server`: `--vllm-tier`"},
-	"server/events/publisher.go":               {"`kvasir server`: `events`"},
+	"server/events/publisher.go":               {"`kvasir server`: `events`", "`kvasir keeper`: `events`"},
 	"mooncake/relay/relay.go":                  {"`kvasir relay`: `transfer`"},
 	"mooncake/relay/engine.go":                 {"`kvasir relay`: `transfer`"},
 	"mooncake/sender.go":                       {"`kvasir engine`: `transfer`"},

@@ -31,15 +31,15 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-def manager(root, row, chunks):
+def manager(root, row, chunks, events=False):
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("l0",), 0),),
         worker_kv_bytes_per_block=row,
-        enable_kv_cache_events=False,
+        enable_kv_cache_events=events,
         extra_config={
             "cpu_bytes_to_use": row * chunks,
             "secondary_tiers": [
-                {"type": "fs", "root_dir": root, "n_write_threads": 16}
+                {"type": "fs", "root_dir": root, "n_write_threads": 16, "enable_kv_events": events}
             ],
         },
         engine_id=f"kvasir-keeper-{os.getpid()}",

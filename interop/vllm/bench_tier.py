@@ -1,15 +1,20 @@
 """Measures the Kvasir tier of vLLM's tiered offloading on this machine, beside what it is compared with. Prints one JSON line per figure.
 
 lookup: time of the scheduler's thread for 1,000 keys, until they are asked for and until they are answered. submit: median of submit_store
-and submit_load. copy: loads against memmove between the same two mappings, in rows of one length. ready: from the first lookup until all
+and submit_load. copy: loads against memmove between the same two mappings, in rows of one length, and against another process that has
+both mappings and copies when it is told to, as a node would that maps the region of the engine. ready: from the first lookup until all
 rows lie in vLLM's region, against vLLM's fs tier over a warm page cache.
 """
 
 import argparse
 import ctypes
 import json
+import os
 import shutil
+import signal
+import socket
 import statistics
+import struct
 import tempfile
 import time
 
@@ -95,37 +100,77 @@ def submits(path, rounds):
     e.close()
 
 
-def copies(path, bytes_, rounds):
-    row = 64 << 10
-    while row <= 4 * MIB:
-        n = bytes_ // row
-        e = drive.Engine(drive.tier(path, threads=1), row, n)
-        e.connected()
-        keys = [drive.key(4_000_000 + row + i) for i in range(n)]
-        e.store("stored", keys)
-        e.settle(30)
-        loads, moves = [], []
-        for i in range(rounds + 1):
-            context = ReqContext(f"copy-{i}")
-            _, _, hits = ask(e.tier, keys, context)
-            uses = [e.tier._requests[context.req_id].lent[k] for k in keys[:hits]]
-            for who in ("load", "memmove") if i % 2 else ("memmove", "load"):
-                if who == "load":
-                    e.tier.submit_load(TransferJob(5 << 40 | i, keys, np.arange(n, dtype=np.int32), True, context))
-                    result = finished(e.tier)[0]
-                    took, times = result.transfer_time, loads
-                else:  # the same rows, by memmove alone
-                    began, times = time.perf_counter(), moves
-                    for j, (x, offset, size) in enumerate(uses):
-                        ctypes.memmove(e.tier._region + j * row, x.link.base + offset, size)
-                    took = time.perf_counter() - began
-                if i:  # the first round touches the memory
-                    times.append(hits * row / took / 1e9)
-            e.tier.on_request_finished(context)
-        load, move = statistics.median(loads), statistics.median(moves)
-        say("copy, GB/s", row=row, rows=hits, load=load, memmove=move, ratio=load / move, want=">= 0.9")
-        e.close()
-        row *= 4
+class Other:
+    """A process that copies rows between mappings that it shares with this one."""
+
+    def __init__(self):
+        self.ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.ours.close()
+            while head := theirs.recv(4, socket.MSG_WAITALL):
+                body = theirs.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)
+                for to, source, size in struct.iter_unpack("<3Q", body):
+                    ctypes.memmove(to, source, size)
+                theirs.send(b"d")
+            os._exit(0)
+        theirs.close()
+
+    def copy(self, rows):
+        body = b"".join(struct.pack("<3Q", *r) for r in rows)
+        began = time.perf_counter()
+        self.ours.sendall(struct.pack("<I", len(body)) + body)
+        self.ours.recv(1)
+        return time.perf_counter() - began
+
+    def end(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.ours.close()
+
+
+def copies(path, bytes_, rounds, copy_rows):
+    """Loads of rows that lie in order in the region, and of rows that lie anywhere there."""
+    for row in (r << 10 for r in copy_rows):
+        for order in ("in order", "scattered"):
+            copy(path, bytes_, rounds, row, order)
+
+
+def copy(path, bytes_, rounds, row, order):
+    n = bytes_ // row
+    e = drive.Engine(drive.tier(path, threads=1), row, n)
+    e.connected()
+    keys = [drive.key(4_000_000 + row + i) for i in range(n)]
+    chunks = np.arange(n, dtype=np.int32)
+    if order == "scattered":
+        np.random.default_rng(1).shuffle(chunks)
+    e.store("stored", keys)
+    e.settle(30)
+    times, other = {"load": [], "memmove": [], "other": []}, Other()
+    for i in range(rounds + 1):
+        context = ReqContext(f"copy-{i}")
+        _, _, hits = ask(e.tier, keys, context)
+        uses = [e.tier._requests[context.req_id].lent[k] for k in keys[:hits]]
+        rows = [(e.tier._region + j * row, x.link.base + offset, size) for j, (x, offset, size) in zip(chunks.tolist(), uses)]
+        for who in list(times)[:: 1 if i % 2 else -1]:
+            if who == "load":
+                e.tier.submit_load(TransferJob(5 << 40 | i, keys, chunks, True, context))
+                took = finished(e.tier)[0].transfer_time
+            elif who == "other":
+                took = other.copy(rows)
+            else:
+                began = time.perf_counter()
+                for r in rows:
+                    ctypes.memmove(*r)
+                took = time.perf_counter() - began
+            if i:  # the first round touches the memory
+                times[who].append(hits * row / took / 1e9)
+        e.tier.on_request_finished(context)
+    load, move, another = (statistics.median(times[who]) for who in times)
+    best = max(times["load"]) / max(times["memmove"])  # on a machine that others use
+    say("copy, GB/s", row=row, order=order, rows=hits, load=load, memmove=move, ratio=load / move, ratio_of_best=best, want=">= 0.9", other_process=another)
+    other.end()
+    e.close()
 
 
 def ready(path, row, rounds, folder):
@@ -163,6 +208,7 @@ def main():
     p.add_argument("--socket", required=True)
     p.add_argument("--rounds", type=int, default=50)
     p.add_argument("--copy-mib", type=int, default=128)
+    p.add_argument("--copy-kib", type=int, nargs="+", default=[64, 256, 1024, 4096], help="lengths of rows")
     p.add_argument("--row", type=int, default=64 << 10, help="of the time to ready")
     p.add_argument("parts", nargs="*", default=["lookup", "submit", "copy", "ready"])
     a = p.parse_args()
@@ -171,7 +217,7 @@ def main():
     if "submit" in a.parts:
         submits(a.socket, 4 * a.rounds)
     if "copy" in a.parts:
-        copies(a.socket, a.copy_mib * MIB, max(3, a.rounds // 10))
+        copies(a.socket, a.copy_mib * MIB, max(3, a.rounds // 10), a.copy_kib)
     if "ready" in a.parts:
         folder = tempfile.mkdtemp(prefix="kvasir-fs-")
         try:

@@ -51,6 +51,7 @@ type news struct {
 // announcement says whose chunks some are: those after the ones of the announcement before.
 type announcement struct {
 	model, salt []byte
+	group       int // see Chunk
 	shard       object.Shard
 	chunks      int
 }
@@ -110,12 +111,17 @@ func (x *news) reset() {
 	x.bytes, x.used = 0, 0
 }
 
-func (q *queue) add(model, salt []byte, sh *object.Shard, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
+// add adds what a is about: its chunks are the wanted ones of hashes, and with a nil text their tokens are not known. It copies all.
+func (q *queue) add(a announcement, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
+	model, salt := a.model, a.salt
 	chunks, bytes := 0, len(model)+len(salt)+256
 	for i := range hashes {
 		if wanted(i) {
 			chunks++
-			bytes += len(text.Head) + text.size(i) + 128
+			bytes += 128
+			if text != nil {
+				bytes += len(text.Head) + text.size(i)
+			}
 		}
 	}
 	q.mu.Lock()
@@ -126,14 +132,18 @@ func (q *queue) add(model, salt []byte, sh *object.Shard, hashes []kv.Hash, want
 		return
 	}
 	x.bytes += bytes
-	x.list = append(x.list, announcement{x.copy(model), x.copy(salt), *sh, chunks})
+	a.model, a.salt, a.chunks = x.copy(model), x.copy(salt), chunks
+	x.list = append(x.list, a)
 	x.chunks = slices.Grow(x.chunks, chunks)
 	for i, h := range hashes {
 		if !wanted(i) {
 			continue
 		}
-		t := tokens{index: i, text: x.copy(text.Head, text.Tokens[text.begin(i):text.Ends[i]])}
-		if i > 0 {
+		t := tokens{text: noTokens}
+		if text != nil {
+			t.index, t.text = i, x.copy(text.Head, text.Tokens[text.begin(i):text.Ends[i]])
+		}
+		if text != nil && i > 0 {
 			t.parent = hashes[i-1]
 		}
 		x.chunks = append(x.chunks, announced{h, t})
@@ -178,7 +188,16 @@ func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, 
 	if from == len(hashes) && !slices.Contains(lacking, true) && sh.Each == nil && b.nameless.Load() == 0 {
 		return
 	}
-	b.queue.add(model, salt, sh, hashes, func(i int) bool { return i >= from || lacking != nil && lacking[i] }, text)
+	b.queue.add(announcement{model: model, salt: salt, group: -1, shard: *sh}, hashes, func(i int) bool { return i >= from || lacking != nil && lacking[i] }, text)
+}
+
+// noTokens is an empty msgpack array.
+var noTokens = []byte{0x90}
+
+// AnnounceRows describes rows of one group that an engine stored or that a lookup found, of which the hashes alone are known: they stand in
+// records without tokens. The Book applies it later, and only to rows that are there. It copies its arguments.
+func (b *Book) AnnounceRows(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) {
+	b.queue.add(announcement{model: model, salt: salt, group: group, shard: *sh}, hashes, func(int) bool { return true }, nil)
 }
 
 // lacks says which of these chunks are in the pool without tokens.
@@ -231,7 +250,7 @@ func (b *Book) learnSome(list []announcement, chunks []announced) []announced {
 	defer b.unlock()
 	for i := range list {
 		a := &list[i]
-		b.namedLocked(a.model, a.salt, &a.shard)
+		b.namedLocked(a.model, a.salt, a.group, &a.shard)
 		for j := range chunks[:a.chunks] {
 			c := &chunks[j]
 			if bound := b.mu.bindings[c.hash]; bound != nil && bound.text == nil && !b.bindLocked(bound, c.tokens) {

@@ -39,6 +39,7 @@ type Chunk struct {
 	Parent      kv.Hash // of the chunk before it; not of the first one
 	Index       int     // of the chunk in its prompt
 	Tokens      []byte  // a msgpack array of integers
+	Group       int     // -1; of a row of vLLM, which has no tokens, no parent and the index 0, its group of layers
 }
 
 // Medium is where a chunk is.
@@ -161,9 +162,12 @@ type whole struct {
 	chunk  *Chunk // one for each tenant
 }
 
-type tenantKey struct{ model, salt string }
+type tenantKey struct {
+	model, salt string
+	group       int // see Chunk
+}
 
-// tenant is a model and a salt.
+// tenant is a model and a salt, and a group of rows without tokens.
 type tenant struct {
 	tenantKey
 	families int

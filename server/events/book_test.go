@@ -154,8 +154,16 @@ func (n *node) announce(p prompt, sh object.Shard, from int) {
 	n.book.Announce([]byte(p.model), []byte(p.salt), &sh, p.hashes(), from, p.text())
 }
 
-// store has one rank store a prompt.
+// storeRank has one rank store a prompt.
 func (n *node) storeRank(p prompt, rank int) {
+	n.t.Helper()
+	if sh := p.shard(rank); n.storeQuietly(p, rank) {
+		n.announce(p, sh, 0)
+	}
+}
+
+// storeQuietly stores what nobody announces. It reports whether something was stored.
+func (n *node) storeQuietly(p prompt, rank int) bool {
 	n.t.Helper()
 	hashes, sh := p.hashes(), p.shard(rank)
 	n.last++
@@ -166,11 +174,9 @@ func (n *node) storeRank(p prompt, rank int) {
 		n.t.Fatal(err)
 	}
 	if len(place.Offsets) == 0 {
-		return
+		return false
 	}
-	if got := n.store.CommitStore(name, request, hashes, true); got.Chunks > 0 {
-		n.announce(p, sh, 0)
-	}
+	return n.store.CommitStore(name, request, hashes, true).Chunks > 0
 }
 
 func (n *node) storeAll(p prompt) {

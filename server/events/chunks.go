@@ -224,7 +224,9 @@ func (b *Book) judgeLocked(f *family, bound *binding) {
 		}
 	}
 	if c == nil {
-		c = &Chunk{Model: f.tenant.model, Salt: f.tenant.salt, Hash: bound.hash, Parent: bound.parent, Index: bound.index, Tokens: bound.text}
+		c = &Chunk{
+			Model: f.tenant.model, Salt: f.tenant.salt, Hash: bound.hash, Parent: bound.parent, Index: bound.index, Tokens: bound.text, Group: f.tenant.group,
+		}
 	}
 	if at < 0 {
 		at = len(bound.whole)
@@ -287,7 +289,7 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 
 // namedLocked notes the model and salt of a shard, and the shards of its world, which a lookup asks for together. It notes
 // nothing as long as one of these has no chunks.
-func (b *Book) namedLocked(model, salt []byte, sh *object.Shard) {
+func (b *Book) namedLocked(model, salt []byte, group int, sh *object.Shard) {
 	var few [8]*namespaceState
 	each := few[:0]
 	for rank := range sh.World {
@@ -306,7 +308,7 @@ func (b *Book) namedLocked(model, salt []byte, sh *object.Shard) {
 			return
 		}
 	}
-	key := tenantKey{string(model), string(salt)}
+	key := tenantKey{string(model), string(salt), group}
 	t := b.mu.tenants[key]
 	if t == nil {
 		t = &tenant{tenantKey: key}

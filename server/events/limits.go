@@ -59,18 +59,11 @@ func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
 	return l
 }
 
-// bySalt orders chunks of one model after another by their salts, where each message is of one.
-func (p *Publisher) bySalt(chunks []Placed) {
-	if p.o.Tenants != nil {
-		slices.SortStableFunc(chunks, func(a, c Placed) int {
-			return cmp.Or(strings.Compare(a.Model, c.Model), strings.Compare(a.Salt, c.Salt))
-		})
-	}
-}
-
-// together reports whether two chunks may be in one message.
-func (p *Publisher) together(a, c *Chunk) bool {
-	return a.Model == c.Model && (p.o.Tenants == nil || a.Salt == c.Salt)
+// sortBySalt orders chunks of one model after another by their salts.
+func sortBySalt(chunks []Placed) {
+	slices.SortStableFunc(chunks, func(a, c Placed) int {
+		return cmp.Or(strings.Compare(a.Model, c.Model), strings.Compare(a.Salt, c.Salt))
+	})
 }
 
 // allows reports whether a client with a limit may see a message. One without a salt has no events of chunks.
@@ -87,5 +80,8 @@ func visible(whole []draft, l *auth.Limit) []draft {
 	if !l.Limited() {
 		return whole
 	}
-	return slices.DeleteFunc(whole, func(d draft) bool { return len(d.chunks) > 0 && !l.Allows(d.chunks[0].Salt) })
+	return slices.DeleteFunc(whole, func(d draft) bool {
+		salt := d.salt()
+		return salt != nil && !l.Allows(*salt)
+	})
 }

@@ -4,7 +4,6 @@ package events
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -16,19 +15,18 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
-	"github.com/kvasir-kv/kvasir/kv"
 	kvevent "github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher publishes a Book's records in vLLM's format on a PUB socket, and answers
+// Publisher publishes the records of a Feed in vLLM's format on a PUB socket, and answers
 // subscribers that missed some on a ROUTER socket. Its methods are safe for concurrent use.
 //
-// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Book. Each
+// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each
 // subscriber that comes later gets the same, for itself. The Publisher
-// begins anew for all when the Book has dropped a record that was not published yet.
+// begins anew for all when the Feed has dropped a record that was not published yet.
 type Publisher struct {
-	book   *Book
+	feed   Feed
 	o      PublisherOptions
 	log    *slog.Logger
 	pub    *zmtp.Pub
@@ -37,9 +35,9 @@ type Publisher struct {
 	came   chan struct{} // capacity 1: a client subscribed
 	keeps  bool          // messages, for replays; set before Run
 
-	mu struct { // taken before Book.mu
+	mu struct { // taken before that of the Feed
 		sync.Mutex
-		cursor  uint64 // of the Book's records, the last that was published
+		cursor  uint64 // of the Feed's records, the last that was published
 		started bool
 		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
 		next    uint64              // sequence of the next message
@@ -47,6 +45,7 @@ type Publisher struct {
 		bytes   int                 // of their payloads
 		topic   []byte              // of the last one
 		models  map[string]struct{} // whose chunks readers may know, maxModels at most
+		news    []Announcement      // memory of the last read
 		events  []kvevent.Event
 		n       PublisherStats
 	}
@@ -70,9 +69,14 @@ type PublisherStats struct {
 	Dropped     uint64 `counter:"kvasir_kv_event_dropped_total" help:"Messages dropped for subscribers that did not keep up."`
 }
 
-// NewPublisher returns a Publisher that does not listen yet.
+// NewPublisher returns a Publisher of a Book's chunks that does not listen yet.
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
-	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
+	return NewFeedPublisher(bookFeed{book, o.withDefaults().ChunkTokens, o.Tenants != nil}, o)
+}
+
+// NewFeedPublisher returns a Publisher of any Feed that does not listen yet.
+func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
+	p := &Publisher{feed: feed, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
 	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true, Networks: p.o.Networks, Authentication: p.o.Clients, Identify: p.identify()})
 	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
@@ -114,7 +118,7 @@ func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 // messages have the numbers before that of the next message that is published. It returns false when
 // more was published meanwhile than can be kept back for the subscriber: then it begins anew.
 func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
-	p.book.Activate()
+	p.feed.Activate()
 	p.mu.Lock()
 	whole := slices.DeleteFunc(visible(p.snapshotLocked(), p.limitOf(peer)), func(d draft) bool {
 		topic := p.o.topic(d.model)
@@ -140,9 +144,9 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 }
 
 // Run publishes until ctx ends. It does nothing without subscribers: the next subscriber, or the next
-// request for a replay, gets the records that the Book still has.
+// request for a replay, gets the records that the Feed still has.
 func (p *Publisher) Run(ctx context.Context) {
-	p.book.Activate()
+	p.feed.Activate()
 	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
 	defer beat.Stop()
 	defer pause.Stop()
@@ -156,7 +160,7 @@ func (p *Publisher) Run(ctx context.Context) {
 			beat.Reset(p.o.Heartbeat)
 			continue
 		}
-		changed := p.book.Changed()
+		changed := p.feed.Changed()
 		if p.publish() {
 			beat.Reset(p.o.Heartbeat)
 			pause.Reset(p.o.Interval)
@@ -184,7 +188,7 @@ func (p *Publisher) publish() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	before := p.mu.next
-	p.catchUpLocked(p.book.Last())
+	p.catchUpLocked(p.feed.Last())
 	return p.mu.next != before
 }
 
@@ -198,7 +202,7 @@ func (p *Publisher) catchUpLocked(last uint64) {
 	}
 	for p.mu.cursor < last {
 		limit := int(min(uint64(p.o.BatchEvents), last-p.mu.cursor))
-		records, next, lost := p.book.Read(p.mu.cursor, limit, nil, nil)
+		news, next, lost := p.feed.Read(p.mu.cursor, limit, p.mu.news[:0])
 		if lost {
 			if !alone {
 				p.log.Warn("KV events came faster than they were published; everything is announced anew")
@@ -207,37 +211,39 @@ func (p *Publisher) catchUpLocked(last uint64) {
 			return
 		}
 		p.mu.cursor = next
-		p.recordsLocked(records)
+		p.newsLocked(news)
+		clear(news)
+		p.mu.news = news[:0]
 	}
 }
 
-// recordsLocked publishes records, a message for each run of one model.
-func (p *Publisher) recordsLocked(records []Record) {
-	for len(records) > 0 {
+// newsLocked publishes records, a message for each run of one model.
+func (p *Publisher) newsLocked(news []Announcement) {
+	for len(news) > 0 {
 		n := 1
-		for n < len(records) && p.together(records[n].Chunk, records[0].Chunk) {
+		for n < len(news) && news[n].Model == news[0].Model && (p.o.Tenants == nil || news[n].Salt == news[0].Salt) {
 			n++
 		}
-		p.knowLocked(records[0].Model)
+		p.knowLocked(news[0].Model)
 		events := p.mu.events[:0]
-		for _, r := range records[:n] {
-			events = append(events, p.event(r.Placed, r.Removed))
+		for i := range news[:n] {
+			events = append(events, news[i].Event)
 		}
-		p.sendLocked(p.o.topic(records[0].Model), events, records[0].Chunk)
+		p.sendLocked(p.o.topic(news[0].Model), events, &news[0].Salt)
+		clear(events)
 		p.mu.events = events[:0]
-		records = records[n:]
+		news = news[n:]
 	}
 }
 
 // restartLocked has subscribers forget what they know, and publishes all chunks that are there.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
-	chunks, last := p.book.Everything()
-	p.bySalt(chunks)
+	all, last := p.feed.Everything()
 	p.mu.cursor = last
 	cleared := p.events(draft{})
 	sent := false
-	for _, m := range models(chunks) {
+	for _, m := range models(all) {
 		p.mu.models[m] = struct{}{}
 	}
 	for m := range p.mu.models {
@@ -247,8 +253,8 @@ func (p *Publisher) restartLocked() {
 	if !sent {
 		p.sendLocked(p.o.topic(""), cleared, nil)
 	}
-	for _, d := range p.drafts(chunks) {
-		p.sendLocked(p.o.topic(d.model), p.events(d), d.chunks[0].Chunk)
+	for _, d := range p.drafts(all) {
+		p.sendLocked(p.o.topic(d.model), p.events(d), d.salt())
 	}
 }
 
@@ -274,65 +280,53 @@ func (p *Publisher) knowLocked(model string) {
 	}
 }
 
-// models lists those of chunks that are sorted by model.
-func models(chunks []Placed) (out []string) {
-	for i, c := range chunks {
-		if i == 0 || c.Model != chunks[i-1].Model {
-			out = append(out, c.Model)
+// models lists those of contents, as they are in order.
+func models(all Contents) (out []string) {
+	for i := range all.Len() {
+		if m := all.Model(i); i == 0 || m != out[len(out)-1] {
+			out = append(out, m)
 		}
 	}
 	return out
 }
 
-// draft is a message that is not encoded yet, about a few chunks of one model. Without chunks
-// it has readers forget what they know of the model.
+// draft is a message that is not encoded yet, about some of a Feed's contents, of one model. With none
+// of them it has readers forget what they know of the model.
 type draft struct {
-	model  string
-	chunks []Placed
+	model    string
+	of       Contents
+	from, to int
 }
 
-// drafts divides chunks into those of one message each.
-func (p *Publisher) drafts(chunks []Placed) (out []draft) {
-	for len(chunks) > 0 {
-		n := 1
-		for n < min(len(chunks), p.o.BatchEvents) && p.together(chunks[n].Chunk, chunks[0].Chunk) {
-			n++
+// salt returns the salt of what the message is about; nil where it is about nothing.
+func (d *draft) salt() *string {
+	if d.from == d.to {
+		return nil
+	}
+	salt := d.of.Salt(d.from)
+	return &salt
+}
+
+// drafts divides contents into those of one message each.
+func (p *Publisher) drafts(all Contents) (out []draft) {
+	for from, to := 0, 0; from < all.Len(); from = to {
+		model, salt := all.Model(from), all.Salt(from)
+		for to++; to < min(all.Len(), from+p.o.BatchEvents) && all.Model(to) == model && (p.o.Tenants == nil || all.Salt(to) == salt); {
+			to++
 		}
-		out = append(out, draft{chunks[0].Model, chunks[:n]})
-		chunks = chunks[n:]
+		out = append(out, draft{model, all, from, to})
 	}
 	return out
 }
 
 func (p *Publisher) events(d draft) (out []kvevent.Event) {
-	if len(d.chunks) == 0 {
+	if d.from == d.to {
 		return []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}}
 	}
-	for _, c := range d.chunks {
-		out = append(out, p.event(c, false))
+	for i := d.from; i < d.to; i++ {
+		out = append(out, d.of.Event(i))
 	}
 	return out
-}
-
-// mediumNames are vLLM's.
-var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
-
-// event returns the event that routers get for a chunk.
-func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
-	hash := kv.SaltedHash(c.Salt, c.Hash)
-	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: -1}
-	if removed {
-		e.Kind = kvevent.Removed
-		return e
-	}
-	e.Encoded, e.BlockTokens = c.Tokens, cmp.Or(kvevent.TokensIn(c.Tokens), p.o.ChunkTokens)
-	if c.Index > 0 {
-		parent := kv.SaltedHash(c.Salt, c.Parent)
-		e.Parent = parent[:]
-	} else {
-		e.Salt = c.Salt // as vLLM, which hashes it into the first block only
-	}
-	return e
 }
 
 // heartbeat sends a message without events, so that subscribers notice what they missed.
@@ -354,11 +348,11 @@ func (p *Publisher) payload(events []kvevent.Event) []byte {
 	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
 }
 
-// sendLocked publishes one message. of is one of the chunks that it is about; nil: it is about none.
-func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *Chunk) {
+// sendLocked publishes one message. of is the salt of what it is about; nil: it is about nothing.
+func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string) {
 	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
 	if of != nil && p.o.Tenants != nil {
-		salt := of.Salt // the chunk, with its tokens, is not kept
+		salt := *of // what has it is not kept
 		m.salt = &salt
 	}
 	p.mu.next++
@@ -441,7 +435,7 @@ func (p *Publisher) from(start uint64, limit *auth.Limit) iter.Seq[message] {
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
 	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
-		p.catchUpLocked(p.book.Last())
+		p.catchUpLocked(p.feed.Last())
 	}
 	switch oldest := p.mu.next - uint64(len(p.mu.history)); {
 	case start >= p.mu.next:
@@ -501,16 +495,16 @@ func (p *Publisher) message(d draft, sequence uint64) message {
 	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
 }
 
-// snapshotLocked returns all that is there, chunks that do not change: it takes no more memory for each than its place in a
-// list until messages are made of it.
+// snapshotLocked returns all that is there, contents that do not change: they take no more memory than their Feed gives them until
+// messages are made of them.
 func (p *Publisher) snapshotLocked() (out []draft) {
-	chunks, last := p.book.Everything()
+	all, last := p.feed.Everything()
 	p.catchUpLocked(last)
 	for p.mu.cursor != last { // everything was announced anew meanwhile
-		chunks, last = p.book.Everything()
+		all, last = p.feed.Everything()
 		p.catchUpLocked(last)
 	}
-	of := models(chunks)
+	of := models(all)
 	for m := range p.mu.models {
 		of = append(of, m)
 	}
@@ -522,8 +516,7 @@ func (p *Publisher) snapshotLocked() (out []draft) {
 	for _, m := range of {
 		out = append(out, draft{model: m})
 	}
-	p.bySalt(chunks)
-	return append(out, p.drafts(chunks)...)
+	return append(out, p.drafts(all)...)
 }
 
 // Stats returns the figures.

@@ -43,7 +43,7 @@ func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bo
 	return dst, after, false
 }
 
-// Snapshot returns what is in the pool, chunks after those before them in a prompt, and the number of
+// Snapshot returns what is in the pool with tokens, chunks after those before them in a prompt, and the number of
 // the newest record that it contains. An empty model stands for all; with onePerModel a chunk that several
 // salts have is returned once.
 func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last uint64) {
@@ -65,7 +65,7 @@ func (b *Book) snapshot(model string, poolOnly bool) (placed []Placed, last uint
 	for _, bound := range b.mu.bindings {
 		for i := range bound.whole {
 			w := &bound.whole[i]
-			if model != "" && w.chunk.Model != model {
+			if model != "" && w.chunk.Model != model || poolOnly && w.chunk.Group >= 0 {
 				continue
 			}
 			for m := range Medium(media) {

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxTenants bounds the tenants of one engine. Rows of further ones are misses.
+// maxTenants bounds the tenants of one engine whose namespaces are kept. With a further one all are forgotten: they are made anew.
 const maxTenants = 1024
 
 // engine is one connection of an engine.
@@ -77,6 +78,8 @@ type lent struct {
 type transfer struct {
 	name    hold.Transfer
 	request []byte
+	tenant  string
+	group   uint32
 	hashes  []kv.Hash
 	places  int
 }
@@ -156,7 +159,8 @@ func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
 		return named{}, false
 	}
 	if _, known := e.tenants[string(tenant)]; !known && len(e.tenants) >= maxTenants {
-		return named{}, false
+		clear(e.spaces)
+		clear(e.tenants)
 	}
 	e.tenants[string(tenant)] = struct{}{}
 	model, layout := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model]), e.hello.Fingerprint(group)
@@ -183,6 +187,7 @@ func (e *engine) lookup(body []byte) error {
 	e.server.n.asked.Add(uint64(len(a.Keys)))
 	keys, at := make([]kv.Key, 0, len(a.Keys)), make([]int, 0, len(a.Keys))
 	var last named
+	var runs []run
 	for i, k := range a.Keys {
 		n, ok := e.namespace(a.Tenant, k.Group)
 		if !ok {
@@ -191,10 +196,11 @@ func (e *engine) lookup(body []byte) error {
 		if n != last {
 			e.name(n, a.Tenant)
 			last = n
+			runs = append(runs, run{n.ns, k.Group, len(keys)})
 		}
 		keys, at = append(keys, rowKey(n.ns, k.Hash)), append(at, i)
 	}
-	l := found{engine: e, id: a.ID, tenant: string(a.Tenant), request: string(a.Request), keys: keys, at: at, places: make([]vllm.Place, len(a.Keys))}
+	l := found{engine: e, id: a.ID, tenant: string(a.Tenant), request: string(a.Request), keys: keys, runs: runs, at: at, places: make([]vllm.Place, len(a.Keys))}
 	if e.server.opts.Draining() {
 		return l.answer(nil)
 	}
@@ -265,8 +271,38 @@ type found struct {
 	tenant  string
 	request string
 	keys    []kv.Key
+	runs    []run // of keys
 	at      []int // of the keys, in the Lookup
 	places  []vllm.Place
+}
+
+// run is keys of one namespace, one after the other.
+type run struct {
+	ns    kv.Namespace
+	group uint32
+	from  int // up to the next run
+}
+
+// announce describes the rows that were found, where some in the pool were not described by who stored them.
+func (l *found) announce(x *store.EachLookup) {
+	o := &l.engine.server.opts
+	if !o.Wonders() {
+		return
+	}
+	end := len(l.keys)
+	for _, r := range slices.Backward(l.runs) {
+		var hashes []kv.Hash
+		for i := r.from; i < end; i++ {
+			if x.Places[i].Bytes > 0 {
+				hashes = append(hashes, l.keys[i].Chunk)
+			}
+		}
+		if len(hashes) > 0 {
+			sh := object.Shard{Namespace: r.ns, World: 1, Groups: l.engine.groups}
+			o.Announce([]byte(l.engine.hello.Model), []byte(l.tenant), int(r.group), &sh, hashes)
+		}
+		end = r.from
+	}
 }
 
 // answer sends a Found frame. What x lends is the engine's from then on; nil lends nothing.
@@ -295,6 +331,7 @@ func (l *found) answer(x *store.EachLookup) error {
 			}
 			e.figures.lent.Add(-x.Bytes)
 		}
+		l.announce(x)
 		l.ended(&result)
 	}
 	return e.conn.Write(vllm.TypeFound, func(dst []byte) []byte { return vllm.AppendPlaces(dst, l.id, l.places) })
@@ -389,7 +426,7 @@ func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) 
 			continue
 		}
 		e.name(n, a.Tenant)
-		t := transfer{request: request, hashes: make([]kv.Hash, len(at[group]))}
+		t := transfer{request: request, tenant: string(a.Tenant), group: group, hashes: make([]kv.Hash, len(at[group]))}
 		for j, i := range at[group] {
 			t.hashes[j] = a.Keys[i].Hash
 		}
@@ -423,6 +460,9 @@ func (e *engine) commit(body []byte) error {
 		n.writtenBytes.Add(uint64(got.Chunks) * uint64(e.hello.RowBytes))
 		if !ok {
 			n.aborted.Add(1)
+		}
+		if got.Chunks > 0 {
+			e.server.opts.Announce([]byte(e.hello.Model), []byte(t.tenant), int(t.group), &t.name.Shard, t.hashes)
 		}
 	}
 	delete(e.stores, id)

@@ -29,6 +29,7 @@ type books struct {
 	lastJob uint32
 	names   map[uint32]string   // of LMCache files
 	stuck   map[uint32]struct{} // files that could not be unlinked: in the list again once they are used
+	changes *changes            // is told what files come and go; nil for none
 }
 
 type file struct {
@@ -142,6 +143,9 @@ func (b *books) add(dir uint32, k id, name string, size, usedAt int64) uint32 {
 	b.count++
 	d.count++
 	b.resize(n, size)
+	if b.changes != nil {
+		b.changes.set(d, k, name, true)
+	}
 	return n
 }
 
@@ -180,6 +184,9 @@ func (b *books) remove(n uint32) {
 		b.index[to] = m
 	}
 	d := b.dirs[f.dir]
+	if b.changes != nil {
+		b.changes.set(d, f.id, b.names[n], false)
+	}
 	d.count--
 	d.bytes -= f.size
 	b.bytes -= f.size

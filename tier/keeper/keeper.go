@@ -42,6 +42,7 @@ type Options struct {
 	TTL      time.Duration // a file that nobody used for longer is unlinked; 0: never
 	StateDir string        // where times of use are noted; "": access times alone count after a restart
 	Watch    Watch         // default WatchAuto
+	Changes  int           // of chunks, kept for readers of Changes, 64 bytes each; 0: there are no readers
 	Log      *slog.Logger
 
 	now        func() time.Time
@@ -59,6 +60,7 @@ func (o Options) Validate() error {
 	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
 	options.Within(&c, "MinFree", o.MinFree, 0, 1<<60)
 	options.Within(&c, "TTL", o.TTL, 0, 100*365*24*time.Hour)
+	options.Within(&c, "Changes", o.Changes, 0, 1<<24)
 	c.That(slices.Contains([]Watch{"", WatchAuto, WatchFanotify, WatchInotify, WatchLook}, o.Watch), "Watch", "%q is none of auto, fanotify, inotify, look", o.Watch)
 	return c.Err()
 }
@@ -76,10 +78,13 @@ type Keeper struct {
 	ino  *inotify
 	deaf atomic.Bool // no events come any more
 
+	collecting sync.Mutex // of all chunks, one at a time; before mu
+
 	freeing  sync.Mutex             // before mu
 	rooms    map[uint64]*systemRoom // of file systems, by device; under freeing
 	mu       sync.Mutex
 	books    *books
+	changes  *changes // nil without readers
 	reserve  reserve
 	pending  int64 // bytes of files that are being unlinked
 	arranged bool  // the first look is over
@@ -125,12 +130,17 @@ func Open(o Options) (_ *Keeper, err error) {
 				return nil, errors.Join(fmt.Errorf("%s and %s are one directory, or one lies in the other", path, other.path), r.dir.Close())
 			}
 		}
+		r.number = uint16(len(k.roots))
 		k.roots = append(k.roots, r)
 	}
 	if k.lock, err = openControl(k.roots, k.Stats); err != nil {
 		return nil, err
 	}
 	k.books = newBooks(rand.Uint64())
+	if o.Changes > 0 {
+		k.changes = newChanges(o.Changes, rand.Uint64())
+		k.books.changes = k.changes
+	}
 	k.reserve = newReserve(o.Limit, k.now())
 	if k.notes, err = openNotes(o.StateDir, k.roots); err != nil {
 		return nil, err
@@ -424,6 +434,9 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 			k.books.arrange()
 			k.arranged = true
 			k.notes.drop()
+			if k.changes != nil {
+				k.changes.begin()
+			}
 		}
 		files, bytes, pause := k.books.count, k.books.bytes, k.pause()
 		k.wakeIfFull()

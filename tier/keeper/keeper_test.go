@@ -65,11 +65,15 @@ func (x *tier) store(ids ...int) {
 		if _, err := os.Stat(path); err == nil {
 			continue
 		}
-		temp := fmt.Sprintf("%s_%d.tmp", path, unix.Gettid())
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(temp, x.row, 0o644), os.Rename(temp, path)); err != nil {
-			x.t.Error(err)
-		}
+		x.write(path)
 		x.stored.Add(1)
+	}
+}
+
+func (x *tier) write(path string) {
+	temp := fmt.Sprintf("%s_%d.tmp", path, unix.Gettid())
+	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(temp, x.row, 0o644), os.Rename(temp, path)); err != nil {
+		x.t.Error(err)
 	}
 }
 

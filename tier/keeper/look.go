@@ -23,9 +23,10 @@ import (
 
 // rootDir is one directory that engines fill.
 type rootDir struct {
-	path string                 // as the operator wrote it
-	real atomic.Pointer[string] // as the kernel says it
-	dir  *os.File               // another one, under the same number, when the directory was replaced
+	path   string                 // as the operator wrote it
+	number uint16                 // in the order of the operator
+	real   atomic.Pointer[string] // as the kernel says it
+	dir    *os.File               // another one, under the same number, when the directory was replaced
 
 	// Of the goroutine that looks:
 	warned  bool          // that it is no directory of an engine any more

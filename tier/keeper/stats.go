@@ -31,6 +31,7 @@ type Stats struct {
 	Watched      float64       `json:"watched_share" gauge:"kvasir_keeper_watched_share" help:"Share of the directories whose reads and writes are reported at once."`
 	Looking      time.Duration `json:"look_ns" gauge:"kvasir_keeper_look_seconds" help:"Time of the last look at all files."`
 	LostEvents   int64         `json:"lost_events" counter:"kvasir_keeper_lost_events_total" help:"Times that the kernel dropped events; a look at all files followed."`
+	Unannounced  int64         `json:"unannounced_files" counter:"kvasir_keeper_unannounced_total" help:"Files that KV events do not name: their names have no hash of 32 bytes at most, or there are more than 4,096 models."`
 	CannotUnlink bool          `json:"-" gauge:"kvasir_keeper_cannot_unlink" help:"1 while files cannot be unlinked: the limit does not hold."`
 
 	Refusal     string      `json:"cannot_unlink,omitempty"` // why files cannot be unlinked
@@ -85,6 +86,9 @@ func (k *Keeper) Stats() Stats {
 		s.Oldest = max(0, k.now().Sub(time.UnixMicro(k.books.file(n).usedAt)))
 	}
 	s.Looking, s.LostEvents = k.looking, k.lost
+	if k.changes != nil {
+		s.Unannounced = k.changes.unnamed
+	}
 	if k.refused != nil {
 		s.CannotUnlink, s.Refusal = true, k.refused.Error()
 	}

@@ -97,6 +97,20 @@ def is_name(tenant):
     return len(text) <= 128 and len(tenant) <= 255 and not set(text) & set("@/\\\0")
 
 
+def move(rows):
+    """Copies rows: addresses to and from, and bytes. Rows that lie one behind the other on both sides are one call."""
+    to = source = size = 0
+    for t, s, n in rows:
+        if t == to + size and s == source + size:
+            size += n
+            continue
+        if size:
+            ctypes.memmove(to, source, size)
+        to, source, size = t, s, n
+    if size:
+        ctypes.memmove(to, source, size)
+
+
 def safe(default):
     """Has a method return default() where it would raise."""
 
@@ -238,21 +252,25 @@ class KvasirTier(SecondaryTierManager):
     # The connection.
 
     def _connect(self):
-        refused = 0.1
+        refused, away = 0.1, 0.1
         while not self._stop.is_set():
-            pause = 0.2
+            self._since = float("inf")  # when the connection began
             try:
                 self._serve()
             except Refused as e:
-                refused = min(5.0, 2 * refused)
-                pause = refused
+                pause = refused = min(5.0, 2 * refused)
                 self._warn("the node at %s refuses this engine: %s. Lookups are misses.", self._path, e)
             except (OSError, ValueError, KeyError, IndexError, struct.error) as e:
                 refused = 0.1
+                # A node that starts again is back soon; one that ends each connection at once is not asked all the time.
+                pause = away = 0.02 if time.monotonic() - self._since > 1 else min(0.2, 2 * away)
                 if not self._stop.is_set():
                     self._warn("no node at %s: %s. Lookups are misses meanwhile.", self._path, e)
             except Exception:
+                pause = 0.2
                 self._bug()
+            else:
+                pause = 0.2
             self._stop.wait(pause)
 
     def _serve(self):
@@ -273,7 +291,7 @@ class KvasirTier(SecondaryTierManager):
                 for fd in fds:
                     os.close(fd)
             sock.settimeout(None)
-            self._stalled, self._link = False, link
+            self._stalled, self._since, self._link = False, time.monotonic(), link
             logger.info("Kvasir tier: connected to %s", self._path)
             threading.Thread(target=self._write, args=(link,), daemon=True).start()
             try:
@@ -363,12 +381,13 @@ class KvasirTier(SecondaryTierManager):
                     self._copying -= 1
 
     def _load(self, job, keys, uses):
-        began, row = time.monotonic(), self._row
-        for (x, offset, size), chunk in zip(uses, job.chunk_ids.tolist()):
-            if x.link.ended:  # its memory may be gone
-                break
-            ctypes.memmove(self._region + chunk * row, x.link.base + offset, min(size, row))
-        stands = {link: link.stands() for link in {x.link for x, _, _ in uses}}
+        began, row, region = time.monotonic(), self._row, self._region
+        links = {x.link: not x.link.ended for x, _, _ in uses}  # the memory of one that ended may be gone; later it stays for this copy
+        move(
+            (region + chunk * row, x.link.base + offset, min(size, row))
+            for (x, offset, size), chunk in zip(uses, job.chunk_ids.tolist()) if links[x.link]
+        )  # fmt: skip
+        stands = {link: alive and link.stands() for link, alive in links.items()}
         good = [k for k, _ in itertools.takewhile(lambda use: stands[use[1][0].link], zip(keys, uses))]
         self._finish(job, len(good) == len(keys), good, uses, began, len(good))
 
@@ -378,8 +397,8 @@ class KvasirTier(SecondaryTierManager):
         lent = [(offset, size, chunk) for (offset, size), chunk in zip(places, chunks) if size]
         # A commit makes all places visible: none is, where one cannot be written.
         whole = len(places) == len(chunks) and all(size == row and offset + size <= link.size for offset, size, _ in lent)
-        for offset, _, chunk in lent if whole else ():
-            ctypes.memmove(link.base + offset, self._region + chunk * row, row)
+        if whole:
+            move((link.base + offset, self._region + chunk * row, row) for offset, _, chunk in lent)
         if lent:
             link.send(COMMIT, struct.pack("<QB", x.id, whole))
         self._finish(job, whole, began=began, rows=len(lent) if whole else 0)

@@ -41,6 +41,7 @@ var servedBy = map[string][]string{
 	"server":                                {"server"},
 	"server/admin":                          {"server"},
 	"server/events":                         {"server"},
+	"server/events/publisher.go":            {"server", "keeper"},
 	"server/explain":                        {"server"},
 	"server/offload":                        {"server"},
 	"server/usage":                          {"server"},

@@ -479,6 +479,7 @@ func TestOpenListenersAreRefused(t *testing.T) {
 		{[]string{"http (--bind 0.0.0.0)", "transfer (--bind 0.0.0.0)"}, nil, []string{"store-node", "--master", "127.0.0.1:1", "--bind", "0.0.0.0"}},
 		{[]string{"transfer (--host 10.0.0.5)"}, nil, []string{"store-node", "--master", "127.0.0.1:1", "--host", "10.0.0.5", "--token-file", tokens}},
 		{[]string{"http (--host 0.0.0.0)"}, []string{"--token-file", tokens}, []string{"keeper", t.TempDir(), "--max-gb", "1", "--host", "0.0.0.0", "--http-port", "9095"}},
+		{[]string{"events (--kv-events tcp://*:5557)"}, nil, []string{"keeper", t.TempDir(), "--max-gb", "1", "--token-file", tokens, "--kv-events", "tcp://*:5557"}},
 		{[]string{"transfer (--bind 0.0.0.0)"}, nil, []string{"transfer", "serve", "--bind", "0.0.0.0"}},
 	} {
 		check := func(more ...string) (int, string) {

@@ -57,7 +57,12 @@ func (f *eventFlags) check() error {
 
 // addresses are where the publisher listens.
 func (f *eventFlags) addresses() (out []address, _ error) {
-	for _, a := range []address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
+	return eventAddresses(f.Events, f.EventReplay)
+}
+
+// eventAddresses are where a publisher listens.
+func eventAddresses(events, replay string) (out []address, _ error) {
+	for _, a := range []address{{Flag: "--kv-events", Host: events}, {Flag: "--kv-events-replay", Host: replay}} {
 		var err error
 		if a.Host == "" {
 			continue
@@ -93,17 +98,22 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	if f.Events == "" {
 		return nil, nil
 	}
-	var at, replay string
+	return openPublisher(e, func() *events.Publisher { return events.NewPublisher(book, o) }, f.Events, f.EventReplay, o.Topic)
+}
+
+// openPublisher returns what create returns, listening.
+func openPublisher(e *env, create func() *events.Publisher, endpoint, replay, topic string) (p *events.Publisher, err error) {
+	var at, replayAt string
 	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
-		p = events.NewPublisher(book, o)
-		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
+		p = create()
+		if at, replayAt, err = p.Listen(ctx, endpoint, replay); err != nil {
 			_ = p.Close() // nothing was sent
 		}
 		return err
 	}); err != nil {
 		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
 	}
-	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
+	e.log.Info("publishing KV events", "address", at, "replay", replayAt, "topic", topic)
 	return p, nil
 }
 

@@ -12,8 +12,12 @@ import (
 	"html/template"
 	"io"
 	"net/http"
+	"os"
+	"strconv"
 	"text/tabwriter"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
@@ -38,6 +42,7 @@ Examples:
   kvasir keeper /data/kv --max-gb 200
   kvasir keeper /data/kv /data/kv2 --min-free-gb 50 --ttl 72h
   kvasir keeper /data/kv --max-gb 200 --state-dir /var/lib/kvasir --http-port 9095
+  kvasir keeper /data/kv --max-gb 200 --kv-events tcp://127.0.0.1:5557 --kv-events-replay tcp://127.0.0.1:5558    (for routers)
   kvasir keeper status /data/kv
   kvasir keeper verify /data/kv --state-dir /var/lib/kvasir
 
@@ -48,6 +53,8 @@ docs/operate/keeper.md has the rules.`
 type keeperKeepCmd struct {
 	configFlags
 	accessFlags
+	zmqAuthFlags
+	keeperEventFlags
 
 	Dir      []string      `arg:"" help:"root_dir of an fs tier, or the directory of LMCache's fs adapter." type:"path"`
 	Max      gibSize       `name:"max-gb" help:"Most that all files together may take: GiB, or with a unit, as 500GB. 0: no limit." placeholder:"N" default:"0"`
@@ -61,7 +68,8 @@ type keeperKeepCmd struct {
 
 func (c *keeperKeepCmd) options(e *env) keeper.Options {
 	return keeper.Options{
-		Roots: c.Dir, Limit: int64(c.Max), MinFree: int64(c.MinFree), TTL: c.TTL, StateDir: c.StateDir, Watch: keeper.Watch(c.Watch), Log: e.log,
+		Roots: c.Dir, Limit: int64(c.Max), MinFree: int64(c.MinFree), TTL: c.TTL, StateDir: c.StateDir, Watch: keeper.Watch(c.Watch),
+		Changes: c.changes(), Log: e.log,
 	}
 }
 
@@ -72,18 +80,51 @@ func (c *keeperKeepCmd) check(*env) error {
 	f.unless(c.TTL >= 0, "--ttl %v is below 0", c.TTL)
 	f.unless(c.Max > 0 || c.MinFree > 0 || c.TTL > 0, "say what to hold: --max-gb, --min-free-gb or --ttl")
 	f.port("--http-port", c.HTTPPort, true)
-	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), keeperListeners...))
+	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), keeperListeners...), c.keeperEventFlags.check(&c.zmqAuthFlags), c.zmqAuthFlags.check(c.TokenFile, c.Events))
 }
 
 // keeperListeners are the names of a keeper's listeners in --allow-from.
-var keeperListeners = []string{"http"}
+var keeperListeners = []string{"http", "events"}
 
 // exposed returns where the keeper listens.
-func (c *keeperKeepCmd) exposed() []exposure {
-	if c.HTTPPort == 0 {
-		return nil
+func (c *keeperKeepCmd) exposed() (out []exposure) {
+	if c.HTTPPort != 0 {
+		out = append(out, exposure{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "read the keeper's figures"})
 	}
-	return []exposure{{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "read the keeper's figures"}}
+	for _, x := range c.keeperEventFlags.exposed() {
+		x.own, x.keys = c.asks("events"), "--zmq-auth events=curve"
+		out = append(out, x)
+	}
+	return out
+}
+
+// keeperNice is the keeper's priority (nice): it has little to do, and that at once, beside engines that use all processors.
+const keeperNice = -10
+
+// hurry gives the threads of this process, and so those to come, the keeper's priority where the user may do that. A thread that another one
+// makes meanwhile may miss it, so it looks again until there is none.
+func hurry() {
+	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
+	for range tries {
+		tasks, _ := os.ReadDir("/proc/self/task") // without /proc the priority stays
+		missed := false
+		for _, t := range tasks {
+			id, err := strconv.Atoi(t.Name())
+			if err != nil {
+				continue
+			}
+			if is, err := unix.Getpriority(unix.PRIO_PROCESS, id); err != nil || is >= kernelBase-keeperNice {
+				continue // it has ended, or has it
+			}
+			missed = true
+			if errors.Is(unix.Setpriority(unix.PRIO_PROCESS, id, keeperNice), unix.EACCES) {
+				return // of another user than root
+			}
+		}
+		if !missed {
+			return
+		}
+	}
 }
 
 // Run holds the directories until a signal stops it.
@@ -91,23 +132,29 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
+	hurry()
 	k, err := keeper.Open(c.options(e))
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, k.Close()) }()
+	a, err := c.accessFlags.open(e.log, c.exposed(), keeperListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
+	figures, stop, err := c.openEvents(e, k, a)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
 	ended := make(chan error, 1)
 	if c.HTTPPort != 0 {
-		a, err := c.accessFlags.open(e.log, c.exposed(), keeperListeners...)
-		if err != nil {
-			return err
-		}
-		defer a.watch()()
 		l, err := takeover.ListenTCP(e.ctx, c.Host, c.HTTPPort)
 		if err != nil {
 			return takeover.ExplainListen(err, "--host", "--http-port")
 		}
-		web := httpserver.NewServer(keeperPages(k, a.of("http")))
+		web := httpserver.NewServer(keeperPages(k, a.of("http"), figures))
 		go func() { ended <- a.serve(web, httpserver.Limit(l, httpserver.MaxConns)) }()
 		defer func() {
 			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
@@ -128,9 +175,10 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	return nil
 }
 
-func keeperPages(k *keeper.Keeper, guards auth.Options) http.Handler {
+func keeperPages(k *keeper.Keeper, guards auth.Options, figures func(*metrics.Registry)) http.Handler {
 	registry := metrics.New(Version())
 	metrics.Add(registry, k.Stats)
+	figures(registry)
 	guards.Need = pagesNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)

@@ -334,7 +334,7 @@ var serverListeners = []string{"zmq", "http", "events"}
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
 	_, limits := c.tenantFlags.open(c)
-	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.checkZMQAuth(), limits)
+	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...), c.zmqAuthFlags.check(c.TokenFile, c.Events), limits)
 }
 
 // Run serves until a signal.
@@ -364,7 +364,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.tenants, err = c.tenantFlags.open(c); err != nil {
 		return err
 	}
-	c.warnClearText(e.log)
+	c.warnClearText(e.log, c.exposed())
 	o.server.Clients = c.zmqAuth.of["zmq"]
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
 	o.server.Tenants = c.tenants

@@ -119,14 +119,19 @@ func (r *zmqRefusals) note(from net.Addr, err error) {
 // addMetrics adds the figures of the ZMQ listeners, by their networks and by what their clients proved.
 func (a *zmqAuth) addMetrics(r *metrics.Registry, networks map[string]*auth.Networks) {
 	for listener := range zmqListeners {
-		metrics.AddWith(r, map[string]string{"listener": listener}, func() auth.NetworkStats {
-			s := networks[listener].Stats()
-			if of := a.refused[listener]; of != nil {
-				s.Refused["credential"] = of.n.Load()
-			}
-			return s
-		})
+		a.addListener(r, listener, networks[listener])
 	}
+}
+
+// addListener adds the figures of one ZMQ listener.
+func (a *zmqAuth) addListener(r *metrics.Registry, listener string, networks *auth.Networks) {
+	metrics.AddWith(r, map[string]string{"listener": listener}, func() auth.NetworkStats {
+		s := networks.Stats()
+		if of := a.refused[listener]; of != nil {
+			s.Refused["credential"] = of.n.Load()
+		}
+		return s
+	})
 }
 
 // selfName is the name under which a process asks its own listener.
@@ -188,26 +193,26 @@ func (a *zmqAuth) watch(log *slog.Logger) (stop func()) {
 	return func() { cancel(); wg.Wait() }
 }
 
-// checkZMQAuth reports what cannot be used of --zmq-auth and its files.
-func (c *serverCmd) checkZMQAuth() error {
+// check reports what cannot be used of --zmq-auth and its files. events is the value of --kv-events.
+func (f *zmqAuthFlags) check(tokenFile, events string) error {
 	var tokens *auth.Tokens
-	if c.TokenFile != "" {
+	if tokenFile != "" {
 		var err error
-		if tokens, err = auth.OpenTokens(c.TokenFile); err != nil {
+		if tokens, err = auth.OpenTokens(tokenFile); err != nil {
 			return nil // reported with the other flags of access
 		}
 	}
-	_, err := c.zmqAuthFlags.open(slog.New(slog.DiscardHandler), tokens)
-	if c.asks("events") && c.Events == "" {
+	_, err := f.open(slog.New(slog.DiscardHandler), tokens)
+	if f.asks("events") && events == "" {
 		err = errors.Join(err, usagef("--zmq-auth events=… is of no use without --kv-events"))
 	}
 	return err
 }
 
 // warnClearText warns of listeners beyond loopback whose tokens pass the network unencrypted.
-func (c *serverCmd) warnClearText(log *slog.Logger) {
-	methods, _ := c.methods() // they were checked
-	for _, x := range c.exposed() {
+func (f *zmqAuthFlags) warnClearText(log *slog.Logger, all []exposure) {
+	methods, _ := f.methods() // they were checked
+	for _, x := range all {
 		if methods[x.listener] == "plain" && !isLoopback(takeover.WithoutBrackets(x.host)) {
 			log.Warn("tokens and everything else pass a listener in clear text: --zmq-auth LISTENER=curve encrypts", "listener", x.listener, "address", x.at)
 		}
