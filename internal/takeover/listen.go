@@ -31,7 +31,8 @@ func ListenAgain(ctx context.Context, listen func(context.Context) error) error 
 	}
 }
 
-// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone.
+// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone, and :: all
+// addresses, also where the kernel has no IPv6.
 func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
 	host, network := WithoutBrackets(host), "tcp"
 	if host == "0.0.0.0" {
@@ -39,6 +40,9 @@ func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err 
 	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
 		l, err = new(net.ListenConfig).Listen(ctx, network, net.JoinHostPort(host, strconv.Itoa(port)))
+		if host == "::" && errors.Is(err, syscall.EAFNOSUPPORT) {
+			l, err = new(net.ListenConfig).Listen(ctx, "tcp4", net.JoinHostPort("0.0.0.0", strconv.Itoa(port)))
+		}
 		return err
 	})
 	return l, err

@@ -7,6 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
+	"os/exec"
+	"strings"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -86,4 +89,32 @@ func TestTCPAddresses(t *testing.T) {
 			t.Errorf("%q without brackets is %q, want %q", in, got, want)
 		}
 	}
+}
+
+// "::" is all addresses, of both families; on a kernel without IPv6, which strace plays, all IPv4 addresses.
+func TestAllAddresses(t *testing.T) {
+	if os.Getenv("TEST_WITHOUT_IPV6") == "" {
+		// The second to fourth socket: net asks for IPv6 twice when it looks what there is, and then listens.
+		c := exec.Command("strace", "-f", "-qq", "-o", os.DevNull, "-e", "trace=socket", "-e", "inject=socket:error=EAFNOSUPPORT:when=2..4", os.Args[0], "-test.run=^TestAllAddresses$", "-test.v")
+		c.Env = append(os.Environ(), "TEST_WITHOUT_IPV6=1")
+		if out, err := c.CombinedOutput(); errors.Is(err, exec.ErrNotFound) {
+			t.Log("strace is not installed: a kernel without IPv6 was left out")
+		} else if err != nil || !strings.Contains(string(out), "--- PASS") {
+			t.Errorf("without IPv6: %v: %s", err, out)
+		}
+	}
+	l, err := takeover.ListenTCP(t.Context(), "::", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	a := l.Addr().(*net.TCPAddr)
+	if without := os.Getenv("TEST_WITHOUT_IPV6") != ""; without != (a.IP.To4() != nil) {
+		t.Errorf("it listens on %v, without IPv6: %v", a, without)
+	}
+	c, err := net.Dial("tcp4", fmt.Sprintf("127.0.0.1:%d", a.Port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
 }
