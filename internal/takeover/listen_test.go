@@ -91,16 +91,16 @@ func TestTCPAddresses(t *testing.T) {
 	}
 }
 
-// "::" is all addresses, of both families; on a kernel without IPv6, which strace plays, all IPv4 addresses.
+// "::" is all addresses, of both families; where 127.0.0.1 is no address of the machine still those of IPv6.
 func TestAllAddresses(t *testing.T) {
-	if os.Getenv("TEST_WITHOUT_IPV6") == "" {
-		// The second to fourth socket: net asks for IPv6 twice when it looks what there is, and then listens.
-		c := exec.Command("strace", "-f", "-qq", "-o", os.DevNull, "-e", "trace=socket", "-e", "inject=socket:error=EAFNOSUPPORT:when=2..4", os.Args[0], "-test.run=^TestAllAddresses$", "-test.v")
-		c.Env = append(os.Environ(), "TEST_WITHOUT_IPV6=1")
-		if out, err := c.CombinedOutput(); errors.Is(err, exec.ErrNotFound) {
-			t.Log("strace is not installed: a kernel without IPv6 was left out")
-		} else if err != nil || !strings.Contains(string(out), "--- PASS") {
-			t.Errorf("without IPv6: %v: %s", err, out)
+	alone := os.Getenv("TEST_IPV6_ALONE") != ""
+	if !alone {
+		c := exec.Command("unshare", "--net", "sh", "-euc", `ip link set lo up; ip -4 address del 127.0.0.1/8 dev lo; exec "$0" -test.run '^TestAllAddresses$' -test.v`, os.Args[0])
+		c.Env = append(os.Environ(), "TEST_IPV6_ALONE=1")
+		if out, err := c.CombinedOutput(); err != nil && !strings.Contains(string(out), "=== RUN") {
+			t.Logf("IPv6 alone was left out: %v, %s", err, out)
+		} else if err != nil {
+			t.Errorf("IPv6 alone: %v: %s", err, out)
 		}
 	}
 	l, err := takeover.ListenTCP(t.Context(), "::", 0)
@@ -108,13 +108,38 @@ func TestAllAddresses(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	a := l.Addr().(*net.TCPAddr)
-	if without := os.Getenv("TEST_WITHOUT_IPV6") != ""; without != (a.IP.To4() != nil) {
-		t.Errorf("it listens on %v, without IPv6: %v", a, without)
+	for host, reached := range map[string]bool{"127.0.0.1": !alone, "::1": true} {
+		c, err := net.Dial("tcp", net.JoinHostPort(host, fmt.Sprint(l.Addr().(*net.TCPAddr).Port)))
+		if (err == nil) != reached {
+			t.Errorf("%s, IPv6 alone %v: %v", host, alone, err)
+		}
+		if err == nil {
+			_ = c.Close()
+		}
 	}
-	c, err := net.Dial("tcp4", fmt.Sprintf("127.0.0.1:%d", a.Port))
+}
+
+// Without /etc/hosts, as in an image from scratch, localhost is 127.0.0.1.
+func TestLocalhostWithoutHosts(t *testing.T) {
+	if os.Getenv("TEST_WITHOUT_HOSTS") == "" {
+		c := exec.Command("unshare", "--mount", "--net", "sh", "-euc", `ip link set lo up; mount --bind /dev/null /etc/hosts; mount --bind /dev/null /etc/resolv.conf; exec "$0" -test.run '^TestLocalhostWithoutHosts$' -test.v`, os.Args[0])
+		c.Env = append(os.Environ(), "TEST_WITHOUT_HOSTS=1")
+		if out, err := c.CombinedOutput(); err != nil && !strings.Contains(string(out), "=== RUN") {
+			t.Skipf("no namespaces: %v, %s", err, out)
+		} else if err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+		return
+	}
+	if _, err := net.LookupHost("localhost"); err == nil {
+		t.Skip("the resolver knows it all the same")
+	}
+	l, err := takeover.ListenTCP(t.Context(), "localhost", 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_ = c.Close()
+	defer l.Close()
+	if a := l.Addr().(*net.TCPAddr); !a.IP.Equal(net.IPv4(127, 0, 0, 1)) {
+		t.Errorf("it listens on %v", a)
+	}
 }
