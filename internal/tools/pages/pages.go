@@ -7,7 +7,9 @@
 //	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on
 //	<!-- host: NAME -->          it is typed on another host
 //	<!-- soon -->                it is typed again until the reader sees what the page shows
+//	<!-- each -->                its commands are typed each in a terminal of its own, one after the other; one that serves goes on
 //	<!-- needs: PROGRAM -->      the page is typed where that program is installed
+//	<!-- before: COMMAND -->     it is typed before the page, which takes it for granted, as one of an each block
 //	<!-- ctrl-c: NAME -->        stands alone: Ctrl-C in that terminal
 //
 // Shell blocks without a mark are typed one after the other. A block of the language text after one, under the same
@@ -32,14 +34,16 @@ type Step struct {
 	Terminal  string // where they go on; "": they end
 	Host      string // "": the first
 	Soon      bool   // they are typed again until Shown is seen
+	Each      bool   // each has a terminal of its own, and goes on if it serves
 	Shown     string // what the reader should see; "…" stands for anything
 	Interrupt string // the terminal that gets Ctrl-C; there is no Text
 }
 
 // Page is what a page has its reader type.
 type Page struct {
-	Steps []Step
-	Needs []string // programs
+	Steps  []Step
+	Needs  []string // programs
+	Before []string // commands that the page takes for granted
 }
 
 // Typed reports whether a test types anything of the page.
@@ -50,7 +54,7 @@ func (p *Page) Typed() bool {
 // languages are those of blocks that are not typed; "sh" are commands.
 var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
-var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)
+var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|each|needs|before|ctrl-c)(?:: (.*))? -->$`)
 
 // indented is the first line of commands in a block that is made by indentation: its marks could not be read.
 var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
@@ -107,7 +111,7 @@ func Read(text string) (p Page, faults []string) {
 			continue
 		}
 		value := strings.TrimSpace(m[2])
-		if (value == "") != (m[1] == "soon") {
+		if (value == "") != (m[1] == "soon" || m[1] == "each") {
 			wrong(n, "the mark %q lacks a value, or has one too many", m[1])
 		}
 		marked = n
@@ -120,8 +124,13 @@ func Read(text string) (p Page, faults []string) {
 			next.Host = value
 		case "soon":
 			next.Soon = true
+		case "each":
+			next.Each = true
 		case "needs":
 			p.Needs = append(p.Needs, value)
+			marked = 0
+		case "before":
+			p.Before = append(p.Before, value)
 			marked = 0
 		case "ctrl-c":
 			p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
