@@ -2,7 +2,7 @@
 # Checks a release: two clones at different paths, of files of other hours, in other time zones, with another umask and a cold build cache
 # make the same bytes; the archive, the packages and the image hold what they should; each unit is hardened; the manual has no fault, and
 # manual and completions have each command; the image runs; go install takes the module; the chart makes valid objects; deb, rpm and archive live
-# in a Debian of their own. Needs git, Go and, for the parts that say so, root, systemd-analyze, groff, debootstrap. Writes below a folder of its own.
+# in a Debian of their own. COLD=0 leaves out the cold build cache, half of the time. Needs git, Go and, for the parts that say so, root, systemd-analyze, groff, debootstrap. Writes below a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD
@@ -29,13 +29,14 @@ clone one dist-one 1
 part "a release"
 (
 	umask 077
-	export TZ=KVA-13:30 LC_ALL=C.UTF-8 GOCACHE=$work/cache
+	export TZ=KVA-13:30 LC_ALL=C.UTF-8
+	[ "${COLD:-1}" = 0 ] || export GOCACHE=$work/cache
 	clone two/below dist-two 29
 )
 rm -rf "$work/cache"
 diff -r "$work/dist-one" "$work/dist-two" || fail "two clones built different bytes"
 echo "two clones built the same bytes: $(wc -l <"$work/dist-one/SHA256SUMS") files; SHA256SUMS: $(sha256sum <"$work/dist-one/SHA256SUMS" | cut -c 1-16)"
-part "a release with a cold build cache"
+part "a release elsewhere"
 cd "$work/dist-one"
 sha256sum --quiet -c SHA256SUMS
 
