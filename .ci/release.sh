@@ -22,7 +22,7 @@ clone() {
 	mkdir -p "$(dirname "$work/$1")"
 	git clone -q . "$work/$1"
 	find "$work/$1" -exec touch -h -d "$3 hours ago" {} +
-	(cd "$work/$1/internal/tools/release" && go build -o "$work/release" . && go vet .)
+	[ -x "$work/release" ] || (cd "$work/$1/internal/tools/release" && go build -o "$work/release" . && go vet .)
 	(cd "$work/$1" && "$work/release" -out "$work/$2" >/dev/null)
 }
 clone one dist-one 1

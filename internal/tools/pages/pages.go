@@ -56,6 +56,8 @@ var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|each|needs|before|ctrl-c)(?:: (.*))? -->$`)
 
+var blanks = regexp.MustCompile(` +`)
+
 // indented is the first line of commands in a block that is made by indentation: its marks could not be read.
 var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
 
@@ -147,7 +149,7 @@ func Read(text string) (p Page, faults []string) {
 }
 
 // Missing returns the first line of shown that output does not have after the lines before it; "" if it has all. "…" stands for any text
-// within a line, and alone for any lines.
+// within a line, and alone for any lines. As many blanks as there are: other rows of a table make its columns wider.
 func Missing(shown, output string) string {
 	lines := strings.Split(output, "\n")
 	for want := range strings.Lines(shown) {
@@ -157,7 +159,7 @@ func Missing(shown, output string) string {
 		}
 		parts := strings.Split(want, "…")
 		for i := range parts {
-			parts[i] = regexp.QuoteMeta(parts[i])
+			parts[i] = blanks.ReplaceAllString(regexp.QuoteMeta(parts[i]), " +")
 		}
 		pattern := regexp.MustCompile("^" + strings.Join(parts, ".*") + "$")
 		i := slices.IndexFunc(lines, func(line string) bool { return pattern.MatchString(strings.TrimSpace(line)) })

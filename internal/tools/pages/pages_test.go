@@ -90,5 +90,7 @@ func TestMissing(t *testing.T) {
 	f("a … c\nfirst\n", "first\na b c\n", "first") // the order counts
 	f(`"n":512`, `"n":5120`, `"n":512`)
 	f("a.c", "abc", "a.c")
+	f("a   b", "a b", "") // columns are as wide as other rows want
+	f("a b", "ab", "a b")
 	f("", "x", "")
 }
