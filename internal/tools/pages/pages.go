@@ -116,26 +116,7 @@ func Read(text string) (p Page, faults []string) {
 		if (value == "") != (m[1] == "soon" || m[1] == "each") {
 			wrong(n, "the mark %q lacks a value, or has one too many", m[1])
 		}
-		marked = n
-		switch m[1] {
-		case "not typed":
-			next.NotTyped = value
-		case "terminal":
-			next.Terminal = value
-		case "host":
-			next.Host = value
-		case "soon":
-			next.Soon = true
-		case "each":
-			next.Each = true
-		case "needs":
-			p.Needs = append(p.Needs, value)
-			marked = 0
-		case "before":
-			p.Before = append(p.Before, value)
-			marked = 0
-		case "ctrl-c":
-			p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
+		if marked = n; p.note(&next, n, m[1], value) {
 			marked = 0
 		}
 	}
@@ -148,8 +129,35 @@ func Read(text string) (p Page, faults []string) {
 	return p, faults
 }
 
+// note records a mark of line n, for the next shell block or for the page. It reports whether the mark stands alone.
+func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
+	switch mark {
+	case "not typed":
+		next.NotTyped = value
+	case "terminal":
+		next.Terminal = value
+	case "host":
+		next.Host = value
+	case "soon":
+		next.Soon = true
+	case "each":
+		next.Each = true
+	case "needs":
+		p.Needs = append(p.Needs, value)
+		return true
+	case "before":
+		p.Before = append(p.Before, value)
+		return true
+	case "ctrl-c":
+		p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
+		return true
+	}
+	return false
+}
+
 // Missing returns the first line of shown that output does not have after the lines before it; "" if it has all. "…" stands for any text
-// within a line, and alone for any lines. As many blanks as there are: other rows of a table make its columns wider.
+// within a line, and alone for any lines. Blanks stand for any number of them: other rows of a
+// table make its columns wider.
 func Missing(shown, output string) string {
 	lines := strings.Split(output, "\n")
 	for want := range strings.Lines(shown) {
