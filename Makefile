@@ -4,6 +4,7 @@ GO ?= go
 FUZZTIME ?= 180
 SOAK ?= 500
 CAP ?= 1
+COLD ?= 1
 MUTANTS ?= 300
 SEED ?= 1
 PICTURES ?=
@@ -59,8 +60,8 @@ release: have-go ## archives, deb, rpm, image, site, lists of modules and checks
 	cd internal/tools/release && $(GO) build -o ../../../bin/release .
 	bin/release -out dist
 
-release-check: have-go ## build a release in two clones, compare every byte, look into what users get (minutes)
-	.ci/release.sh
+release-check: have-go ## build a release in two clones, compare every byte, look into what users get and live with it (half an hour on two cores; COLD=0: without a cold build cache)
+	COLD=$(COLD) .ci/release.sh
 
 soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of them; fill a disk of 4 GiB many times (CAP=part of that); send P and D ten times what they can take, for a minute
 	SOAK=$(SOAK) CGO_ENABLED=0 $(GO) test -count=1 -timeout 3600s -run 'TestSoak|TestCrashes' ./tier/disk

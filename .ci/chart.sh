@@ -14,6 +14,10 @@ python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install -q kubernetes-validate==1.37.0
 find "$work/out" -name '*.yaml' ! -name '*-ServiceMonitor.yaml' -print0 | xargs -0 "$work/venv/bin/kubernetes-validate" --strict --quiet
 echo "chart: $(find "$work/out" -name '*.yaml' ! -name '*-ServiceMonitor.yaml' | wc -l) objects are valid, $(find "$work/out" -name '*-ServiceMonitor.yaml' | wc -l) have no schema here"
+if ! command -v promtool >/dev/null && command -v apt-get >/dev/null; then # unpacked, not installed: the package would start a server
+	(mkdir "$work/prometheus" && cd "$work/prometheus" && apt-get download -qq prometheus && dpkg-deb -x ./*.deb .) >"$work/apt" 2>&1 || cat "$work/apt"
+	PATH=$PATH:$work/prometheus/usr/bin
+fi
 if command -v promtool >/dev/null; then
 	promtool check rules docs/reference/prometheus-rules.yml
 	promtool check config docs/examples/prometheus.yml

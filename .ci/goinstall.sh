@@ -20,7 +20,7 @@ printf '{"Version":"%s","Time":"%s"}' "$version" "$(TZ=UTC0 git log -1 --date=fo
 echo "$version" >"$at/list"
 
 downloaded=$(go env GOMODCACHE)/cache/download
-export GOPROXY="file://$work/proxy,file://$downloaded" GOFLAGS="-modcacherw" GONOSUMDB="$module" GOSUMDB=off
+export GOPROXY="file://$work/proxy,file://$downloaded" GOFLAGS="-modcacherw -trimpath" GONOSUMDB="$module" GOSUMDB=off
 export GOMODCACHE=$work/modules GOBIN=$work/bin CGO_ENABLED=0
 (cd "$work" && go install "$module/cmd/kvasir@$version" 2>"$work/install") || cat "$work/install"
 [ -x "$GOBIN/kvasir" ] || fail "go install $module/cmd/kvasir@$version"

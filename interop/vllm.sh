@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, resize, events, keeper, tier, verify, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
+# ipc, pages, disk, fs, fleet, mooncakestore, slow, reset, resize, events, keeper, tier, verify, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -179,6 +179,32 @@ verify() {
 	stop_servers
 }
 
+# ipc: the same over a UNIX socket, as between the pods of a node (docs/operate/kubernetes.md).
+ipc() {
+	echo "== lmcache.mp.host is a UNIX socket: kill -9 of the server between store and load"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	start_phoenix ipc --trust-unsummed --l1-size-gb 1 --chunk-size 128 --ipc "$work/lmcache.sock:5555"
+	"$python" interop/vllm/run_lmcache_mp.py --model "$work/qwen2" --server "ipc://$work/lmcache.sock:5555" --host-port --mode engine_driven \
+		--between "sh $work/ipc.kill" --out "$work/ipc"
+	grep -E "msg=(stored|retrieved)|took over" "$work/ipc.log"
+	stop_servers
+}
+
+# pages: the pages' own vllm serve lines, in a network namespace with their addresses and ports and a /dev/shm of its own. What differs from the page is
+# the model's folder, the pool's size and what an engine without a GPU needs (cmd/kvasir/internal/cli/testdata/vllm-real.sh). PAGES names some.
+pages() {
+	unshare --net --mount true 2>/dev/null || { echo "no namespaces can be made here: no page is typed"; return 0; }
+	echo "== pages as they are typed, with real vLLM"
+	"$python" interop/vllm/make_model.py "$work/bytes" --kind qwen2 --bytes >/dev/null
+	go test -c -o "$work/pages.test" ./cmd/kvasir/internal/cli
+	KVASIR_PAGES=${PAGES:-README.md docs/start/vllm-box.md docs/start/pd-hosts.md docs/operate/server.md docs/operate/pd.md} KVASIR_PAGES_VLLM=$dir KVASIR_PAGES_MODEL=$work/bytes KVASIR_PAGES_SHIM=$PWD/interop/vllm/shim \
+		unshare --net --mount sh -euc 'ip link set lo up
+			for n in 1 2 3 5 7 8; do ip address add 10.0.0.$n/24 dev lo; done
+			mount -t tmpfs -o size=4g tmpfs /dev/shm
+			cd cmd/kvasir/internal/cli
+			exec "$0" -test.run "^TestPagesAsTyped$" -test.v -test.timeout 3600s' "$work/pages.test"
+}
+
 # tier: the real TieringOffloadingManager with the module of kvasir vllm-tier; ROUNDS times something is killed or stopped.
 tier() {
 	echo "== vLLM's tiered offloading over kvasir server: two engines, kill -9 and SIGSTOP of either side"
@@ -222,9 +248,11 @@ keeper() {
 
 keeps_less() { [ "$(find "$1" -name '*.bin' -printf '%s\n' 2>/dev/null | awk '{ n += $1 } END { print n + 0 }')" -le "$2" ]; }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset resize events keeper tier verify 0.4.6 0.4.7 0.5.3 0.5.7}; do
+for part in ${*:-pages engine_driven lmcache_driven ipc disk fs fleet mooncakestore slow reset resize events keeper tier verify 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
+	pages) pages ;;
 	engine_driven) life engine_driven qwen2 ;;
+	ipc) ipc ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
 	disk) below disk --disk "$work/below-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch ;;
 	fs) below fs --l2-adapter "'{\"type\":\"fs\",\"base_path\":\"$work/below-fs\"}'" ;;

@@ -10,6 +10,8 @@ import (
 	"os"
 	"strings"
 	"syscall"
+
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
 // parseEndpoint translates a ZeroMQ endpoint to what package net takes:
@@ -65,6 +67,9 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)
+	if host, port, _ := net.SplitHostPort(address); takeover.NoLocalhost(host, err) {
+		l, err = lc.Listen(ctx, network, net.JoinHostPort("127.0.0.1", port))
+	}
 	if err == nil && network == "unix" && address[0] != '@' {
 		if err = os.Chmod(address, 0o600); err != nil { // whatever the umask is
 			err = errors.Join(err, l.Close())
@@ -99,5 +104,9 @@ func dial(ctx context.Context, endpoint string) (net.Conn, error) {
 		return nil, err
 	}
 	var d net.Dialer
-	return d.DialContext(ctx, network, address)
+	c, err := d.DialContext(ctx, network, address)
+	if host, port, _ := net.SplitHostPort(address); takeover.NoLocalhost(host, err) {
+		c, err = d.DialContext(ctx, network, net.JoinHostPort("127.0.0.1", port))
+	}
+	return c, err
 }

@@ -33,6 +33,8 @@ var (
 	ErrLocked = errors.New("shm: segment is locked by another process")
 	// ErrName means that a name is empty, too long or would leave the folder.
 	ErrName = errors.New("shm: bad segment name")
+	// ErrFolder means that this process may make no segment in a folder. What lies there is as it was.
+	ErrFolder = errors.New("shm: the folder cannot be used")
 )
 
 // Segment is one mapped file. Its methods are safe for concurrent use, except
@@ -63,7 +65,7 @@ func Path(dir, name string) (string, error) {
 func Create(path string, size int64) (*Segment, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
-		return nil, err
+		return nil, explain(path, err)
 	}
 	if err := f.Truncate(size); err != nil {
 		return nil, errors.Join(fmt.Errorf("size segment %s: %w", path, err), f.Close(), os.Remove(path))
@@ -82,10 +84,37 @@ func Attach(path string) (*Segment, error) { return AttachIf(path, nil) }
 // open file before anything is mapped, and its error is returned.
 func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) && hidden(path) {
+		err = explain(path, err)
+	}
 	if err != nil {
 		return nil, err
 	}
 	return mapFile(path, f, ok)
+}
+
+// hidden reports whether the folder of a file may not be searched.
+func hidden(path string) bool {
+	var st unix.Stat_t
+	return errors.Is(unix.Lstat(path, &st), unix.EACCES)
+}
+
+// explain says why the folder of a file cannot be used, and what helps, where that is known: then the error wraps ErrFolder.
+func explain(path string, err error) error {
+	dir := filepath.Dir(path)
+	switch {
+	case errors.Is(err, unix.EACCES):
+		mode := "unknown"
+		if st, err := os.Stat(dir); err == nil {
+			mode = st.Mode().String()
+		}
+		return fmt.Errorf("%w: %w: uid %d may not make files in %s, whose mode is %s: chmod 1777 %[4]s, or run as a user who may; under systemd look for InaccessiblePaths=", ErrFolder, err, os.Geteuid(), dir, mode)
+	case errors.Is(err, unix.EROFS):
+		return fmt.Errorf("%w: %w: %s is read-only for this process: mount a writable tmpfs there; under systemd look for ReadOnlyPaths=", ErrFolder, err, dir)
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("%w: %w: there is no folder %s: mount a tmpfs there", ErrFolder, err, dir)
+	}
+	return err
 }
 
 // AttachFile maps a segment whose descriptor a peer has sent, and owns the file.

@@ -22,6 +22,7 @@ const Dir = "/dev/shm"
 var (
 	ErrLocked     = errors.New("shm: segment is locked by another process")
 	ErrName       = errors.New("shm: bad segment name")
+	ErrFolder     = errors.New("shm: the folder cannot be used")
 	ErrNoPopulate = errors.New("shm: memory cannot be provided ahead of use here")
 	ErrNotOurs    = errors.New("shm: the file is not this user's alone")
 	ErrTooLong    = errors.New("shm: file is too long")

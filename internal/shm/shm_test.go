@@ -6,7 +6,9 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
@@ -183,4 +185,45 @@ func TestProvidedSkipsRecordedMemory(t *testing.T) {
 	f(64*4096, 8*4096)
 	f(1<<60, 8*4096)
 	f(-1, 8*4096)
+}
+
+// Where no segment can be made, the error says so and what helps: there is no folder, it is read-only, or it is another user's. A segment
+// that lies there is not taken for a damaged one.
+func TestFolderThatCannotBeUsed(t *testing.T) {
+	if _, err := shm.Create(filepath.Join(t.TempDir(), "gone", "seg"), 4096); !errors.Is(err, shm.ErrFolder) || !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "mount a tmpfs there") {
+		t.Errorf("no folder: %v", err)
+	}
+	if os.Getenv("TEST_FOLDER") == "" {
+		if os.Getuid() != 0 {
+			t.Skip("the rest needs root")
+		}
+		// In a mount namespace, as another user: a folder that is read-only, and one that may not be searched.
+		c := exec.Command("unshare", "--mount", "sh", "-euc", `mount -t tmpfs tmpfs "$1"; mkdir "$1/closed" "$1/read"; chmod 1777 "$1/read"; cp "$0" "$1/test"
+			mount -t tmpfs tmpfs "$1/read"; chmod 1777 "$1/read"; head -c 4096 /dev/zero >"$1/read/seg"; chown 65534 "$1/read/seg"; mount -o remount,ro "$1/read"
+			chmod 700 "$1/closed"; cd /; TEST_FOLDER=$1 exec setpriv --reuid 65534 --regid 65534 --clear-groups "$1/test" -test.run '^TestFolderThatCannotBeUsed$' -test.v`, os.Args[0], "/mnt")
+		out, err := c.CombinedOutput()
+		if err != nil && strings.Contains(string(out), "unshare") {
+			t.Skip(string(out))
+		}
+		if err != nil || !strings.Contains(string(out), "--- PASS") {
+			t.Errorf("%v: %s", err, out)
+		}
+		return
+	}
+	dir := os.Getenv("TEST_FOLDER")
+	f := func(name string, make bool, want string) {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		_, err := shm.AttachIf(path, shm.Ours)
+		if make {
+			_, err = shm.Create(path, 4096)
+		}
+		if !errors.Is(err, shm.ErrFolder) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", name, err, want)
+		}
+	}
+	f("closed/seg", true, "uid 65534 may not make files in "+dir+"/closed, whose mode is drwx------")
+	f("closed/seg", false, "InaccessiblePaths=")
+	f("read/new", true, "is read-only for this process")
+	f("read/seg", false, "ReadOnlyPaths=")
 }

@@ -31,17 +31,49 @@ func ListenAgain(ctx context.Context, listen func(context.Context) error) error 
 	}
 }
 
-// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone.
+// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone, and :: all
+// addresses, also where the kernel has no IPv6.
 func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
 	host, network := WithoutBrackets(host), "tcp"
-	if host == "0.0.0.0" {
+	var config net.ListenConfig
+	switch host {
+	case "0.0.0.0":
 		network = "tcp4"
+	case "::": // package net takes IPv4 alone where 127.0.0.1 is no address of the machine
+		network, config.Control = "tcp6", bothFamilies
 	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
-		l, err = new(net.ListenConfig).Listen(ctx, network, net.JoinHostPort(host, strconv.Itoa(port)))
+		l, err = config.Listen(ctx, network, net.JoinHostPort(host, strconv.Itoa(port)))
+		if other := instead(host, err); other != "" {
+			l, err = new(net.ListenConfig).Listen(ctx, "tcp4", net.JoinHostPort(other, strconv.Itoa(port)))
+		}
 		return err
 	})
 	return l, err
+}
+
+// instead returns the IPv4 address that stands for a host which could not be listened on; "" if none does.
+func instead(host string, err error) string {
+	switch {
+	case host == "::" && errors.Is(err, syscall.EAFNOSUPPORT):
+		return "0.0.0.0"
+	case NoLocalhost(host, err):
+		return "127.0.0.1"
+	}
+	return ""
+}
+
+// bothFamilies lets a socket of IPv6 take connections of IPv4, too.
+func bothFamilies(_, _ string, c syscall.RawConn) error {
+	var err error
+	refused := c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IPV6, syscall.IPV6_V6ONLY, 0) })
+	return errors.Join(refused, err)
+}
+
+// NoLocalhost reports whether the name localhost was not found: an image or a chroot without /etc/hosts lacks it. It means 127.0.0.1 then.
+func NoLocalhost(host string, err error) bool {
+	_, ok := errors.AsType[*net.DNSError](err)
+	return ok && host == "localhost"
 }
 
 // WithoutBrackets returns an IPv6 address without the brackets that it has in a URL.

@@ -7,6 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
+	"os/exec"
+	"strings"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -85,5 +88,58 @@ func TestTCPAddresses(t *testing.T) {
 		if got := takeover.WithoutBrackets(in); got != want {
 			t.Errorf("%q without brackets is %q, want %q", in, got, want)
 		}
+	}
+}
+
+// "::" is all addresses, of both families; where 127.0.0.1 is no address of the machine still those of IPv6.
+func TestAllAddresses(t *testing.T) {
+	alone := os.Getenv("TEST_IPV6_ALONE") != ""
+	if !alone {
+		c := exec.Command("unshare", "--net", "sh", "-euc", `ip link set lo up; ip -4 address del 127.0.0.1/8 dev lo; exec "$0" -test.run '^TestAllAddresses$' -test.v`, os.Args[0])
+		c.Env = append(os.Environ(), "TEST_IPV6_ALONE=1")
+		if out, err := c.CombinedOutput(); err != nil && !strings.Contains(string(out), "=== RUN") {
+			t.Logf("IPv6 alone was left out: %v, %s", err, out)
+		} else if err != nil {
+			t.Errorf("IPv6 alone: %v: %s", err, out)
+		}
+	}
+	l, err := takeover.ListenTCP(t.Context(), "::", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	for host, reached := range map[string]bool{"127.0.0.1": !alone, "::1": true} {
+		c, err := net.Dial("tcp", net.JoinHostPort(host, fmt.Sprint(l.Addr().(*net.TCPAddr).Port)))
+		if (err == nil) != reached {
+			t.Errorf("%s, IPv6 alone %v: %v", host, alone, err)
+		}
+		if err == nil {
+			_ = c.Close()
+		}
+	}
+}
+
+// Without /etc/hosts, as in an image from scratch, localhost is 127.0.0.1.
+func TestLocalhostWithoutHosts(t *testing.T) {
+	if os.Getenv("TEST_WITHOUT_HOSTS") == "" {
+		c := exec.Command("unshare", "--mount", "--net", "sh", "-euc", `ip link set lo up; mount --bind /dev/null /etc/hosts; mount --bind /dev/null /etc/resolv.conf; exec "$0" -test.run '^TestLocalhostWithoutHosts$' -test.v`, os.Args[0])
+		c.Env = append(os.Environ(), "TEST_WITHOUT_HOSTS=1")
+		if out, err := c.CombinedOutput(); err != nil && !strings.Contains(string(out), "=== RUN") {
+			t.Skipf("no namespaces: %v, %s", err, out)
+		} else if err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+		return
+	}
+	if _, err := net.LookupHost("localhost"); err == nil {
+		t.Skip("the resolver knows it all the same")
+	}
+	l, err := takeover.ListenTCP(t.Context(), "localhost", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if a := l.Addr().(*net.TCPAddr); !a.IP.Equal(net.IPv4(127, 0, 0, 1)) {
+		t.Errorf("it listens on %v", a)
 	}
 }

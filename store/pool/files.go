@@ -69,6 +69,9 @@ func unusable(path string, o Options, patient bool, why error) error {
 	if err := foreign(index); err != nil {
 		return err
 	}
+	if errors.Is(why, shm.ErrFolder) { // the pool may be whole
+		return why
+	}
 	f, err := shm.Stat(index)
 	empty := err == nil && f.Bytes == 0 && shm.Ours(f) == nil
 	switch {

@@ -116,6 +116,9 @@ func TestPods(t *testing.T) {
 				t.Errorf("%s, %s: /dev/shm is %+v", file, form, v)
 			}
 		}
+		if !slices.Contains(server.Args, "--http-host=::") { // a cluster may be IPv6 alone
+			t.Errorf("%s, %s: %v", file, form, server.Args)
+		}
 		if form == "daemonset" && (!slices.Contains(server.Args, "--ipc=/run/kvasir/lmcache.sock:5555") || server.mount("/run/kvasir") != "sockets") {
 			t.Errorf("%s: no socket: %+v", file, server)
 		}
@@ -165,8 +168,8 @@ func TestKinds(t *testing.T) {
 		}
 	}
 	f("default.yaml", "sidecar", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Service")
-	f("default.yaml", "daemonset", "DaemonSet", "NetworkPolicy", "PodDisruptionBudget", "Service")
-	f("tokens.yaml", "daemonset", "DaemonSet", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceMonitor")
+	f("default.yaml", "daemonset", "DaemonSet", "NetworkPolicy", "Service")
+	f("tokens.yaml", "daemonset", "DaemonSet", "NetworkPolicy", "Service", "ServiceMonitor")
 	f("bare.yaml", "sidecar", "Deployment", "Service")
 }
 

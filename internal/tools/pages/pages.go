@@ -7,7 +7,9 @@
 //	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on
 //	<!-- host: NAME -->          it is typed on another host
 //	<!-- soon -->                it is typed again until the reader sees what the page shows
+//	<!-- each -->                its commands are typed each in a terminal of its own, one after the other; one that serves goes on
 //	<!-- needs: PROGRAM -->      the page is typed where that program is installed
+//	<!-- before: COMMAND -->     it is typed before the page, which takes it for granted, as one of an each block
 //	<!-- ctrl-c: NAME -->        stands alone: Ctrl-C in that terminal
 //
 // Shell blocks without a mark are typed one after the other. A block of the language text after one, under the same
@@ -32,14 +34,16 @@ type Step struct {
 	Terminal  string // where they go on; "": they end
 	Host      string // "": the first
 	Soon      bool   // they are typed again until Shown is seen
+	Each      bool   // each has a terminal of its own, and goes on if it serves
 	Shown     string // what the reader should see; "…" stands for anything
 	Interrupt string // the terminal that gets Ctrl-C; there is no Text
 }
 
 // Page is what a page has its reader type.
 type Page struct {
-	Steps []Step
-	Needs []string // programs
+	Steps  []Step
+	Needs  []string // programs
+	Before []string // commands that the page takes for granted
 }
 
 // Typed reports whether a test types anything of the page.
@@ -50,7 +54,9 @@ func (p *Page) Typed() bool {
 // languages are those of blocks that are not typed; "sh" are commands.
 var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
-var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|needs|ctrl-c)(?:: (.*))? -->$`)
+var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|each|needs|before|ctrl-c)(?:: (.*))? -->$`)
+
+var blanks = regexp.MustCompile(` +`)
 
 // indented is the first line of commands in a block that is made by indentation: its marks could not be read.
 var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
@@ -107,24 +113,10 @@ func Read(text string) (p Page, faults []string) {
 			continue
 		}
 		value := strings.TrimSpace(m[2])
-		if (value == "") != (m[1] == "soon") {
+		if (value == "") != (m[1] == "soon" || m[1] == "each") {
 			wrong(n, "the mark %q lacks a value, or has one too many", m[1])
 		}
-		marked = n
-		switch m[1] {
-		case "not typed":
-			next.NotTyped = value
-		case "terminal":
-			next.Terminal = value
-		case "host":
-			next.Host = value
-		case "soon":
-			next.Soon = true
-		case "needs":
-			p.Needs = append(p.Needs, value)
-			marked = 0
-		case "ctrl-c":
-			p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
+		if marked = n; p.note(&next, n, m[1], value) {
 			marked = 0
 		}
 	}
@@ -137,8 +129,35 @@ func Read(text string) (p Page, faults []string) {
 	return p, faults
 }
 
+// note records a mark of line n, for the next shell block or for the page. It reports whether the mark stands alone.
+func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
+	switch mark {
+	case "not typed":
+		next.NotTyped = value
+	case "terminal":
+		next.Terminal = value
+	case "host":
+		next.Host = value
+	case "soon":
+		next.Soon = true
+	case "each":
+		next.Each = true
+	case "needs":
+		p.Needs = append(p.Needs, value)
+		return true
+	case "before":
+		p.Before = append(p.Before, value)
+		return true
+	case "ctrl-c":
+		p.Steps = append(p.Steps, Step{Line: n, Interrupt: value})
+		return true
+	}
+	return false
+}
+
 // Missing returns the first line of shown that output does not have after the lines before it; "" if it has all. "…" stands for any text
-// within a line, and alone for any lines.
+// within a line, and alone for any lines. Blanks stand for any number of them: other rows of a
+// table make its columns wider.
 func Missing(shown, output string) string {
 	lines := strings.Split(output, "\n")
 	for want := range strings.Lines(shown) {
@@ -148,7 +167,7 @@ func Missing(shown, output string) string {
 		}
 		parts := strings.Split(want, "…")
 		for i := range parts {
-			parts[i] = regexp.QuoteMeta(parts[i])
+			parts[i] = blanks.ReplaceAllString(regexp.QuoteMeta(parts[i]), " +")
 		}
 		pattern := regexp.MustCompile("^" + strings.Join(parts, ".*") + "$")
 		i := slices.IndexFunc(lines, func(line string) bool { return pattern.MatchString(strings.TrimSpace(line)) })

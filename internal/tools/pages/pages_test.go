@@ -14,6 +14,7 @@ import (
 func TestRead(t *testing.T) {
 	p, faults := pages.Read(strings.ReplaceAll(`# A page
 <!-- needs: redis-server -->
+<!-- before: kvasir server -->
 
 <!-- terminal: server -->
 <!-- host: b -->
@@ -30,6 +31,11 @@ ready …
 ''sh
 kvasir status
 ''
+<!-- each -->
+''sh
+a
+b
+''
 ''yaml
 a: b
 ''
@@ -44,12 +50,13 @@ sudo x
 ''
 `, "''", "```"))
 	want := []pages.Step{
-		{Line: 6, Text: "kvasir server \\\n  --port 1\n", Terminal: "server", Host: "b", Shown: "ready …\n"},
-		{Line: 16, Text: "kvasir status\n", Soon: true},
-		{Line: 26, Interrupt: "server"},
-		{Line: 28, Text: "sudo x\n", NotTyped: "needs root"},
+		{Line: 7, Text: "kvasir server \\\n  --port 1\n", Terminal: "server", Host: "b", Shown: "ready …\n"},
+		{Line: 17, Text: "kvasir status\n", Soon: true},
+		{Line: 21, Text: "a\nb\n", Each: true},
+		{Line: 32, Interrupt: "server"},
+		{Line: 34, Text: "sudo x\n", NotTyped: "needs root"},
 	}
-	if len(faults) > 0 || !slices.Equal(p.Steps, want) || !slices.Equal(p.Needs, []string{"redis-server"}) || !p.Typed() {
+	if len(faults) > 0 || !slices.Equal(p.Steps, want) || !slices.Equal(p.Needs, []string{"redis-server"}) || !slices.Equal(p.Before, []string{"kvasir server"}) || !p.Typed() {
 		t.Errorf("%+v, %q", p, faults)
 	}
 }
@@ -66,6 +73,7 @@ func TestReadFindsWrongMarks(t *testing.T) {
 	f("''sh\nkvasir x\n", "line 1: the block does not end")
 
 	f("<!-- not typed -->\n''sh\nx\n''\n", "lacks a value")
+	f("<!-- each: x -->\n''sh\nx\n''\n", "one too many")
 	f("<!-- terminal: a -->\n''text\nx\n''\n", "no shell block follows")
 	f("x\n\n    X=1 kvasir server\n    y\n", "line 3: commands in an indented block")
 	f("x\n<!-- soon -->\n", "line 2: a mark that no shell block follows")
@@ -82,5 +90,7 @@ func TestMissing(t *testing.T) {
 	f("a … c\nfirst\n", "first\na b c\n", "first") // the order counts
 	f(`"n":512`, `"n":5120`, `"n":512`)
 	f("a.c", "abc", "a.c")
+	f("a   b", "a b", "") // columns are as wide as other rows want
+	f("a b", "ab", "a b")
 	f("", "x", "")
 }

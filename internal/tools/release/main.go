@@ -120,7 +120,9 @@ func platform(b *build, common []file, out string) (names []string, err error) {
 	b.files = append(slices.Clone(common), file{"kvasir", text, 0o755})
 	if b.system != "linux" {
 		writers = writers[:2]
-		b.files = slices.DeleteFunc(b.files, func(f file) bool { return strings.HasPrefix(f.path, "systemd/") })
+		b.files = slices.DeleteFunc(b.files, func(f file) bool {
+			return strings.HasPrefix(f.path, "systemd/") || strings.HasPrefix(f.path, "scripts/") || f.path == "install.sh"
+		})
 	}
 	slices.SortFunc(b.files, func(a, b file) int { return strings.Compare(a.path, b.path) })
 	for _, write := range writers {
@@ -195,14 +197,14 @@ func commonFiles(host, work string, date time.Time) (files []file, version strin
 	for _, name := range []string{"README.md", "LICENSE", "CHANGELOG.md"} {
 		errs = append(errs, add(name, name, 0o644))
 	}
-	for dir, to := range map[string]string{pages: "man", "cmd/kvasir/packaging/systemd": "systemd", "cmd/kvasir/packaging/config": "config"} {
+	for dir, to := range map[string]string{pages: "man", "cmd/kvasir/packaging/systemd": "systemd", "cmd/kvasir/packaging/config": "config", "cmd/kvasir/packaging/scripts": "scripts"} {
 		entries, err := os.ReadDir(dir)
 		errs = append(errs, err)
 		for _, e := range entries {
 			errs = append(errs, add(filepath.Join(dir, e.Name()), to+"/"+e.Name(), 0o644))
 		}
 	}
-	errs = append(errs, add("cmd/kvasir/internal/cli/all.yaml", "config/kvasir.yaml", 0o644))
+	errs = append(errs, add("cmd/kvasir/internal/cli/all.yaml", "config/kvasir.yaml", 0o644), add("cmd/kvasir/packaging/install.sh", "install.sh", 0o755))
 	for shell, name := range map[string]string{"bash": "kvasir.bash", "zsh": "_kvasir", "fish": "kvasir.fish"} {
 		text, err := ask("completion", shell)
 		files = append(files, file{"completions/" + name, text, 0o644})

@@ -19,7 +19,7 @@ import (
 func writeDeb(b *build, out string) (string, error) { return writePackage(b, out, "deb") }
 func writeRPM(b *build, out string) (string, error) { return writePackage(b, out, "rpm") }
 
-// places says where the files of the archive are in a package.
+// places says where the files of the archive are in a package; "": nowhere.
 var places = []struct{ from, to string }{
 	{"kvasir", "/usr/bin/kvasir"},
 	{"README.md", "/usr/share/doc/kvasir/README.md"},
@@ -29,21 +29,34 @@ var places = []struct{ from, to string }{
 	{"completions/kvasir.bash", "/usr/share/bash-completion/completions/kvasir"},
 	{"completions/_kvasir", "/usr/share/zsh/vendor-completions/_kvasir"},
 	{"completions/kvasir.fish", "/usr/share/fish/vendor_completions.d/kvasir.fish"},
+	{"scripts/", ""},   // the package has them for itself
+	{"install.sh", ""}, // for the archive alone
 	{"systemd/kvasir.sysusers", "/usr/lib/sysusers.d/kvasir.conf"},
 	{"systemd/", "/usr/lib/systemd/system/"},
 	{"config/", "/etc/kvasir/"},
 }
 
-func placeOf(name string) string {
+// placesOfRPM are the places that differ in a rpm.
+var placesOfRPM = map[string]string{
+	"completions/_kvasir":   "/usr/share/zsh/site-functions/_kvasir", // where Fedora's and SUSE's zsh looks
+	"scripts/postremove.sh": "/usr/share/kvasir/postremove.sh",       // rpm has no purge: docs/operate/install.md
+}
+
+// placeOf returns where a file of the archive goes, "" for nowhere; false if nothing says so.
+func placeOf(name, format string) (string, bool) {
+	if to, ok := placesOfRPM[name]; ok && format == "rpm" {
+		return to, true
+	}
 	for _, p := range places {
-		if name == p.from {
-			return p.to
-		}
-		if rest, ok := strings.CutPrefix(name, p.from); ok && strings.HasSuffix(p.from, "/") {
-			return path.Join(p.to, rest)
+		rest, below := strings.CutPrefix(name, p.from)
+		switch {
+		case name == p.from, below && strings.HasSuffix(p.from, "/") && p.to == "":
+			return p.to, true
+		case below && strings.HasSuffix(p.from, "/"):
+			return path.Join(p.to, rest), true
 		}
 	}
-	return ""
+	return "", false
 }
 
 func writePackage(b *build, out, format string) (string, error) {
@@ -54,9 +67,12 @@ func writePackage(b *build, out, format string) (string, error) {
 	defer os.RemoveAll(work)
 	contents := files.Contents{{Destination: "/var/lib/kvasir", Type: files.TypeDir, FileInfo: &files.ContentFileInfo{Mode: 0o755, MTime: b.date}}}
 	for _, f := range b.files {
-		to := placeOf(f.path)
-		if to == "" {
+		to, ok := placeOf(f.path, format)
+		if !ok {
 			return "", fmt.Errorf("%s has no place in a package", f.path)
+		}
+		if to == "" {
+			continue
 		}
 		from := filepath.Join(work, filepath.FromSlash(f.path))
 		if err := os.MkdirAll(filepath.Dir(from), 0o755); err != nil {

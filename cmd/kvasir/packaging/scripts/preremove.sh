@@ -5,6 +5,6 @@ case ${1:-} in
 remove | 0) ;;
 *) exit 0 ;;
 esac
-if [ -d /run/systemd/system ]; then
-	systemctl stop 'kvasir-*.service' || true # a failed stop must not block the removal of the package
+if [ -d /run/systemd/system ]; then # a failed stop must not block the removal of the package
+	systemctl stop 'kvasir-server@*.service' 'kvasir-all@*.service' kvasir-registry.service kvasir-proxy.service kvasir-store-node.service || true
 fi

@@ -34,10 +34,10 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 args:
   - server
   - --l1-size-gb={{ int .Values.pool.gib }}GiB
-  - --http-host=0.0.0.0
+  - "--http-host=::"
   - --http-port={{ int .Values.http.port }}
   {{- if .Values.http.allowFrom }}
-  - --allow-from={{ range $i, $net := .Values.http.allowFrom }}{{ if $i }},{{ end }}http={{ $net }}{{ end }}
+  - "--allow-from={{ range $i, $net := .Values.http.allowFrom }}{{ if $i }},{{ end }}http={{ $net }}{{ end }}"
   {{- end }}
   {{- if .Values.http.tokenSecret }}
   - --token-file=/etc/kvasir/tokens
