@@ -246,7 +246,7 @@ func TestSimSweep(t *testing.T) {
 func TestSimReplayPlot(t *testing.T) {
 	picture := filepath.Join(t.TempDir(), "hits.svg")
 	for args, titles := range map[string][]string{
-		"": {"blocks hit, %"},
+		"":                                   {"blocks hit, %"},
 		"--scheduled --prefill 1 --decode 1": {"blocks hit, %", "time to the first token, s", "time per token, ms"},
 	} {
 		line := append([]string{"sim", "replay", "--trace", "agentic", "--requests", "40", "--block-tokens", "256", "--plot", picture}, strings.Fields(args)...)
