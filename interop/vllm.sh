@@ -175,7 +175,7 @@ verify() {
 	"$python" interop/vllm/make_model.py "$work/verify-other/tiny" --kind qwen2 --bytes --seed 1 >/dev/null
 	start_server verify --l1-size-gb 0.25 --chunk-size 128 --disk "$work/verify-disk" --disk-gb 1 --disk-min-free-gb 1
 	"$python" interop/vllm/run_verify.py --model "$work/verify/tiny" --other "$work/verify-other/tiny" --server "tcp://127.0.0.1:$port" \
-		--http "http://127.0.0.1:$http" --rounds "${VERIFY_ROUNDS:-3}" --pd-rounds "${VERIFY_PD_ROUNDS:-1}" --out "$work/verify-out"
+		--http "http://127.0.0.1:$http" --rounds "${VERIFY_ROUNDS:-3}" --pd-rounds "${VERIFY_PD_ROUNDS:-1}" --parts "${VERIFY_PARTS:-shared,pair}" --out "$work/verify-out"
 	stop_servers
 }
 
