@@ -206,6 +206,7 @@ def kills(o):
         keeper.line("the keeper watches")
     player.kill()
     player.wait()
+    os.unlink(f"/dev/shm/vllm_offload_kvasir-keeper-{player.pid}.mmap")  # vLLM leaves it when it is killed
     verify = subprocess.run([o.kvasir, "keeper", "verify", root, "--state-dir", f"{o.work}/state", "--json"], capture_output=True, text=True)
     faults = len(json.loads(verify.stdout)["faults"] or ())
     keeper.end()
@@ -232,6 +233,7 @@ def main():
     o.mount = f"{o.work}/mount"
     os.mkdir(o.mount)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={o.gib}g,nr_inodes=0", "none", o.mount], check=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mount goes
     began = time.monotonic()
     try:
         for part in o.parts:
