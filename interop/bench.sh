@@ -6,6 +6,7 @@
 # --lookups 300. BENCH names the parts: accuracy, lmcache, agents, events, tiers, redis, s3, sealed, timing, access, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
 # KVASIR_FLAGS are further flags of this build's server in lmcache: --memo-mib 0 has it hash each prompt, as at the first hit of a new one.
 # KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
+# Not in the list, since they need vLLM: keeper (kvasir keeper under vLLM's fs tier; root, 10 GB of memory, KVASIR_TRACE) and tier (the tier socket under vLLM's manager).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bench=${BENCH:-accuracy lmcache agents events tiers redis s3 sealed timing access scale coordinator transfer mooncake store proxy sglang clients}
@@ -165,9 +166,10 @@ race_agents() {
 	go test -run - -bench Agents -benchtime 1x ./cmd/kvasir/internal/cli
 }
 
+# vllm_python prints the Python of an environment with vLLM, which it makes if there is none.
 vllm_python() {
-	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
-	interop/vllm/setup_venv.sh "$dir" >&2
+	local dir=${VLLM_ENV:-${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6}
+	[ -n "${VLLM_ENV:-}" ] || interop/vllm/setup_venv.sh "$dir" >&2
 	echo "$dir/bin/python"
 }
 
@@ -256,9 +258,29 @@ race_store() {
 	python3 interop/store/race.py bin/kvasir bin/store-bench "$(interop/python.sh interop/requirements-te.txt)" --rounds 5 --seconds 0.5
 }
 
+# race_keeper prints a table of what kvasir keeper promises, as measured under vLLM's fs tier.
+race_keeper() {
+	"$(vllm_python)" interop/keeper/measure.py --trace "${KVASIR_TRACE:?a trace: JSON lines with hash_ids}" "$@"
+}
+
+# race_tier measures the module of kvasir vllm-tier beside memmove, another process that copies, and vLLM's fs tier.
+race_tier() (
+	local python dir port http server
+	python=$(vllm_python)
+	dir=$(mktemp -d)
+	port=$(python3 interop/shared/ports.py) http=$(python3 interop/shared/ports.py)
+	bin/kvasir vllm-tier >"$dir/kvasir_tier.py"
+	bin/kvasir server --cold --shm-name race_kvasir_tier --l1-size-gb 3 --port "$port" --http-port "$http" --vllm-tier "$dir/socket" >"$dir/log" 2>&1 &
+	server=$!
+	trap 'kill $server; wait $server || true; rm -rf "$dir" /dev/shm/lmcache_l1_pool_race_kvasir_tier*' EXIT
+	for _ in $(seq 100); do [ ! -S "$dir/socket" ] || break; sleep 0.1; done
+	sleep "${SETTLE:-10}" # until the pool has its memory
+	PYTHONPATH=$dir:interop/vllm "$python" interop/vllm/bench_tier.py --socket "$dir/socket" "$@" 2>"$dir/err" || { tail -n 5 "$dir/err" "$dir/log" >&2; exit 1; }
+)
+
 for part in $bench; do
 	case $part in
-	lmcache | events | tiers | redis | s3) "race_$part" "$@" ;;
+	lmcache | events | tiers | redis | s3 | keeper | tier) "race_$part" "$@" ;;
 	accuracy | agents | sealed | timing | access | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
