@@ -146,12 +146,8 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	if all {
 		kept = b.rewrite(&next) && kept
 	}
-	unknown := len(notes) > 0 && !b.knows && next.isZero()
-	for i, n := range notes { // no one knows what was cleared: nothing older than now counts
-		unknown = unknown && n.err == nil && n.missing && !b.shared.places[i].Foreign
-	}
-	begins := unknown && len(notes) == len(b.shared.places)
-	if begins {
+	begins := b.unknown(&next, notes)
+	if begins { // no one knows what was cleared: nothing older than now counts
 		next.All = next.after(next.All)
 	}
 	err := b.spread(ctx, writeTime, &next, notes)
@@ -174,9 +170,27 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 		case <-wait.Done():
 		}
 	}
-	if commit == nil {
-		return kept
+	if commit != nil {
+		b.follow(&next, commit)
 	}
+	return kept
+}
+
+// unknown reports whether no file and no note of any place has a generation.
+func (b *Book) unknown(next *state, notes map[int]noted) bool {
+	if len(notes) == 0 || len(notes) != len(b.shared.places) || b.knows || !next.isZero() {
+		return false
+	}
+	for i, n := range notes {
+		if n.err != nil || !n.missing || b.shared.places[i].Foreign {
+			return false
+		}
+	}
+	return true
+}
+
+// follow has the generations of another server count.
+func (b *Book) follow(next *state, commit func()) {
 	b.catchUp()
 	b.shared.mu.Lock()
 	follow := b.shared.follow
@@ -184,11 +198,10 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	if follow == nil { // before the server runs
 		b.shared.lost.Store(true)
 		commit()
-		return kept
+		return
 	}
 	b.log.Warn("another server has cleared tiers that it shares with this one: nothing older is served", "generation", next.All.String())
 	follow(commit)
-	return kept
 }
 
 // rewrite writes the files that another server of their directory has written without what is known, and reports whether
