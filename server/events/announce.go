@@ -200,9 +200,15 @@ func (b *Book) AnnounceRows(model, salt []byte, group int, sh *object.Shard, has
 	b.queue.add(announcement{model: model, salt: salt, group: group, shard: *sh}, hashes, func(int) bool { return true }, nil)
 }
 
-// lacks says which of these chunks are in the pool without tokens.
+// lacks says which of these chunks are in the pool without tokens: all may be, until Run has looked for the first time.
 func (b *Book) lacks(hashes []kv.Hash) []bool {
 	out := make([]bool, len(hashes))
+	if !b.looked.Load() {
+		for i := range out {
+			out[i] = true
+		}
+		return out
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for i, h := range hashes {

@@ -79,6 +79,7 @@ type Book struct {
 	once   sync.Once
 	queue  queue
 
+	looked   atomic.Bool  // Run has looked at the store for the first time
 	unbound  atomic.Int64 // chunks in the pool whose tokens are not known
 	nameless atomic.Int64 // spaces that are in no family
 
@@ -219,8 +220,11 @@ func (b *Book) Activate() {
 // Active reports whether there may be readers: only then is it worth to tell the Book anything.
 func (b *Book) Active() bool { return b.active.Load() }
 
-// Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known.
-func (b *Book) Wonders() bool { return b.unbound.Load() > 0 || b.nameless.Load() > 0 }
+// Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known. Until Run has looked for the first
+// time, those that an earlier server left may be.
+func (b *Book) Wonders() bool {
+	return !b.looked.Load() || b.unbound.Load() > 0 || b.nameless.Load() > 0
+}
 
 // Run follows the store until ctx ends. After some news it looks for more at every runPause, and waits for them to wake it only
 // when there were none for a while: to wake a goroutine for each store costs a third of the store.
@@ -237,6 +241,7 @@ func (b *Book) Run(ctx context.Context) {
 	pause := time.NewTicker(runPause)
 	defer pause.Stop()
 	b.catchUp()
+	b.looked.Store(true)
 	for quiet := maxQuiet; ; quiet++ {
 		if quiet >= maxQuiet {
 			select {

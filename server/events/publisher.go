@@ -87,6 +87,7 @@ func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
 
 // Listen binds the sockets; an empty endpoint is none. It returns the bound addresses.
 func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt, replayAt string, err error) {
+	p.feed.Activate() // before anything is announced
 	p.keeps = replay != ""
 	at, err := p.pub.Listen(ctx, events)
 	if err != nil {

@@ -576,7 +576,7 @@ func TestRecipesNameNetworks(t *testing.T) {
 	recipes := 0
 	for name, text := range texts {
 		for l := range strings.Lines(text) {
-			if open.MatchString(l) {
+			if open.MatchString(l) && !strings.HasPrefix(l, "<!-- before:") { // that is the test's own, at addresses of this host
 				if recipes++; !strings.Contains(l, "--allow-from") {
 					t.Errorf("%s: the command of %q does not start: it names no networks", name, strings.TrimSpace(l))
 				}
