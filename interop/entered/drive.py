@@ -619,6 +619,23 @@ def transfers():
     once("transfer", "read", "--peer-file", peer, "--bytes", 10, "--timeout", "2s")
 
 
+def proven():
+    """Transfers between ends that prove a secret in common, and those that cannot."""
+    peer, files = os.path.join(work, "proven.json"), {}
+    for name in ("own", "other"):
+        files[name] = os.path.join(work, f"secret-{name}")
+        with open(os.open(files[name], os.O_CREAT | os.O_WRONLY, 0o600), "w") as f:
+            f.write(os.urandom(32).hex() + "\n")
+    blob = os.urandom(1_000_000)
+    for stock in ([], ["--transfer-stock", "127.0.0.1"]):
+        t = kvasir("transfer", "transfer", "serve", "--size", "64MiB", "--peer-file", peer, "--transfer-secret-file", files["own"], *stock)
+        until("the peer file", lambda: os.path.exists(peer) and os.path.getsize(peer))
+        for secret in (["--transfer-secret-file", files["own"]], ["--transfer-secret-file", files["other"]], []):
+            once("transfer", "write", "--peer-file", peer, "--timeout", "2s", *secret, data=blob)
+            once("transfer", "read", "--peer-file", peer, "--timeout", "2s", "--bytes", len(blob), *secret)
+        t.stop()  # it removes the peer file
+
+
 def wrong_configurations():
     for text in ("{", "[]", '{"kv_connector":"X"}', '{"kv_connector":"MooncakeConnector","kv_role":"kv_both","kv_rol":1}',
                  '{"kv_connector":"MooncakeConnector","kv_role":"kv_both","kv_connector_extra_config":{"num_workers":0,"mooncake_protocol":"rdma","device_name":"x","bootstrap_server_address":"p"}}',
@@ -671,6 +688,7 @@ def scenarios():
         yield f"Mooncake Store of {python.split('/')[-4]}", lambda python=python: masters(python)
     yield "layouts of hybrid models", layouts_of_models
     yield "transfers", transfers
+    yield "transfers with a secret", proven
     yield "nonsense of peers", junk
     yield "configurations that are refused", wrong_configurations
 
