@@ -213,6 +213,8 @@ func TestStreamsOfSomeTenants(t *testing.T) {
 		return kv.ChunkHashes(tokens(32, seed), 16)
 	}
 	c := subscribe(t, n.url, 9, 100)
+	c.batch() // from now on the tokens of what is stored are noted
+	c.control(1, lmcache.StreamAck)
 	want := map[kv.Hash]bool{}
 	expect := func(hashes ...kv.Hash) {
 		t.Helper()
