@@ -25,7 +25,7 @@ type Feed interface {
 	Everything() (all Contents, last uint64)
 }
 
-// Announcement is one record of a Feed: what readers are told, and of which model.
+// Announcement is one record of a Feed: the event that readers get, and the model and tenant that it is about.
 type Announcement struct {
 	Model string
 	Salt  string // of the tenant; "" where there is none

@@ -353,7 +353,7 @@ func (p *Publisher) payload(events []kvevent.Event) []byte {
 func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string) {
 	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
 	if of != nil && p.o.Tenants != nil {
-		salt := *of // what has it is not kept
+		salt := *of // a copy: the message does not keep the contents that it came from
 		m.salt = &salt
 	}
 	p.mu.next++
