@@ -41,7 +41,7 @@ type Options struct {
 	MaxConcurrency int           // requests in progress; 0: no limit
 	Timeout        time.Duration // of a request; default 6 h, as vLLM's
 	Vocabulary     int           // token ids are below it; default 32000, which most models have
-	Turns          bool          // a turn of a conversation is sent after the turn before it has ended
+	Turns          bool          // a turn of a conversation is sent after the turn before it has ended, and its Pause is over
 	KeepText       bool          // Samples have the generated text
 	Client         *http.Client  // default: one with as many connections as there are requests
 }
@@ -297,6 +297,9 @@ func (p *play) dispatch(requests []workload.Request) {
 				case <-p.ctx.Done():
 					return
 				}
+				if r.Pause > 0 && !p.pause(r.Pause) {
+					return
+				}
 				if now := time.Now(); now.After(due) {
 					due = now
 				}
@@ -307,6 +310,18 @@ func (p *play) dispatch(requests []workload.Request) {
 			p.play(i, r, due)
 			p.leave()
 		})
+	}
+}
+
+// pause waits, and reports false when ctx ended first.
+func (p *play) pause(d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-p.ctx.Done():
+		return false
 	}
 }
 

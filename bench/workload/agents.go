@@ -38,6 +38,7 @@ func Load(name string, o TraceOptions) ([]Request, error) {
 		return nil, err
 	}
 	defer f.Close()
+	o.TokenTime = cmp.Or(o.TokenTime, tokenTime)
 	out, err := ReadTrace(bufio.NewReaderSize(f, 1<<20), o)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)

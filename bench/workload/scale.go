@@ -28,6 +28,7 @@ func Scaled(requests []Request, n int) ([]Request, error) {
 		q.Input, q.Output = (q.Input+n-1)/n, (q.Output+n-1)/n
 		q.BlockTokens /= n
 		q.Arrival /= time.Duration(n)
+		q.Pause /= time.Duration(n)
 		out[i] = q
 	}
 	return out, nil

@@ -3,13 +3,13 @@
 package workload
 
 import (
-	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"strings"
 	"time"
 	"unicode"
@@ -42,9 +42,35 @@ type TraceOptions struct {
 	// Names of the keys; defaults timestamp, input_length, output_length, hash_ids.
 	Timestamp, InputLength, OutputLength, HashIDs string
 
-	maxBlocks   int // default maxTraceBlocks
-	maxRequests int // default maxRequests
+	Format    Format
+	TokenTime time.Duration // of a generated token, to estimate when a turn of a session ends; default 0, of Load and Stream 20 ms
+
+	maxBlocks    int // default maxTraceBlocks
+	maxRequests  int // default maxRequests
+	maxSessions  int // default maxSessions
+	window       int // default windowRequests
+	windowBlocks int // default windowBlocks
 }
+
+// Format says how lines are read.
+type Format string
+
+// Formats. Without one, a line with a key that only AIPerf's have is AIPerf's, others are Mooncake's.
+const (
+	FormatAuto Format = ""
+	// FormatMooncake: hash_ids name all tokens of input_length. Other numbers of them are refused.
+	FormatMooncake Format = "mooncake"
+	// FormatTimed is vLLM's dataset timed_trace (vLLM 0.32.0 and 0.33.0, TimedTrace in benchmarks/datasets): all keys but hash_ids are needed,
+	// and a prompt ends with its last hash id. More hash ids than input_length has blocks, which vLLM leaves out, are refused.
+	FormatTimed Format = "timed"
+	// FormatAIPerf has sessions (AIPerf 0.13.0, its dataset type mooncake_trace). A prompt is one of input_length with or without hash_ids,
+	// text_input, messages, or payload. Later turns of a session continue the earlier ones, but for messages and payload, which are whole
+	// prompts. Tokens after the last hash id, and answers, are tokens that no other session has. Text counts as one token for four bytes.
+	FormatAIPerf Format = "aiperf"
+)
+
+// Formats are the names of formats.
+var Formats = []Format{FormatMooncake, FormatTimed, FormatAIPerf}
 
 func (o *TraceOptions) defaults() error {
 	set := func(s *string, name string) {
@@ -65,8 +91,19 @@ func (o *TraceOptions) defaults() error {
 	if o.maxRequests == 0 {
 		o.maxRequests = maxRequests
 	}
+	number := func(v *int, to int) {
+		if *v == 0 {
+			*v = to
+		}
+	}
+	number(&o.maxSessions, maxSessions)
+	number(&o.window, windowRequests)
+	number(&o.windowBlocks, windowBlocks)
 	if o.Seconds == 0 {
 		o.Seconds = 0.001
+	}
+	if o.Format != FormatAuto && !slices.Contains(Formats, o.Format) {
+		return fmt.Errorf("%w: no format %q, want one of %v", ErrTrace, o.Format, Formats)
 	}
 	if o.BlockTokens < 1 || o.BlockTokens > maxInputTokens || !(o.Seconds > 0) || math.IsInf(o.Seconds, 0) || o.Max < 0 {
 		return fmt.Errorf("%w: blocks of %d tokens, timestamps of %v s", ErrTrace, o.BlockTokens, o.Seconds)
@@ -77,50 +114,29 @@ func (o *TraceOptions) defaults() error {
 // ReadTrace reads the requests of a trace, in the order of the file. Errors wrap ErrTrace and
 // name the line.
 func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
-	if err := o.defaults(); err != nil {
+	t, err := NewReader(r, o)
+	if err != nil {
 		return nil, err
 	}
 	var out []Request
-	s := bufio.NewScanner(r)
-	s.Buffer(nil, maxTraceLine)
-	line, blocks := 1, 0
-	for ; s.Scan(); line++ {
-		text := bytes.TrimSpace(s.Bytes())
-		if len(text) == 0 {
-			continue
-		}
-		if o.Max > 0 && len(out) == o.Max {
+	for blocks := 0; ; {
+		q, err := t.Next()
+		switch blocks += len(q.Blocks); {
+		case errors.Is(err, io.EOF):
 			return out, nil
+		case err != nil:
+			return nil, err
+		case len(out) == t.o.maxRequests:
+			return nil, fmt.Errorf("%w: line %d: the trace has more than %d requests: play fewer requests of it", ErrTrace, t.line, t.o.maxRequests)
+		case blocks > t.o.maxBlocks:
+			return nil, fmt.Errorf("%w: line %d: the trace has more than %d %s: play fewer requests of it", ErrTrace, t.line, t.o.maxBlocks, t.o.HashIDs)
 		}
-		if len(out) == o.maxRequests {
-			return nil, fmt.Errorf("%w: line %d: the trace has more than %d requests: play fewer requests of it", ErrTrace, line, o.maxRequests)
-		}
-		q, err := o.parse(text)
-		if err != nil {
-			return nil, fmt.Errorf("%w: line %d: %w", ErrTrace, line, err)
-		}
-		if blocks += len(q.Blocks); blocks > o.maxBlocks {
-			return nil, fmt.Errorf("%w: line %d: the trace has more than %d %s: play fewer requests of it", ErrTrace, line, o.maxBlocks, o.HashIDs)
-		}
-		q.Conversation = len(out)
 		out = append(out, q)
 	}
-	if err := s.Err(); errors.Is(err, bufio.ErrTooLong) {
-		return nil, fmt.Errorf("%w: line %d is longer than %d bytes", ErrTrace, line, maxTraceLine)
-	} else if err != nil {
-		return nil, fmt.Errorf("%w: line %d: %w", ErrTrace, line, err)
-	}
-	if len(out) == 0 {
-		return nil, fmt.Errorf("%w: no requests", ErrTrace)
-	}
-	return out, nil
 }
 
-func (o *TraceOptions) parse(line []byte) (q Request, err error) {
-	var m map[string]json.RawMessage
-	if json.Unmarshal(line, &m) != nil || m == nil {
-		return q, fmt.Errorf("%s is no JSON object", cut(line))
-	}
+// parse reads a line of Mooncake's or of vLLM's.
+func (o *TraceOptions) parse(m map[string]json.RawMessage) (q Request, err error) {
 	q.BlockTokens = o.BlockTokens
 	var stamp float64
 	read := func(key string, to any, must bool, want string) {
@@ -135,22 +151,27 @@ func (o *TraceOptions) parse(line []byte) (q Request, err error) {
 			}
 		}
 	}
-	read(o.Timestamp, &stamp, false, "a number")
+	timed := o.Format == FormatTimed
+	read(o.Timestamp, &stamp, timed, "a number")
 	read(o.InputLength, &q.Input, true, "a whole number")
-	read(o.OutputLength, &q.Output, false, "a whole number")
+	read(o.OutputLength, &q.Output, timed, "a whole number")
 	read(o.HashIDs, &q.Blocks, true, "a list of whole numbers")
 	if err != nil {
 		return q, err
 	}
-	if at := stamp * o.Seconds; !(at >= 0 && at < float64(math.MaxInt64)/1e9) {
+	if at := stamp * o.Seconds; !(at >= 0 && at < maxSeconds) {
 		return q, fmt.Errorf("%s %v is no time from 0 to 292 years", o.Timestamp, stamp)
 	}
 	q.Arrival = time.Duration(stamp * o.Seconds * float64(time.Second))
 	if q.Input < 1 || q.Input > maxInputTokens {
 		return q, fmt.Errorf("%s %d is outside 1 to %d", o.InputLength, q.Input, maxInputTokens)
 	}
-	if n := (q.Input + o.BlockTokens - 1) / o.BlockTokens; len(q.Blocks) != n {
-		return q, fmt.Errorf("%d %s for %s %d: %d of %d tokens are expected", len(q.Blocks), o.HashIDs, o.InputLength, q.Input, n, o.BlockTokens)
+	n := (q.Input + o.BlockTokens - 1) / o.BlockTokens
+	switch have := len(q.Blocks); {
+	case timed && have > 0 && have < n:
+		q.Input = have * o.BlockTokens
+	case have != n:
+		return q, fmt.Errorf("%d %s for %s %d: %d of %d tokens are expected", have, o.HashIDs, o.InputLength, q.Input, n, o.BlockTokens)
 	}
 	if q.Output < 0 || q.Output > maxInputTokens {
 		return q, fmt.Errorf("%s %d is outside 0 to %d", o.OutputLength, q.Output, maxInputTokens)

@@ -33,6 +33,8 @@ type Request struct {
 	// Conversation counts the chat that the request belongs to, Turn its place there, both from
 	// 0. Requests that stand alone have a conversation each.
 	Conversation, Turn int
+	// Pause lies between the end of the turn before it and this one, for players that know when a turn ends.
+	Pause time.Duration
 
 	// Text is the prompt where the source has text and no tokens; Blocks is then empty, and
 	// Input an estimate.

@@ -14,13 +14,14 @@ import (
 
 // PolicyFlags are the flags of kvasir sim evict.
 type PolicyFlags struct {
-	Trace      string   `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; or agentic: made sessions of coding agents." placeholder:"FILE"`
-	Capacities []int    `name:"capacity-blocks" help:"Sizes of the cache in blocks." default:"1000,2000,5000,10000,20000" placeholder:"N,..."`
-	Policies   []string `name:"policies" help:"Policies to play; default all." placeholder:"NAME,..."`
-	Block      int      `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
-	Requests   int      `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
-	CSV        string   `name:"csv" help:"Write the rows as CSV to this file." placeholder:"FILE"`
-	SVG        string   `name:"plot" aliases:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
+	Trace      string          `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; sessions of AIPerf; or agentic: made sessions of coding agents." placeholder:"FILE"`
+	Format     workload.Format `name:"trace-format" help:"How lines are read: mooncake, timed (vLLM's timed_trace), or aiperf (sessions); default by the keys of each line." enum:",mooncake,timed,aiperf" default:"" placeholder:"NAME"`
+	Capacities []int           `name:"capacity-blocks" help:"Sizes of the cache in blocks." default:"1000,2000,5000,10000,20000" placeholder:"N,..."`
+	Policies   []string        `name:"policies" help:"Policies to play; default all." placeholder:"NAME,..."`
+	Block      int             `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
+	Requests   int             `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
+	CSV        string          `name:"csv" help:"Write the rows as CSV to this file." placeholder:"FILE"`
+	SVG        string          `name:"plot" aliases:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
 }
 
 // Help is shown by kvasir sim evict --help.
@@ -46,7 +47,7 @@ func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 	if f.Requests < 0 || f.Block < 1 {
 		return nil, fmt.Errorf("%w: --requests %d, --block-tokens %d", ErrOptions, f.Requests, f.Block)
 	}
-	requests, err := workload.Load(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests})
+	requests, err := workload.Load(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests, Format: f.Format})
 	if err != nil {
 		return nil, err
 	}

@@ -7,6 +7,8 @@ package replay
 import (
 	"container/list"
 	"context"
+	"fmt"
+	"iter"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -94,33 +96,36 @@ type Part struct {
 // MostParts is into how many parts a trace is divided.
 const MostParts = 60
 
-// part returns where in Parts an arrival is. It makes them at the first.
-func (r *Result) part(at time.Duration) *Part {
-	if r.Parts == nil {
-		r.Parts = make([]Part, MostParts)
-		for i := range r.Parts {
-			r.Parts[i].To = time.Duration(float64(r.Span) * float64(i+1) / MostParts)
-		}
-	}
-	if r.Span == 0 {
-		return &r.Parts[0]
-	}
-	return &r.Parts[min(int(float64(at)/float64(r.Span)*MostParts), MostParts-1)]
-}
-
 // Run looks every prompt up in a cache of capacity blocks and puts all its blocks there. When
 // ctx ends, the result so far is returned with its error.
 func Run(ctx context.Context, requests []workload.Request, capacity int) (Result, error) {
-	r := Result{Capacity: capacity}
+	return Stream(ctx, func(yield func(workload.Request, error) bool) {
+		for i := range requests {
+			if !yield(requests[i], nil) {
+				return
+			}
+		}
+	}, capacity)
+}
+
+// maxNames bounds the names of an unlimited cache, of which each takes some 40 bytes.
+const maxNames = 1 << 26
+
+// Stream is Run for requests that come one after another. It keeps none of them: its memory is that of the cache.
+// Errors: that of the requests, workload.ErrTrace where an unlimited cache would have to hold more than 2^26 blocks, and that of ctx with the
+// result so far.
+func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], capacity int) (r Result, err error) {
+	r.Capacity = capacity
 	c := NewCache[int64](capacity)
-	for i := range requests {
-		r.Span = max(r.Span, requests[i].Arrival)
-	}
-	for i := range requests {
-		if i%1024 == 0 && ctx.Err() != nil {
+	var over history
+	defer func() { r.Parts = over.parts(r.Span) }()
+	for q, err := range requests {
+		if err != nil {
+			return r, err
+		}
+		if r.Requests%1024 == 0 && ctx.Err() != nil {
 			return r, ctx.Err()
 		}
-		q := &requests[i]
 		hits := 0
 		for hits < len(q.Blocks) && c.Has(q.Blocks[hits]) {
 			hits++
@@ -130,10 +135,59 @@ func Run(ctx context.Context, requests []workload.Request, capacity int) (Result
 		r.HitBlocks += hits
 		r.Tokens += int64(q.Input)
 		r.HitTokens += int64(min(hits*q.BlockTokens, q.Input))
-		part := r.part(q.Arrival)
-		part.Blocks, part.HitBlocks = part.Blocks+len(q.Blocks), part.HitBlocks+hits
+		r.Span = max(r.Span, q.Arrival)
+		over.add(Part{q.Arrival, len(q.Blocks), hits})
 		c.PutRun(len(q.Blocks), func(i int) int64 { return q.Blocks[i] })
-		r.Kept, r.Evicted = c.Len(), c.Evicted()
+		if r.Kept, r.Evicted = c.Len(), c.Evicted(); r.Kept > maxNames {
+			return r, fmt.Errorf("%w: it has more than %d different blocks: set a capacity, or play fewer requests", workload.ErrTrace, maxNames)
+		}
 	}
 	return r, nil
+}
+
+// history is what there was over the time of a trace: up to 65,536 requests one by one, of more requests sums of as many as necessary that
+// follow one another.
+type history struct {
+	list  []Part
+	each  int // requests of one sum
+	added int // to the last
+}
+
+// maxHistory bounds a history.
+const maxHistory = 1 << 16
+
+func (h *history) add(p Part) {
+	if h.each = max(h.each, 1); h.added%h.each > 0 {
+		last := &h.list[len(h.list)-1]
+		*last = Part{max(last.To, p.To), last.Blocks + p.Blocks, last.HitBlocks + p.HitBlocks}
+		h.added++
+		return
+	}
+	if len(h.list) == maxHistory {
+		for i := range maxHistory / 2 {
+			a, b := h.list[2*i], h.list[2*i+1]
+			h.list[i] = Part{max(a.To, b.To), a.Blocks + b.Blocks, a.HitBlocks + b.HitBlocks}
+		}
+		h.list, h.each = h.list[:maxHistory/2], 2*h.each
+	}
+	h.list, h.added = append(h.list, p), 1
+}
+
+// parts divides what there was into MostParts of equal length in time; none where there was nothing.
+func (h *history) parts(span time.Duration) []Part {
+	if len(h.list) == 0 {
+		return nil
+	}
+	out := make([]Part, MostParts)
+	for i := range out {
+		out[i].To = time.Duration(float64(span) * float64(i+1) / MostParts)
+	}
+	for _, p := range h.list {
+		i := 0
+		if span > 0 {
+			i = min(int(float64(p.To)/float64(span)*MostParts), MostParts-1)
+		}
+		out[i].Blocks, out[i].HitBlocks = out[i].Blocks+p.Blocks, out[i].HitBlocks+p.HitBlocks
+	}
+	return out
 }

@@ -39,18 +39,19 @@ type Flags struct {
 	Timeout    time.Duration `name:"request-timeout" help:"Of one request." default:"6h" group:"Endpoint"`
 	ReadyCheck int           `name:"ready-check-timeout-sec" help:"Seconds to wait for an endpoint that is not up yet." default:"0" placeholder:"N" group:"Endpoint"`
 
-	Dataset     string  `name:"dataset-name" aliases:"profile" help:"random, sharegpt, timed_trace, multi-turn, or agentic." enum:"random,sharegpt,timed_trace,multi-turn,agentic" default:"random" group:"Workload"`
-	Path        string  `name:"dataset-path" help:"File of sharegpt or timed_trace." placeholder:"FILE" group:"Workload"`
-	Prompts     int     `name:"num-prompts" help:"Requests." default:"1000" group:"Workload"`
-	Input       int     `name:"random-input-len" help:"Prompt tokens of random." default:"1024" aliases:"input-len" group:"Workload"`
-	Output      int     `name:"random-output-len" help:"Output tokens of random." default:"128" group:"Workload"`
-	Range       float64 `name:"random-range-ratio" help:"Lengths of random spread by this fraction around the two, evenly." default:"0" group:"Workload"`
-	OutputLen   int     `name:"output-len" help:"Output tokens of every workload; default those of the workload." placeholder:"N" group:"Workload"`
-	Seed        uint64  `help:"One seed, one workload." default:"0" group:"Workload"`
-	Vocabulary  int     `name:"vocab-size" help:"Token ids in prompts are below this." default:"32000" group:"Workload"`
-	TraceBlock  int     `name:"timed-trace-chunk-hash-size" help:"Tokens of a hash id of timed_trace." default:"512" group:"Workload"`
-	TraceSecond float64 `name:"timed-trace-sec-multiplier" help:"Seconds of a unit of its timestamps." default:"0.001" group:"Workload"`
-	SelfTimed   bool    `name:"self-timed" help:"Requests of timed_trace and agentic come when these say; else at --request-rate." default:"true" negatable:"" group:"Workload"`
+	Dataset     string          `name:"dataset-name" aliases:"profile" help:"random, sharegpt, timed_trace, aiperf (sessions of its mooncake_trace), multi-turn, or agentic." enum:"random,sharegpt,timed_trace,aiperf,multi-turn,agentic" default:"random" group:"Workload"`
+	Path        string          `name:"dataset-path" help:"File of sharegpt, timed_trace or aiperf." placeholder:"FILE" group:"Workload"`
+	Prompts     int             `name:"num-prompts" help:"Requests." default:"1000" group:"Workload"`
+	Input       int             `name:"random-input-len" help:"Prompt tokens of random." default:"1024" aliases:"input-len" group:"Workload"`
+	Output      int             `name:"random-output-len" help:"Output tokens of random." default:"128" group:"Workload"`
+	Range       float64         `name:"random-range-ratio" help:"Lengths of random spread by this fraction around the two, evenly." default:"0" group:"Workload"`
+	OutputLen   int             `name:"output-len" help:"Output tokens of every workload; default those of the workload." placeholder:"N" group:"Workload"`
+	Seed        uint64          `help:"One seed, one workload." default:"0" group:"Workload"`
+	Vocabulary  int             `name:"vocab-size" help:"Token ids in prompts are below this." default:"32000" group:"Workload"`
+	TraceBlock  int             `name:"timed-trace-chunk-hash-size" help:"Tokens of a hash id of timed_trace and aiperf." default:"512" group:"Workload"`
+	TraceSecond float64         `name:"timed-trace-sec-multiplier" help:"Seconds of a unit of their times." default:"0.001" group:"Workload"`
+	TraceFormat workload.Format `name:"timed-trace-format" help:"How lines of timed_trace are read: mooncake (hash ids for the whole prompt), or timed (as vLLM: a prompt ends with its last hash id; timestamp and output_length are needed)." enum:"mooncake,timed" default:"mooncake" group:"Workload"`
+	SelfTimed   bool            `name:"self-timed" help:"Requests of timed_trace, aiperf and agentic come when these say; else at --request-rate." default:"true" negatable:"" group:"Workload"`
 
 	Rate        float64 `name:"request-rate" help:"Requests per second; inf: all at once." default:"inf" group:"Traffic"`
 	Burstiness  float64 `help:"1: a Poisson process; below 1 in bursts, above 1 more even." default:"1" group:"Traffic"`
@@ -92,7 +93,11 @@ Examples:
   kvasir bench --num-prompts 50 --max-concurrency 8 --goodput ttft:500 tpot:50 --plot run.html
   kvasir bench --dataset-name multi-turn --num-prompts 60 --save-result --save-detailed --result-filename a.json
   kvasir bench --profile agentic --num-prompts 300 --plot agents.html
+  kvasir bench --dataset-name aiperf --dataset-path sessions.jsonl --num-prompts 500
   kvasir bench --compare a.json b.json`
+
+// aiperf is the dataset of AIPerf's sessions.
+const aiperf = "aiperf"
 
 // plan is what the flags ask for.
 type plan struct {
@@ -180,7 +185,7 @@ func (c *Flags) checkCombinations(f *faults) {
 	f.unless(c.RampUp == "" || c.RampStart > 0 && c.RampEnd > 0 && !math.IsInf(c.RampStart+c.RampEnd, 0), "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps above 0")
 	f.unless(c.RampUp != "" || c.RampStart == 0 && c.RampEnd == 0, "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
 	f.unless(c.RampUp == "" || math.IsInf(c.Rate, 1), "--request-rate and --ramp-up-strategy exclude each other")
-	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace"
+	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace" || c.Dataset == aiperf
 	f.unless(!file || c.Path != "", "--dataset-name %s needs --dataset-path", c.Dataset)
 	f.unless(file || c.Path == "", "--dataset-path means nothing with --dataset-name %s", c.Dataset)
 	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed is of --format vllm")
@@ -191,7 +196,7 @@ func (c *Flags) loadOptions(f *faults) load.Options {
 	o := load.Options{
 		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
 		Header: http.Header{}, IgnoreEOS: c.Dataset != "sharegpt", MaxConcurrency: c.Concurrency, Timeout: c.Timeout, Vocabulary: c.Vocabulary,
-		Turns: c.Dataset == "multi-turn" || c.Dataset == workload.Agentic, KeepText: c.Detailed,
+		Turns: c.Dataset == "multi-turn" || c.Dataset == aiperf || c.Dataset == workload.Agentic, KeepText: c.Detailed,
 	}
 	if c.IgnoreEOS != nil {
 		o.IgnoreEOS = *c.IgnoreEOS
@@ -236,7 +241,11 @@ func (c *Flags) requests() (out []workload.Request, err error) {
 			out, err = workload.ReadShareGPT(f, c.Prompts, nil)
 		} else {
 			timed = c.SelfTimed
-			out, err = workload.ReadTrace(f, workload.TraceOptions{Max: c.Prompts, BlockTokens: c.TraceBlock, Seconds: c.TraceSecond})
+			format := c.TraceFormat
+			if c.Dataset == aiperf {
+				format = workload.FormatAIPerf
+			}
+			out, err = workload.ReadTrace(f, workload.TraceOptions{Max: c.Prompts, BlockTokens: c.TraceBlock, Seconds: c.TraceSecond, Format: format})
 		}
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", c.Path, err)

@@ -31,11 +31,12 @@ type fleetCmd struct {
 	WriteGBps float64       `name:"write-gbps" help:"What it takes." default:"50" group:"Store"`
 	Latency   time.Duration `help:"Of each request to it." default:"1ms" group:"Store"`
 
-	Trace    string  `help:"Requests of this trace, the same for each fleet, instead of made conversations; agentic: made sessions of coding agents." placeholder:"FILE" group:"Workload"`
-	Block    int     `name:"block-tokens" help:"Tokens of the trace's hash ids." default:"512" group:"Workload"`
-	Requests int     `help:"Made conversations: requests for each node." default:"200" group:"Workload"`
-	Rate     float64 `help:"Requests per second for each node." default:"1" group:"Workload"`
-	Seed     uint64  `help:"Seed of conversations and arrivals." default:"1" group:"Workload"`
+	Trace    string          `help:"Requests of this trace, the same for each fleet, instead of made conversations; agentic: made sessions of coding agents." placeholder:"FILE" group:"Workload"`
+	Format   workload.Format `name:"trace-format" help:"How lines are read: mooncake, timed (vLLM's timed_trace), or aiperf (sessions); default by the keys of each line." enum:",mooncake,timed,aiperf" default:"" placeholder:"NAME" group:"Workload"`
+	Block    int             `name:"block-tokens" help:"Tokens of the trace's hash ids." default:"512" group:"Workload"`
+	Requests int             `help:"Made conversations: requests for each node." default:"200" group:"Workload"`
+	Rate     float64         `help:"Requests per second for each node." default:"1" group:"Workload"`
+	Seed     uint64          `help:"Seed of conversations and arrivals." default:"1" group:"Workload"`
 }
 
 // Help is shown by kvasir sim fleet --help.
@@ -74,7 +75,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	p.BlockTokens = 512 // of made conversations
 	if c.Trace != "" {
 		p.BlockTokens = c.Block
-		if trace, err = workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block}); err != nil {
+		if trace, err = workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format}); err != nil {
 			return o, err
 		}
 	}

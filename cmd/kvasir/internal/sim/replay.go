@@ -23,11 +23,12 @@ type replayCmd struct {
 	jsonFlag
 	constantFlags
 
-	Trace    string `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; or agentic: made sessions of coding agents." placeholder:"FILE"`
-	Block    int    `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
-	Requests int    `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
-	Plot     string `help:"Draw the hits over the trace into this SVG file, with --scheduled the times of tokens, too." placeholder:"FILE"`
-	Capacity int    `name:"capacity-blocks" help:"Blocks that the cache holds, least recently used ones go; 0 is unlimited." default:"0" placeholder:"N"`
+	Trace    string          `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; sessions of AIPerf; or agentic: made sessions of coding agents." placeholder:"FILE"`
+	Format   workload.Format `name:"trace-format" help:"How lines are read: mooncake, timed (vLLM's timed_trace), or aiperf (sessions); default by the keys of each line." enum:",mooncake,timed,aiperf" default:"" placeholder:"NAME"`
+	Block    int             `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
+	Requests int             `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
+	Plot     string          `help:"Draw the hits over the trace into this SVG file, with --scheduled the times of tokens, too." placeholder:"FILE"`
+	Capacity int             `name:"capacity-blocks" help:"Blocks that the cache holds, least recently used ones go; 0 is unlimited." default:"0" placeholder:"N"`
 
 	Scheduled bool   `help:"Run the trace through prefill and decode engines in virtual time; the cache is then a store below them, and their own KV memory."`
 	Prefill   int    `help:"Prefill engines; 0: decode engines do both." default:"8" group:"Scheduled"`
@@ -48,6 +49,7 @@ Examples:
   kvasir sim replay --trace conversation_trace.jsonl
   kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 50000 --json -
   kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 5000 --plot hits.svg
+  kvasir sim replay --trace sessions.jsonl --trace-format aiperf
   kvasir sim replay --trace agentic --requests 5000 --scheduled --prefill 0 --decode 1
   kvasir sim replay --trace conversation_trace.jsonl --scheduled --prefill 8 --decode 8
   kvasir sim replay --trace conversation_trace.jsonl --requests 1000 --bytes --scale 32 --capacity-blocks 5000`
@@ -92,18 +94,25 @@ func (c *replayCmd) Run(e *Env) error {
 		return err
 	}
 	began := time.Now()
-	requests, err := workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests})
-	if err != nil {
-		return asUsage(e, err)
-	}
-	if requests, err = workload.Scaled(requests, c.Scale); err != nil {
-		return usagef("--scale: %v", err)
-	}
+	trace := workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests, Format: c.Format}
 	var out replayed
-	out.Result, err = replay.Run(e.Ctx, requests, c.Capacity)
-	out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
-	if err == nil && (c.Scheduled || c.Bytes) {
-		out.Scheduled, err = c.schedule(e, requests)
+	var err error
+	if c.Scheduled || c.Bytes || c.Scale > 1 {
+		var requests []workload.Request
+		if requests, err = workload.Load(c.Trace, trace); err != nil {
+			return asUsage(e, err)
+		}
+		if requests, err = workload.Scaled(requests, c.Scale); err != nil {
+			return usagef("--scale: %v", err)
+		}
+		out.Result, err = replay.Run(e.Ctx, requests, c.Capacity)
+		out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
+		if err == nil && (c.Scheduled || c.Bytes) {
+			out.Scheduled, err = c.schedule(e, requests)
+		}
+	} else {
+		out.Result, err = replay.Stream(e.Ctx, workload.Stream(c.Trace, trace), c.Capacity)
+		out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
 	}
 	if err != nil && e.Ctx.Err() == nil {
 		return asUsage(e, err)

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package workload
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"container/heap"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"os"
+	"time"
+)
+
+// Limits of a trace that is streamed.
+const (
+	windowRequests = 1 << 18 // read ahead to put lines into order
+	windowBlocks   = 1 << 23 // names of their blocks: 64 MiB
+	maxSessions    = 1 << 20
+)
+
+// tokenTime is what a simulation without an engine takes for a generated token: a later turn of a session comes its delay
+// after the estimated end of the turn before it.
+const tokenTime = 20 * time.Millisecond
+
+// Reader reads a trace line by line. It keeps a line, and of sessions what their next turns continue.
+type Reader struct {
+	o        TraceOptions
+	s        *bufio.Scanner
+	line     int // of the last request
+	requests int
+	chats    int // conversations
+	sessions map[string]*session
+	kept     int // blocks of the sessions' prompts
+}
+
+// NewReader returns a Reader of a trace. Error: ErrTrace for options that cannot be used.
+func NewReader(r io.Reader, o TraceOptions) (*Reader, error) {
+	if err := o.defaults(); err != nil {
+		return nil, err
+	}
+	t := &Reader{o: o, s: bufio.NewScanner(r), sessions: make(map[string]*session)}
+	t.s.Buffer(nil, maxTraceLine)
+	return t, nil
+}
+
+// Line returns the number of the line of the last request.
+func (t *Reader) Line() int { return t.line }
+
+// Next returns the next request, in the order of the file; io.EOF after the last one, or after TraceOptions.Max. Other errors wrap
+// ErrTrace and name the line.
+func (t *Reader) Next() (Request, error) {
+	if t.o.Max > 0 && t.requests == t.o.Max {
+		return Request{}, io.EOF
+	}
+	for t.s.Scan() {
+		t.line++
+		text := bytes.TrimSpace(t.s.Bytes())
+		if len(text) == 0 {
+			continue
+		}
+		q, err := t.parse(text)
+		if err != nil {
+			return Request{}, fmt.Errorf("%w: line %d: %w", ErrTrace, t.line, err)
+		}
+		t.requests++
+		return q, nil
+	}
+	t.line++
+	switch err := t.s.Err(); {
+	case errors.Is(err, bufio.ErrTooLong):
+		return Request{}, fmt.Errorf("%w: line %d is longer than %d bytes", ErrTrace, t.line, maxTraceLine)
+	case err != nil:
+		return Request{}, fmt.Errorf("%w: line %d: %w", ErrTrace, t.line, err)
+	case t.requests == 0:
+		return Request{}, fmt.Errorf("%w: no requests", ErrTrace)
+	}
+	return Request{}, io.EOF
+}
+
+// InOrder returns the requests in the order of their arrivals. It reads ahead 262,144 requests, or 8,388,608 names of blocks: a
+// shorter trace may have its lines in any order. A line that should have come before one that was already returned is an
+// error that names it. The sequence ends with its first error.
+func (t *Reader) InOrder() iter.Seq2[Request, error] {
+	return func(yield func(Request, error) bool) {
+		var ahead byArrival
+		blocks, last := 0, time.Duration(0)
+		first := func() bool {
+			q := heap.Pop(&ahead).(numbered)
+			blocks, last = blocks-len(q.Blocks), q.Arrival
+			return yield(q.Request, nil)
+		}
+		for n := 0; ; n++ {
+			q, err := t.Next()
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			if err == nil && q.Arrival < last {
+				err = fmt.Errorf("%w: line %d: its request comes at %v, and one at %v was already played: sort the trace by time", ErrTrace, t.line, q.Arrival, last)
+			}
+			if err != nil {
+				yield(Request{}, err)
+				return
+			}
+			heap.Push(&ahead, numbered{q, n})
+			for blocks += len(q.Blocks); len(ahead) > t.o.window || blocks > t.o.windowBlocks; {
+				if !first() {
+					return
+				}
+			}
+		}
+		for len(ahead) > 0 {
+			if !first() {
+				return
+			}
+		}
+	}
+}
+
+// numbered is a request with its place in the file.
+type numbered struct {
+	Request
+	n int
+}
+
+// byArrival is a heap of requests. Of equal arrivals the first in the file comes first.
+type byArrival []numbered
+
+func (b byArrival) Len() int { return len(b) }
+
+func (b byArrival) Less(i, j int) bool {
+	return cmp.Or(cmp.Compare(b[i].Arrival, b[j].Arrival), cmp.Compare(b[i].n, b[j].n)) < 0
+}
+
+func (b byArrival) Swap(i, j int) { b[i], b[j] = b[j], b[i] }
+
+func (b *byArrival) Push(x any) { *b = append(*b, x.(numbered)) }
+
+func (b *byArrival) Pop() any {
+	last := len(*b) - 1
+	x := (*b)[last]
+	(*b)[last] = numbered{}
+	*b = (*b)[:last]
+	return x
+}
+
+// Stream is Load for a trace that memory need not hold: it returns the requests in the order of their arrivals while the file is
+// read. The file is open while the sequence runs. Errors are those of Load and of Reader.InOrder, with the file's name.
+func Stream(name string, o TraceOptions) iter.Seq2[Request, error] {
+	return func(yield func(Request, error) bool) {
+		if name == Agentic {
+			list, err := Load(name, o)
+			if err != nil {
+				yield(Request{}, err)
+			}
+			for i := range list {
+				if !yield(list[i], nil) {
+					return
+				}
+			}
+			return
+		}
+		f, err := os.Open(name)
+		if err != nil {
+			yield(Request{}, err)
+			return
+		}
+		defer f.Close()
+		o.TokenTime = cmp.Or(o.TokenTime, tokenTime)
+		t, err := NewReader(bufio.NewReaderSize(f, 1<<20), o)
+		if err != nil {
+			yield(Request{}, err)
+			return
+		}
+		for q, err := range t.InOrder() {
+			if err != nil {
+				err = fmt.Errorf("%s: %w", name, err)
+			}
+			if !yield(q, err) {
+				return
+			}
+		}
+	}
+}
