@@ -99,3 +99,30 @@ func TestMissingTestsAreFound(t *testing.T) {
 	f("`internal/none.TestMissingTestsAreFound`", 1, 1)
 	f("`internal/arch.hasTest` TestNone", 0, 0)
 }
+
+// Each format of docs/formats/versions.md says what a build does with a later version, and names tests that exist.
+func TestFormatsHaveTests(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(root, "docs/formats/versions.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	packages := read(t)
+	rows := 0
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
+		if !strings.HasPrefix(line, "|") || strings.HasPrefix(line, "| ---") || strings.HasPrefix(line, "| format |") {
+			continue
+		}
+		rows++
+		if len(cells) != 4 {
+			t.Errorf("%q has %d cells", cells[0], len(cells))
+			continue
+		}
+		if missing, named := missingTests(packages, cells[3]); len(missing) > 0 || named == 0 {
+			t.Errorf("%q names %d tests; missing: %v", cells[0], named, missing)
+		}
+	}
+	if rows < 13 {
+		t.Errorf("only %d formats found: the reader of the page is broken", rows)
+	}
+}

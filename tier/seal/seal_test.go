@@ -103,6 +103,27 @@ func TestLengths(t *testing.T) {
 	}
 }
 
+// A header of a later version is told from a damaged one, whatever follows its version.
+func TestObjectsOfALaterVersionAreMisses(t *testing.T) {
+	b := make([]byte, headerBytes)
+	h := header{size: 100}
+	h.put(b)
+	b[8] = version + 1
+	if _, err := parseHeader(b); !errors.Is(err, errNewer) {
+		t.Errorf("%v", err)
+	}
+	for i := 9; i < headerBytes; i++ {
+		b[i] = 0xff
+	}
+	if _, err := parseHeader(b); !errors.Is(err, errNewer) {
+		t.Errorf("with another form: %v", err)
+	}
+	b[8] = 0
+	if _, err := parseHeader(b); !errors.Is(err, errDamaged) {
+		t.Errorf("version 0: %v", err)
+	}
+}
+
 // FuzzHeader: what is read as a header is written as it was read, and opens nothing.
 func FuzzHeader(f *testing.F) {
 	k := oneKey(1)
