@@ -59,30 +59,35 @@ func hasTest(p *goPackage, name string) bool {
 	return false
 }
 
-// Each promise of docs/reliability.md has all its cells, and names tests that exist.
+// Each promise of the pages about reliability has all its cells, and names tests that exist.
 func TestPromisesHaveTests(t *testing.T) {
-	text, err := os.ReadFile(filepath.Join(root, "docs/reliability.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
 	packages := read(t)
-	rows := promises(string(text))
-	if len(rows) < 40 {
-		t.Fatalf("only %d promises found: the reader of the page is broken", len(rows))
+	f := func(page string, least int) {
+		t.Helper()
+		text, err := os.ReadFile(filepath.Join(root, page))
+		if err != nil {
+			t.Fatal(err)
+		}
+		rows := promises(string(text))
+		if len(rows) < least {
+			t.Fatalf("%s: only %d promises found: the reader of the page is broken", page, len(rows))
+		}
+		for _, row := range rows {
+			if len(row) != 5 {
+				t.Errorf("%q has %d cells", row[0], len(row))
+				continue
+			}
+			missing, named := missingTests(packages, row[4])
+			if named == 0 {
+				t.Errorf("%q names no test", row[0])
+			}
+			for _, m := range missing {
+				t.Errorf("%q names the test %s, which does not exist", row[0], m)
+			}
+		}
 	}
-	for _, row := range rows {
-		if len(row) != 5 {
-			t.Errorf("%q has %d cells", row[0], len(row))
-			continue
-		}
-		missing, named := missingTests(packages, row[4])
-		if named == 0 {
-			t.Errorf("%q names no test", row[0])
-		}
-		for _, m := range missing {
-			t.Errorf("%q names the test %s, which does not exist", row[0], m)
-		}
-	}
+	f("docs/reliability.md", 40)
+	f("docs/reliability-parts.md", 25)
 }
 
 func TestMissingTestsAreFound(t *testing.T) {
