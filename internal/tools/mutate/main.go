@@ -6,7 +6,7 @@
 //	go run ./internal/tools/mutate -seed 1 -n 300 -judges ./server/admin,./server/workers ./store ./store/pool ./server
 //
 // A mutant is judged by the tests of its package, then by those of the judges and of the
-// given packages that import it, directly or not. Tests that run much longer than
+// given packages that import it, directly or not, or whose tests do. Tests that run much longer than
 // without a change have noticed it. Sources stay as they are: the compiler
 // gets the changed file as an overlay. Mutants that do not compile do not count, nor
 // do those that equivalent.txt names with a reason why no test can notice them.
@@ -258,13 +258,13 @@ func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 }
 
 // importers returns for each directory which of the judges' tests judge it: its
-// own, then those of its importers.
+// own, then those of its importers, and those whose tests import it.
 func importers(dirs, judges []string) (map[string][]string, error) {
 	out := map[string][]string{}
 	deps := map[string][]string{}
 	paths := map[string]string{}
 	for _, dir := range judges {
-		list, err := exec.Command("go", "list", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output()
+		list, err := exec.Command("go", "list", "-test", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output() // the package first, then its tests
 		if err != nil {
 			return nil, fmt.Errorf("go list %s: %w", dir, err)
 		}
