@@ -19,7 +19,7 @@ var fuzzed = map[string]string{
 	"internal/http1":               "FuzzAnswer",
 	"internal/openai":              "FuzzEnd FuzzReader FuzzScan FuzzSequences FuzzSetCached",
 	"internal/resp":                "FuzzConn",
-	"internal/statefile":           "FuzzOpen",
+	"internal/statefile":           "FuzzParse",
 	"kv":                           "FuzzParseKey",
 	"kv/coordinator":               "FuzzCases FuzzParseLayout FuzzSets",
 	"kv/event":                     "FuzzDecode",
