@@ -210,7 +210,11 @@ func (p *part) reason() string {
 }
 
 // words in a log that are violations whenever they come.
-var words = []string{"panic:", "fatal error:", "DATA RACE", "BUG:", "level=ERROR msg=\"panic"}
+var words = []string{"panic:", "fatal error:", "DATA RACE", "BUG:", "level=ERROR msg=\"panic", wrongBytes}
+
+// wrongBytes is what an engine logs that was given KV which is not its tokens'. A request that fails by it may be tried again
+// elsewhere, or fail near a fault, and kill -9 ends the engine's counters: only the log has all of them.
+const wrongBytes = "wrong KV bytes"
 
 // scan looks for such words.
 func (p *part) scan() error {

@@ -306,9 +306,17 @@ func (s *soak) cycle(ctx context.Context, c int) {
 	s.load.paused.Store(false)
 }
 
-// churn ends all connections of all hosts again and again under load, so that what is left behind by each of them shows in the sizes.
+// churn ends connections of all kinds again and again under load, so that what is left behind by each of them shows in the sizes.
 func (s *soak) churn(ctx context.Context) {
 	const times, pause = 40, 700 * time.Millisecond
+	for _, p := range s.parts {
+		if p.kind == "redis" || ctx.Err() != nil {
+			continue
+		}
+		if err := s.visit(ctx, p, times); err != nil {
+			s.logf("no connections are cut at %s, so what each leaves behind is not looked for: %v", p.name, err)
+		}
+	}
 	for _, host := range []string{"h1", "h2", "r"} {
 		defer s.windows.open(fault{Kind: "reset", Target: host})()
 	}
