@@ -148,9 +148,9 @@ func TestListening(t *testing.T) {
 // A request that fails by KV of other tokens is found in the engine's log, also when it failed near a fault or was tried again, and
 // the engine was killed since.
 func TestScanFindsWrongBytes(t *testing.T) {
-	p := &part{log: filepath.Join(t.TempDir(), "d1.log")}
 	f := func(text string, want bool) {
 		t.Helper()
+		p := &part{log: filepath.Join(t.TempDir(), "d1.log")}
 		if err := os.WriteFile(p.log, []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -168,5 +168,45 @@ func TestStrangersHurtNobody(t *testing.T) {
 		if f.hurts() || f.refusesStarts() {
 			t.Errorf("%v explains a failure", f)
 		}
+	}
+}
+
+// A log is read on from where the last look ended, and a line that was not whole is looked at again.
+func TestScanGoesOn(t *testing.T) {
+	p := &part{log: filepath.Join(t.TempDir(), "d1.log")}
+	f := func(text string, want bool) {
+		t.Helper()
+		if err := os.WriteFile(p.log, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.scan() != nil; got != want {
+			t.Errorf("%q: %v, want %v", text, got, want)
+		}
+	}
+	f("one\nwrong K", false)
+	f("one\nwrong KV bytes\n", true)
+	f("one\nwrong KV bytes\ntwo\n", false)
+}
+
+// Of a failed run only the faults of the failed cycle that began before the failure are tried.
+func TestOneCycle(t *testing.T) {
+	dir := t.TempDir()
+	faults := []fault{{Cycle: 0, At: 1}, {Cycle: 1, At: time.Second, Kind: "a"}, {Cycle: 1, At: 5 * time.Second, Kind: "b"}, {Cycle: 2, At: 1}}
+	if got := oneCycle(faults, dir); len(got) != 1 || got[0].At != 1 {
+		t.Errorf("without a record: %v", got)
+	}
+	if err := writeJSON(filepath.Join(dir, "record.json"), record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}); err != nil {
+		t.Fatal(err)
+	}
+	if got := oneCycle(faults, dir); len(got) != 1 || got[0].Kind != "a" || got[0].Cycle != 0 {
+		t.Errorf("with a record: %v", got)
+	}
+}
+
+// Kills are counted in all, and those of parts that all others share.
+func TestKilled(t *testing.T) {
+	r := record{Kills: map[string]int{"node": 9, "redis": 2, "relay": 1, "registry": 3, "proxy": 4}}
+	if all, single := r.killed(); all != 19 || single != 6 {
+		t.Errorf("%d kills, %d of single points", all, single)
 	}
 }
