@@ -8,9 +8,10 @@ COLD ?= 1
 MUTANTS ?= 300
 SEED ?= 1
 PICTURES ?=
+PREVIOUS ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page docs site fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak soak-share fuzz mutants page docs site fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -67,6 +68,9 @@ soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of
 	SOAK=$(SOAK) CGO_ENABLED=0 $(GO) test -count=1 -timeout 3600s -run 'TestSoak|TestCrashes' ./tier/disk
 	CAP=$(CAP) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 3600s -run TestCap ./tier/disk
 	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
+
+soak-share: build ## three minutes of interop/soak with all its faults, as root (PREVIOUS=binary of the previous release, SEED); .ci/run does not run it yet
+	$(GO) run ./interop/soak -for 3m -seed $(SEED) -previous "$(PREVIOUS)"
 
 page: have-go ## click through the admin page in headless Chromium, and measure it; PICTURES=FOLDER takes pictures of the server at $$KVASIR_PAGE
 	KVASIR_PAGE_COST=1 KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 900s -run TestPage ./server/admin

@@ -129,6 +129,9 @@ var (
 	// ErrSealed, beside ErrNotKept, says that an encrypted object is there: a plain one never replaces it.
 	ErrSealed = errors.New("tier: an encrypted object is there, and this server has no key")
 
+	// ErrNewer, beside ErrNotKept, says that an object of a later release is there: it is a miss, and stays as it is.
+	ErrNewer = errors.New("tier: a later release wrote the object that is there")
+
 	// ErrResting means that a place is left alone after failures, or is not there now; it
 	// may be asked again later.
 	ErrResting = errors.New("tier: it rests")

@@ -55,7 +55,7 @@ var thirdParty = map[string][]string{
 	"go.uber.org/goleak":                  {"internal/testkit"},
 	"go.yaml.in/yaml/v3":                  {"cmd"},
 	"golang.org/x/crypto":                 {"zmtp"}, // boxes of NaCl, for CURVE
-	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier"},
+	"golang.org/x/sys":                    {"cmd", "internal", "interop", "mooncake/transfer/bench", "server", "store", "tier"},
 }
 
 // unsafePackages may import unsafe: one maps memory, one reads and writes files past the page cache.

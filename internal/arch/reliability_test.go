@@ -59,30 +59,35 @@ func hasTest(p *goPackage, name string) bool {
 	return false
 }
 
-// Each promise of docs/reliability.md has all its cells, and names tests that exist.
+// Each promise of the pages about reliability has all its cells, and names tests that exist.
 func TestPromisesHaveTests(t *testing.T) {
-	text, err := os.ReadFile(filepath.Join(root, "docs/reliability.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
 	packages := read(t)
-	rows := promises(string(text))
-	if len(rows) < 40 {
-		t.Fatalf("only %d promises found: the reader of the page is broken", len(rows))
+	f := func(page string, least int) {
+		t.Helper()
+		text, err := os.ReadFile(filepath.Join(root, page))
+		if err != nil {
+			t.Fatal(err)
+		}
+		rows := promises(string(text))
+		if len(rows) < least {
+			t.Fatalf("%s: only %d promises found: the reader of the page is broken", page, len(rows))
+		}
+		for _, row := range rows {
+			if len(row) != 5 {
+				t.Errorf("%q has %d cells", row[0], len(row))
+				continue
+			}
+			missing, named := missingTests(packages, row[4])
+			if named == 0 {
+				t.Errorf("%q names no test", row[0])
+			}
+			for _, m := range missing {
+				t.Errorf("%q names the test %s, which does not exist", row[0], m)
+			}
+		}
 	}
-	for _, row := range rows {
-		if len(row) != 5 {
-			t.Errorf("%q has %d cells", row[0], len(row))
-			continue
-		}
-		missing, named := missingTests(packages, row[4])
-		if named == 0 {
-			t.Errorf("%q names no test", row[0])
-		}
-		for _, m := range missing {
-			t.Errorf("%q names the test %s, which does not exist", row[0], m)
-		}
-	}
+	f("docs/reliability.md", 40)
+	f("docs/reliability-parts.md", 25)
 }
 
 func TestMissingTestsAreFound(t *testing.T) {
@@ -98,4 +103,31 @@ func TestMissingTestsAreFound(t *testing.T) {
 	f("`internal/arch.TestNone`, `internal/arch.TestMissingTestsAreFound`", 1, 2)
 	f("`internal/none.TestMissingTestsAreFound`", 1, 1)
 	f("`internal/arch.hasTest` TestNone", 0, 0)
+}
+
+// Each format of docs/formats/versions.md says what a build does with a later version, and names tests that exist.
+func TestFormatsHaveTests(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(root, "docs/formats/versions.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	packages := read(t)
+	rows := 0
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
+		if !strings.HasPrefix(line, "|") || strings.HasPrefix(line, "| ---") || strings.HasPrefix(line, "| format |") {
+			continue
+		}
+		rows++
+		if len(cells) != 4 {
+			t.Errorf("%q has %d cells", cells[0], len(cells))
+			continue
+		}
+		if missing, named := missingTests(packages, cells[3]); len(missing) > 0 || named == 0 {
+			t.Errorf("%q names %d tests; missing: %v", cells[0], named, missing)
+		}
+	}
+	if rows < 13 {
+		t.Errorf("only %d formats found: the reader of the page is broken", rows)
+	}
 }

@@ -100,6 +100,11 @@ func (f *File) read() ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read state file: %w", err)
 	}
+	return f.parse(b)
+}
+
+// parse returns the document of a file's bytes. Error: *Error.
+func (f *File) parse(b []byte) ([]byte, error) {
 	head, doc, ok := bytes.Cut(b, []byte("\n"))
 	sum, known := bytes.CutPrefix(head, []byte(f.magic+" "))
 	doc = bytes.TrimSuffix(doc, []byte("\n"))
@@ -127,10 +132,15 @@ func newer(head []byte, magic string) bool {
 	return ok && err == nil && ourErr == nil && theirs > ours
 }
 
+// text is what a file has with a document.
+func (f *File) text(doc []byte) []byte {
+	b := fmt.Appendf(nil, "%s %08x\n", f.magic, crc32.Checksum(doc, castagnoli))
+	return append(append(b, doc...), '\n')
+}
+
 // Write replaces the document, which must not end in a newline.
 func (f *File) Write(doc []byte) error {
-	b := fmt.Appendf(nil, "%s %08x\n", f.magic, crc32.Checksum(doc, castagnoli))
-	b = append(append(b, doc...), '\n')
+	b := f.text(doc)
 	if int64(len(b)) > f.max {
 		return fmt.Errorf("%d bytes are more than are read back, %d", len(b), f.max)
 	}

@@ -13,6 +13,7 @@ import glob
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -312,6 +313,8 @@ def relayed():
             d.ask(words(40, "unknown"), 3, {**again, "transfer_id": "unknown"}, timeout=20)
         fetch(f"http://127.0.0.1:{relay}/metrics")
         p.stop(signal.SIGKILL)
+        time.sleep(1.2)  # the relay asks P's registry again
+        quietly(fetch, f"http://127.0.0.1:{relay}/query")
         p = Engine(MOONCAKE, "kv_producer", engine_id="p", flags=["--tensor-parallel-size", 2, *groups], **env)
         pair(p, d, f"http://127.0.0.1:{relay}", "life2", 300, engine=json.loads(fetch(f"http://127.0.0.1:{relay}/query"))["0"]["engine_id"])
         for x in (d, r, p):
@@ -372,6 +375,32 @@ def cache_server(mode, flags, more=(), events=False, extra=None, servers=1, bloc
     fetch(b.url + "/reset_prefix_cache", {"x": 1})
     b.ask(words(293, 0), 4)
     b.idle()
+
+
+def silent_server():
+    """A cache server that stands still: clients leave during a lookup, and loads fail."""
+    s, port, _ = server(gb="0.25")
+    keys = {"lmcache.mp.server_urls": f"tcp://127.0.0.1:{port}", "lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.heartbeat_interval": 0.2, "lmcache.mp.mq_timeout": 0.5}
+    e = Engine(LMCACHE, extra=keys, flags=["--layers", 32, "--kv-heads", 16, "--head-bytes", 256, "--num-gpu-blocks-override", 100, "--max-model-len", 1500])
+    rnd = random.Random(1)
+    e.ask(words(600, "still"), 4)
+    e.idle()
+    # 75 MB take some tens of milliseconds; which moment is one of them depends on the machine.
+    for i in range(60):
+        fetch(e.url + "/reset_prefix_cache", {"x": 1})
+        t = threading.Thread(target=quietly, args=(e.ask, words(600, "still"), 4))
+        t.start()
+        time.sleep(rnd.uniform(0, 0.05))
+        s.p.send_signal(signal.SIGSTOP)
+        if i == 0:
+            e.leave(words(700, "leaves"))
+        time.sleep(0.7)
+        s.p.send_signal(signal.SIGCONT)
+        t.join()
+        until("the server is healthy", lambda: figure(e.url, "kvasir_connector_server_healthy") >= 1, 60)
+        if figure(e.url, "kvasir_connector_failed_loads_total") > 0:
+            break
+    e.idle()
 
 
 def full_pool():
@@ -682,6 +711,7 @@ def scenarios():
     yield "cache server, stages", lambda: cache_server("engine_driven", ["--pipeline-parallel-size", 2, "--tensor-parallel-size", 2])
     yield "two cache servers", lambda: cache_server("engine_driven", ["--tensor-parallel-size", 2], servers=2)
     yield "a memory so small that requests are preempted", lambda: cache_server("engine_driven", ["--max-num-batched-tokens", 96], blocks=100, extra={"lmcache.mp.mq_timeout": 5})
+    yield "a server that stands still", silent_server
     yield "a full pool", full_pool
     yield "connectors beside each other", multi
     for python in PYTHONS:

@@ -24,6 +24,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -43,7 +44,55 @@ type recorded struct {
 	Answer     string            // its answer
 	Attributes map[string]string // of the directory's files by name, hexadecimal
 	Redis      map[string]string // values by name, hexadecimal
+	S3         map[string]object // of a bucket, by name
 	Events     []string          // payloads of KV events, hexadecimal
+}
+
+// object is an object of the bucket.
+type object struct{ Meta, Body string } // x-amz-meta-kvasir; hexadecimal
+
+// bucket is an object store that keeps what is put, /b.
+type bucket struct {
+	mu  sync.Mutex
+	all map[string]object
+}
+
+func (s *bucket) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	name := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/b"), "/")
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	o, there := s.all[name]
+	switch {
+	case r.Method == http.MethodPut:
+		b, err := io.ReadAll(r.Body)
+		if err != nil {
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+		s.all[name] = object{r.Header.Get("X-Amz-Meta-Kvasir"), hex.EncodeToString(b)}
+	case name == "":
+		fmt.Fprint(w, "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+	case !there:
+		w.WriteHeader(http.StatusNotFound)
+	default:
+		b, _ := hex.DecodeString(o.Body) // it was encoded here
+		w.Header().Set("X-Amz-Meta-Kvasir", o.Meta)
+		w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+		_, _ = w.Write(b)
+	}
+}
+
+// objects are those with the chunks.
+func (s *bucket) objects() map[string]object {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := map[string]object{}
+	for name, o := range s.all {
+		if o.Meta != "" {
+			out[name] = o
+		}
+	}
+	return out
 }
 
 type recorder struct {
@@ -95,7 +144,7 @@ func run(binary, commit, to string) (err error) {
 // start starts a process; end sends it a signal and waits.
 func (r *recorder) start(name string, args ...string) (end func(os.Signal), err error) {
 	cmd := exec.Command(name, args...)
-	cmd.Stderr, cmd.Env = os.Stderr, append(os.Environ(), "VLLM_HOST_IP=127.0.0.1")
+	cmd.Stderr, cmd.Env = os.Stderr, append(os.Environ(), "VLLM_HOST_IP=127.0.0.1", "AWS_ACCESS_KEY_ID=id", "AWS_SECRET_ACCESS_KEY=secret")
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
@@ -164,6 +213,9 @@ func (r *recorder) play() error {
 	if err := await("redis-server", func() error { _, err := values(redis); return err }); err != nil {
 		return err
 	}
+	objects := &bucket{all: map[string]object{}}
+	web3 := httptest.NewServer(objects)
+	defer web3.Close()
 	endRegistry, err := r.start(r.binary, "bootstrap", "--port", registry, "--state", at("registry"))
 	if err != nil {
 		return err
@@ -171,6 +223,7 @@ func (r *recorder) play() error {
 	endServer, err := r.start(r.binary, "server", "--host", "127.0.0.1", "--port", port, "--http-port", web, "--l1-size-gb", "1MiB", "--chunk-size", "64",
 		"--shm-name", "kvasir_formats"+port, "--disk", at("disk"), "--disk-gb", "0.0625", "--disk-first-touch", "--state", at("tenants"),
 		"--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, at("fs")), "--l2-adapter", `{"type":"redis","host":"127.0.0.1","port":`+redis+`}`,
+		"--l2-adapter", fmt.Sprintf(`{"type":"s3_native","s3_endpoint":%q,"s3_bucket":"b"}`, web3.URL),
 		"--kv-events", "tcp://127.0.0.1:"+events)
 	if err != nil {
 		return err
@@ -215,6 +268,15 @@ func (r *recorder) play() error {
 	if err != nil {
 		return err
 	}
+	err = await("objects in the bucket", func() error {
+		if r.out.S3 = objects.objects(); len(r.out.S3) < 5 {
+			return fmt.Errorf("%d objects", len(r.out.S3))
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
 	time.Sleep(3 * time.Second) // checksums of the pool, the note, events
 	for name, suffix := range map[string]string{"pool": "", "pool.kvasir": ".kvasir", "pool.workers": ".workers"} {
 		if err := copyFile(shm+suffix, at(name)); err != nil { // as a kill leaves them
@@ -223,7 +285,30 @@ func (r *recorder) play() error {
 	}
 	endServer(syscall.SIGTERM)
 	endRegistry(syscall.SIGTERM)
-	return r.attributes(at("fs"))
+	return errors.Join(r.attributes(at("fs")), r.generations(at("cleared")))
+}
+
+// generations makes the file that a clear leaves in a directory.
+func (r *recorder) generations(dir string) error {
+	port, web := freePort(), freePort()
+	end, err := r.start(r.binary, "server", "--host", "127.0.0.1", "--port", port, "--http-port", web, "--l1-size-gb", "1MiB", "--chunk-size", "64",
+		"--shm-name", "kvasir_formats"+port, "--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, dir))
+	if err != nil {
+		return err
+	}
+	defer func() {
+		for _, suffix := range []string{"", ".kvasir", ".workers"} {
+			_ = os.Remove("/dev/shm/lmcache_l1_pool_kvasir_formats" + port + suffix)
+		}
+	}()
+	if err := await("server", func() error { _, err := ask("GET", "http://127.0.0.1:"+web+"/readyz", ""); return err }); err != nil {
+		return err
+	}
+	if _, err := ask("POST", "http://127.0.0.1:"+web+"/cache/clear", `{"force":true}`); err != nil {
+		return err
+	}
+	end(syscall.SIGTERM)
+	return nil
 }
 
 // follow collects the payloads of KV events.

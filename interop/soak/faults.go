@@ -56,6 +56,8 @@ var kinds = []struct {
 	{"half", 3, []string{"h1", "h2", "r"}},
 	{"slow", 2, []string{"h1", "h2", "r"}},
 	{"reset", 3, []string{"h1", "h2", "r"}},
+	{"strangers", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2"}},
+	{"leave", 3, []string{"clients"}},
 	{"disk-full", 2, []string{"disk1", "disk2", "fs2"}},
 	{"read-only", 2, []string{"fs2"}},
 	{"redis-oom", 2, []string{"redis"}},
@@ -102,8 +104,8 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
-			if k.name == "stop" && rnd.IntN(3) == 0 {
-				f.For += 8 * time.Second // longer than an engine waits for a transfer
+			if (k.name == "stop" || k.name == "slow") && rnd.IntN(3) == 0 {
+				f.For += 8 * time.Second // longer than an engine waits for a transfer; over a slow link it gives up in the middle of one
 			}
 			f.For = min(f.For, ends-at)
 			busy := slices.ContainsFunc(faults, func(g fault) bool { // one of a kind at one target at a time
@@ -128,11 +130,14 @@ type window struct {
 // hurts reports whether requests may fail with an error because of a fault. Nodes, tiers and memory
 // cost misses and time, never a request.
 func (f fault) hurts() bool {
-	if f.Kind == "shm-full" { // engines and the relay do not start
+	switch f.Kind {
+	case "shm-full": // engines and the relay do not start
 		return true
+	case "strangers":
+		return false
 	}
 	switch f.Target {
-	case "node1", "node2", "redis", "r", "disk1", "disk2", "fs2", "shm":
+	case "node1", "node2", "redis", "r", "disk1", "disk2", "fs2", "shm", "clients":
 		return false
 	}
 	return true
@@ -236,6 +241,12 @@ func (s *soak) apply(ctx context.Context, f fault) error {
 		return s.redis("FLUSHALL")
 	case "fds":
 		return s.exhaust(ctx, f)
+	case "strangers":
+		return s.strangers(ctx, f)
+	case "leave":
+		s.load.leaving.Store(true)
+		defer s.load.leaving.Store(false)
+		wait(ctx, f.For)
 	case "clear", "quota", "resize":
 		s.operate(ctx, f)
 	default:

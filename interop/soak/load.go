@@ -44,7 +44,9 @@ type load struct {
 	paused atomic.Bool
 	flying atomic.Int64
 	strict atomic.Bool // a quiet time: nothing may fail
-	wg     sync.WaitGroup
+	// leaving makes half of the clients leave, each at a moment of its own: most while an engine looks up, loads or computes the prompt.
+	leaving atomic.Bool
+	wg      sync.WaitGroup
 
 	mu     sync.Mutex
 	recent [][]uint32 // prompts that were answered last
@@ -159,12 +161,15 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	case 1: // several answers to a prompt: D alone
 		r.n = 2
 	}
-	proxy, leaves := i%2, rnd.IntN(20) == 0
+	proxy, leaves, latest := i%2, rnd.IntN(20) == 0, 200
+	if l.leaving.Load() {
+		leaves, latest = leaves || rnd.IntN(2) == 0, 40
+	}
 	strict, began := l.strict.Load(), time.Now()
 	rctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	if leaves {
-		time.AfterFunc(time.Duration(rnd.IntN(200))*time.Millisecond, cancel)
+		time.AfterFunc(time.Duration(rnd.IntN(latest*1000))*time.Microsecond, cancel)
 	}
 	got := l.send(rctx, i, proxy, &r)
 	took := time.Since(began)

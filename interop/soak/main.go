@@ -184,6 +184,7 @@ func inner(ctx context.Context, o *options) error {
 	if err != nil {
 		s.record.Failure = err.Error()
 	}
+	_, s.record.Single = s.record.killed()
 	if werr := writeJSON(filepath.Join(o.dir, "record.json"), &s.record); werr != nil {
 		err = errors.Join(err, werr)
 	}

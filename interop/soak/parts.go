@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"os"
@@ -28,7 +29,11 @@ type part struct {
 	env    []string
 	log    string
 	clock  string // file with the seconds that its wall clock is ahead, in a build with -clocks
-	mu     struct {
+
+	scanning sync.Mutex
+	scanned  int64 // bytes of the log, under scanning
+
+	mu struct {
 		sync.Mutex
 		cmd     *exec.Cmd
 		ended   chan struct{} // closed when cmd has ended
@@ -210,14 +215,27 @@ func (p *part) reason() string {
 }
 
 // words in a log that are violations whenever they come.
-var words = []string{"panic:", "fatal error:", "DATA RACE", "BUG:", "level=ERROR msg=\"panic"}
+var words = []string{"panic:", "fatal error:", "DATA RACE", "BUG:", "level=ERROR msg=\"panic", wrongBytes}
 
-// scan looks for such words.
+// wrongBytes is what an engine logs that was given KV which is not its tokens'. A request that fails by it may be tried again
+// elsewhere, or fail near a fault, and kill -9 ends the engine's counters: only the log has all of them.
+const wrongBytes = "wrong KV bytes"
+
+// scan looks for such words in what the log has gained since it was called last.
 func (p *part) scan() error {
-	b, err := os.ReadFile(p.log)
+	p.scanning.Lock()
+	defer p.scanning.Unlock()
+	f, err := os.Open(p.log)
 	if err != nil {
 		return err
 	}
+	defer f.Close()
+	b, err := io.ReadAll(io.NewSectionReader(f, p.scanned, 1<<62))
+	if err != nil {
+		return err
+	}
+	whole := bytes.LastIndexByte(b, '\n') + 1 // a line that is being written is read again
+	p.scanned += int64(whole)
 	for _, w := range words {
 		if i := bytes.Index(b, []byte(w)); i >= 0 {
 			line, _, _ := strings.Cut(string(b[i:min(len(b), i+300)]), "\n")

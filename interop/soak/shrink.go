@@ -10,6 +10,9 @@ import (
 	"time"
 )
 
+// replays is how often the shortest schedule is played, to see how often it fails.
+const replays = 5
+
 // shrink leaves faults out as long as the run still breaks a promise, and writes the shortest schedule that does.
 func shrink(ctx context.Context, o *options) error {
 	if o.replay == "" {
@@ -31,6 +34,7 @@ func shrink(ctx context.Context, o *options) error {
 		t := s
 		t.Faults, t.For = faults, min(s.For, 2*time.Minute)
 		t.Cycle = min(t.Cycle, t.For)
+		t.For = t.Cycle // one cycle
 		one := *o
 		one.shrink, one.length = false, t.For
 		one.dir = filepath.Join(o.dir, fmt.Sprintf("try%d", tries))
@@ -45,7 +49,7 @@ func shrink(ctx context.Context, o *options) error {
 		fmt.Printf("try %d: %d faults, fails: %v\n", tries, len(faults), failed)
 		return failed
 	}
-	faults := oneCycle(s.Faults, o.dir)
+	faults := oneCycle(s.Faults, filepath.Dir(o.replay))
 	if len(faults) > 0 && !fails(faults) {
 		return fmt.Errorf("the cycle that failed passes alone: replay %s as it is", o.replay)
 	}
@@ -60,21 +64,29 @@ func shrink(ctx context.Context, o *options) error {
 		fmt.Println(" ", f)
 	}
 	fmt.Printf("%d faults after %d tries: -replay %s\n", len(faults), tries, to)
+	failed := 0
+	for range replays {
+		if fails(faults) {
+			failed++
+		}
+	}
+	fmt.Printf("%d of %d replays fail\n", failed, replays)
 	return ctx.Err()
 }
 
-// oneCycle returns the faults of the last cycle that has some, as those of cycle 0.
+// oneCycle returns the faults of the cycle that failed, as those of cycle 0: the one that the record beside the schedule names, else the
+// last one that has faults. Faults that began after the failure are left out.
 func oneCycle(faults []fault, dir string) (out []fault) {
-	last := 0
+	last, until := 0, time.Duration(1<<62)
 	for _, f := range faults {
 		last = max(last, f.Cycle)
 	}
 	var r record
-	if readJSON(filepath.Join(filepath.Dir(dir), "record.json"), &r) == nil && r.Cycles <= last {
-		last = r.Cycles
+	if readJSON(filepath.Join(dir, "record.json"), &r) == nil && r.FailedAt > 0 && r.Cycles <= last {
+		last, until = r.Cycles, r.FailedAt-r.CycleBegan
 	}
 	for _, f := range faults {
-		if f.Cycle == last {
+		if f.Cycle == last && f.At <= until {
 			f.Cycle = 0
 			out = append(out, f)
 		}

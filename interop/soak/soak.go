@@ -25,13 +25,30 @@ type record struct {
 	Hits       hits // of all answered requests
 	CalmHits   hits // of those that no fault was near
 	Faults     map[string]int
-	Kills      map[string]int // by kind of part
+	Kills      map[string]int // kill -9, by kind of part
+	Single     int            // of them, those of shared single points
 	Refused    int            // starts that were refused with a reason, as while /dev/shm is full
 	LeftOut    map[string]int // faults that this machine could not make
 	Lives      map[string]int
 	Sizes      map[string][2]size // at the start and at the end, idle
+	CycleBegan time.Duration      // of the last cycle, after the start of the run
+	FailedAt   time.Duration      // the first violation, after the start of the run
 	Violations []string
 	Failure    string
+}
+
+// singlePoints are the kinds of parts that all others share.
+var singlePoints = []string{"redis", "master", "registry", "relay"}
+
+// killed returns the number of kill -9, and of those of shared single points.
+func (r *record) killed() (all, single int) {
+	for kind, n := range r.Kills {
+		all += n
+		if slices.Contains(singlePoints, kind) {
+			single += n
+		}
+	}
+	return all, single
 }
 
 // soak is one run.
@@ -67,7 +84,7 @@ func newSoak(o *options) (*soak, error) {
 		if err := errors.Join(readJSON(at, s.schedule), readJSON(filepath.Join(o.dir, "record.json"), &s.record)); err != nil {
 			return nil, err
 		}
-		s.record.Violations, s.record.Failure = nil, ""
+		s.record.Violations, s.record.Failure, s.record.FailedAt = nil, "", 0
 	case o.replay != "":
 		s.schedule = &schedule{}
 		if err := readJSON(o.replay, s.schedule); err != nil {
@@ -118,6 +135,9 @@ func (s *soak) violation(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if len(s.record.Violations) == 0 {
+		s.record.FailedAt = time.Since(s.began)
+	}
 	s.logf("VIOLATION: %s", text)
 	s.record.Violations = append(s.record.Violations, fmt.Sprintf("%.3f %s", time.Since(s.began).Seconds(), text))
 	if !s.o.keepGoing {
@@ -168,6 +188,9 @@ func (s *soak) play(parent context.Context) error {
 		return err
 	}
 	s.load.start(ctx, s.o.clients)
+	var watching sync.WaitGroup
+	watching.Go(func() { s.watch(ctx) })
+	defer watching.Wait()
 	defer s.load.stop()
 	defer cancel()
 	if err := s.warm(ctx); err != nil {
@@ -223,6 +246,21 @@ func (s *soak) compareHits() error {
 	return nil
 }
 
+// watch looks into the logs of engines all the time, so that a run ends soon after wrong KV was used.
+func (s *soak) watch(ctx context.Context) {
+	for ctx.Err() == nil {
+		wait(ctx, time.Second)
+		for _, p := range s.parts {
+			if p.kind != "p" && p.kind != "d" {
+				continue
+			}
+			if err := p.scan(); err != nil {
+				s.violation("%v", err)
+			}
+		}
+	}
+}
+
 // start starts all parts in order.
 func (s *soak) start(ctx context.Context) error {
 	for _, p := range s.parts {
@@ -270,6 +308,9 @@ func (s *soak) warm(ctx context.Context) error {
 func (s *soak) cycle(ctx context.Context, c int) {
 	var wg sync.WaitGroup
 	start := time.Now()
+	s.mu.Lock()
+	s.record.CycleBegan = start.Sub(s.began)
+	s.mu.Unlock()
 	for _, f := range s.schedule.Faults {
 		if f.Cycle != c {
 			continue
@@ -306,9 +347,17 @@ func (s *soak) cycle(ctx context.Context, c int) {
 	s.load.paused.Store(false)
 }
 
-// churn ends all connections of all hosts again and again under load, so that what is left behind by each of them shows in the sizes.
+// churn ends connections of all kinds again and again under load, so that what is left behind by each of them shows in the sizes.
 func (s *soak) churn(ctx context.Context) {
 	const times, pause = 40, 700 * time.Millisecond
+	for _, p := range s.parts {
+		if p.kind == "redis" || ctx.Err() != nil {
+			continue
+		}
+		if err := s.visit(ctx, p, times); err != nil {
+			s.logf("no connections are cut at %s, so what each leaves behind is not looked for: %v", p.name, err)
+		}
+	}
 	for _, host := range []string{"h1", "h2", "r"} {
 		defer s.windows.open(fault{Kind: "reset", Target: host})()
 	}
@@ -356,11 +405,8 @@ func (s *soak) print() {
 		fmt.Printf(", in calm times %.1f %% of %d", s.record.CalmHits.percent(), n)
 	}
 	fmt.Println()
-	total := 0
-	for _, n := range s.record.Kills {
-		total += n
-	}
-	fmt.Printf("%d kills: %v\n", total, s.record.Kills)
+	all, single := s.record.killed()
+	fmt.Printf("%d kills: %v; %d of them of shared single points\n", all, s.record.Kills, single)
 	for _, k := range slices.Sorted(maps.Keys(s.record.Faults)) {
 		fmt.Printf("  %-12s %d", k, s.record.Faults[k])
 		if n := s.record.LeftOut[k]; n > 0 {

@@ -291,3 +291,27 @@ func garbage(t *testing.T, answer string) string {
 	t.Cleanup(func() { l.Close(); wg.Wait() })
 	return l.Addr().String()
 }
+
+// A request that outlives what the server keeps is reported again in time, also where no other one comes and where the server
+// has lost it.
+func TestRequestsInProgressAreReportedAgain(t *testing.T) {
+	r := limitstest.Start(t)
+	a, err := limits.New(limits.Options{Addr: r.Addr, Timeout: 20 * time.Second, Life: 300 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	l := limits.Limit{Key: "ada", AtOnce: 4}
+	testkit.Eventually(t, "the server counts one", func() bool {
+		if _, ok := a.Begin(l); ok && r.Now("ada") == 1 {
+			return true
+		}
+		a.End(l)
+		return false
+	})
+	r.Forget() // as one that was started again: it is told the scripts once more
+	begun := time.Now()
+	testkit.Eventually(t, "the server counts it after three lives of a report", func() bool { return time.Since(begun) > 900*time.Millisecond && r.Now("ada") == 1 })
+	a.End(l)
+	testkit.Eventually(t, "it has ended", func() bool { return r.Now("ada") == 0 })
+}

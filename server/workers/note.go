@@ -4,6 +4,8 @@ package workers
 
 import (
 	"encoding/json"
+	"errors"
+	"fmt"
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
@@ -13,8 +15,15 @@ import (
 	"github.com/kvasir-kv/kvasir/server/lent"
 )
 
+// noteVersion is the version of notes.
+const noteVersion = 1
+
+// ErrNewer means that a later release wrote a note. It must stay as it is.
+var ErrNewer = errors.New("a later release wrote the note of registrations")
+
 // Note is the state of the workers, saved beside the pool for the server that takes over.
 type Note struct {
+	Version int               `json:",omitempty"` // noteVersion; 0 in notes of release 0.1.0
 	Workers []json.RawMessage // Saved, in the order of their registrations
 	Remains []lent.Segment    // segments of workers that left and whose process lived on
 	PIDs    string            // the PID namespace in which processes are named
@@ -46,7 +55,7 @@ type Saved struct {
 // Encode returns what is to be kept, n with the registrations: at most max bytes. Of registrations that do not
 // fit, the largest are left out; refused ones are not kept.
 func (r *Registry) Encode(n Note, max int) (b []byte, left int, err error) {
-	n.PIDs = peercred.Namespace()
+	n.Version, n.PIDs = noteVersion, peercred.Namespace()
 	total := 1 << 10 // braces and names
 	for _, m := range n.Mixed {
 		total += 6*len(m) + 3 // as JSON
@@ -95,8 +104,12 @@ func (in *Worker) saved() *Saved {
 }
 
 // DecodeNote reads a Note. The numbers of processes mean something only in the PID
-// namespace where they were noted: elsewhere they are forgotten.
+// namespace where they were noted: elsewhere they are forgotten. Error: ErrNewer.
 func DecodeNote(b []byte) (n Note, err error) {
+	var v struct{ Version int }
+	if json.Unmarshal(b, &v) == nil && v.Version > noteVersion {
+		return Note{}, fmt.Errorf("%w: version %d, this one reads %d", ErrNewer, v.Version, noteVersion)
+	}
 	if err := json.Unmarshal(b, &n); err != nil {
 		return Note{}, err
 	}

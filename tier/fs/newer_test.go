@@ -15,7 +15,7 @@ import (
 )
 
 // A file whose attribute is of a later version, as long as today's or longer, is a miss: what its bytes mean is not known.
-// It is not taken for one of another server, which has no attribute.
+// It is not taken for one of another server, which has no attribute, and a write leaves it as it is.
 func TestAttributesOfALaterVersionAreMisses(t *testing.T) {
 	const n = 5000
 	for _, length := range []int{1, 41, 60, 300} {
@@ -35,6 +35,14 @@ func TestAttributesOfALaterVersionAreMisses(t *testing.T) {
 		}
 		if _, err := d.Read(t.Context(), tiertest.Key(1), make([]byte, n)); !errors.Is(err, tier.ErrMissing) {
 			t.Errorf("%d bytes: %v", length, err)
+		}
+		b2, m := tiertest.Object(1, n)
+		if err := d.Write(t.Context(), tiertest.Key(1), m, b2); !errors.Is(err, tier.ErrNotKept) || !errors.Is(err, tier.ErrNewer) {
+			t.Errorf("%d bytes: a write answers %v", length, err)
+		}
+		got := make([]byte, 400)
+		if k, err := unix.Getxattr(pathOf(dir, 1), "user.kvasir.x3", got); err != nil || k != length || got[0] != 3 {
+			t.Errorf("%d bytes: the attribute has %d bytes, %v", length, k, err)
 		}
 	}
 }

@@ -86,6 +86,14 @@ func parseAttr(b []byte) (a attr, ok bool) {
 	return a, true
 }
 
+// isLater reports whether an attribute was written by a later release: it has another version, or is longer than any
+// that this one knows. get reads it.
+func isLater(get func(b []byte) (int, error)) bool {
+	var b [attrBytes + 1]byte
+	n, err := get(b[:])
+	return errors.Is(err, unix.ERANGE) || err == nil && n > 0 && b[0] > attrVersion
+}
+
 // metaOf says what a regular file of size bytes is to those who ask for k; zero when it
 // is none of theirs. get reads the attribute.
 func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier.Meta {

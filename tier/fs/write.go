@@ -15,7 +15,7 @@ import (
 )
 
 // Write implements tier.Tier. A good file is left as it is; one that is torn, or that
-// its readers could not use, is replaced.
+// its readers could not use, is replaced. One of a later release stays: ErrNewer.
 func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("fs: write of %d bytes for %d", len(src), m.Len)
@@ -36,6 +36,12 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	}
 	if d.good(was, size, m.Len) {
 		return nil
+	}
+	if was.Len == 0 && size > 0 && isLater(func(b []byte) (int, error) { return d.attrs.at(path, b) }) {
+		if _, said := d.warned.LoadOrStore(tier.ErrNewer, true); !said {
+			d.log.Warn("files of a later release are misses and stay as they are: start the release that wrote them, or name another directory", "path", path)
+		}
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrNewer)
 	}
 	if err := d.checkRoom(d.fileBytes(m.Len)); err != nil {
 		return err

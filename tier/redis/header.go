@@ -97,6 +97,12 @@ func headerSize(b []byte) int {
 	return headerBytes
 }
 
+// isLater reports whether b begins as the value of a later release: its magic has a larger number.
+func isLater(b []byte) bool {
+	const at = len(sealedMagic) - 2
+	return len(b) > at+1 && string(b[:at]) == sealedMagic[:at] && b[at] > sealedMagic[at] && b[at] <= '9' && b[at+1] == '\n'
+}
+
 // parseHeader reads what bytes writes for that key, at the beginning of b; false where it is nothing of the kind.
 func parseHeader(b []byte, k kv.Key) (h header, ok bool) {
 	n := headerSize(b)

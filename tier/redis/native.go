@@ -27,6 +27,7 @@ type found struct {
 	foreign bool // that is no value
 	good    bool // with a header, and with all its stripes
 	headed  bool // with a header
+	later   bool // with one of a later release
 }
 
 // find looks at objects: one round for their headers, and one more where some have
@@ -145,7 +146,7 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 	}
 	f.there = true
 	f.header, f.headed = parseHeader(b, k)
-	f.good = f.headed
+	f.good, f.later = f.headed, isLater(b)
 	return f, nil
 }
 
@@ -295,6 +296,11 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	switch {
 	case was.foreign:
 		return false, fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
+	case was.later:
+		if _, said := t.warned.LoadOrStore(tier.ErrNewer, true); !said {
+			t.log.Warn("values of a later release are misses and stay as they are: start the release that wrote them, or name another prefix", "name", name)
+		}
+		return false, fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrNewer)
 	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum, Seal: m.Seal}:
 		return false, nil
 	case was.good && m.Unseals(was.meta()):

@@ -102,6 +102,16 @@ func parseLabel(text string) (l label, ok bool) {
 	return l, true
 }
 
+// lastLabel is the largest number that a label begins with.
+const lastLabel = 4
+
+// isLater reports whether metadata are those of a later release: they begin with a larger number.
+func isLater(text string) bool {
+	number, _, ok := strings.Cut(text, ".")
+	n, err := strconv.ParseUint(number, 10, 32)
+	return ok && err == nil && n > lastLabel
+}
+
 // nativeName returns the name of an object in the native layout.
 func (t *Tier) nativeName(k kv.Key) string {
 	return t.o.Prefix + k.Chunk.String()[:2] + "/" + k.String()

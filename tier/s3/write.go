@@ -56,6 +56,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		if err != nil || t.keeps(m, has) {
 			return err
 		}
+		if isLater(was.meta) {
+			if t.said.now("later") {
+				t.log.Warn("objects of a later release are misses and stay as they are: start the release that wrote them, or name another prefix", "url", t.o.URL, "name", name)
+			}
+			return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrNewer)
+		}
 		if m.Unseals(has) {
 			return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 		}

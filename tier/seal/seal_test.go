@@ -103,6 +103,43 @@ func TestLengths(t *testing.T) {
 	}
 }
 
+// A header of a later version is told from a damaged one, whatever follows its version.
+func TestObjectsOfALaterVersionAreMisses(t *testing.T) {
+	b := make([]byte, headerBytes)
+	h := header{size: 100}
+	h.put(b)
+	b[8] = version + 1
+	if _, err := parseHeader(b); !errors.Is(err, errNewer) {
+		t.Errorf("%v", err)
+	}
+	for i := 9; i < headerBytes; i++ {
+		b[i] = 0xff
+	}
+	if _, err := parseHeader(b); !errors.Is(err, errNewer) {
+		t.Errorf("with another form: %v", err)
+	}
+	b[8] = 0
+	if _, err := parseHeader(b); !errors.Is(err, errDamaged) {
+		t.Errorf("version 0: %v", err)
+	}
+}
+
+// Nonces are as docs/formats/sealed.md has them: the last piece has 1 first, the number stands at the end, big-endian.
+func TestNonces(t *testing.T) {
+	f := func(i, pieces int64, want [12]byte) {
+		t.Helper()
+		if got := nonceOf(i, pieces); got != want {
+			t.Errorf("piece %d of %d: %x, want %x", i, pieces, got, want)
+		}
+	}
+	f(0, 1, [12]byte{0: 1})
+	f(0, 2, [12]byte{})
+	f(1, 2, [12]byte{0: 1, 11: 1})
+	f(2, 3, [12]byte{0: 1, 11: 2})
+	f(1, 3, [12]byte{11: 1})
+	f(0x01020304, 1<<30, [12]byte{8: 1, 9: 2, 10: 3, 11: 4})
+}
+
 // FuzzHeader: what is read as a header is written as it was read, and opens nothing.
 func FuzzHeader(f *testing.F) {
 	k := oneKey(1)

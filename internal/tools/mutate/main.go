@@ -6,7 +6,7 @@
 //	go run ./internal/tools/mutate -seed 1 -n 300 -judges ./server/admin,./server/workers ./store ./store/pool ./server
 //
 // A mutant is judged by the tests of its package, then by those of the judges and of the
-// given packages that import it, directly or not. Tests that run much longer than
+// given packages that import it, directly or not, or whose tests do. Tests that run much longer than
 // without a change have noticed it. Sources stay as they are: the compiler
 // gets the changed file as an overlay. Mutants that do not compile do not count, nor
 // do those that equivalent.txt names with a reason why no test can notice them.
@@ -51,6 +51,7 @@ func main() {
 	seed := flag.Uint64("seed", 1, "of the sample")
 	n := flag.Int("n", 300, "mutants that compile")
 	limit := flag.Duration("timeout", 3*time.Minute, "for the tests of one package: longer is a mutant that is noticed")
+	least := flag.Int("least", 0, "mutants of each package at least, before the rest of the sample")
 	only := flag.String("only", "", "one mutant, as FILE:LINE:WHAT of a former run, or all of a FILE: or FILE:LINE:")
 	known := flag.String("equivalent", "internal/tools/mutate/equivalent.txt", "mutants that no test can notice, with reasons")
 	workers := flag.Int("j", 1, "mutants that are judged at the same time")
@@ -58,7 +59,7 @@ func main() {
 	flag.Parse()
 	// A mutant that allocates without end must not take the machine's memory.
 	_ = syscall.Setrlimit(syscall.RLIMIT_DATA, &syscall.Rlimit{Cur: maxData, Max: maxData})
-	t := tool{limit: *limit, only: *only, left: *n, workers: *workers}
+	t := tool{limit: *limit, only: *only, left: *n, least: *least, workers: *workers}
 	if *judges != "" {
 		t.judges = strings.Split(*judges, ",")
 	}
@@ -80,6 +81,7 @@ type tool struct {
 	limit      time.Duration
 	only       string
 	workers    int
+	least      int // of each package before the rest of the sample
 	judges     []string
 	equivalent map[string]string        // reasons by FILE FUNCTION: LINE: WHAT
 	took       map[string]time.Duration // by the tests of a package without a change
@@ -115,6 +117,7 @@ func (t *tool) run(seed uint64, dirs []string) error {
 	}
 	rnd := rand.New(rand.NewPCG(seed, 0))
 	rnd.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	inTurn(all, t.least)
 	tmp, err := os.MkdirTemp("", "mutate")
 	if err != nil {
 		return err
@@ -159,6 +162,24 @@ func (t *tool) run(seed uint64, dirs []string) error {
 	}
 	fmt.Printf("%-12s %v, of %d possible\n", "all", total, len(all))
 	return nil
+}
+
+// inTurn moves the first least mutants of each package to the front: one of each package, then the second of each.
+func inTurn(all []mutant, least int) {
+	seen := map[string]int{}
+	turn := make(map[*mutant]int, len(all))
+	order := make([]*mutant, len(all))
+	for i := range all {
+		m := &all[i]
+		order[i], turn[m] = m, min(seen[m.dir], least)
+		seen[m.dir]++
+	}
+	slices.SortStableFunc(order, func(a, b *mutant) int { return turn[a] - turn[b] })
+	out := make([]mutant, len(all))
+	for i, m := range order {
+		out[i] = *m
+	}
+	copy(all, out)
 }
 
 // next takes the next mutant out of the sample, nil when enough are judged.
@@ -237,13 +258,13 @@ func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 }
 
 // importers returns for each directory which of the judges' tests judge it: its
-// own, then those of its importers.
+// own, then those of its importers, and those whose tests import it.
 func importers(dirs, judges []string) (map[string][]string, error) {
 	out := map[string][]string{}
 	deps := map[string][]string{}
 	paths := map[string]string{}
 	for _, dir := range judges {
-		list, err := exec.Command("go", "list", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output()
+		list, err := exec.Command("go", "list", "-test", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output() // the package first, then its tests
 		if err != nil {
 			return nil, fmt.Errorf("go list %s: %w", dir, err)
 		}

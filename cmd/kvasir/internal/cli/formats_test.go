@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -39,16 +40,22 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/redis"
+	"github.com/kvasir-kv/kvasir/tier/s3"
 )
 
 // releaseFiles is what a release wrote, as interop/formats recorded it: five chunks of one prompt, of 1 KiB each.
 type releaseFiles struct {
 	Attributes map[string]string
 	Redis      map[string]string
+	S3         map[string]recordedObject
 	Events     []string
 	dir        string
 }
+
+// recordedObject is an object of a bucket.
+type recordedObject struct{ Meta, Body string } // x-amz-meta-kvasir; hexadecimal
 
 const releaseChunks, releaseChunkBytes = 5, 1024
 
@@ -103,6 +110,8 @@ func TestFormatsOfReleases(t *testing.T) {
 			t.Run("disk", func(t *testing.T) { diskOfRelease(t, unpackRelease(t, from)) })
 			t.Run("fs", func(t *testing.T) { fsOfRelease(t, unpackRelease(t, from)) })
 			t.Run("redis", func(t *testing.T) { redisOfRelease(t, unpackRelease(t, from)) })
+			t.Run("s3", func(t *testing.T) { s3OfRelease(t, unpackRelease(t, from)) })
+			t.Run("generations", func(t *testing.T) { generationsOfRelease(t, unpackRelease(t, from)) })
 			t.Run("pool", func(t *testing.T) { poolOfRelease(t, unpackRelease(t, from)) })
 			t.Run("states", func(t *testing.T) { statesOfRelease(t, unpackRelease(t, from)) })
 			t.Run("events", func(t *testing.T) { eventsOfRelease(t, unpackRelease(t, from)) })
@@ -206,6 +215,58 @@ func redisOfRelease(t *testing.T, r *releaseFiles) {
 	wantChunks(t, place)
 }
 
+func s3OfRelease(t *testing.T, r *releaseFiles) {
+	const bucket = "/b/"
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		name, ok := strings.CutPrefix(q.URL.Path, bucket)
+		if !ok || name == "" {
+			fmt.Fprint(w, "<ListBucketResult><IsTruncated>false</IsTruncated>")
+			for name, o := range r.S3 {
+				fmt.Fprintf(w, "<Contents><Key>%s</Key><Size>%d</Size></Contents>", name, len(o.Body)/2)
+			}
+			fmt.Fprint(w, "</ListBucketResult>")
+			return
+		}
+		o, ok := r.S3[name]
+		if !ok {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		b, err := hex.DecodeString(o.Body)
+		if err != nil {
+			t.Error(err)
+		}
+		w.Header().Set("X-Amz-Meta-Kvasir", o.Meta)
+		w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+		_, _ = w.Write(b)
+	}))
+	defer web.Close()
+	t.Setenv("AWS_ACCESS_KEY_ID", "id")
+	t.Setenv("AWS_SECRET_ACCESS_KEY", "secret")
+	place, err := s3.Open(s3.Options{URL: web.URL + strings.TrimSuffix(bucket, "/")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer place.Close()
+	wantChunks(t, place)
+}
+
+func generationsOfRelease(t *testing.T, r *releaseFiles) {
+	file := r.path("cleared/" + generation.FileName)
+	if _, err := os.Stat(file); errors.Is(err, os.ErrNotExist) {
+		t.Skip("this release kept no generations: a clear of tiers came after 0.1.0")
+	}
+	names := tier.NewNames()
+	b, err := generation.Open([]string{file}, names, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(file)
+	if err != nil || b.Damaged() || !bytes.Contains(text, []byte(`"number":1`)) {
+		t.Errorf("%s, damaged: %v, %v", text, b.Damaged(), err)
+	}
+}
+
 // sealIndex has a copy of a pool's index name the copied segment, and an index version.
 func sealIndex(t *testing.T, r *releaseFiles, version uint32) {
 	t.Helper()
@@ -225,11 +286,29 @@ func sealIndex(t *testing.T, r *releaseFiles, version uint32) {
 	}
 }
 
+// filesOf returns files with their bytes.
+func filesOf(t *testing.T, dir string, names ...string) string {
+	t.Helper()
+	var all strings.Builder
+	for _, name := range names {
+		b, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(&all, "%s %x\n", name, b)
+	}
+	return all.String()
+}
+
 func poolOfRelease(t *testing.T, r *releaseFiles) {
 	o := pool.Options{Name: "pool", Dir: r.dir, Bytes: 1 << 20, ChunkTokens: 64}
 	sealIndex(t, r, 2)
+	before := filesOf(t, r.dir, "pool", "pool.kvasir", "pool.workers")
 	if p, err := pool.Open(o); !errors.Is(err, pool.ErrChanged) || !strings.Contains(err.Error(), "version 2") {
 		t.Errorf("an index of a later version: %v, %v", p, err)
+	}
+	if after := filesOf(t, r.dir, "pool", "pool.kvasir", "pool.workers"); after != before {
+		t.Error("a pool of a later version was changed")
 	}
 	sealIndex(t, r, 1)
 	p, err := pool.Open(o)
@@ -286,6 +365,12 @@ func statesOfRelease(t *testing.T, r *releaseFiles) {
 	}
 	laterState(t, r.path("tenants"))
 	laterState(t, r.path("registry"))
+	before := filesOf(t, r.dir, "tenants", "registry")
+	defer func() {
+		if filesOf(t, r.dir, "tenants", "registry") != before {
+			t.Error("a state of a later version was changed")
+		}
+	}()
 	later := func(what string, err error) {
 		t.Helper()
 		if e, ok := errors.AsType[*statefile.Error](err); !ok || !e.Newer {
@@ -317,5 +402,28 @@ func eventsOfRelease(t *testing.T, r *releaseFiles) {
 	}
 	if len(has) != 2*releaseChunks { // in the pool, and in tiers
 		t.Errorf("%d hashes", len(has))
+	}
+}
+
+// A server refuses a pool whose note is a later release's, with what to do, and changes nothing; --cold discards it.
+func TestNoteOfALaterReleaseIsRefused(t *testing.T) {
+	r := unpackRelease(t, "testdata/formats/0.1.0")
+	o := pool.Options{Name: "pool", Dir: r.dir}
+	if err := readableNote(o); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(r.path("pool.workers"), []byte(`{"Version":2,"Workers":{"a":1}}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	before := filesOf(t, r.dir, "pool", "pool.kvasir", "pool.workers")
+	if _, err := (&serverCmd{}).openStore(&serverOptions{pool: o}); !errors.Is(err, workers.ErrNewer) || !strings.Contains(err.Error(), "version 2") || !strings.Contains(err.Error(), "--cold") {
+		t.Errorf("%v", err)
+	}
+	if filesOf(t, r.dir, "pool", "pool.kvasir", "pool.workers") != before {
+		t.Error("the pool was changed")
+	}
+	o.Cold = true
+	if err := readableNote(o); err != nil {
+		t.Errorf("with --cold: %v", err)
 	}
 }

@@ -4,7 +4,10 @@ package cli
 
 import (
 	"errors"
+	"fmt"
 
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/hitcurve"
@@ -19,6 +22,22 @@ func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
 		out = append(out, hitcurve.Tier{Name: t.Name(), Bytes: max(t.Stats().Limit, 0)})
 	}
 	return out
+}
+
+// readableNote refuses a pool whose note of registrations is a later release's: this one would write its own in its place.
+func readableNote(o pool.Options) error {
+	path, err := shm.Path(o.Dir, o.Name)
+	if err != nil || o.Cold {
+		return nil // pool.Open says what is wrong with the name
+	}
+	b, err := shm.Read(path+pool.NoteSuffix, pool.MaxNote)
+	if err != nil {
+		return nil // there is none, or it is not used
+	}
+	if _, err := workers.DecodeNote(b); errors.Is(err, workers.ErrNewer) {
+		return fmt.Errorf("%s: %w: start the release that wrote it, or start with --cold to discard the pool", path+pool.NoteSuffix, err)
+	}
+	return nil
 }
 
 // openStore opens the tiers and the pool. A pool that this process may not have is refused before anything is opened or resized.
@@ -39,6 +58,9 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 			err = errors.Join(err, below.Tier.Close())
 		}
 	}()
+	if err := readableNote(o.pool); err != nil {
+		return nil, err
+	}
 	p, err := pool.Open(o.pool)
 	if err != nil {
 		return nil, explainPool(err, "--shm-name or --port")
