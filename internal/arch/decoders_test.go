@@ -13,7 +13,7 @@ import (
 // fuzzed are the fuzz targets of each package that reads bytes of a network or a disk.
 var fuzzed = map[string]string{
 	"bench/report":                 "FuzzResult",
-	"bench/workload":               "FuzzReadTrace FuzzReadShareGPT",
+	"bench/workload":               "FuzzReadTrace FuzzReadShareGPT FuzzReadSessions",
 	"cmd/kvasir/internal/settings": "FuzzSettings",
 	"internal/auth":                "FuzzTenantLimits",
 	"internal/http1":               "FuzzAnswer",
