@@ -35,7 +35,7 @@ test-all: test ## make test, then tests again with invariants, with crash points
 
 # Without cgo, as make test: one compilation serves both.
 check: export CGO_ENABLED = 0
-check: have-go ## format, vet, staticcheck, gocyclo, the generated reference, ruff where installed, govulncheck where reachable
+check: have-go ## format, vet, staticcheck, gocyclo, the generated reference, ruff, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./internal/invariant

@@ -37,10 +37,14 @@ def bytes_tokenizer(folder):
     return Tokenizer.from_pretrained(folder)
 
 
+def read(name):
+    with open(name) as f:
+        return [json.loads(line) for line in f]
+
+
 def loader(tokenizer, lines):
-    f = tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False)
-    f.write("".join(json.dumps(line) + "\n" for line in lines))
-    f.close()
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as f:
+        f.write("".join(json.dumps(line) + "\n" for line in lines))
     generator = PromptGenerator(prompts=None, prefix_prompts=None, tokenizer=tokenizer)
     return MooncakeTraceDatasetLoader(filename=f.name, prompt_generator=generator, default_block_size=BLOCK)
 
@@ -90,20 +94,21 @@ def taken(tokenizer, lines):
         it = loader(tokenizer, lines)
         it.convert_to_conversations(it.load_dataset())
         return True
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever the loader raises, it does not take the lines
         return False
 
 
 def main():
     rng.init(7)
     with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder  # also of the traces that the loader reads
         write(bytes_tokenizer(folder))
 
 
 def write(tokenizer):
     # in this process: its worker processes would load the tokenizer by a name of the hub's
     hash_ids_synthesis.parallel_decode = lambda sequences, name, **options: [tokenizer.decode(s) for s in sequences]
-    good, bad = ([json.loads(line) for line in open(name)] for name in sys.argv[1:3])
+    good, bad = read(sys.argv[1]), read(sys.argv[2])
     assert taken(tokenizer, good)
     refused = [not taken(tokenizer, line if isinstance(line, list) else [line]) for line in bad]
     out = {"aiperf": importlib.metadata.version("aiperf"), "block_tokens": BLOCK, "turns": record(tokenizer, good), "refused": refused}

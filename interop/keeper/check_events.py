@@ -152,7 +152,7 @@ def main():
         "after_unlinks_by_hand": end, "replay": again,
     }))  # fmt: skip
     if different:
-        print("vLLM: %r\nkeeper: %r" % different[0])
+        print("vLLM: {!r}\nkeeper: {!r}".format(*different[0]))
     if different or len(own) != o.rows or few != 20 or by_keeper == 0 or end != left - 10 or not again:
         raise SystemExit("the keeper's events are not those of vLLM's tier")
 

@@ -36,7 +36,7 @@ class Keeper:
 
     def __init__(self, o, root, limit):
         self.command = [o.kvasir, "keeper", root, "--max-gb", f"{limit}B", "--state-dir", f"{o.work}/state"]
-        self.log = tempfile.NamedTemporaryFile("w+", dir=o.work, suffix=".log", delete=False)
+        self.log = tempfile.NamedTemporaryFile("w+", dir=o.work, suffix=".log", delete=False)  # noqa: SIM115 - open as long as the keeper runs
         self.process = subprocess.Popen(self.command, stderr=self.log, stdout=subprocess.DEVNULL)
 
     def line(self, text, seconds=60):
@@ -71,7 +71,7 @@ class Keeper:
 
 def play(root, *args):
     command = [sys.executable, f"{HERE}/play_trace.py", "--root", root, *map(str, args)]
-    out = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
     if out.returncode:
         raise SystemExit(out.stderr[-2000:])
     return json.loads(out.stdout.splitlines()[-1])
@@ -207,7 +207,7 @@ def kills(o):
     player.kill()
     player.wait()
     os.unlink(f"/dev/shm/vllm_offload_kvasir-keeper-{player.pid}.mmap")  # vLLM leaves it when it is killed
-    verify = subprocess.run([o.kvasir, "keeper", "verify", root, "--state-dir", f"{o.work}/state", "--json"], capture_output=True, text=True)
+    verify = subprocess.run([o.kvasir, "keeper", "verify", root, "--state-dir", f"{o.work}/state", "--json"], capture_output=True, text=True, check=False)
     faults = len(json.loads(verify.stdout)["faults"] or ())
     keeper.end()
     say(f"kill -9 of the keeper, {o.kills} times, {above / limit:.1f} × the limit written meanwhile: limit held again", "≤ 60 s", f"{worst:.1f} s", worst <= 60)
@@ -241,7 +241,7 @@ def main():
              "rows576": lambda o: trace(o, 589824, o.requests_576)}[part](o)  # fmt: skip
     finally:
         for _ in range(50):
-            if subprocess.run(["umount", o.mount], stderr=subprocess.DEVNULL).returncode == 0:
+            if subprocess.run(["umount", o.mount], stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 break
             time.sleep(0.1)
         shutil.rmtree(o.work, ignore_errors=True)

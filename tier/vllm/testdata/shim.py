@@ -542,7 +542,7 @@ def main():
             continue
         try:
             scenario(module)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a scenario raises, it has failed and the next one runs
             failed += 1
             print(f"--- {name}\n{traceback.format_exc()}")
     sys.exit(failed > 0)
