@@ -239,3 +239,54 @@ func TestEndWithLastBytes(t *testing.T) {
 		}
 	}
 }
+
+// A client sends its last requests and closes without reading the answers: writing those fails, and all its requests are handled.
+// It closes in an orderly way (the first answer is then reset), or with answers that it has not read (which resets at once).
+func TestLastRequestsOfAClosedClientAreHandled(t *testing.T) {
+	const count = 500
+	f := func(name string, unread bool) {
+		t.Run(name, func(t *testing.T) {
+			var handled atomic.Int64
+			closed, gone := make(chan struct{}), make(chan error, 1)
+			_, addr, _ := startRouter(t, func(p *Peer, m Message) {
+				switch handled.Add(1) {
+				case 1:
+					if unread {
+						_ = p.Send([]byte("an answer that nobody reads"))
+						p.Flush()
+					}
+					<-closed
+				case 2:
+					testkit.Eventually(t, "answers cannot be sent", func() bool {
+						p.Flush()
+						return p.Send([]byte("answer")) != nil
+					})
+				}
+			}, RouterOptions{OnDisconnect: func(_ *Peer, err error) { gone <- err }})
+			c := dialReady(t, addr)
+			var all []byte
+			for range count {
+				all = append(all, frames(strings.Repeat("request ", 12))...)
+			}
+			c.send(all)
+			if unread {
+				if _, err := c.r.Peek(1); err != nil {
+					t.Fatal(err)
+				}
+				_ = c.Conn.(*net.TCPConn).SetLinger(-1)
+			}
+			_ = c.Close()
+			close(closed)
+			select {
+			case err := <-gone:
+				if n := handled.Load(); n != count {
+					t.Errorf("%d requests of %d were handled; the peer ended with %v", n, count, err)
+				}
+			case <-time.After(testWait):
+				t.Fatal("the peer does not end")
+			}
+		})
+	}
+	f("orderly", false)
+	f("with unread answers", true)
+}

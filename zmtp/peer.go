@@ -115,6 +115,7 @@ type Peer struct {
 		corked  bool  // the reading goroutine will flush
 		writing bool  // a goroutine owns out and will look at q again
 		err     error // why the peer is closed; nil while it lives
+		broken  error // why nothing can be sent any more to a peer that is still read; nil: it can
 		idle    []chan struct{}
 		pings   map[uint64]chan struct{} // by the context of a PING of Peer.ping: closed by its PONG
 		pinged  uint64                   // the last of these contexts
@@ -225,7 +226,7 @@ func (p *Peer) command(build func([]byte) []byte) {
 func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.mu.err != nil {
+	if p.mu.err != nil || p.mu.broken != nil {
 		return false
 	}
 	before := len(p.mu.q.buf)
@@ -243,7 +244,7 @@ func (p *Peer) flush() {
 				p.writeErr = err
 			}
 			if p.writeErr != nil {
-				p.fail(p.writeErr)
+				p.writeFailed(p.writeErr)
 				continue // takeOrStop stops
 			}
 			if len(p.out.vec) == 0 {
@@ -280,7 +281,7 @@ func (p *Peer) write() {
 	for {
 		for len(p.out.vec) > 0 {
 			if err := p.writeChunk(); err != nil {
-				p.fail(err)
+				p.writeFailed(err)
 				break
 			}
 		}
@@ -346,6 +347,21 @@ func (p *Peer) fail(err error) {
 		close(p.done)
 		_ = p.conn.SetDeadline(longAgo) // fails only when closed already
 	}
+}
+
+// writeFailed ends the writing. Of a connection that the other end has closed, what it sent before is still read and
+// handled, and the peer ends with the read that fails, as in libzmq: a client that sends its last requests and closes
+// does not wait for the answers. Other errors close the peer.
+func (p *Peer) writeFailed(err error) {
+	if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+		p.fail(err)
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.mu.broken = err
+	p.mu.q = queue{}
+	p.retain(-p.queued.Load())
 }
 
 var longAgo = time.Unix(1, 0)

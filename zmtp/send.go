@@ -65,6 +65,9 @@ func (p *Peer) refuseLocked() error {
 	if p.mu.err != nil {
 		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
 	}
+	if p.mu.broken != nil { // what came before is still handled, and nobody takes the answers
+		return fmt.Errorf("%w: %w", ErrClosed, p.mu.broken)
+	}
 	bound := int64(p.role.limits.queueBytes)
 	if p.mu.corked {
 		bound *= 2
