@@ -120,16 +120,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		ctx: sig, stdout: stdout, stderr: stderr, model: line.parser.Model, given: given, ignored: ignored,
 		log: newLog(stderr, line.log),
 	}
-	stopping := make(chan struct{})
-	silent := context.AfterFunc(sig, func() {
-		defer close(stopping)
-		notify(e.log, "STOPPING=1")
-	})
-	defer func() {
-		if !silent() {
-			<-stopping
-		}
-	}()
+	defer whenOver(sig, func() { notify(e.log, "STOPPING=1") })()
 	if err := runOrCheck(e, line.ctx, given); err != nil {
 		if code, ok := errors.AsType[exitError](err); ok {
 			return int(code)

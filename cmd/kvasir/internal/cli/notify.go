@@ -3,9 +3,11 @@
 package cli
 
 import (
+	"context"
 	"log/slog"
 	"net"
 	"os"
+	"sync"
 )
 
 // notify sends a state, such as READY=1, to the service manager that started this process and waits for it: systemd's protocol of
@@ -22,5 +24,17 @@ func notify(log *slog.Logger, state string) {
 	}
 	if err != nil {
 		log.Warn("the service manager could not be notified", "socket", path, "state", state, "err", err)
+	}
+}
+
+// whenOver calls f once ctx is over. The function it returns ends that: it returns when f has returned, or f is not called at all, since ctx is not
+// over. A context closes its channel before it starts what waits for it, so that a caller may be here before f was started: then f is called here.
+func whenOver(ctx context.Context, f func()) (end func()) {
+	once := sync.OnceFunc(f) // a second call waits for the first one
+	stop := context.AfterFunc(ctx, once)
+	return func() {
+		if stop(); ctx.Err() != nil {
+			once()
+		}
 	}
 }
