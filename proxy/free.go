@@ -25,6 +25,7 @@ type freeing struct {
 	model    string
 	body     []byte
 	secrets  []byte // the client's credentials, which D may want; as lines of a head
+	until    time.Time
 }
 
 // frees are the transfers that wait to be freed.
@@ -39,8 +40,11 @@ type frees struct {
 // maxFrees bounds requests that only free P's memory; others wait.
 const maxFrees = 64
 
-// freeTimeout is how long a transfer is offered to D's.
-const freeTimeout = 30 * time.Second
+const (
+	freeTimeout = 8 * time.Minute  // how long a transfer is offered to D's: as long as P keeps it. A D that is started again may take minutes
+	takeTimeout = 30 * time.Second // how long one D may take
+	freeRounds  = 2                // so often all D's fail before P is taken to have the KV no more
+)
 
 // mustFree reports whether D has not taken P's KV, or may not have, after an attempt that ended with err. A D that had the whole request
 // when the client left lets go of it by itself.
@@ -141,6 +145,7 @@ var ofPrompt = map[string]bool{
 
 // free asks a decode engine to take KV from P that no request wants any more. Not more than maxFrees are asked at a time.
 func (p *Proxy) free(f freeing) {
+	f.until = time.Now().Add(freeTimeout)
 	q := &p.frees
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -170,10 +175,12 @@ func (p *Proxy) freeAll(f freeing) {
 	}
 }
 
+// freeOne offers a transfer to D's until one has taken it. A D that fails may have found out that P does not have the KV any more, or it is about
+// to end and fails whatever it is asked: then it is not well at the next look. So it counts when D's that are well failed again, a look later.
 func (p *Proxy) freeOne(f freeing) {
-	ctx, cancel := context.WithTimeout(p.ctx, freeTimeout)
+	ctx, cancel := context.WithDeadline(p.ctx, f.until)
 	defer cancel()
-	w, failed := want{model: f.model}, false
+	w, failed, rounds := want{model: f.model}, false, 0
 	for ctx.Err() == nil {
 		if b := p.fleet.another(&w); b != nil {
 			err := p.take(ctx, b, f)
@@ -186,16 +193,20 @@ func (p *Proxy) freeOne(f freeing) {
 			w.tried = append(w.tried, b)
 			continue
 		}
-		if failed { // P does not have the KV any more, as D found out
-			return
+		if failed {
+			if rounds++; rounds == freeRounds {
+				return
+			}
 		}
-		w.tried = nil // none can be reached, or has room: later they may
+		w.tried, failed = nil, false // none can be reached, or has room, or all failed: later they may do better
 		select {
 		case <-time.After(p.o.HealthInterval):
 		case <-ctx.Done():
 		}
 	}
-	p.o.Log.Warn("P keeps KV that no request wants, until its own limit", "request", f.id)
+	if p.ctx.Err() == nil {
+		p.o.Log.Warn("P keeps KV that no request wants, until its own limit", "request", f.id)
+	}
 }
 
 // take sends a request and drops its answer.
@@ -212,7 +223,7 @@ func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	case !b.found || p.o.EngineKeyToFound:
 		r.Fields = append(r.Fields, f.secrets...)
 	}
-	resp, err := n.Do(ctx, &r, time.Now().Add(freeTimeout))
+	resp, err := n.Do(ctx, &r, time.Now().Add(takeTimeout))
 	if err != nil {
 		return err
 	}

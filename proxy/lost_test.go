@@ -158,6 +158,37 @@ func TestFreedLater(t *testing.T) {
 	}
 }
 
+// A D that is about to end fails what it is asked, too. That says nothing of P's KV: the D that comes after it is asked again. A D that goes on and
+// fails it again has found out that P does not have it any more, and is left alone.
+func TestFailureOfADyingDKeepsNothingOfP(t *testing.T) {
+	for _, dies := range []bool{true, false} {
+		var asked atomic.Int64
+		p := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+		d := mock(t, func(w http.ResponseWriter, _ *http.Request) {
+			if n := asked.Add(1); n < 3 || !dies {
+				http.Error(w, "no", http.StatusInternalServerError)
+				return
+			}
+			fmt.Fprint(w, `{}`)
+		})
+		o := proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, Attempts: 1, HealthInterval: 10 * time.Millisecond}
+		at, s := startProxy(t, o)
+		reach(t, at)
+		if status, text, _ := post(t, at, `{"prompt":"a"}`); status < http.StatusInternalServerError {
+			t.Fatal(status, text)
+		}
+		if dies {
+			testkit.Eventually(t, "the next D takes it", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+			continue
+		}
+		testkit.Eventually(t, "D is asked twice", func() bool { return asked.Load() == 3 && s.Taken() == "" })
+		s.Close()
+		if n := asked.Load(); n != 3 || s.Stats().Freed != 0 {
+			t.Errorf("D was asked %d times", n)
+		}
+	}
+}
+
 // A D that answers nothing any more, also not how it is, and one that fails each request have not let go of what P
 // computed for them: another D does.
 func TestLostDKeepsNothingOfP(t *testing.T) {
