@@ -70,8 +70,8 @@ class Sampler(threading.Thread):
 
 
 class Player:
-    def __init__(self, root, row, chunks):
-        self.row = row
+    def __init__(self, root, row, chunks, names=None):
+        self.row, self.names = row, names
         self.m = manager(root, row, chunks)
         self.view = self.m.primary_tier.get_kv_memoryview()
         self.tier = self.m.secondary_tiers[0]
@@ -100,6 +100,8 @@ class Player:
             out = list(finished())
             for r in out:
                 kind, keys = self.kinds.pop(r.job_id)
+                if self.names and kind == "store" and r.success:
+                    self.names.write("".join(self.tier.file_mapper.get_file_name(k) + "\n" for k in keys))
                 if r.transfer_time:
                     self.times[kind].append(r.transfer_time)
                     self.row_times[kind].append(r.transfer_time / len(keys))
@@ -209,9 +211,10 @@ def main():
         default=0,
         help="fail when the file system held more, or bytes were wrong, or 0.1 %% of the loads failed",
     )
+    a.add_argument("--names", help="write the names of files that were stored to this pipe")
     o = a.parse_args()
     sampler = Sampler(o.root)
-    p = Player(o.root, o.row, o.chunks)
+    p = Player(o.root, o.row, o.chunks, open(o.names, "w", buffering=1) if o.names else None)  # noqa: SIM115 - open to the end
     sampler.start()
     began = time.monotonic()
     requests = 0

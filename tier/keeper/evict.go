@@ -120,6 +120,7 @@ func (k *Keeper) pick(now time.Time, short shortage) (out []victim) {
 			v.expired = expired
 			k.books.remove(n)
 			k.pending += v.size
+			k.reserve.took(v.size)
 			v.root.pending.Add(v.size)
 			short.take(v.root, v.size)
 			out = append(out, v)

@@ -6,19 +6,24 @@ import "time"
 
 // reserve is the room below the limit for what engines write before the keeper has unlinked as much. It begins with a
 // quarter of the limit and shrinks by halves towards reserveTimes the largest excess over the aim that was seen. The excess
-// of a burst counts for burstTime. While the files are below the aim, nothing is known of bursts, and it stays.
+// of a burst counts for burstTime. While the files are below the aim, nothing is known of bursts, and it stays: it shrinks
+// once enough was seen above it, which is shrinkTime or, of engines that write fast, shrinkShare of the limit unlinked.
 type reserve struct {
 	limit, bytes int64
 	file         int64    // the longest file
 	worst        [2]int64 // the largest excess of this burstTime and of the one before
 	burstAt      time.Time
 	shrankAt     time.Time
-	reached      bool // the aim, since shrankAt
+	reached      bool  // the aim, since shrankAt
+	unlinked     int64 // since shrankAt
+	lowered      int64 // what is above the aim since the reserve grew: no engine wrote it in a burst
 }
 
 const (
 	burstTime    = 10 * time.Minute
 	shrinkTime   = 20 * time.Second
+	shrinkLeast  = time.Second
+	shrinkShare  = 2 // of the limit: a half
 	reserveTimes = 3
 	leastReserve = 200 // of the limit: 0.5 %
 	mostReserve  = 4   // of the limit: a quarter
@@ -32,22 +37,28 @@ func newReserve(limit int64, now time.Time) reserve {
 // aim is how many bytes of files the keeper leaves.
 func (r *reserve) aim() int64 { return r.limit - r.bytes }
 
+// took takes in that files leave.
+func (r *reserve) took(bytes int64) { r.unlinked += bytes }
+
 // note takes in how far above the aim the files are.
 func (r *reserve) note(excess int64, now time.Time) {
-	r.worst[0] = max(r.worst[0], excess)
+	r.lowered = max(0, min(r.lowered, excess))
+	r.worst[0] = max(r.worst[0], excess-r.lowered)
 	r.reached = r.reached || excess > 0
 	if now.Sub(r.burstAt) > burstTime {
 		r.worst, r.burstAt = [2]int64{0, r.worst[0]}, now
 	}
 	want := max(reserveTimes*max(r.worst[0], r.worst[1]), r.limit/leastReserve, reserveFiles*r.file)
+	want = min(want, r.limit/mostReserve)
+	since := now.Sub(r.shrankAt)
 	switch {
 	case want > r.bytes:
+		r.lowered += want - r.bytes
 		r.bytes = want
-	case now.Sub(r.shrankAt) > shrinkTime:
+	case since > shrinkTime, since > shrinkLeast && r.reached && r.unlinked > r.limit/shrinkShare:
 		if r.reached {
 			r.bytes = max(r.bytes/2, want)
 		}
-		r.shrankAt, r.reached = now, false
+		r.shrankAt, r.reached, r.unlinked = now, false, 0
 	}
-	r.bytes = min(r.bytes, r.limit/mostReserve)
 }

@@ -16,6 +16,7 @@ func TestReserveFollowsBursts(t *testing.T) {
 		for range d / time.Second {
 			now = now.Add(time.Second)
 			r.note(excess, now)
+			r.note(min(excess, 0), now) // the keeper has unlinked as much
 		}
 	}
 	want := func(what string, bytes int64) {
@@ -41,4 +42,64 @@ func TestReserveFollowsBursts(t *testing.T) {
 	r.file = 1 << 20
 	pass(time.Second, 1)
 	want("longer files", 32<<20)
+}
+
+// Engines that write fast show in seconds what slow ones show in minutes: the reserve shrinks with what was unlinked.
+func TestReserveShrinksWithWhatWasUnlinked(t *testing.T) {
+	now := time.Now()
+	r := newReserve(1000<<20, now)
+	r.file = 1 << 10
+	second := func(excess, unlinked int64) {
+		for range 100 {
+			now = now.Add(10 * time.Millisecond)
+			r.took(unlinked / 100)
+			r.note(excess, now)
+		}
+	}
+	want := func(what string, bytes int64) {
+		t.Helper()
+		if r.bytes != bytes {
+			t.Errorf("%s: %d bytes, want %d", what, r.bytes, bytes)
+		}
+	}
+	second(2<<20, 400<<20)
+	want("less than half of the limit unlinked", 250<<20)
+	second(2<<20, 400<<20)
+	want("more than half of it", 125<<20)
+	for range 10 {
+		second(2<<20, 400<<20)
+	}
+	want("five times the limit unlinked, bursts of 2 MiB", 6<<20)
+	second(50<<20, 400<<20)
+	want("a burst of 50 MiB", 150<<20)
+	for range 30 {
+		second(-1, 0) // files go for their age
+	}
+	want("nothing above the aim", 150<<20)
+}
+
+// When the reserve grows, the files are far above the new aim. That is no burst, and the reserve does not grow by it again.
+func TestReserveThatGrewGrowsNoFurther(t *testing.T) {
+	now := time.Now()
+	const limit = 1000 << 20
+	r := newReserve(limit, now)
+	r.file, r.bytes = 1<<10, 20<<20
+	files := r.aim() + 8<<20 // a burst of 8 MiB
+	for range 1000 {         // an engine writes 1 MiB a time, and the keeper unlinks a little more
+		now = now.Add(10 * time.Millisecond)
+		r.note(files-r.aim(), now)
+		if files += 1 << 20; files > r.aim() {
+			files -= 2 << 20
+		}
+	}
+	if r.bytes != 24<<20 {
+		t.Errorf("a reserve of %d MiB, want three times the burst", r.bytes>>20)
+	}
+	files = r.aim() + 9<<20 // a larger one soon afterwards
+	for range 4 {
+		r.note(files-r.aim(), now)
+	}
+	if r.bytes != 27<<20 {
+		t.Errorf("a reserve of %d MiB, want three times the larger burst", r.bytes>>20)
+	}
 }
