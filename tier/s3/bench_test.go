@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
@@ -74,10 +75,18 @@ func BenchmarkRead(b *testing.B) {
 }
 
 // BenchmarkSealed compares encrypted objects with plain ones, in a store of this process.
-func BenchmarkSealed(b *testing.B) {
+func BenchmarkSealed(b *testing.B) { raceSealed(b, 0) }
+
+// BenchmarkOverLink is BenchmarkSealed with a store behind a link of 10 Gbit/s, each connection of which has all of it.
+func BenchmarkOverLink(b *testing.B) { raceSealed(b, 10e9/8) }
+
+// raceSealed compares encrypted objects with plain ones. rate is what the store takes and gives, bytes/s; 0: what it can.
+func raceSealed(b *testing.B, rate float64) {
 	tiertest.RaceSealed(b, func(b *testing.B) (one, other tier.Tier) {
 		place := func() tier.Tier {
-			x, err := s3.Open(s3.Options{URL: startFake(b, httptest.NewServer, "/bucket").url, Keys: keys()})
+			f := startFake(b, httptest.NewServer, "/bucket")
+			f.rate = rate
+			x, err := s3.Open(s3.Options{URL: f.url, Keys: keys()})
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -85,4 +94,29 @@ func BenchmarkSealed(b *testing.B) {
 		}
 		return place(), place()
 	})
+}
+
+// paced passes bytes on at a rate, in pieces, and so fast that no piece comes before its time.
+type paced struct {
+	to    io.Writer
+	rate  float64 // bytes/s
+	began time.Time
+	sent  int
+}
+
+const pacedPiece = 64 << 10
+
+func (p *paced) Write(b []byte) (n int, err error) {
+	for len(b) > 0 && err == nil {
+		piece := b[:min(len(b), pacedPiece)]
+		if p.began.IsZero() {
+			p.began = time.Now()
+		}
+		p.sent += len(piece)
+		time.Sleep(time.Until(p.began.Add(time.Duration(float64(p.sent) / p.rate * 1e9))))
+		var wrote int
+		wrote, err = p.to.Write(piece)
+		n, b = n+wrote, b[len(piece):]
+	}
+	return n, err
 }

@@ -48,7 +48,8 @@ type fake struct {
 	heads     []http.Header
 	unchanged int // answers that an object is as it was
 
-	pages int // objects of a page; 0 for 1,000
+	pages int     // objects of a page; 0 for 1,000
+	rate  float64 // of bodies, bytes/s; 0: what it can
 
 	modified map[string]time.Time // of objects, where a test says so
 
@@ -130,10 +131,12 @@ func (f *fake) change(how func(stored) stored) {
 }
 
 func (f *fake) serve(w http.ResponseWriter, r *http.Request, root string) {
-	body, err := io.ReadAll(r.Body)
-	if err != nil {
+	var all bytes.Buffer
+	all.Grow(int(max(0, r.ContentLength)) + bytes.MinRead)
+	if _, err := io.Copy(f.paced(&all), r.Body); err != nil {
 		return
 	}
+	body := all.Bytes()
 	path, ok := strings.CutPrefix(r.URL.Path, root+"/")
 	normal := httptest.NewRecorder()
 	if !ok {
@@ -152,7 +155,17 @@ func (f *fake) serve(w http.ResponseWriter, r *http.Request, root string) {
 			return
 		}
 	}
-	send(w, normal)
+	maps.Copy(w.Header(), normal.Header())
+	w.WriteHeader(normal.Code)
+	_, _ = f.paced(w).Write(normal.Body.Bytes())
+}
+
+// paced returns what passes a body on at the store's rate.
+func (f *fake) paced(w io.Writer) io.Writer {
+	if f.rate == 0 {
+		return w
+	}
+	return &paced{to: w, rate: f.rate}
 }
 
 func send(w http.ResponseWriter, a *httptest.ResponseRecorder) {
