@@ -2,7 +2,7 @@
 # A real SGLang 0.5.23 (its wheel, on a CPU) against this build. Needs bin/kvasir; `make interop-sglang` calls it. Arguments name the
 # parts, else all are run: clients, clients57 (those of lmcache 0.5.6 and 0.5.7rc2 without an engine, byte by byte), lmcache (on kvasir
 # server, beside a vLLM of the same model name), hicache, hicache-two, pages (over kvasir
-# store-node), pages-cpp (over a C++ node beside it), pd (P and D behind kvasir proxy). About 10 GB the first time, 25 minutes on two cores; two engines of 2 to 3 GB at a time.
+# store-node), pages-cpp (over a C++ node beside it), pd (P and D behind kvasir proxy), verify (kvasir verify on two engines). About 10 GB the first time, 25 minutes on two cores; two engines of 2 to 3 GB at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}
@@ -30,7 +30,7 @@ P
 }
 
 "$python" interop/vllm/make_model.py "$work/model" --kind qwen2 >/dev/null
-for part in ${*:-clients clients57 lmcache hicache hicache-two pages pages-cpp pd}; do
+for part in ${*:-clients clients57 lmcache hicache hicache-two pages pages-cpp pd verify}; do
 	echo "== SGLang 0.5.23, $part"
 	case $part in
 	lmcache) drive lmcache run_lmcache.py --model "$work/model" --vllm-python "$peers/bin/python" --restarts "${RESTARTS:-10}" ;;
@@ -41,6 +41,10 @@ for part in ${*:-clients clients57 lmcache hicache hicache-two pages pages-cpp p
 	pages) drive pages run_hicache.py --pages ;;
 	pages-cpp) drive pages-cpp run_hicache.py --pages --cpp ;;
 	pd) drive pd run_pd.py --model "$work/model" --load 60 --restart-p --kill p --kill d ;;
+	verify)
+		"$python" interop/vllm/make_model.py "$work/bytes" --kind qwen2 --bytes >/dev/null # its prompts are text
+		drive verify run_verify.py --model "$work/bytes" --rounds "${ROUNDS:-3}"
+		;;
 	*) echo "sglang.sh: no part $part" >&2; exit 2 ;;
 	esac
 done
