@@ -295,6 +295,10 @@ func TestAdviseOfHashesAlone(t *testing.T) {
 	if _, _, text := d.advise(); !strings.Contains(text, "Not known: whether beginnings that change lost any of 4,000 tokens") {
 		t.Errorf("%s", text)
 	}
+	st.HitCurves[2], st.VLLM, st.Lookup.Lookups = hitcurve.Window{}, &server.VLLMStatus{}, 5
+	if _, _, text := d.advise(); !strings.Contains(text, "Nothing is estimated for vLLM's tiered offloading") {
+		t.Errorf("%s", text)
+	}
 }
 
 func randomTokens(seed uint64, n int) []uint32 {

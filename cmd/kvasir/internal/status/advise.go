@@ -188,6 +188,11 @@ func unknownBeginnings(l *server.LookupStatus) string {
 
 // print writes an advice in words.
 func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
+	if a.Window.Asked == 0 && len(a.Options) == 0 && st.VLLM != nil && st.Lookup.Lookups > 0 {
+		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up with its tokens in the last %s. Nothing is estimated for vLLM's tiered offloading, which sends hashes alone: "+
+			"kvasir status has its hit rate, and why hits ended.\n", st.ChunkTokens, c.Window)
+		return err
+	}
 	if a.Window.Asked == 0 && len(a.Options) == 0 {
 		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up in the last %s: there is nothing to say yet.\n", st.ChunkTokens, c.Window)
 		return err
