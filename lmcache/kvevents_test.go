@@ -158,6 +158,13 @@ func TestTokensOfAnyForm(t *testing.T) {
 			t.Fatal(err)
 		}
 		memo.Hash(&view, 1+random.IntN(2))
+		for from := range 3 {
+			most := random.IntN(10)
+			want := key.Tokens[4*from:]
+			if got := memo.AppendTokens([]uint32{7}, &view, from, most); !slices.Equal(got[1:], want[:min(most, len(want))]) {
+				t.Fatalf("round %d: %d tokens from chunk %d of %x are %d", round, most, from, list, got)
+			}
+		}
 		tokens := chunksOf(memo, &view)
 		for i := len(view.Hashes) - 1; i >= 0; i-- {
 			n, b, err := msgp.ReadArrayHeaderBytes(tokens(i))

@@ -146,6 +146,9 @@ func FuzzDecodeKey(f *testing.F) {
 		if len(one.Hashes)*4 > len(b) {
 			t.Fatalf("%d hashes out of %d bytes", len(one.Hashes), len(b))
 		}
+		if err2 == nil && !slices.Equal(kv.ChunkHashes(memo.AppendTokens(nil, &two, 0, len(b)), 4), hashes) {
+			t.Fatalf("the tokens have other hashes than %v", hashes)
+		}
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -303,4 +304,39 @@ func (m *Memo) narrow(k *KeyView) (text []byte, ends []int) {
 		ends, from = append(ends, len(text)), end
 	}
 	return text, ends
+}
+
+// AppendTokens appends to dst the tokens of whole chunks from a chunk on, at most most. It hashes the chunks before it, where that
+// was not done. k must come from m's DecodeKey, and its frame be unchanged.
+func (m *Memo) AppendTokens(dst []uint32, k *KeyView, chunk, most int) []uint32 {
+	n := min(most, (k.Chunks-chunk)*m.chunkTokens)
+	if chunk < 0 || n <= 0 {
+		return dst
+	}
+	m.Hash(k, chunk)
+	b := k.tokens
+	if chunk > 0 {
+		b = b[k.ends[chunk-1]:]
+	}
+	at := len(dst)
+	dst = slices.Grow(dst, n)[:at+n]
+	for i := range dst[at:] {
+		switch {
+		case k.Packed:
+			dst[at+i], b = binary.BigEndian.Uint32(b), b[4:]
+			continue
+		case len(b) >= 8:
+			word := binary.BigEndian.Uint64(b)
+			if f := tokenForms[byte(word>>56)]; f.width != 0 {
+				dst[at+i], b = uint32(word>>f.shift)&f.mask, b[f.width:]
+				continue
+			}
+		}
+		v, width, err := slowToken(b)
+		if err != nil {
+			panic("BUG: lmcache: a token list that was checked does not decode")
+		}
+		dst[at+i], b = v, b[width:]
+	}
+	return dst
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/lookup"
+	"github.com/kvasir-kv/kvasir/server/usage"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/hold"
@@ -275,18 +276,36 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	sc.mark()
 	s.nameShard(sh, k)
 	asked = s.loadable(target.Inline, r)
-	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
+	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.noteOf(sc, k, sh.Namespace, asked, r.From), Hashes: func(n int) []kv.Hash {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
 	}}
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
-		ended.LookupResult, ended.Searched = got, true
+		ended.LookupResult, ended.Searched, ended.Text = got, true, lookup.Text{Memo: sc.chunk.memo, Key: k}
 		s.lookupEnded(&ended)
 	} else { // who asks for its result does not name model and salt
 		s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	}
 	s.announceFound(sc.chunk, k, &sh)
 	return nil
+}
+
+// note is what a lookup notes of its prompt until it ends.
+type note struct {
+	tags     *usage.Tagged
+	repeated *lookup.Repeated
+}
+
+// noteOf returns the note of a lookup that begins. Where tiers lie below the pool a miss is pending, and its tokens are gone when it ends. So
+// the prompt is compared now, from the first chunk on that the memo does not remember: if it misses there, it is new.
+func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked, from int) any {
+	tags := s.tally.Tagged(sc.caller().Name, k.Tags)
+	if fresh := max(len(k.Hashes), from); s.store.AsksBelow() && fresh < asked {
+		if r := s.beginnings.Compare(ns, lookup.Text{Memo: sc.chunk.memo, Key: k}, fresh, asked); r != nil {
+			return &note{tags, r}
+		}
+	}
+	return tags
 }
 
 // mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
@@ -394,8 +413,12 @@ func (s *Server) Options() Options { return s.opts }
 // lookupEnded passes the end of a lookup to all that read it.
 func (s *Server) lookupEnded(o *lookup.Outcome) {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, o.Tokens, s.opts.ChunkTokens)
+	if n, ok := o.Note.(*note); ok {
+		o.Note, o.Repeated = n.tags, n.repeated
+	}
 	s.tally.Lookup(o)
 	s.ended.Lookup(o)
+	s.beginnings.Lookup(o)
 	if !o.Searched {
 		return
 	}

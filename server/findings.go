@@ -110,6 +110,11 @@ func (st *Status) lookupFindings(add func(what, do string)) {
 			"normal where vLLM's own prefix cache has answered: it is asked first, and only what is not in the engine's memory is loaded from here. "+
 				"To see this cache at work, restart the engine between two prompts")
 	}
+	if b := &l.Beginnings; l.AskedTokens > 0 && b.LostTokens >= l.AskedTokens/50 && b.LostTokens > 0 {
+		add(fmt.Sprintf("%.0f %% of the tokens that were asked for, about %d, were not found because what is before them changes: of such a prompt at most %d tokens differ, and %d behind them are as in earlier prompts",
+			100*min(float64(b.LostTokens)/float64(l.AskedTokens), 1), b.LostTokens, b.DifferTokens, b.SameTokens),
+			"move what changes (a date, an id, a name) behind what prompts have in common, and cut a long conversation rarely at its front: a prompt hits as far as it equals an earlier one from its first token on")
+	}
 	if l.Lookups > 0 && l.HitTokens*10 < l.AskedTokens*9 {
 		st.missFindings(add)
 	}

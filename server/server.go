@@ -26,6 +26,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/beginning"
 	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/lent"
@@ -72,6 +73,7 @@ type Server struct {
 	turnedAway    explain.Refusals
 	names         *tier.Names   // of the namespaces that were transferred
 	ended         *explain.Book // lookups that found less than they asked for
+	beginnings    *beginning.Finder
 	slow          *slowLog
 	tally         *usage.Tally
 	offload       *offload.Server
@@ -91,7 +93,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally, s.slow = explain.New(s.names), usage.New(), newSlowLog(time.Millisecond)
+	s.ended, s.beginnings, s.tally, s.slow = explain.New(s.names), beginning.New(), usage.New(), newSlowLog(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)

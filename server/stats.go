@@ -146,6 +146,7 @@ type Stats struct {
 	EventsUnbound     uint64  `counter:"kvasir_kv_events_unbound_total" help:"Times that a stored chunk was not announced because that memory is used up. Growth: raise --kv-events-memory."`
 	EventScans        uint64  `counter:"kvasir_kv_event_scans_total" help:"Times that KV events were made from a comparison with the whole pool: at the start, and when they came faster than they were read."`
 	SessionsExpired   uint64  `counter:"kvasir_sessions_expired_total" help:"Sessions ended because their engine said nothing about them for --session-ttl-seconds."`
+	ChangedTokens     uint64  `counter:"kvasir_changed_beginning_tokens_total" help:"Tokens that were not found because what is before them in the prompt changes (a date, an id), while earlier prompts have the same text behind it; estimated from a sample. Much of what is asked for: kvasir advise says what to do."`
 	SessionsDisplaced uint64  `counter:"kvasir_sessions_displaced_total" help:"Sessions ended early because their peer had more than its share."`
 
 	Requests    map[string]uint64           `counter:"kvasir_requests_total" label:"operation" help:"Requests by operation."`
@@ -225,7 +226,7 @@ func (s *Server) Stats() Stats {
 		StoredBytes: st.StoredBytes, RetrievedBytes: st.LoadedBytes, EvictedBytes: st.EvictedBytes,
 		LateCommits: st.LateCommits, HoldsExpired: st.HoldsExpired, WorkersReaped: n.reaped.Load(), SegmentsRemoved: n.swept.Load(),
 		NoteFailures: n.noteFailures.Load(), Panics: n.panics.Load(), RepliesDropped: n.dropped.Load(),
-		SessionsExpired: st.SessionsExpired, SessionsDisplaced: st.SessionsPushed,
+		SessionsExpired: st.SessionsExpired, SessionsDisplaced: st.SessionsPushed, ChangedTokens: s.beginnings.Lost(),
 
 		Requests: make(map[string]uint64), Declined: make(map[string]uint64), Unsigned: make(map[string]uint64), LookupEnded: make(map[string]uint64), Durations: make(map[string]histogram.Counts),
 	}

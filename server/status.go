@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/server/beginning"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
@@ -75,6 +76,8 @@ type LookupStatus struct {
 	Salted      uint64            `json:"salted"`        // lookups with a cache salt
 	Retrieves   uint64            `json:"retrieves"`     // loads by workers that ended well
 	Stores      uint64            `json:"stores"`        // the same of stores
+
+	Beginnings beginning.Found `json:"beginnings"` // prompts that repeat text behind a beginning that changes
 }
 
 // RecentStatus is about the last Seconds, five minutes where the server is older.
@@ -130,6 +133,7 @@ func (s *Server) Status() Status {
 		Lookup: LookupStatus{
 			Lookups: st.Lookups, AskedTokens: asked, HitTokens: hit, MissReasons: map[string]uint64{}, LostTokens: map[string]uint64{},
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
+			Beginnings: s.beginnings.Found(),
 		},
 		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}

@@ -28,9 +28,9 @@ const (
 	loadLife = 10
 )
 
-// useBelow reports whether lookups may ask the tier: they do without it while it does not
+// AsksBelow reports whether lookups may ask the tier for what the pool lacks: they do without it while it does not
 // answer.
-func (s *Store) useBelow() bool { return s.below != nil && s.below.Answers() }
+func (s *Store) AsksBelow() bool { return s.below != nil && s.below.Answers() }
 
 // Go starts a goroutine that Close waits for. It returns false when s is closed.
 func (s *Store) Go(f func()) bool {

@@ -81,7 +81,7 @@ func (x *EachLookup) lend(keys []int) error {
 
 func (x *EachLookup) lendSome(keys []int) error {
 	s := x.store
-	below := s.useBelow()
+	below := s.AsksBelow()
 	s.lock()
 	defer s.unlock()
 	if s.busyLocked(x.query.Owner.Peer) {
@@ -168,7 +168,7 @@ func (x *EachLookup) take(rest []int) {
 		absent = x.takeSome(absent, rest[:min(batch, len(rest))])
 	}
 	s := x.store
-	if len(absent) == 0 || !s.useBelow() {
+	if len(absent) == 0 || !s.AsksBelow() {
 		return
 	}
 	keys := make([]kv.Key, len(absent))

@@ -82,7 +82,7 @@ func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) L
 	f := found{rows: sh.Groups.Len() * sh.World}
 	hashes := s.find(sh, p, &f)
 	below := s.below != nil && f.hit(sh) < min(p.Chunks, maxLookup/f.rows)
-	ask := below && s.useBelow()
+	ask := below && s.AsksBelow()
 	why := miss.BelowSlow
 	if ask && s.opts.LoadIfFaster && !s.rates.WorthLoading() {
 		ask, why = false, miss.BelowSlower

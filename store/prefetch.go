@@ -107,7 +107,7 @@ func abandonLocked(sess *session) {
 func (s *Store) run(pf *prefetch) {
 	defer pf.cancel()
 	switch {
-	case s.useBelow():
+	case s.AsksBelow():
 		s.fetch(pf)
 	case s.below != nil: // it has stopped to answer since the lookup began
 		s.belowFailed(pf, miss.BelowSlow, "")

@@ -74,7 +74,7 @@ func (s notes) Recorded(from, end, most int) (keys []kv.Key, of []tiering.Record
 
 // Ask implements tiering.Notes.
 func (s notes) Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
-	if !s.useBelow() {
+	if !s.AsksBelow() {
 		return nil, tier.ErrResting
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.opts.LoadTimeout)

@@ -37,7 +37,7 @@ func (w warmer) Warmed() (objects, bytes uint64) {
 }
 
 // Usable implements tiering.Warmer.
-func (w warmer) Usable() bool { return w.useBelow() }
+func (w warmer) Usable() bool { return w.AsksBelow() }
 
 // Warm implements tiering.Warmer.
 func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool) {

@@ -57,7 +57,7 @@ var fuzzed = map[string]string{
 var unfuzzed = map[string]string{
 	"reads answers of servers that the user names, with encoding/json":     "bench bench/load cmd/kvasir/internal/bench cmd/kvasir/internal/cli cmd/kvasir/internal/doctor cmd/kvasir/internal/sim cmd/kvasir/internal/status cmd/kvasir/internal/tier cmd/kvasir/internal/verify tier/adapter tier/s3/aws sim/demo",
 	"reads bounded bodies with encoding/json into fields that are checked": "internal/httpserver internal/options server/admin server/lent proxy mooncake/transfer/bench",
-	"reads bytes that it, or its own process, has written":                 "internal/peercred sim/cluster sim/engine sim/kvmem store store/hold store/miss server/offload mooncake/store/connector",
+	"reads bytes that it, or its own process, has written":                 "internal/peercred sim/cluster sim/engine sim/kvmem server/beginning store store/hold store/miss server/offload mooncake/store/connector",
 	"gives what it reads to kv/event.Decode, which has a target":           "proxy/blocks server/events",
 	"is a simulator's file, which its user writes":                         "sim/costmodel sim/tables sim/api sim/replay",
 	"helps tests": "internal/testkit mooncake/store/storetest proxy/blocks/blockstest proxy/limits/limitstest tier/tiertest",

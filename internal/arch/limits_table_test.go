@@ -78,7 +78,7 @@ var limitRows = map[string]string{
 	"checksums of blocks":  "server/admin.maxChecksumBlocks server/admin.maxChecksumBody",
 	"prefetches known":     "server/admin.maxPrefetches",
 	"bodies with lists":    "server/admin.maxListBodies",
-	"listeners of `/live`": "server/admin.maxListeners store/pool.maxMapped",
+	"listeners of `/live`": "server/admin.maxListeners store/pool.maxMapped server/admin.maxTenantHours",
 
 	"prompts that relays have":   "proxy/prefix.maxRelayedPrompts",
 	"KV blocks of an engine":     "proxy/blocks.o.MaxBlocks proxy/blocks.maxLate proxy/blocks.o.ReplayTimeout proxy.maxTokenizing",

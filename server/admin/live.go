@@ -79,7 +79,8 @@ type Live struct {
 	Peers   []string      `json:"peers"`         // pages of other nodes
 	May     string        `json:"may,omitempty"` // in the first event of a stream: read, write or admin, the scope of who looks
 
-	History *Points `json:"history,omitempty"` // an hour in the first event of a stream, and in /now?history=1; then the newest two points
+	History *Points      `json:"history,omitempty"`      // an hour in the first event of a stream, and in /now?history=1; then the newest two points
+	Hours   *TenantHours `json:"tenant_hours,omitempty"` // in the first event of a stream, in /now?history=1, and once a minute
 }
 
 // LiveBytes are counters since the start, bytes.
@@ -182,11 +183,12 @@ func (l *live) leave() {
 // once answers with one event, as JSON: what a program needs that looks now and then.
 func (l *live) once(w http.ResponseWriter, r *http.Request) {
 	event, _ := l.latest()
-	history := l.o.History.json
 	if r.URL.Query().Get("history") == "" {
-		history = func() []byte { return mustJSON(l.o.History.points(recentPoints)) }
+		event = with(event, "history", mustJSON(l.o.History.points(recentPoints)))
+	} else {
+		hours, _ := l.o.History.tenantsJSON()
+		event = with(with(event, "tenant_hours", hours), "history", l.o.History.json())
 	}
-	event = with(event, "history", history())
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	_, _ = w.Write(event) // the client is gone if this fails
@@ -205,8 +207,11 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Cache-Control", "no-store")
 	tick := time.NewTicker(liveEvery)
 	defer tick.Stop()
-	for last := 0; ; {
+	for last, lastHours := 0, -1; ; {
 		if event, number := l.latest(); number != last { // else a tick came early
+			if hours, number := l.o.History.tenantsJSON(); number != lastHours {
+				event, lastHours = with(event, "tenant_hours", hours), number
+			}
 			if last == 0 {
 				event = with(with(event, "may", mustJSON(mayOf(l.gate, r).String())), "history", l.o.History.json())
 			} else {

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -84,6 +85,7 @@ func newPageNode(t *testing.T, tiered bool, edit func(*admin.Options)) *pageNode
 	}
 	n.history = admin.NewHistory(s)
 	n.history.FillHistory(3600, func(i int) uint64 { return 20_000 + uint64(i%97)*300 }, func(i int) uint64 { return 9_000 + uint64(i%61)*150 })
+	n.history.FillTenants(60, []string{"", "green", evilSalt, longName}, func(i int, salt string) uint64 { return uint64(10+i%7) * 1000 }, func(i int, salt string) uint64 { return uint64(len(salt)%7+i%5) * 500 })
 	n.o = admin.Options{History: n.history, Parts: n.parts(t), Cost: admin.Cost{PrefillTokens: 10_000, GPUHourPrice: 2.5}, Peers: []string{"http://127.0.0.1:8081"}}
 	if edit != nil {
 		edit(&n.o)
@@ -278,6 +280,13 @@ func TestPageInABrowser(t *testing.T) {
 		}
 	}
 
+	// So are the hours of tenants, those without terms of their own included.
+	if got := b.text(`[...document.querySelectorAll("#tenant-list tbody tr")].map(r => r.children[0].textContent + " " + r.querySelectorAll("svg.hour .line").length + " " + r.children[2].textContent).sort().join("\n")`); got != strings.Join(slices.Sorted(slices.Values([]string{
+		"_default 1 7.8 %", "green 1 27.1 %", evilSalt + " 1 7.8 %", longName + " 1 7.8 %",
+	})), "\n") {
+		t.Errorf("the hours of tenants:\n%s", got)
+	}
+
 	// An hour is there at once, in each range.
 	points := func() float64 {
 		v, _ := b.eval(`charts.hit.c.xs.length`).(float64)
@@ -336,6 +345,18 @@ func TestPageWithTheKeyboard(t *testing.T) {
 	if got := b.text(`document.querySelector("#hit .legend").textContent`); !strings.Contains(got, " ago, ") {
 		t.Errorf("the chart's cursor: %q", got)
 	}
+	b.eval(`document.querySelector("[data-key='hour of green']").focus()`)
+	b.key("ArrowLeft")
+	b.key("ArrowLeft")
+	b.until(`/^green, [0-9]+ (s|min) ago, [0-9:]{5}: hit [0-9.]+ % of [0-9,]+ tokens in 60 s$/.test(document.querySelector("#tenant-read").textContent) && !!document.querySelector("[data-key='hour of green'] .cursor")`)
+	first := b.text(`document.querySelector("#tenant-read").textContent`)
+	b.key("Home")
+	b.until(`document.querySelector("#tenant-read").textContent.startsWith("green, 59 min ago")`)
+	if at := b.text(`document.activeElement.dataset.key`); at != "hour of green" || first == "" {
+		t.Errorf("the focus is at %q", at)
+	}
+	b.key("Escape")
+	b.until(`!document.querySelector("#tenant-list .cursor")`)
 	ground := func() any { return b.eval(`getComputedStyle(document.body).backgroundColor`) }
 	b.key("t")
 	light := ground()

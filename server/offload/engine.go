@@ -346,7 +346,7 @@ func (l *found) ended(r *store.LookupResult) {
 	r.Tokens = e.hello.ChunkTokens
 	e.server.opts.Ended(&lookup.Outcome{
 		Request: []byte(l.request), Model: []byte(e.hello.Model), Salt: []byte(l.tenant), Registered: true, ChunkTokens: e.hello.ChunkTokens,
-		LookupResult: *r, Searched: true,
+		LookupResult: *r, Searched: true, HashesOnly: true,
 	})
 }
 

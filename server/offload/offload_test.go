@@ -292,7 +292,7 @@ func TestLookupsAreExplained(t *testing.T) {
 	a.store("team", keysOf(0, 2))
 	a.load("team", keysOf(0, 3))
 	o := <-ended
-	if string(o.Request) != "load" || string(o.Model) != "m" || string(o.Salt) != "team" || o.AskedTokens() != 48 || o.HitTokens() != 32 || o.Why != miss.NeverStored {
+	if string(o.Request) != "load" || string(o.Model) != "m" || string(o.Salt) != "team" || o.AskedTokens() != 48 || o.HitTokens() != 32 || o.Why != miss.NeverStored || !o.HashesOnly {
 		t.Errorf("%+v", o)
 	}
 }

@@ -50,16 +50,16 @@ const salted = (model, salt) => (model || "no name") + (salt ? ", " + salt : "")
 // ---- tables
 
 // table shows rows of cells: texts, or nodes with a text of their own as sig. heads begin with # for numbers, ~ for names, > for sentences, = for
-// bars. Rows that are as they were stay, with the focus and what is selected.
+// bars, ^ for small lines. Rows that are as they were stay, with the focus and what is selected.
 function table(id, heads, rows, none) {
   const box = $(id), sig = JSON.stringify([heads, rows, none], (k, v) => v instanceof Node ? v.sig || v.textContent : v);
   if (box.sig === sig) return;
   box.sig = sig;
   const at = document.activeElement, had = box.contains(at) ? at.dataset.key : undefined, left = box.scrollLeft, top = box.scrollTop;
   if (!rows.length) { box.replaceChildren(el("p", none, "soft")); return; }
-  const kinds = { "#": "n", "~": "name", ">": "say", "=": "wide" };
+  const kinds = { "#": "n", "~": "name", ">": "say", "=": "wide", "^": "small" };
   const t = el("table"), h = t.createTHead().insertRow(), b = t.createTBody();
-  for (const head of heads) { const th = el("th", head.replace(/^[#~>=]/, ""), head[0] === "#" ? "n" : head[0] === "=" ? "wide" : ""); th.scope = "col"; h.append(th); }
+  for (const head of heads) { const th = el("th", head.replace(/^[#~>=^]/, ""), head[0] === "#" ? "n" : head[0] === "=" ? "wide" : ""); th.scope = "col"; h.append(th); }
   for (const row of rows) {
     const tr = b.insertRow();
     row.forEach((cell, i) => { const td = el("td", undefined, kinds[heads[i][0]] || ""); td.append(cell); tr.append(td); });
@@ -132,26 +132,7 @@ function draw(id, c) {
     parts.push(text(at, h - 4, t, "middle"));
     free = at - half;
   }
-  for (const l of c.lines) {
-    let path = "", area = "", from = null, last = null;
-    const g = svg("g", { class: l.cls });
-    const shut = () => { if (from !== null && l.area) area += "L" + last[0] + " " + (M.top + ih) + "L" + from[0] + " " + (M.top + ih) + "Z"; from = null; };
-    l.values.forEach((v, i) => {
-      if (!is(v) || (c.gap && i && c.xs[i] - c.xs[i - 1] > c.gap)) shut();
-      if (!is(v)) return;
-      const p = [X(c.xs[i]).toFixed(1), Y(v).toFixed(1)];
-      path += (from ? "L" : "M") + p[0] + " " + p[1];
-      if (l.area) area += (from ? "L" : "M") + p[0] + " " + p[1];
-      const alone = !from && !(i + 1 < l.values.length && is(l.values[i + 1]));
-      if (l.marks || alone) g.append(svg("circle", { class: "dot", cx: p[0], cy: p[1], r: l.marks ? 3 : 1.6 }));
-      from = from || p;
-      last = p;
-    });
-    shut();
-    if (area) g.prepend(svg("path", { class: "area", d: area }));
-    if (path) g.append(svg("path", { class: "line" + (l.dash ? " dash" : ""), d: path }));
-    parts.push(g);
-  }
+  for (const l of c.lines) parts.push(lineOf(l, c.xs, X, Y, M.top + ih, c.gap));
   for (const m of c.notes || []) parts.push(svg("g", { class: m.cls }, m.x !== undefined ? svg("line", { class: "line dash", x1: X(m.x), x2: X(m.x), y1: M.top, y2: M.top + ih }) : svg("line", { class: "line dash", x1: M.left, x2: w - M.right, y1: Y(m.y), y2: Y(m.y) })));
   if (!c.lines.some(l => l.values.some(is))) parts.push(text(M.left + iw / 2, M.top + ih / 2, c.none, "middle"));
   const cursor = svg("g", {});
@@ -162,6 +143,27 @@ function draw(id, c) {
   const was = charts[id];
   charts[id] = { c, X, Y, ih, cursor, at: was && was.held ? was.at : null, held: was && was.held };
   read(id);
+}
+// lineOf draws a line over xs with the area down to bottom. It ends where a value is not known, and with gap where two points are further apart.
+function lineOf(l, xs, X, Y, bottom, gap) {
+  let path = "", area = "", from = null, last = null;
+  const g = svg("g", { class: l.cls });
+  const shut = () => { if (from !== null && l.area) area += "L" + last[0] + " " + bottom + "L" + from[0] + " " + bottom + "Z"; from = null; };
+  l.values.forEach((v, i) => {
+    if (!is(v) || (gap && i && xs[i] - xs[i - 1] > gap)) shut();
+    if (!is(v)) return;
+    const p = [X(xs[i]).toFixed(1), Y(v).toFixed(1)];
+    path += (from ? "L" : "M") + p[0] + " " + p[1];
+    if (l.area) area += (from ? "L" : "M") + p[0] + " " + p[1];
+    const alone = !from && !(i + 1 < l.values.length && is(l.values[i + 1]));
+    if (l.marks || alone) g.append(svg("circle", { class: "dot", cx: p[0], cy: p[1], r: l.marks ? 3 : 1.6 }));
+    from = from || p;
+    last = p;
+  });
+  shut();
+  if (area) g.prepend(svg("path", { class: "area", d: area }));
+  if (path) g.append(svg("path", { class: "line" + (l.dash ? " dash" : ""), d: path }));
+  return g;
 }
 function text(x, y, t, anchor) { const e = svg("text", { x, y, "text-anchor": anchor }); e.textContent = t; return e; }
 // read writes the values of a chart at its cursor into its legend, the newest ones where there is none.
@@ -349,13 +351,51 @@ function showBy(e) {
   }), "No prompt was asked for.");
   put("by-more", e.by_in_all > e.by.length ? "The " + e.by.length + " of " + count(e.by_in_all) + " that asked for most." : "");
 }
+// The hours of tenants come once a minute. spot is the point of a tenant's line that is read: { of, at }.
+let hours = null, spot = null;
+const HOUR = 3600, LINE = { w: 150, h: 26 };
+const hourName = h => h.others ? "all others" : h.cache_salt, hourKey = h => h.others ? "hours of others" : "hour of " + h.cache_salt;
+// hourLine is a tenant's hit rate of the last hour as a small line, from 0 at the bottom to 1 at the top.
+function hourLine(h) {
+  const name = hourName(h), key = hourKey(h), xs = hours.at_s, end = xs[xs.length - 1], X = v => 1 + (LINE.w - 2) * Math.max(0, 1 + (v - end) / HOUR), Y = v => 2 + (LINE.h - 4) * (1 - v), known = h.hit_rate.filter(is);
+  const label = "Hit rate of " + name + ", the last hour: " + (known.length ? percent(Math.min(...known)) + " to " + percent(Math.max(...known)) + ", newest " + percent(known[known.length - 1]) : "not known");
+  const s = svg("svg", { class: "hour", viewBox: "0 0 " + LINE.w + " " + LINE.h, role: "img", tabindex: 0, "aria-label": label }, svg("rect", { class: "ground", width: LINE.w, height: LINE.h, rx: 3 }), lineOf({ cls: "a", values: h.hit_rate, area: true }, xs, X, Y, LINE.h, 150), svg("g", {}));
+  s.dataset.key = key;
+  s.sig = label + JSON.stringify([xs, h]);
+  const move = at => { spot = at === null ? null : { of: key, at: Math.max(0, Math.min(xs.length - 1, at)) }; readHour(); };
+  s.onpointermove = e => { const to = end + HOUR * (e.offsetX / s.clientWidth - 1); let best = 0; xs.forEach((v, i) => { if (Math.abs(v - to) < Math.abs(xs[best] - to)) best = i; }); move(best); };
+  s.onpointerleave = s.onblur = () => move(null);
+  s.onkeydown = e => {
+    if (!["ArrowLeft", "ArrowRight", "Home", "End", "Escape"].includes(e.key)) return;
+    e.preventDefault();
+    const n = xs.length - 1, at = spot && spot.of === key ? spot.at : n + 1;
+    move(e.key === "Escape" ? null : e.key === "Home" ? 0 : e.key === "End" ? n : at + (e.key === "ArrowLeft" ? -1 : 1));
+  };
+  s.mark = at => s.lastChild.replaceChildren(...(at === null ? [] : [svg("line", { class: "cursor", x1: X(xs[at]), x2: X(xs[at]), y1: 0, y2: LINE.h })]));
+  return s;
+}
+// readHour says what the point of spot is.
+function readHour() {
+  for (const s of document.querySelectorAll("svg.hour")) s.mark(spot && s.dataset.key === spot.of && spot.at < hours.at_s.length ? spot.at : null);
+  const h = spot && hours.tenants.find(h => hourKey(h) === spot.of);
+  if (!h || spot.at >= hours.at_s.length) { put("tenant-read", "The lines are hit rates of the last hour, a point for each minute; arrows read one that has the focus."); return; }
+  const ago = now.now_s - hours.at_s[spot.at];
+  put("tenant-read", hourName(h) + ", " + span(ago) + " ago, " + clock(Date.now() - 1000 * ago).slice(0, 5) + ": hit " + percent(h.hit_rate[spot.at]) + " of " + count(h.asked_tokens[spot.at]) + " tokens in " + span(hours.took_s[spot.at]));
+}
 function showTenants(e) {
-  table("tenant-list", ["~tenant", "#quota", "#has", "#evicted", "#kept for", "#pinned", "#may pin", ""], e.tenants.map(u => {
-    const own = u.quota_bytes !== null, pins = u.pin_limit_bytes || u.pinned_objects;
-    return [u.cache_salt, own ? size(u.quota_bytes) : "–", own ? size(u.bytes) : "–", own ? size(u.evicted_bytes) : "–", u.ttl_seconds === null ? "–" : u.ttl_seconds < 0 ? "ever" : span(u.ttl_seconds),
-      pins ? size(u.pinned_bytes) : "–", pins ? size(u.pin_limit_bytes) : "–", allowed(button("Change…", "tenant " + u.cache_salt, () => deeds.quota(u.cache_salt)), "admin")];
-  }), "None: all share the pool, and what is used least goes first.");
-  put("tenant-more", e.tenants_in_all > e.tenants.length ? "The first " + e.tenants.length + " of " + count(e.tenants_in_all) + "; kvasir quota has all." : "");
+  const own = Object.fromEntries(e.tenants.map(u => ["=" + u.cache_salt, u])), list = hours ? hours.tenants : [], seen = new Set(list.filter(h => !h.others).map(h => h.cache_salt)), held = spot;
+  const row = (name, h, u, others) => {
+    const sum = f => h.asked_tokens.reduce((n, v, i) => n + f(i) * v, 0), asked = h ? sum(() => 1) : 0, has = u && u.quota_bytes !== null, pins = u && (u.pin_limit_bytes || u.pinned_objects);
+    return [name, h ? hourLine(h) : "–", h ? share(sum(i => h.hit_rate[i] || 0), asked) : "–", h ? count(asked) : "–", has ? size(u.quota_bytes) : "–", has ? size(u.bytes) : "–", has ? size(u.evicted_bytes) : "–", !u || u.ttl_seconds === null ? "–" : u.ttl_seconds < 0 ? "ever" : span(u.ttl_seconds),
+      pins ? size(u.pinned_bytes) : "–", pins ? size(u.pin_limit_bytes) : "–", others ? "" : allowed(button("Change…", "tenant " + name, () => deeds.quota(name)), "admin")];
+  };
+  table("tenant-list", ["~tenant", "^the last hour", "#hit", "#tokens", "#quota", "#has", "#evicted", "#kept for", "#pinned", "#may pin", ""],
+    [...list.map(h => row(hourName(h), h, h.others ? undefined : own["=" + h.cache_salt], h.others)), ...e.tenants.filter(u => !seen.has(u.cache_salt)).map(u => row(u.cache_salt, null, u))],
+    "No prompt came in the last full minutes, and no tenant has terms of its own: all share the pool, and what is used least goes first.");
+  spot = held; // a line that is drawn anew loses the focus for a moment
+  $("tenant-read").hidden = !list.length;
+  readHour();
+  put("tenant-more", e.tenants_in_all > e.tenants.length ? "Of those with terms of their own the first " + e.tenants.length + " of " + count(e.tenants_in_all) + "; kvasir quota has all." : "");
 }
 function showTiers(st) {
   table("tier-list", ["~tier", "~state", "=hit rate of what it was asked for", "#found", "#has", "#read", "#each", "#written", "#each", "#troubles", ""], st.l2.tiers.map(t => [t.name, el("span", t.state === "ok" ? "ok" : t.state + (t.last_error ? ": " + t.last_error : ""), t.state === "ok" ? "good" : "bad"), bar(t.hits, t.hits + t.misses, "c", share(t.hits, t.hits + t.misses)), share(t.hits, t.hits + t.misses),
@@ -492,6 +532,7 @@ function show(e) {
   let old = before;
   if (e.may || old && (old.status.pid !== st.pid || old.status.started !== st.started || e.now_s <= old.now_s)) old = null;
   remember(e.history, !!e.may);
+  if (e.tenant_hours) hours = e.tenant_hours;
   before = now = e;
   lostAt = 0;
   $("main").className = "";

@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -161,44 +163,160 @@ func TestAdviseOfAPoolThatIsTooSmall(t *testing.T) {
 	}
 }
 
-// Prompts that are there under another salt: equal salts are the first advice.
-func TestAdviseOfTheWrongSalt(t *testing.T) {
-	d := plant(t, 512, store.Options{})
-	for i := range 40 {
-		d.request(fmt.Sprint("user-", i), promptOf(1, 16*8))
-	}
-	if first, all, text := d.advise(); first.Kind != "salt" || first.Points < 80 || !first.Most {
-		t.Errorf("%+v\n%s", all, text)
+// Each planted situation has its advice first, and none of the others'.
+func TestAdviseNamesWhatIsPlanted(t *testing.T) {
+	body := randomTokens(1, 2400)
+	for _, planted := range []struct {
+		name, kind string
+		also       string // kinds that are said beside it
+		words      string
+		chunks     int
+		points     float64
+		slow       bool // a tier that has all and answers too late
+		play       func(d *planted)
+	}{
+		{name: "a pool that is too small", kind: "pool", also: "tier", words: "more RAM", chunks: 24, points: 80, play: func(d *planted) {
+			for i := range 60 {
+				d.request("", promptOf(1+i%6, 16*8))
+			}
+		}},
+		{name: "the wrong salt", kind: "salt", words: "one cache_salt", chunks: 512, points: 80, play: func(d *planted) {
+			for i := range 40 {
+				d.request(fmt.Sprint("user-", i), promptOf(1, 16*8))
+			}
+		}},
+		{name: "chunks that are too large", kind: "chunk_size", words: "--chunk-size below 16", chunks: 64, points: 80, play: func(d *planted) {
+			for range 40 {
+				d.request("", promptOf(1, 12))
+			}
+			d.request("", promptOf(2, 32))
+		}},
+		{name: "a tier that is too slow", kind: "slow_tier", words: "a faster tier", chunks: 64, points: 50, slow: true, play: func(d *planted) {
+			for i := range 12 {
+				d.request("", promptOf(100+i, 16*8))
+			}
+		}},
+		{name: "prompts that begin with a date", kind: "beginning", words: "move what changes at their beginning", chunks: 8192, points: 80, play: func(d *planted) {
+			for i := range uint32(40) {
+				d.request("", slices.Concat([]uint32{2026, 11, i, i * 7}, body, randomTokens(uint64(100+i), 60)))
+			}
+		}},
+		{name: "the same behind a tier", kind: "beginning", words: "move what changes at their beginning", chunks: 8192, points: 80, play: func(d *planted) {
+			for i := range uint32(40) {
+				d.request("", slices.Concat([]uint32{2026, 11, i, i * 7}, body, randomTokens(uint64(100+i), 60)))
+			}
+		}},
+	} {
+		t.Run(planted.name, func(t *testing.T) {
+			var o store.Options
+			release := func() {}
+			switch {
+			case planted.slow:
+				flaky, err := tiertest.NewFlaky(tier.NewMemory(1<<30), "stat * hang")
+				if err != nil {
+					t.Fatal(err)
+				}
+				o, release = store.Options{Below: flaky, LoadTimeout: 20 * time.Millisecond}, flaky.Release
+			case strings.HasSuffix(planted.name, "a tier"):
+				o = store.Options{Below: tier.NewMemory(1 << 30)}
+			}
+			d := plant(t, planted.chunks, o)
+			t.Cleanup(release) // before the store is closed
+			planted.play(d)
+			first, all, text := d.advise()
+			if first.Kind != planted.kind || first.Points < planted.points || first.Most == (first.Kind == "pool") || !strings.Contains(text, planted.words) {
+				t.Errorf("%+v\n%s", all, text)
+			}
+			for _, o := range all.Options {
+				if o.Kind != planted.kind && o.Kind != planted.also {
+					t.Errorf("it also says %s\n%s", o.Kind, text)
+				}
+			}
+		})
 	}
 }
 
-// Prompts that are shorter than a chunk: smaller chunks are the first advice, also where no other prompt came.
-func TestAdviseOfAChunkThatIsTooLarge(t *testing.T) {
+// A beginning that changes is said with what it costs, in tokens and their share, by advise, status, the metrics and the findings.
+func TestAdviseOfAChangingBeginning(t *testing.T) {
+	d := plant(t, 8192, store.Options{})
+	body := randomTokens(1, 2400)
+	asked := 0
+	for i := range uint32(40) {
+		d.request("", slices.Concat([]uint32{2026, 11, i, i * 7}, body, randomTokens(uint64(100+i), 60)))
+		asked += 2464
+	}
+	first, all, text := d.advise()
+	if first.Lost < uint64(39*2200) || first.Lost > uint64(40*2400) || math.Abs(first.Share-float64(first.Lost)/float64(asked)) > 1e-9 {
+		t.Errorf("of %d tokens: %+v\n%s", asked, all, text)
+	}
+	code, status, _ := run(t, "status", "--url", d.url)
+	for _, want := range []string{"were not found because what is before them changes", "move what changes (a date, an id, a name)"} {
+		if code != 0 || !strings.Contains(status, want) {
+			t.Errorf("no %q in\n%s", want, status)
+		}
+	}
+	answer, err := http.Get(d.url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	page, err := io.ReadAll(answer.Body)
+	if _, of, ok := strings.Cut(string(page), "\nkvasir_changed_beginning_tokens_total "); err != nil || !ok || of[0] == '0' {
+		t.Errorf("%v, %.20s", err, of)
+	}
+}
+
+// Conversations that go on, unlike prompts and prompts with one closing text say nothing of beginnings.
+func TestAdviseOfOrdinaryPrompts(t *testing.T) {
+	d := plant(t, 8192, store.Options{})
+	closing := randomTokens(2, 300)
+	for i := range uint64(12) {
+		talk := randomTokens(10+i, 600)
+		for turn := range uint64(4) {
+			d.request("", talk)
+			talk = slices.Concat(talk, randomTokens(100*i+turn, 350))
+		}
+		d.request("", randomTokens(5000+i, 1800))
+		d.request("", slices.Concat(randomTokens(6000+i, 900), closing))
+	}
+	if _, all, text := d.advise(); slices.ContainsFunc(all.Options, func(o advice.Option) bool { return o.Kind == "beginning" }) || strings.Contains(text, "Not known") {
+		t.Errorf("%s", text)
+	}
+}
+
+// Prompts of which the engine sends hashes alone: what their beginnings lost is not known, and advise says so.
+func TestAdviseOfHashesAlone(t *testing.T) {
+	st := admin.Status{Status: server.Status{PID: 1, ChunkTokens: 256, HitCurves: make([]hitcurve.Window, 3)}}
+	st.Lookup.AskedTokens, st.Lookup.Beginnings.UnknownTokens = 10_000, 4000
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(st) }))
+	defer web.Close()
+	d := &planted{t: t, url: web.URL}
+	st.HitCurves[2] = hitcurve.Window{Asked: 40, Tokens: 10_000, Curve: make([]hitcurve.Point, len(hitcurve.Factors))}
+	if _, _, text := d.advise(); !strings.Contains(text, "Not known: whether beginnings that change lost any of 4,000 tokens") {
+		t.Errorf("%s", text)
+	}
+	st.HitCurves[2], st.VLLM, st.Lookup.Lookups = hitcurve.Window{}, &server.VLLMStatus{}, 5
+	if _, _, text := d.advise(); !strings.Contains(text, "Nothing is estimated for vLLM's tiered offloading") {
+		t.Errorf("%s", text)
+	}
+}
+
+func randomTokens(seed uint64, n int) []uint32 {
+	r := rand.New(rand.NewPCG(seed, 1))
+	out := make([]uint32, n)
+	for i := range out {
+		out[i] = r.Uint32N(150_000)
+	}
+	return out
+}
+
+// Prompts that are shorter than a chunk are said also where no other prompt came.
+func TestAdviseOfShortPromptsAlone(t *testing.T) {
 	d := plant(t, 64, store.Options{})
 	for range 40 {
 		d.request("", promptOf(1, 12))
 	}
 	if first, all, text := d.advise(); first.Kind != "chunk_size" || !strings.Contains(text, "--chunk-size below 16") || strings.Contains(text, "Of 0 tokens") || strings.Contains(text, " 0 s of") {
-		t.Errorf("%+v\n%s", all, text)
-	}
-	d.request("", promptOf(2, 32))
-	if first, all, text := d.advise(); first.Kind != "chunk_size" || first.Points < 80 {
-		t.Errorf("%+v\n%s", all, text)
-	}
-}
-
-// A tier that has what is asked for and answers too late: a faster one is the first advice.
-func TestAdviseOfATierThatIsTooSlow(t *testing.T) {
-	flaky, err := tiertest.NewFlaky(tier.NewMemory(1<<30), "stat * hang")
-	if err != nil {
-		t.Fatal(err)
-	}
-	d := plant(t, 64, store.Options{Below: flaky, LoadTimeout: 20 * time.Millisecond})
-	t.Cleanup(flaky.Release)
-	for i := range 12 {
-		d.request("", promptOf(100+i, 16*8))
-	}
-	if first, all, text := d.advise(); first.Kind != "slow_tier" || first.Points < 50 {
 		t.Errorf("%+v\n%s", all, text)
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -32,9 +33,9 @@ type AdviseCommand struct {
 // Help implements kong's detailed help.
 func (AdviseCommand) Help() string {
 	return `Says which part of the prompts was found, which part a memory without end would have found, and what comes nearer to it: more RAM,
-a tier, equal salts, smaller chunks, a faster tier; with the prefill time that it saves, and money with --gpu-hour-price. The rates of other
-amounts of memory are estimates, from small caches that the server runs beside its pool. docs/operate/sizing.md says how far to trust
-them. The first advice is the one that gains most.
+a tier, equal salts, smaller chunks, a faster tier, prompts whose beginning does not change; with the prefill time that it saves, and money
+with --gpu-hour-price. The rates of other amounts of memory are estimates, from small caches that the server runs beside its pool. Changing
+beginnings are found in a sample of the prompts. docs/operate/sizing.md says how far to trust both. The first advice is the one that gains most.
 
 Examples:
   kvasir advise
@@ -52,13 +53,15 @@ type Advice struct {
 
 // Option is something to buy or to change.
 type Option struct {
-	Kind    string  `json:"kind"` // pool, tier, salt, chunk_size, slow_tier
+	Kind    string  `json:"kind"` // pool, tier, salt, chunk_size, slow_tier, beginning
 	What    string  `json:"what"`
 	Rate    float64 `json:"hit_rate"` // with it
 	Points  float64 `json:"points"`   // that it gains
 	Most    bool    `json:"at_most"`  // the gain is a bound
 	Seconds float64 `json:"prefill_seconds"`
 	Money   float64 `json:"money,omitempty"`
+	Lost    uint64  `json:"lost_tokens,omitempty"` // of prompts since the start, that were not found for what it changes
+	Share   float64 `json:"lost_share,omitempty"`  // of them, of all that were asked for
 }
 
 // Limits of what CheckCost takes: what follows from it stays a number that can be written.
@@ -155,21 +158,41 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	if all == 0 {
 		return
 	}
-	lost := func(kind, what string, reasons ...miss.Reason) {
-		tokens := uint64(0)
+	lost := func(kind, what string, tokens uint64) {
+		share := min(float64(tokens)/all, 1)
+		gain := min(share, max(1-a.Window.Hit, 0)) // the window may have no room for what was lost since the start
+		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true, Lost: tokens, Share: share})
+	}
+	of := func(reasons ...miss.Reason) (tokens uint64) {
 		for _, why := range reasons {
 			tokens += l.LostTokens[why.Label()]
 		}
-		gain := min(float64(tokens)/all, max(1-a.Window.Hit, 0)) // the window may have no room for what was lost since the start
-		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true})
+		return tokens
 	}
-	lost("salt", "one cache_salt for prompts that may share KV: they are there under another salt", miss.OtherSalt)
-	lost("chunk_size", fmt.Sprintf("a --chunk-size below %d: prompts are shorter than a chunk", st.ChunkTokens), miss.Short)
-	lost("slow_tier", "a faster tier, or a longer --l2-prefetch-load-timeout: it did not give in time what it has", miss.BelowSlow, miss.BelowSlower, miss.BelowFailed)
+	lost("salt", "one cache_salt for prompts that may share KV: they are there under another salt", of(miss.OtherSalt))
+	lost("chunk_size", fmt.Sprintf("a --chunk-size below %d: prompts are shorter than a chunk", st.ChunkTokens), short)
+	lost("slow_tier", "a faster tier, or a longer --l2-prefetch-load-timeout: it did not give in time what it has", of(miss.BelowSlow, miss.BelowSlower, miss.BelowFailed))
+	b := &l.Beginnings
+	lost("beginning", fmt.Sprintf("prompts that begin alike: move what changes at their beginning (a date, an id) behind what they share. %s tokens at most differ, the %s behind them are as in earlier prompts",
+		Thousands(b.DifferTokens), Thousands(b.SameTokens)), b.LostTokens)
+}
+
+// unknownBeginnings says of how many tokens it is not known whether a changing beginning lost them; empty where they are few.
+func unknownBeginnings(l *server.LookupStatus) string {
+	n := l.Beginnings.UnknownTokens
+	if n == 0 || n < l.AskedTokens/50 {
+		return ""
+	}
+	return fmt.Sprintf("\nNot known: whether beginnings that change lost any of %s tokens. Engines of vLLM's tiered offloading send hashes of their prompts alone.\n", Thousands(n))
 }
 
 // print writes an advice in words.
 func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
+	if a.Window.Asked == 0 && len(a.Options) == 0 && st.VLLM != nil && st.Lookup.Lookups > 0 {
+		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up with its tokens in the last %s. Nothing is estimated for vLLM's tiered offloading, which sends hashes alone: "+
+			"kvasir status has its hit rate, and why hits ended.\n", st.ChunkTokens, c.Window)
+		return err
+	}
 	if a.Window.Asked == 0 && len(a.Options) == 0 {
 		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up in the last %s: there is nothing to say yet.\n", st.ChunkTokens, c.Window)
 		return err
@@ -180,16 +203,15 @@ func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
 		return err
 	}
 	if len(a.Options) == 0 {
-		_, err := fmt.Fprintf(w, "\nNothing that could be bought or changed gains %d points or more.\n", leastPoints)
+		_, err := fmt.Fprintf(w, "\nNothing that could be bought or changed gains %d points or more.\n%s", leastPoints, unknownBeginnings(&st.Lookup))
 		return err
 	}
 	fmt.Fprintf(w, "\nWhat gains most, at %s prompt tokens a second:\n", rateText(c.Prefill))
 	for _, o := range a.Options {
-		if _, err := fmt.Fprintf(w, "- %s\n  %s\n", o.What, c.gain(&o)); err != nil {
-			return err
-		}
+		fmt.Fprintf(w, "- %s\n  %s\n", o.What, c.gain(&o))
 	}
-	return nil
+	_, err := io.WriteString(w, unknownBeginnings(&st.Lookup))
+	return err
 }
 
 // printWindow writes what was found in the window, and what other amounts of memory would have found.
@@ -228,13 +250,15 @@ func (c *AdviseCommand) gain(o *Option) string {
 		b.WriteString("at most ")
 	}
 	fmt.Fprintf(&b, "+%.1f points: %.1f %%", o.Points, 100*o.Rate)
-	if o.Seconds == 0 { // nothing was asked for in the window
-		return b.String()
+	if o.Seconds > 0 { // else nothing was asked for in the window
+		fmt.Fprintf(&b, ", %.0f s of prefill", o.Seconds)
+		if c.Price > 0 {
+			fmt.Fprintf(&b, ", %.2f of GPU time", o.Money)
+		}
+		fmt.Fprintf(&b, " in %s", c.Window)
 	}
-	fmt.Fprintf(&b, ", %.0f s of prefill", o.Seconds)
-	if c.Price > 0 {
-		fmt.Fprintf(&b, ", %.2f of GPU time", o.Money)
+	if o.Lost > 0 {
+		fmt.Fprintf(&b, "; lost since the start: %s tokens, %.1f %% of those that were asked for", Thousands(o.Lost), 100*o.Share)
 	}
-	fmt.Fprintf(&b, " in %s", c.Window)
 	return b.String()
 }

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admin
+
+import (
+	"cmp"
+	"maps"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/server/usage"
+)
+
+// The hour of a tenant is hourPoints points, one every hourEvery. maxTenantHours tenants have one, those that asked for most; the rest
+// share one.
+const (
+	hourEvery      = time.Minute
+	hourPoints     = 60
+	maxTenantHours = 64
+)
+
+// tokens are what prompts asked for and found.
+type tokens struct{ asked, hit uint64 }
+
+// hour is what a tenant asked for, in the ring of tenantHours.
+type hour [hourPoints]tokens
+
+func (h *hour) asked() (all uint64) {
+	for i := range h {
+		all += h[i].asked
+	}
+	return all
+}
+
+// tenantHours is the last hour by tenant. 61 KiB at most, taken as tenants come. All times are since the start of the History, which guards it. The
+// zero tenantHours is empty.
+type tenantHours struct {
+	at     time.Duration     // of the newest point
+	last   map[string]tokens // counters by salt at that time; usage.MaxPairs bounds them
+	n      int               // points since the start
+	ends   [hourPoints]time.Duration
+	took   [hourPoints]time.Duration // 0: no point
+	of     map[string]*hour          // by salt
+	others hour                      // of tenants that have none
+}
+
+// totalsOf returns the counters of a server by salt. Those that usage counts together are usage.Other.
+func totalsOf(st usage.Stats) map[string]tokens {
+	out := make(map[string]tokens)
+	for of, asked := range st.Asked {
+		t := out[of[1]]
+		t.asked += asked
+		t.hit += st.Hit[of]
+		out[of[1]] = t
+	}
+	return out
+}
+
+// due reports whether a point is due; a tick of the History may come early.
+func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-historyEvery/2 }
+
+// add takes the point between the last counters and these.
+func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
+	slot := t.n % hourPoints
+	for i := range t.ends {
+		if i == slot || t.ends[i] <= at-time.Hour { // its place is taken, or points came late
+			t.clear(i)
+		}
+	}
+	t.ends[slot], t.took[slot] = at, at-t.at
+	grown := make(map[string]tokens)
+	for salt, n := range now {
+		was := t.last[salt]
+		if asked := n.asked - min(was.asked, n.asked); asked > 0 {
+			grown[salt] = tokens{asked, min(n.hit-min(was.hit, n.hit), asked)}
+		}
+	}
+	for salt, h := range t.of {
+		if h[slot] = grown[salt]; h.asked() == 0 { // it is gone for an hour
+			delete(t.of, salt)
+		}
+		delete(grown, salt)
+	}
+	for _, salt := range slices.SortedFunc(maps.Keys(grown), func(a, b string) int {
+		return cmp.Or(cmp.Compare(grown[b].asked, grown[a].asked), cmp.Compare(a, b))
+	}) {
+		if h := t.place(salt, grown[salt].asked); h != nil {
+			h[slot] = grown[salt]
+			continue
+		}
+		t.others[slot].asked += grown[salt].asked
+		t.others[slot].hit += grown[salt].hit
+	}
+	t.at, t.last = at, now
+	t.n++
+}
+
+// clear forgets a point.
+func (t *tenantHours) clear(i int) {
+	t.ends[i], t.took[i], t.others[i] = 0, 0, tokens{}
+	for _, h := range t.of {
+		h[i] = tokens{}
+	}
+}
+
+// place returns the hour of a new tenant, which asked for so many tokens: a free one, or that of the tenant that asked for less in all of its hour.
+// What that one asked for goes to the others'. nil: there is no place.
+func (t *tenantHours) place(salt string, asked uint64) *hour {
+	if salt == usage.Other {
+		return nil
+	}
+	if len(t.of) >= maxTenantHours {
+		least := slices.MinFunc(slices.Sorted(maps.Keys(t.of)), func(a, b string) int { return cmp.Compare(t.of[a].asked(), t.of[b].asked()) })
+		if t.of[least].asked() >= asked {
+			return nil
+		}
+		for i, n := range t.of[least] {
+			t.others[i].asked += n.asked
+			t.others[i].hit += n.hit
+		}
+		delete(t.of, least)
+	}
+	if t.of == nil {
+		t.of = make(map[string]*hour)
+	}
+	h := new(hour)
+	t.of[salt] = h
+	return h
+}
+
+// TenantHours are what tenants asked for and found in the last hour. The columns have one value for each point, the oldest first.
+type TenantHours struct {
+	At      Column       `json:"at_s"`   // when a point ended, on the clock of the event's now_s
+	Took    Column       `json:"took_s"` // how long it is
+	Tenants []TenantHour `json:"tenants"`
+}
+
+// TenantHour is the hour of one tenant.
+type TenantHour struct {
+	Salt    string `json:"cache_salt"`       // as in /tenants; of others empty
+	Others  bool   `json:"others,omitempty"` // it is the sum of the tenants that have no hour of their own
+	Asked   Column `json:"asked_tokens"`     // in the time of the point
+	HitRate Column `json:"hit_rate"`         // null where nothing was asked for
+}
+
+// shown returns the hour as it is at now: the tenant that asked for most comes first, the others last.
+func (t *tenantHours) shown(now time.Duration) TenantHours {
+	out := TenantHours{At: Column{}, Took: Column{}, Tenants: []TenantHour{}}
+	var slots []int
+	for i := t.n - min(t.n, hourPoints); i < t.n; i++ {
+		if slot := i % hourPoints; t.took[slot] > 0 && t.ends[slot] > now-time.Hour {
+			slots = append(slots, slot)
+			out.At = append(out.At, math.Round(t.ends[slot].Seconds()*10)/10)
+			out.Took = append(out.Took, math.Round(t.took[slot].Seconds()*10)/10)
+		}
+	}
+	show := func(name string, others bool, h *hour) {
+		x, all := TenantHour{Salt: name, Others: others}, uint64(0)
+		for _, slot := range slots {
+			n := h[slot]
+			rate := math.NaN()
+			if n.asked > 0 {
+				rate = float64(n.hit) / float64(n.asked)
+			}
+			all += n.asked
+			x.Asked = append(x.Asked, float64(n.asked))
+			x.HitRate = append(x.HitRate, rate)
+		}
+		if all > 0 {
+			out.Tenants = append(out.Tenants, x)
+		}
+	}
+	for _, salt := range slices.SortedFunc(maps.Keys(t.of), func(a, b string) int {
+		return cmp.Or(cmp.Compare(t.of[b].asked(), t.of[a].asked()), cmp.Compare(a, b))
+	}) {
+		show(SaltName(salt), false, t.of[salt])
+	}
+	show("", true, &t.others)
+	return out
+}

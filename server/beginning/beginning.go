@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package beginning finds prompts whose beginnings change before text that repeats, such as a date before a system prompt.
+//
+// A prompt hits as far as it equals an earlier one from its first token on. A Finder compares a sample of the prompts that ended at a chunk
+// that was never stored. It hashes each window of 16 tokens behind that miss and keeps one window in 32, chosen by its hash: equal text gives
+// equal anchors at any place (U. Manber, USENIX 1994). Anchors that follow each other as in an earlier prompt, behind
+// other text, are text that was computed again because what is before it has changed.
+//
+// Only hashes are kept, under a secret of the process. Prompts of unlike models or salts are never compared.
+package beginning
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/lookup"
+	"github.com/kvasir-kv/kvasir/store/miss"
+)
+
+// What is compared of a prompt.
+const (
+	window     = 16   // tokens of an anchor
+	anchorBits = 5    // one window in 32 is an anchor
+	maxTokens  = 8192 // behind the miss
+	maxAnchors = 512  // text that repeats itself would have more
+
+	// What counts as text that repeats: minAnchors in a row, over minTokens and a chunk.
+	minAnchors = 4
+	minTokens  = 256
+)
+
+// What comparing may cost. A token takes 5 to 10 ns.
+const (
+	perChunk  = 1              // tokens for each chunk that was not found
+	mostSaved = 8 * maxTokens  // of these: the budget at the start, and at most
+	perSecond = 16 * maxTokens // tokens
+)
+
+// What is kept: 1,015,808 bytes in all, taken with the first prompt that is compared.
+const (
+	ways    = 4
+	sets    = 14336 // of entries: 57,344 anchors, those of about 220 long prompts
+	prompts = 4096
+)
+
+// Finder finds such prompts. Its methods are safe for concurrent use; its mutex is a leaf.
+type Finder struct {
+	key    [3]uint64 // secret and odd; immutable
+	began  time.Time
+	budget atomic.Int64  // tokens that may be compared
+	missed atomic.Uint64 // tokens that were not found since a prompt was compared last
+	buffer sync.Pool     // *buffer
+
+	mu struct {
+		sync.Mutex
+		second  int64 // since began
+		read    int   // tokens in that second
+		number  uint32
+		entries []entry  // sets of ways
+		prompts []prompt // by number
+		found   Found
+		lost    float64 // tokens, of those that compared prompts stand for
+		stand   uint64  // these: all that missed up to the prompt that was compared last
+		differ  uint64  // sums over Found.Changed
+		same    uint64
+	}
+}
+
+// entry is an anchor. The zero entry is none.
+type entry struct {
+	tag    uint32
+	before uint32 // hash of the text up to it
+	prompt uint32 // the newest that has it
+	at     uint16 // of its last token, in what was compared of that prompt
+}
+
+// prompt is a prompt that was compared.
+type prompt struct {
+	prefix  uint64 // hash of all before what was compared
+	missing uint64 // hash of that with the first chunk that was compared
+	from    uint32 // which chunk that is
+	number  uint32
+}
+
+// anchor is an anchor of the prompt at hand.
+type anchor struct {
+	id     uint64
+	before uint32
+	at     int
+}
+
+type buffer struct {
+	tokens  []uint32
+	anchors []anchor
+}
+
+// Found is what was found since the start.
+type Found struct {
+	Compared      uint64 `json:"compared_prompts"` // a sample of those whose next chunk was never stored
+	Changed       uint64 `json:"changed_prompts"`  // of them, those with text that earlier prompts have behind another beginning
+	LostTokens    uint64 `json:"lost_tokens"`      // that all prompts asked for and did not find for that reason; estimated from the sample
+	DifferTokens  uint64 `json:"differ_tokens"`    // before that text, at most; mean of the changed prompts
+	SameTokens    uint64 `json:"same_tokens"`      // of that text; mean of the changed prompts
+	UnknownTokens uint64 `json:"unknown_tokens"`   // of lookups that bring no tokens: they are not compared
+}
+
+// New returns a Finder that has seen nothing.
+func New() *Finder {
+	f := &Finder{key: [3]uint64{rand.Uint64() | 1, rand.Uint64() | 1, rand.Uint64() | 1}, began: time.Now()}
+	f.budget.Store(mostSaved)
+	f.buffer.New = func() any { return &buffer{make([]uint32, 0, maxTokens), make([]anchor, 0, maxAnchors)} }
+	return f
+}
+
+// Found returns what was found since the start.
+func (f *Finder) Found() Found {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	out := f.mu.found
+	if f.mu.stand > 0 {
+		out.LostTokens = uint64(f.mu.lost * (1 + float64(f.missed.Load())/float64(f.mu.stand)))
+	}
+	if out.Changed > 0 {
+		out.DifferTokens, out.SameTokens = f.mu.differ/out.Changed, f.mu.same/out.Changed
+	}
+	return out
+}
+
+// Lost is Found.LostTokens up to the prompt that was compared last: it never falls.
+func (f *Finder) Lost() uint64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return uint64(f.mu.lost)
+}
+
+// Lookup reads the end of a lookup. One that was not compared before it ended, and brings its tokens, may be compared now.
+func (f *Finder) Lookup(o *lookup.Outcome) {
+	if !o.Searched || o.Why != miss.NeverStored || len(o.Others) > 0 || o.Asked <= o.Hit {
+		return
+	}
+	missed := (o.Asked - o.Hit) * o.ChunkTokens
+	if o.HashesOnly {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.mu.found.UnknownTokens += uint64(missed)
+		return
+	}
+	f.missed.Add(uint64(missed))
+	if f.budget.Load() < mostSaved {
+		f.budget.Add(int64(perChunk * (o.Asked - o.Hit)))
+	}
+	got := o.Repeated
+	if got == nil {
+		got = f.Compare(o.Namespace, o.Text, o.Hit, o.Asked)
+	}
+	if got != nil {
+		f.count(got, o.Hit*o.ChunkTokens, missed)
+	}
+}
+
+// count notes what was found of a prompt. It stands for all that missed since the last one.
+func (f *Finder) count(got *lookup.Repeated, hit, missed int) {
+	lost := min(max(got.Tokens-max(hit-got.At, 0), 0), missed) // what hit was not lost
+	since := f.missed.Swap(0)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.mu.found.Compared++
+	f.mu.stand += since
+	if lost == 0 {
+		return
+	}
+	f.mu.found.Changed++
+	f.mu.lost += float64(lost) / float64(missed) * float64(since)
+	f.mu.differ += uint64(max(got.At-max(hit, got.From), 0))
+	f.mu.same += uint64(lost)
+}
+
+// take reports whether tokens may be compared now. It asks for a whole prompt's budget, whatever the length of this one, so that short ones are
+// not preferred.
+func (f *Finder) take(tokens int) bool {
+	if f.budget.Load() < maxTokens {
+		return false
+	}
+	second := int64(time.Since(f.began) / time.Second)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.mu.second != second {
+		f.mu.second, f.mu.read = second, 0
+	}
+	if f.mu.read >= perSecond {
+		f.budget.Store(0) // so that not each lookup comes here
+	}
+	if f.budget.Load() < maxTokens {
+		return false
+	}
+	f.mu.read += tokens
+	f.budget.Add(-int64(tokens))
+	return true
+}
+
+// Compare compares the chunks [from, to) of a prompt with earlier prompts, and keeps their anchors. It returns nil where the
+// prompt is not in the sample, or its tokens are not known.
+func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *lookup.Repeated {
+	all := (to - from) * text.ChunkTokens()
+	if all <= 0 || !f.take(min(all, maxTokens)) {
+		return nil
+	}
+	b := f.buffer.Get().(*buffer)
+	defer func() {
+		clear(b.tokens[:cap(b.tokens)]) // hashes alone are kept
+		f.buffer.Put(b)
+	}()
+	b.tokens = text.Tokens(b.tokens[:0], from, min(all, maxTokens))
+	hashes := text.Hashes(from + 1)
+	if len(hashes) <= from || len(b.tokens) == 0 {
+		return nil
+	}
+	p := prompt{missing: bitsOf(&hashes[from]), from: uint32(from)}
+	if from > 0 {
+		p.prefix = bitsOf(&hashes[from-1])
+	}
+	f.readAnchors(b, p.prefix, of)
+	got := &lookup.Repeated{From: from * text.ChunkTokens()}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.mu.entries == nil {
+		f.mu.entries, f.mu.prompts = make([]entry, sets*ways), make([]prompt, prompts)
+	}
+	f.compareLocked(got, b, hashes, &p, all, max(minTokens, text.ChunkTokens()))
+	f.keepLocked(b.anchors, &p)
+	return got
+}
+
+func bitsOf(h *kv.Hash) uint64 { return binary.LittleEndian.Uint64(h[:]) }
+
+// readAnchors fills b.anchors from b.tokens. Each token moves the sum of those before it up by 4 bits, so that the sum is of the last 16.
+func (f *Finder) readAnchors(b *buffer, prefix uint64, of kv.Namespace) {
+	b.anchors = b.anchors[:0]
+	spread, pick, chain := f.key[0], f.key[1], f.key[2]
+	space := (binary.LittleEndian.Uint64(of[:]) ^ pick) * chain // anchors of unlike namespaces differ
+	sum, before, last := uint64(0), prefix^spread, uint64(0)
+	for i, t := range b.tokens {
+		x := (uint64(t) + 1) * spread
+		x ^= x >> 32
+		sum = sum<<(64/window) + x
+		before = (before ^ x) * chain
+		h := sum * pick
+		if h>>(64-anchorBits) != 0 || i < window-1 || h == last {
+			continue
+		}
+		if len(b.anchors) == maxAnchors {
+			b.tokens = b.tokens[:i]
+			return
+		}
+		last = h
+		b.anchors = append(b.anchors, anchor{mix(h ^ space), uint32(before >> 32), i})
+	}
+}
+
+// mix spreads the bits of a number over all (D. Stafford's variant 13 of MurmurHash3's end).
+func mix(v uint64) uint64 {
+	v = (v ^ v>>30) * 0xbf58476d1ce4e5b9
+	v = (v ^ v>>27) * 0x94d049bb133111eb
+	return v ^ v>>31
+}
+
+// setOf returns the entries among which an anchor is.
+func (f *Finder) setOf(id uint64) []entry {
+	set, _ := bits.Mul64(id, sets)
+	return f.mu.entries[set*ways : (set+1)*ways]
+}
+
+// run is a row of anchors that another prompt has in that order.
+type run struct {
+	of       *prompt
+	anchors  int
+	from, to int // tokens of what is compared
+	at       uint16
+}
+
+// compareLocked finds the text of a prompt that earlier ones have behind another beginning. all is how many tokens behind the miss the prompt
+// asked for, least how many make such text.
+func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash, p *prompt, all, least int) {
+	var r run
+	end := func(last bool) {
+		if r.of == nil || r.anchors < minAnchors || r.to-r.from < least {
+			return
+		}
+		other := r.from - got.Tokens // tokens that do not repeat, and are before it
+		if r.of.prefix != p.prefix { // what hit is other text than there
+			other += got.From
+		}
+		if r.to-r.from < other { // a closing text, or a part that many prompts have somewhere
+			return
+		}
+		if got.Tokens == 0 {
+			got.At = got.From + r.from
+		}
+		got.Tokens += r.to - r.from
+		if last && len(b.tokens) < all { // it goes on where nothing is compared
+			got.Tokens += all - r.to
+		}
+	}
+	for i := range b.anchors {
+		a := &b.anchors[i]
+		e, of := f.elsewhereLocked(a, hashes)
+		if of != nil && of == r.of && e.at > r.at {
+			r.anchors, r.to, r.at = r.anchors+1, a.at+1, e.at
+			continue
+		}
+		end(false)
+		r = run{}
+		if of != nil {
+			r = run{of, 1, a.at + 1 - window, a.at + 1, e.at}
+		}
+	}
+	end(true)
+}
+
+// elsewhereLocked returns the entry of an anchor, and its prompt if that has it behind another beginning; else nil.
+func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) {
+	set := f.setOf(a.id)
+	for i := range set {
+		e := &set[i]
+		if e.prompt == 0 || e.tag != uint32(a.id) {
+			continue
+		}
+		of := &f.mu.prompts[e.prompt%prompts]
+		begins := int(of.from) >= len(hashes) || bitsOf(&hashes[of.from]) == of.missing // as that one, or that is not known
+		if of.number != e.prompt || e.before == a.before || begins {
+			return e, nil
+		}
+		return e, of
+	}
+	return nil, nil
+}
+
+// keepLocked keeps the anchors of a prompt, in place of those of the oldest ones.
+func (f *Finder) keepLocked(anchors []anchor, p *prompt) {
+	if f.mu.number++; f.mu.number == 0 { // 0 is none
+		f.mu.number = 1
+	}
+	p.number = f.mu.number
+	f.mu.prompts[p.number%prompts] = *p
+	for i := range anchors {
+		a := &anchors[i]
+		set := f.setOf(a.id)
+		at := 0
+		for k := range set {
+			if set[k].prompt != 0 && set[k].tag == uint32(a.id) {
+				at = k
+				break
+			}
+			if set[k].prompt < set[at].prompt {
+				at = k
+			}
+		}
+		if set[at].prompt != p.number || set[at].tag != uint32(a.id) { // the first of several in one prompt stays
+			set[at] = entry{uint32(a.id), a.before, p.number, uint16(a.at)}
+		}
+	}
+}
