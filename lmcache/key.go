@@ -6,6 +6,9 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/tinylib/msgp/msgp"
@@ -87,6 +90,9 @@ type KeyView struct {
 	SkipLoad  bool // request_configs has lmcache.skip_load: the request is to find nothing
 	Tags      []Tag
 
+	TTL    time.Duration // request_configs has lmcache.ttl: how long what the request stores is to be served; 0: for ever
+	BadTTL bool          // its lmcache.ttl is no time from MinTTL to MaxTTL, and is not in TTL
+
 	unasked  bool   // no hash will be needed
 	unhashed []byte // the encoded tokens after Hashes
 	ends     []int  // where each chunk of Hashes ends in tokens
@@ -100,6 +106,12 @@ type Tag struct{ Name, Value []byte }
 const (
 	MaxTags     = 8
 	MaxTagBytes = 64
+)
+
+// MinTTL and MaxTTL bound an lmcache.ttl.
+const (
+	MinTTL = time.Millisecond
+	MaxTTL = 10 * 365 * 24 * time.Hour
 )
 
 // ReadersUnsaid is the Readers of a key without num_kv_readers, as clients before
@@ -223,7 +235,7 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 // tagPrefix is put before the name of a tag (lmcache 0.5.6, utils.py).
 const tagPrefix = "lmcache.tag."
 
-// readRequestConfigs reads the settings of a request, of which lmcache.skip_save, lmcache.skip_load and tags count. Whatever
+// readRequestConfigs reads the settings of a request, of which lmcache.skip_save, lmcache.skip_load, lmcache.ttl and tags count. Whatever
 // else there is, of any type, is passed over.
 func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	rest, err := msgp.Skip(b)
@@ -244,6 +256,9 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 		case "lmcache.skip_save":
 		case "lmcache.skip_load":
 			skip = &k.SkipLoad
+		case "lmcache.ttl":
+			k.TTL, k.BadTTL = readTTL(b)
+			return b, nil
 		default:
 			return b, nil
 		}
@@ -255,6 +270,36 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 		return rest, err
 	})
 	return rest, nil
+}
+
+// maxTTLText bounds the text of a TTL.
+const maxTTLText = 32
+
+// readTTL reads a number of seconds, or a text of one; nil is none. bad says that it is another value, or out of bounds.
+func readTTL(b []byte) (ttl time.Duration, bad bool) {
+	var seconds float64
+	var err error
+	switch msgp.NextType(b) {
+	case msgp.NilType:
+		return 0, false
+	case msgp.IntType, msgp.UintType:
+		var n int64
+		n, _, err = readInt(b)
+		seconds = float64(n)
+	case msgp.Float64Type, msgp.Float32Type:
+		seconds, _, err = msgp.ReadFloat64Bytes(b)
+	case msgp.StrType:
+		var text []byte
+		if text, _, err = msgp.ReadStringZC(b); err == nil && len(text) <= maxTTLText {
+			seconds, err = strconv.ParseFloat(strings.TrimSpace(string(text)), 64)
+		}
+	default:
+		return 0, true
+	}
+	if err != nil || !(seconds >= MinTTL.Seconds() && seconds <= MaxTTL.Seconds()) { // NaN is neither
+		return 0, true
+	}
+	return time.Duration(seconds * float64(time.Second)), false
 }
 
 func (k *KeyView) check() error {

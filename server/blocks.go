@@ -81,7 +81,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 		s.n.storesFinished.Add(true)
 		return nil
 	}
-	cp := &store.Transfer{Own: true, Skip: c.Missing}
+	cp := &store.Transfer{Own: true, Skip: c.Missing, TTL: s.ttlOf(c.key)}
 	got, err := s.store.BeginStore(c.transfer, c.key.RequestID, c.key.Hashes, cp)
 	if err != nil {
 		return err

@@ -10,8 +10,10 @@ import (
 	"log/slog"
 	"slices"
 	"sort"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -155,9 +157,9 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
-	sc.place.Skip = skip
+	sc.place.Skip, sc.place.TTL = skip, s.ttlOf(r.Key)
 	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, &sc.place)
-	sc.place.Skip = nil
+	sc.place.Skip, sc.place.TTL = nil, 0
 	if err != nil {
 		return err
 	}
@@ -172,6 +174,16 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 	sc.placed(in)
 	sc.out = lmcache.AppendPrepareStore(sc.out, &sc.slots)
 	return nil
+}
+
+// ttlOf returns how long what a request stores is served; 0: without an end. A TTL that cannot be used is counted, and the first of them
+// is logged.
+func (s *Server) ttlOf(k *lmcache.KeyView) time.Duration {
+	if k.BadTTL && s.n.badTTLs.Add(1) == 1 {
+		s.log.Warn("a request's lmcache.ttl is ignored: it is not a number of seconds, or a text of one, from 0.001 to ten years. What the request stores has no end. "+
+			"Further ones are counted in kvasir_request_ttls_ignored_total", "request", safelog.Text(string(k.RequestID), 128), "model", safelog.Text(string(k.Model), 128))
+	}
+	return k.TTL
 }
 
 func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {

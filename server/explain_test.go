@@ -94,6 +94,7 @@ var elsewhere = []miss.Reason{
 	miss.Corrupt, miss.Unsummed, miss.NotCompared, // after restarts: store/pending_test.go
 	miss.BelowSlower,   // store/writeback_test.go
 	miss.NoRoom,        // fullpool_test.go
+	miss.RequestTTL,    // requestttl_test.go
 	miss.Unsigned,      // salts_test.go
 	miss.ForeignTenant, // tenantlimits_test.go
 }

@@ -103,7 +103,7 @@ func (s *Server) commitInline(sc *scratch, in *workers.Worker, t hold.Transfer, 
 	if err != nil {
 		return err
 	}
-	cp := &store.Transfer{Own: true, Skip: func(group, chunk int) bool { return objects.at(group, chunk) == nil }}
+	cp := &store.Transfer{Own: true, TTL: s.ttlOf(r.Key), Skip: func(group, chunk int) bool { return objects.at(group, chunk) == nil }}
 	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, cp)
 	if err != nil {
 		return err

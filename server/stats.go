@@ -26,6 +26,7 @@ type counters struct {
 	dropped            atomic.Uint64 // replies whose client was gone or too slow
 	askedTokens        atomic.Uint64
 	hitTokens          atomic.Uint64
+	badTTLs            atomic.Uint64 // stores whose lmcache.ttl was ignored
 	salted             atomic.Uint64 // lookups with a cache salt
 	hits               atomic.Uint64 // lookups that found at least one chunk
 	pickledIn          atomic.Uint64 // bytes
@@ -132,6 +133,9 @@ type Stats struct {
 	StoredBytes       uint64  `counter:"kvasir_stored_bytes_total" help:"Bytes of the chunks that engines stored."`
 	RetrievedBytes    uint64  `counter:"kvasir_retrieved_bytes_total" help:"Bytes of the chunks that engines retrieved."`
 	EvictedBytes      uint64  `counter:"kvasir_evicted_bytes_total" help:"Bytes of the chunks dropped to make room."`
+	EndedChunks       uint64  `counter:"kvasir_request_ttl_chunks_total" help:"Chunks dropped because the time to live that their request gave them (lmcache.ttl) was over."`
+	EndedBytes        uint64  `counter:"kvasir_request_ttl_bytes_total" help:"The same in bytes."`
+	BadTTLs           uint64  `counter:"kvasir_request_ttls_ignored_total" help:"Stores whose lmcache.ttl was ignored: it was not a number of seconds from 0.001 to ten years."`
 	LateCommits       uint64  `counter:"kvasir_late_commits_total" help:"Commits of workers that had been dropped or had registered anew: nothing of them is used."`
 	HoldsExpired      uint64  `counter:"kvasir_holds_expired_total" help:"Transfers that no commit ended; their memory was taken back after the quarantine."`
 	WorkersReaped     uint64  `counter:"kvasir_workers_reaped_total" help:"Workers dropped for silence, because their process had ended, or to make room for others."`
@@ -224,6 +228,7 @@ func (s *Server) Stats() Stats {
 		PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(), PoolBytes: st.Bytes, QuarantinedBytes: st.CondemnedBytes,
 		Transfers: st.Transfers, Quarantined: st.Quarantined, Sessions: st.Sessions, Healthy: s.Healthy(),
 		StoredBytes: st.StoredBytes, RetrievedBytes: st.LoadedBytes, EvictedBytes: st.EvictedBytes,
+		EndedChunks: st.EndedChunks, EndedBytes: st.EndedBytes, BadTTLs: n.badTTLs.Load(),
 		LateCommits: st.LateCommits, HoldsExpired: st.HoldsExpired, WorkersReaped: n.reaped.Load(), SegmentsRemoved: n.swept.Load(),
 		NoteFailures: n.noteFailures.Load(), Panics: n.panics.Load(), RepliesDropped: n.dropped.Load(),
 		SessionsExpired: st.SessionsExpired, SessionsDisplaced: st.SessionsPushed, ChangedTokens: s.beginnings.Lost(),

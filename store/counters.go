@@ -17,6 +17,8 @@ type Counters struct {
 	Cleared            uint64 // chunks
 	ExpiredChunks      uint64 // dropped after their TTL without a use
 	ExpiredBytes       uint64
+	EndedChunks        uint64 // dropped because the TTL of their request was over
+	EndedBytes         uint64
 	AllocationFailures uint64 // reserves that did not fit whole
 	ReadFailures       uint64 // loads refused
 	LateCommits        uint64 // commits of detached workers

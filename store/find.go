@@ -174,7 +174,7 @@ func (s *Store) promisedLocked(k *kv.Key) (pool.Slot, bool) {
 // residentLocked returns the slot that is resident under k and may be served.
 func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
 	slot, st := s.findLocked(k)
-	return slot, st == pool.Resident && !s.suspectedLocked(slot) && !s.outdatedLocked(slot)
+	return slot, st == pool.Resident && !s.suspectedLocked(slot) && !s.outdatedLocked(slot) && !s.mu.lives.ended(slot)
 }
 
 // hit returns the longest prefix that every row can serve, in chunks.

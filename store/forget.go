@@ -64,8 +64,11 @@ func (s *Store) pinnedLocked() (slots []pool.Slot) {
 	return slots
 }
 
-// mayWriteLocked reports whether a slot may be written below: it is of this epoch.
+// mayWriteLocked reports whether a slot may be written below: it is of this epoch, and has no end.
 func (s *Store) mayWriteLocked(slot pool.Slot) bool {
+	if s.mu.lives.limited(slot) {
+		return false
+	}
 	return s.mu.epoch == 0 || int(slot) < s.mu.epochs.Len() && *s.mu.epochs.At(int(slot)) == s.mu.epoch
 }
 

@@ -32,7 +32,7 @@ func (s *Store) dropDeadLocked(sh object.Shard, hashes []kv.Hash) {
 // evictLocked drops a slot to make room.
 func (s *Store) evictLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.n.EvictedChunks++
-	if s.outbox != nil && !s.answerLocked(slot) && s.mu.pool.Below(slot) != s.place {
+	if s.outbox != nil && !s.answerLocked(slot) && !s.mu.lives.limited(slot) && s.mu.pool.Below(slot) != s.place {
 		s.mu.n.LostChunks++
 	}
 	s.mu.n.EvictedBytes += uint64(s.mu.pool.Length(slot))

@@ -59,7 +59,9 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 				s.mu.n.StoredChunks++
 				s.mu.n.StoredBytes += uint64(s.mu.pool.Length(slot))
 				s.addLocked(slot)
-				s.mu.pool.Stamp(slot)
+				if !s.mu.lives.limited(slot) {
+					s.mu.pool.Stamp(slot)
+				}
 				published++
 				continue
 			}

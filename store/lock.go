@@ -14,6 +14,9 @@ func (s *Store) lock() {
 	if s.mu.policy.Mortal() { // however late Expire is, a use is noted when it is, and no sooner
 		s.mu.policy.Tick(time.Since(s.began))
 	}
+	if s.mu.lives.any() {
+		s.mu.lives.now = time.Since(s.began)
+	}
 	if watch != nil {
 		watch(true)
 	}

@@ -193,6 +193,9 @@ func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 		}
 		return miss.Gone{Why: miss.BeingStored}
 	case pool.Resident: // or it would be served
+		if slot, _ := s.mu.pool.Find(k); s.mu.lives.ended(slot) {
+			return miss.Gone{Why: miss.RequestTTL}
+		}
 		return miss.Gone{Why: miss.NotCompared}
 	}
 	return s.mu.misses.Why(k)
@@ -414,7 +417,7 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 // be once its flight has landed. ready is true in the first case.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
 	slot, st := s.findLocked(k)
-	if s.outdatedLocked(slot) {
+	if s.outdatedLocked(slot) || st == pool.Resident && s.mu.lives.ended(slot) {
 		return slot, false, false
 	}
 	switch st {

@@ -83,7 +83,7 @@ func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 // useLocked notes a use of a resident slot, also for the order after a restart.
 func (s *Store) useLocked(slot pool.Slot) {
 	s.mu.policy.Use(uint32(slot))
-	if !s.outdatedLocked(slot) { // a later server must see that it is
+	if !s.outdatedLocked(slot) && !s.mu.lives.limited(slot) { // a later server must see that it is
 		s.mu.pool.Stamp(slot)
 	}
 	if int(slot) < s.mu.passed.Len() && !s.keptLocked(slot) {
@@ -160,6 +160,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 		*s.mu.parents.At(int(slot)) = 0
 	}
 	s.markAnswerLocked(slot, false)
+	s.mu.lives.remove(slot)
 	s.mu.pool.Drop(slot)
 	if s.mu.policy.Unpin(uint32(slot)) {
 		s.letGoUnusedLocked(slot)

@@ -144,6 +144,7 @@ type Store struct {
 		leases *lease.Table[lastLookup]
 		holds  *hold.Table
 
+		lives     lives                        // ends that requests gave to slots
 		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
 		warmed    tiering.WarmedSlots          // read by Warm, which could not know the right length
 		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
@@ -249,11 +250,13 @@ func New(p *pool.Pool, o Options) *Store {
 // What workers of that server may still touch goes into quarantine.
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
-	var unsummed, cleared []pool.Slot
+	var unsummed, cleared, limited []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
 		s.markAnswerLocked(slot, s.mu.pool.Below(slot) == answerMark)
-		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored || s.mu.pool.Outdated(slot) {
+		if s.mu.pool.Expired(slot) {
+			limited = append(limited, slot)
+		} else if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored || s.mu.pool.Outdated(slot) {
 			cleared = append(cleared, slot)
 		} else if ok {
 			s.mu.sums.Suspect(uint32(slot))
@@ -272,13 +275,19 @@ func (s *Store) restoreLocked() {
 	for _, slot := range cleared {
 		s.dropLocked(slot, miss.Cleared)
 	}
+	for _, slot := range limited {
+		s.dropLocked(slot, miss.RequestTTL)
+	}
+	if len(limited) > 0 {
+		s.log.Info("chunks with a time to live of their request end with their server: they are dropped", "chunks", len(limited))
+	}
 	if len(cleared) > 0 {
 		s.log.Warn("the earlier server ended before all chunks from before a clear were gone: they are dropped", "chunks", len(cleared))
 	}
 	if len(unsummed) > 0 {
 		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))
 	}
-	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed) - len(cleared))
+	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed) - len(cleared) - len(limited))
 	s.mu.n.UnsummedChunks = uint64(len(unsummed))
 }
 
@@ -392,7 +401,7 @@ func (s *Store) inProgress() []*hold.Hold {
 }
 
 // Expire ends idle sessions, holds whose quarantine is over and operators' pins whose time is over, and drops objects that were unused for
-// their TTL. Run calls it once a second.
+// their TTL or whose request's TTL is over. Run calls it once a second.
 func (s *Store) Expire() {
 	now := time.Now()
 	for more := true; more; {
@@ -402,6 +411,7 @@ func (s *Store) Expire() {
 	}
 	s.expire(now)
 	s.endPins(false)
+	s.endLives()
 	s.expireSlots()
 	s.DropOutdated()
 }

@@ -151,13 +151,16 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	}
 }
 
-// findLocked is pool.Find; it drops an object that was unused for longer than its TTL, or that is from before a clear.
+// findLocked is pool.Find; it drops an object that was unused for longer than its TTL, whose end has come, or that is from before a clear.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
 	if st != pool.Free && s.outdatedLocked(slot) && s.dropOutdatedLocked(slot) {
 		return slot, pool.Free
 	}
 	if s.mu.policy.Mortal() && st == pool.Resident && s.expireLocked(slot) {
+		return slot, pool.Free
+	}
+	if s.mu.lives.any() && st == pool.Resident && s.mu.lives.ended(slot) && s.endLifeLocked(slot) {
 		return slot, pool.Free
 	}
 	return slot, st

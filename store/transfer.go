@@ -21,6 +21,9 @@ type Transfer struct {
 	Lasting bool
 	// Skip says of which chunks of a group a store takes no place; nil wants all.
 	Skip func(group, chunk int) bool
+	// TTL is how long what a store stores is served, from BeginStore on; 0: without an end. What is there already, and the chunks before
+	// the range, live at least as long afterwards.
+	TTL time.Duration
 
 	// Of a worker's: where the objects are, and which.
 	Offsets []int64 // bytes from the pool's start
@@ -73,7 +76,7 @@ func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, obj
 // and without any there is nothing to end. Error: ErrBusy.
 func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, t *Transfer) (Reserved, error) {
 	t.begin(s)
-	st := stage{store: s, name: name, hashes: hashes, skip: t.Skip, prompt: s.promptOf(name.By, requestID)}
+	st := stage{store: s, name: name, hashes: hashes, skip: t.Skip, prompt: s.promptOf(name.By, requestID), ends: s.endOf(t.TTL)}
 	if !t.Own {
 		st.by = pool.Writer{Name: name.Name(requestID)}
 	}

@@ -4,6 +4,7 @@ package store
 
 import (
 	"errors"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
@@ -36,12 +37,14 @@ type heldObject struct {
 // stage takes places for what is missing of a range, chunk by chunk in all groups,
 // a batch at a time.
 type stage struct {
-	store  *Store
-	name   hold.Transfer
-	by     pool.Writer // for a later server
-	hashes []kv.Hash
-	skip   func(group, chunk int) bool // may be nil
-	prompt int                         // chunks from there on hold tokens of the answer
+	store   *Store
+	name    hold.Transfer
+	by      pool.Writer // for a later server
+	hashes  []kv.Hash
+	skip    func(group, chunk int) bool // may be nil
+	prompt  int                         // chunks from there on hold tokens of the answer
+	limited bool                        // something in the pool has an end
+	ends    time.Duration               // of what is stored, since Store.began; 0: it has no end
 
 	guard prefixGuard
 	limit int64 // bytes that may be staged by evicting; a copy of this process, which ends soon, has no limit
@@ -70,6 +73,9 @@ func (st *stage) run() bool {
 		return false
 	}
 	defer st.end()
+	if st.limited {
+		st.prolongHeads()
+	}
 	for from, more := st.name.From, true; more && from < st.name.To; {
 		from, more = st.some(from, min(from+stageBatch, st.name.To))
 	}
@@ -83,6 +89,7 @@ func (st *stage) begin() bool {
 	if s.busyLocked(st.name.By) {
 		return false
 	}
+	st.limited = s.mu.lives.any()
 	if st.by.Name != 0 { // the number distinguishes two transfers of one name that are staged at the same time
 		st.by.Number = uint32(s.mu.holds.Number())
 	}
@@ -154,7 +161,8 @@ func (st *stage) chunkLocked(c int) error {
 			continue
 		}
 		st.name.Shard.Key(&k, st.name.Shard.Index, g, st.hashes[c])
-		if _, kept := s.findLocked(&k); kept != pool.Free {
+		if slot, kept := s.findLocked(&k); kept != pool.Free {
+			s.prolongLocked(slot, st.ends)
 			staged = staged || kept != pool.Resident
 			continue
 		}
@@ -184,6 +192,7 @@ func (st *stage) chunkLocked(c int) error {
 		}
 		s.continuesLocked(slot, &k, st.hashes, c)
 		s.markAnswerLocked(slot, c >= st.prompt)
+		s.limitLocked(slot, st.ends)
 		st.taken = append(st.taken, heldObject{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
 	}
 	switch {
@@ -207,11 +216,15 @@ func (s *Store) unstageLocked(objects []heldObject) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
 		s.markAnswerLocked(o.slot, false)
+		s.mu.lives.remove(o.slot)
 		s.mu.policy.Remove(uint32(o.slot), tenant.Other)
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)
 	}
 }
+
+// endsForRoom is how many objects whose end has come are dropped for one chunk before it is tried again.
+const endsForRoom = 16
 
 // mostFreed is how many times its length may be evicted for a chunk that finds no place.
 const mostFreed = 16
@@ -230,6 +243,11 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 		}
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
+		}
+		if s.mu.lives.any() {
+			if dropped, more := s.endLivesLocked(endsForRoom); dropped > 0 || more {
+				continue
+			}
 		}
 		if guard.protect() {
 			continue
@@ -302,7 +320,7 @@ func (g *prefixGuard) protect() bool {
 		for group := range g.shard.Groups.Len() {
 			g.shard.Key(&k, g.shard.Index, group, h)
 			slot, st := g.store.mu.pool.Find(&k)
-			if st == pool.Resident && !g.store.keptLocked(slot) && !g.store.mu.policy.Expired(uint32(slot)) { // release uses what it kept
+			if st == pool.Resident && !g.store.keptLocked(slot) && !g.store.mu.policy.Expired(uint32(slot)) && !g.store.mu.lives.ended(slot) { // release uses what it kept
 				g.store.keepLocked(slot)
 				g.kept = append(g.kept, slot)
 			}

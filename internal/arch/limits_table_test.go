@@ -102,7 +102,7 @@ var limitRows = map[string]string{
 
 // elsewhere are bounds without a row, by the reason.
 var elsewhere = map[string]string{
-	"bounds one text, field or answer; nothing is kept": "internal/httpserver.maxHead internal/safelog.maxStack lmcache.MaxKVReaders lmcache.maxID lmcache.maxObjectGroups lmcache.maxReason " +
+	"bounds one text, field or answer; nothing is kept": "internal/httpserver.maxHead internal/safelog.maxStack lmcache.MaxKVReaders lmcache.MaxTTL lmcache.maxTTLText lmcache.maxID lmcache.maxObjectGroups lmcache.maxReason " +
 		"lmcache.maxShmNameBytes lmcache.maxTimeout lmcache.maxUnread lmcache.maxUnreadBytes mooncake/bootstrap.maxAddrBytes mooncake/bootstrap.maxEngineIDBytes " +
 		"mooncake/bootstrap.maxHeader mooncake/bootstrap.maxLease mooncake/bootstrap.maxSize mooncake/bootstrap.o.MaxWait proxy.maxAbort proxy.maxAbortTime proxy.maxInfoTime proxy.maxOpening proxy.maxRequests proxy.maxRoom server.maxSamples server.maxSlowID server/lent.maxPage server/lent.maxStride " +
 		"server/admin.maxExplained server/admin.maxModelName server/admin.maxSaltRunes server/admin.maxSkipDepth server/explain.maxModelName server/explain.maxRequestID tier.maxMixed " +

@@ -336,6 +336,7 @@ var advice = map[string]string{
 	miss.ForeignTenant.String(): "a line of --tenant-file limits the listener, the user, the key or the token of the engine to other tenants than the request's: send it to its own engine, or add its tenant to the line",
 	miss.Cleared.String():       "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
 	miss.Expired.String():       "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
+	miss.RequestTTL.String():    "the request that stored it gave it that time with lmcache.ttl in its request_configs: a longer one, if such prompts come again",
 	miss.Failed.String():        "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
 	miss.BeingStored.String():   "harmless: the same prompt was asked for again before it was stored",
 	miss.Busy.String():          "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",

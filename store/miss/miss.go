@@ -21,6 +21,7 @@ const (
 	Evicted              // to make room
 	Cleared              // by an operator or a client
 	Expired              // unused for its TTL
+	RequestTTL           // the TTL of the request that stored it was over
 	Failed               // its writer never committed it
 	BeingStored          // reserved, not committed yet
 	NotPinned            // no lookup of that session promised it
@@ -50,7 +51,7 @@ const (
 )
 
 var reasons = [NumReasons]string{
-	"", "never stored", "evicted", "cleared", "expired", "its store was not completed",
+	"", "never stored", "evicted", "cleared", "expired", "the time to live of its request was over", "its store was not completed",
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
 	"it differed from its checksum after a restart", "the server was killed before its checksum was computed", "it is still to be compared with its checksum after a restart",
 	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
@@ -65,7 +66,7 @@ func (r Reason) String() string { return reasons[r] }
 
 // labels name the reasons in metrics.
 var labels = [NumReasons]string{
-	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
+	"none", "never_stored", "evicted", "cleared", "expired", "request_ttl", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
 	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load", "unsigned_salt", "foreign_tenant",
 }

@@ -32,7 +32,7 @@ import (
 //	 56  4  CRC-32C of 0 to 55   80  8  name of the transfer that wrote it
 //	                             88  4  its number
 //	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
-//	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
+//	 72  8  started, unix ns     96  8  use stamp: a larger one was used later; 0: the object ends with its server
 //	 80  8  records ever used   104  8  xxh3 of the chunk
 //	 88 32  former chunk sizes  112  8  2^32 + the generation that the xxh3 is of; else there is none.
 //	                                    Bits 33-63: the place below where the object is, too; 0 for none

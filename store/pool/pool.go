@@ -457,6 +457,16 @@ func (p *Pool) Stamp(s Slot) {
 	p.record(s).setStamp(p.stamp)
 }
 
+// Expire makes a slot expired for a later server, unless it is stamped afterwards.
+func (p *Pool) Expire(s Slot) {
+	crashPoint()
+	p.record(s).setStamp(0)
+	crashPoint()
+}
+
+// Expired reports whether an earlier server left a slot that it had not stamped.
+func (p *Pool) Expired(s Slot) bool { return p.record(s).stamp() == 0 }
+
 // Outdate makes all slots outdated for a later server, unless they are stamped again.
 func (p *Pool) Outdate() {
 	p.stamp++

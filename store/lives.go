@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/container"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+)
+
+// A request may say how long what it stores is served (lmcache.ttl). Such an object has an end from the moment its place is taken. A
+// store of the same object, or of one that continues it, moves the end away or takes it away, and never brings it nearer; a hit does
+// neither. From the end on no lookup finds the object, also while a promise keeps its slot. It stays in the pool: it is not written to
+// the tier below, and the pool's index marks it as outdated for a later server, so only this process's monotonic clock counts.
+
+// lives are the ends of slots, guarded by Store.mu. The zero lives has none, and costs one comparison for each search.
+type lives struct {
+	slots container.PagedSlice[life]
+	heap  []uint32      // slots with an end, the one that is due first at 0
+	now   time.Duration // since Store.began, while there are any
+}
+
+// life is the life of a slot. The zero life has no end.
+type life struct {
+	end time.Duration // since Store.began
+	due time.Duration // when it is looked at: its end, or later where something kept it then
+	at  int           // 1 + its place in the heap
+}
+
+// any reports whether a slot has an end.
+func (l *lives) any() bool { return len(l.heap) > 0 }
+
+// limited reports whether a slot has an end.
+func (l *lives) limited(slot pool.Slot) bool {
+	return l.any() && int(slot) < l.slots.Len() && l.slots.At(int(slot)).at > 0
+}
+
+// ended reports whether the end of a slot has come.
+func (l *lives) ended(slot pool.Slot) bool {
+	return l.limited(slot) && l.now >= l.slots.At(int(slot)).end
+}
+
+// begin gives a slot without an end one.
+func (l *lives) begin(slot pool.Slot, end time.Duration) {
+	l.slots.Grow(int(slot) + 1)
+	l.heap = append(l.heap, uint32(slot))
+	*l.slots.At(int(slot)) = life{end: end, due: end, at: len(l.heap)}
+	l.up(len(l.heap) - 1)
+}
+
+// extend moves the end of a slot that has one; no end is nearer than before.
+func (l *lives) extend(slot pool.Slot, end time.Duration) {
+	if of := l.slots.At(int(slot)); end > of.end {
+		l.move(of, end)
+		of.end = end
+	}
+}
+
+// postpone has a slot that is due looked at later.
+func (l *lives) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
+
+// move makes a slot due at another time.
+func (l *lives) move(of *life, due time.Duration) {
+	of.due = due
+	l.down(of.at - 1)
+	l.up(of.at - 1)
+}
+
+// remove takes the end of a slot away.
+func (l *lives) remove(slot pool.Slot) {
+	if !l.limited(slot) {
+		return
+	}
+	i, last := l.slots.At(int(slot)).at-1, len(l.heap)-1
+	l.swap(i, last)
+	l.heap = l.heap[:last]
+	if i < last {
+		l.down(i)
+		l.up(i)
+	}
+	*l.slots.At(int(slot)) = life{}
+}
+
+// next returns a slot that is due.
+func (l *lives) next() (slot pool.Slot, ok bool) {
+	if !l.any() || l.dueOf(0) > l.now {
+		return 0, false
+	}
+	return pool.Slot(l.heap[0]), true
+}
+
+func (l *lives) dueOf(i int) time.Duration { return l.slots.At(int(l.heap[i])).due }
+
+func (l *lives) swap(i, j int) {
+	l.heap[i], l.heap[j] = l.heap[j], l.heap[i]
+	l.slots.At(int(l.heap[i])).at, l.slots.At(int(l.heap[j])).at = i+1, j+1
+}
+
+func (l *lives) up(i int) {
+	for ; i > 0 && l.dueOf(i) < l.dueOf((i-1)/2); i = (i - 1) / 2 {
+		l.swap(i, (i-1)/2)
+	}
+}
+
+func (l *lives) down(i int) {
+	for {
+		child := 2*i + 1
+		if child+1 < len(l.heap) && l.dueOf(child+1) < l.dueOf(child) {
+			child++
+		}
+		if child >= len(l.heap) || l.dueOf(i) <= l.dueOf(child) {
+			return
+		}
+		l.swap(i, child)
+		i = child
+	}
+}
+
+// endOf returns when what is stored now ends; 0: never.
+func (s *Store) endOf(ttl time.Duration) time.Duration {
+	if ttl <= 0 {
+		return 0
+	}
+	return time.Since(s.began) + ttl
+}
+
+// limitLocked gives a slot whose place was just taken an end, unless it is 0.
+func (s *Store) limitLocked(slot pool.Slot, end time.Duration) {
+	if end > 0 {
+		s.mu.pool.Expire(slot)
+		s.mu.lives.begin(slot, end)
+	}
+}
+
+// prolongLocked has a staged or resident slot live until end, at least; 0: without an end. One that has none keeps none.
+func (s *Store) prolongLocked(slot pool.Slot, end time.Duration) {
+	switch l := &s.mu.lives; {
+	case !l.limited(slot):
+	case end > 0:
+		l.extend(slot, end)
+	default:
+		l.remove(slot)
+		if s.mu.pool.StateOf(slot) == pool.Resident {
+			s.mu.pool.Stamp(slot)
+			s.offerNewLocked(slot)
+		}
+	}
+}
+
+// prolongHeads has the chunks before a transfer's range live as long as those in it: without them these are of no use.
+func (st *stage) prolongHeads() {
+	columns := max(1, batch/st.name.Shard.Groups.Len())
+	for from := 0; from < st.name.From; from += columns {
+		if !st.prolongSome(from, min(from+columns, st.name.From)) {
+			return
+		}
+	}
+}
+
+func (st *stage) prolongSome(from, to int) (more bool) {
+	s := st.store
+	s.lock()
+	defer s.unlock()
+	var k kv.Key
+	for c := from; c < to && s.mu.lives.any() && !s.mu.closed; c++ {
+		for g := range st.name.Shard.Groups.Len() {
+			st.name.Shard.Key(&k, st.name.Shard.Index, g, st.hashes[c])
+			if slot, state := s.mu.pool.Find(&k); state != pool.Free && !s.mu.lives.ended(slot) {
+				s.prolongLocked(slot, st.ends)
+			}
+		}
+	}
+	return s.mu.lives.any() && !s.mu.closed
+}
+
+// endLifeLocked drops a slot whose end has come. An operator's pin ends with it. It reports false for a slot that a session or a worker
+// keeps.
+func (s *Store) endLifeLocked(slot pool.Slot) bool {
+	s.endPinLocked(slot)
+	if !s.evictableLocked(slot) {
+		return false
+	}
+	s.mu.n.EndedChunks++
+	s.mu.n.EndedBytes += uint64(s.mu.pool.Length(slot))
+	s.dropLocked(slot, miss.RequestTTL)
+	return true
+}
+
+// lookAgain is when a slot is looked at again whose end came while something kept it.
+const lookAgain = time.Second
+
+// endLivesLocked drops slots whose end has come, at most most; more says that others may be due.
+func (s *Store) endLivesLocked(most int) (dropped int, more bool) {
+	for range most {
+		slot, ok := s.mu.lives.next()
+		if !ok {
+			return dropped, false
+		}
+		if s.endLifeLocked(slot) {
+			dropped++
+		} else {
+			s.mu.lives.postpone(slot, s.mu.lives.now+lookAgain)
+		}
+	}
+	return dropped, true
+}
+
+// endLives drops what is due.
+func (s *Store) endLives() {
+	for s.endSomeLives() {
+	}
+}
+
+func (s *Store) endSomeLives() (more bool) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return false
+	}
+	_, more = s.endLivesLocked(dropBatch)
+	return more
+}
