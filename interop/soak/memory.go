@@ -98,7 +98,7 @@ func (s *soak) judgeMemory() {
 	}
 	got, ok := slopeOf(s.record.Memory)
 	if !ok {
-		s.cannotShow("that memory is flat: %d samples, and a slope needs 3", len(s.record.Memory))
+		s.cannotShow("that memory is flat: of %d samples fewer than 3 lie in its last three quarters", len(s.record.Memory))
 		return
 	}
 	s.record.Slope = &got

@@ -76,6 +76,11 @@ func (p *part) size(ctx context.Context) (z size, err error) {
 	if err != nil {
 		return z, err
 	}
+	for _, name := range []string{"go_goroutines", "process_resident_memory_bytes"} {
+		if f[name] == 0 {
+			return z, fmt.Errorf("/metrics has no %s", name)
+		}
+	}
 	return size{
 		Goroutines: int(f["go_goroutines"]), Descriptors: descriptors(pid), Mappings: bytes.Count(maps, []byte("\n")),
 		ResidentMiB: int(f["process_resident_memory_bytes"]) >> 20,

@@ -21,6 +21,7 @@ type settings struct {
 	Redis     string
 	Store     string
 	Master    string
+	Lacks     map[string]string
 	Compare   string
 	Clients   int
 	KeepGoing bool
@@ -31,11 +32,11 @@ const settingsFile = "run.json"
 func (o *options) save() error {
 	return writeJSON(filepath.Join(o.dir, settingsFile), settings{
 		Binary: o.binary, Previous: o.previous, Bug: o.bug, Clocks: o.clocks, Collects: o.collects, Redis: o.redis, Store: o.store, Master: o.master,
-		Compare: o.compare, Clients: o.clients, KeepGoing: o.keepGoing,
+		Lacks: o.lacks, Compare: o.compare, Clients: o.clients, KeepGoing: o.keepGoing,
 	})
 }
 
-// of are the flags that settings stand for.
+// ofSettings are the flags that settings, and the schedule beside them, stand for.
 var ofSettings = []string{
 	"binary", "previous", "bug", "clocks", "redis", "s3-store", "mooncake-master", "compare", "clients", "keep-going", "for", "seed", "only", "faults", "dir", "replay",
 }
@@ -65,7 +66,7 @@ func (o *options) goOn() error {
 		return err
 	}
 	o.binary, o.previous, o.clocks, o.collects, o.redis, o.store, o.master = c.Binary, c.Previous, c.Clocks, c.Collects, c.Redis, c.Store, c.Master
-	o.built = c.Bug != "" || c.Clocks
+	o.built, o.lacks = c.Bug != "" || c.Clocks, c.Lacks
 	if o.resume != "" {
 		o.compare, o.clients, o.keepGoing = c.Compare, c.Clients, c.KeepGoing
 	} else if c.Bug != "" {

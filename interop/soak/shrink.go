@@ -41,7 +41,9 @@ func shrink(ctx context.Context, o *options) error {
 		return err
 	}
 	faults, where := failedCycle(&s, filepath.Dir(o.replay))
-	o.lacks = o.machine(ctx)
+	if o.lacks == nil {
+		o.lacks = o.machine(ctx)
+	}
 	tries := 0
 	var last schedule
 	fails := func(faults []fault) bool {

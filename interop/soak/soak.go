@@ -103,6 +103,7 @@ func newSoak(o *options) (*soak, error) {
 		if s.record.Cycles >= s.schedule.cycles() && len(s.record.Violations) == 0 && s.record.Failure == "" {
 			return nil, fmt.Errorf("the run of %s is complete: %d cycles", o.dir, s.record.Cycles)
 		}
+		s.record.Seed = s.schedule.Seed
 		s.record.Earlier = append(s.record.Earlier, s.record.Violations...)
 		s.record.Violations, s.record.Failure, s.record.FailedAt, s.record.CannotShow = nil, "", 0, nil
 		s.logf("going on with cycle %d of %d", s.record.Cycles, s.schedule.cycles())
