@@ -60,6 +60,7 @@ var kinds = []struct {
 	{"cut", 3, []string{"h1", "h2", "r"}},
 	{"half", 3, []string{"h1", "h2", "r"}},
 	{"slow", 3, []string{"h1", "h2", "r"}},
+	{"late", 4, []string{"h1", "h2"}},
 	{"reset", 3, []string{"h1", "h2", "r"}},
 	{"strangers", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "store1"}},
 	{"leave", 3, []string{"clients"}},
@@ -111,7 +112,7 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
-			if (k.name == "stop" || k.name == "slow") && rnd.IntN(3) == 0 {
+			if (k.name == "stop" || k.name == "slow") && rnd.IntN(3) == 0 || k.name == "late" {
 				f.For += 8 * time.Second // longer than an engine waits for a transfer; over a slow link it gives up in the middle of one
 			}
 			f.For = min(f.For, ends-at)
@@ -153,7 +154,7 @@ func (f fault) hurts() bool {
 // refusesStarts reports whether a part may refuse to start during a fault, with its reason.
 func (f fault) refusesStarts() bool {
 	switch f.Kind {
-	case "shm-full", "disk-full", "read-only", "cut", "half", "slow": // the last three: a registry that engines do not reach
+	case "shm-full", "disk-full", "read-only", "cut", "half", "slow", "late": // the last four: a registry that engines do not reach
 		return true
 	case "kill", "stop", "term", "fds", "resize", "flip", "torn", "swap": // a registry, node or master that is down: engines and store-nodes wait for it, then end
 		return strings.HasPrefix(f.Target, "registry") || strings.HasPrefix(f.Target, "node") || f.Target == "master"
@@ -258,6 +259,8 @@ func (s *soak) applyAround(ctx context.Context, f fault) error {
 		return during(ctx, f, halfLink)
 	case "slow":
 		return during(ctx, f, slowLink)
+	case "late":
+		return during(ctx, f, lateLink)
 	case "reset":
 		return resetLinks(f.Target)
 	case "disk-full":

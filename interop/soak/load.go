@@ -163,7 +163,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	}
 	// Most clients that leave do so while the prompt is looked up or computed; some have the patience of seconds, and leave while a pull waits
 	// for a slow link or an engine that stands still.
-	proxy, leaves, latest := i%2, rnd.IntN(12) == 0, 200
+	proxy, leaves, latest := i%2, rnd.IntN(8) == 0, 200
 	if l.leaving.Load() {
 		leaves, latest = leaves || rnd.IntN(2) == 0, 40
 	}
