@@ -12,10 +12,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 )
 
-// buildWith builds cmd/kvasir with the change of a patch, where there is one, and with clocks that the driver steps, where that is wanted. Both
-// stay outside of the working tree: the compiler takes the changed files from an overlay. The result is DIR/kvasir.
+// buildWith builds cmd/kvasir with the change of a patch, where there is one, with clocks that the driver steps, where that is wanted, and with
+// a signal that makes it collect. All stay outside of the working tree: the compiler takes the changed files from an overlay. The result is DIR/kvasir.
 func buildWith(ctx context.Context, patch string, clocks bool, dir string) (binary string, err error) {
 	changed := map[string]string{}
 	if patch != "" {
@@ -27,6 +28,9 @@ func buildWith(ctx context.Context, patch string, clocks bool, dir string) (bina
 		if err := steppedTime(ctx, dir, changed); err != nil {
 			return "", err
 		}
+	}
+	if err := collecting(dir, changed); err != nil {
+		return "", err
 	}
 	overlay := filepath.Join(dir, "overlay.json")
 	if err := writeJSON(overlay, map[string]any{"Replace": changed}); err != nil {
@@ -69,6 +73,43 @@ func patched(ctx context.Context, patch, dir string, changed map[string]string) 
 		return err
 	}
 	changed[original] = to
+	return nil
+}
+
+// collectSignal makes such a build collect and return free memory to the kernel.
+const collectSignal = syscall.SIGUSR2
+
+const collectFile = `package main
+
+import (
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"syscall"
+)
+
+func init() {
+	c := make(chan os.Signal, 1)
+	signal.Notify(c, syscall.SIGUSR2)
+	go func() {
+		for range c {
+			debug.FreeOSMemory()
+		}
+	}()
+}
+`
+
+// collecting adds a file to cmd/kvasir.
+func collecting(dir string, changed map[string]string) error {
+	to := filepath.Join(dir, "go_collect.go")
+	if err := os.WriteFile(to, []byte(collectFile), 0o644); err != nil {
+		return err
+	}
+	at, err := filepath.Abs(filepath.Join("cmd", "kvasir", "collect.go"))
+	if err != nil {
+		return err
+	}
+	changed[at] = to
 	return nil
 }
 

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -40,8 +39,12 @@ type schedule struct {
 	Cycle  time.Duration // faults, then quiet
 	Calm   time.Duration // before the quiet time, with load and without faults: hit rates are compared then
 	Quiet  time.Duration // the end of each cycle
+	NoEnd  bool          // what is left behind after all cycles is not compared
 	Faults []fault
 }
+
+// cycles is how many there are.
+func (s *schedule) cycles() int { return max(1, int(s.For/s.Cycle)) }
 
 // kinds are the faults, with their targets and how often each is drawn.
 var kinds = []struct {
@@ -49,28 +52,33 @@ var kinds = []struct {
 	weight  int
 	targets []string
 }{
-	{"kill", 10, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "redis"}},
-	{"term", 3, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1"}},
-	{"stop", 6, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "redis", "proxy2"}},
+	{"kill", 18, []string{
+		"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "relay", "proxy1", "proxy2", "redis", "redis", "replica", "master", "master", "store1", "store2", "s3",
+	}},
+	{"term", 3, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1", "store1", "store2"}},
+	{"stop", 7, []string{"node1", "node2", "p1", "p1", "p2", "p2", "d1", "d2", "registry1", "registry2", "relay", "redis", "proxy2", "master", "store1", "store2"}},
 	{"cut", 3, []string{"h1", "h2", "r"}},
 	{"half", 3, []string{"h1", "h2", "r"}},
-	{"slow", 2, []string{"h1", "h2", "r"}},
+	{"slow", 3, []string{"h1", "h2", "r"}},
+	{"late", 4, []string{"h1", "h2"}},
 	{"reset", 3, []string{"h1", "h2", "r"}},
-	{"strangers", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2"}},
+	{"strangers", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "store1"}},
 	{"leave", 3, []string{"clients"}},
 	{"disk-full", 2, []string{"disk1", "disk2", "fs2"}},
 	{"read-only", 2, []string{"fs2"}},
 	{"redis-oom", 2, []string{"redis"}},
 	{"redis-flush", 1, []string{"redis"}},
+	{"s3-503", 2, []string{"s3"}},
+	{"s3-stale", 2, []string{"s3"}},
 	{"shm-full", 2, []string{"shm"}},
-	{"fds", 2, []string{"node1", "node2", "p1", "d1", "registry2", "relay", "proxy1"}},
+	{"fds", 2, []string{"node1", "node2", "p1", "d1", "registry2", "relay", "proxy1", "store2"}},
 	{"clear", 2, []string{"node1", "node2"}},
 	{"quota", 1, []string{"node1", "node2"}},
 	{"resize", 1, []string{"node1", "node2"}},
 	{"flip", 2, []string{"node1", "node2"}},
 	{"torn", 2, []string{"node1", "node2"}},
-	{"clock", 4, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2"}},
-	{"swap", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "relay", "proxy1", "proxy2"}},
+	{"clock", 4, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "store1"}},
+	{"swap", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "relay", "proxy1", "proxy2", "store2"}},
 }
 
 // makeSchedule draws faults: about one a second, several at once, none in the quiet times.
@@ -104,7 +112,7 @@ func makeSchedule(o *options) *schedule {
 			}
 			k := kinds[i]
 			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
-			if (k.name == "stop" || k.name == "slow") && rnd.IntN(3) == 0 {
+			if (k.name == "stop" || k.name == "slow") && rnd.IntN(3) == 0 || k.name == "late" {
 				f.For += 8 * time.Second // longer than an engine waits for a transfer; over a slow link it gives up in the middle of one
 			}
 			f.For = min(f.For, ends-at)
@@ -137,7 +145,7 @@ func (f fault) hurts() bool {
 		return false
 	}
 	switch f.Target {
-	case "node1", "node2", "redis", "r", "disk1", "disk2", "fs2", "shm", "clients":
+	case "node1", "node2", "redis", "replica", "s3", "master", "store1", "store2", "r", "disk1", "disk2", "fs2", "shm", "clients":
 		return false
 	}
 	return true
@@ -146,10 +154,10 @@ func (f fault) hurts() bool {
 // refusesStarts reports whether a part may refuse to start during a fault, with its reason.
 func (f fault) refusesStarts() bool {
 	switch f.Kind {
-	case "shm-full", "disk-full", "read-only", "cut", "half", "slow": // the last three: a registry that engines do not reach
+	case "shm-full", "disk-full", "read-only", "cut", "half", "slow", "late": // the last four: a registry that engines do not reach
 		return true
-	case "kill", "stop", "term", "fds", "resize", "flip", "torn", "swap": // a registry or node that is down: engines wait for it, then end
-		return strings.HasPrefix(f.Target, "registry") || strings.HasPrefix(f.Target, "node")
+	case "kill", "stop", "term", "fds", "resize", "flip", "torn", "swap": // a registry, node or master that is down: engines and store-nodes wait for it, then end
+		return strings.HasPrefix(f.Target, "registry") || strings.HasPrefix(f.Target, "node") || f.Target == "master"
 	}
 	return false
 }
@@ -189,7 +197,7 @@ func (s *soak) inject(ctx context.Context, f fault) {
 	closed := s.windows.open(f)
 	defer closed()
 	s.logf("%v", f)
-	err := s.apply(ctx, f)
+	killed, err := s.apply(ctx, f)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err != nil {
@@ -198,30 +206,61 @@ func (s *soak) inject(ctx context.Context, f fault) {
 		return
 	}
 	s.record.Faults[f.Kind]++
-	if f.Kind == "kill" || f.Kind == "flip" || f.Kind == "torn" {
-		s.record.Kills[s.part(f.Target).kind]++
+	if killed != "" {
+		s.record.Kills[killed]++
 	}
 }
 
-func (s *soak) apply(ctx context.Context, f fault) error {
+// apply plays a fault. It returns the kind of the part that it killed with kill -9.
+func (s *soak) apply(ctx context.Context, f fault) (killed string, err error) {
+	switch f.Kind {
+	case "kill", "term", "flip", "torn", "stop", "clock", "swap", "fds", "strangers", "clear", "quota", "resize":
+		p, kind, err := s.victim(f)
+		if err != nil {
+			return "", err
+		}
+		if f.Kind == "kill" || f.Kind == "flip" || f.Kind == "torn" {
+			killed = kind
+		}
+		return killed, s.applyTo(ctx, p, f)
+	}
+	return "", s.applyAround(ctx, f)
+}
+
+// applyTo plays a fault of one part.
+func (s *soak) applyTo(ctx context.Context, p *part, f fault) error {
 	switch f.Kind {
 	case "kill", "term", "flip", "torn":
-		return s.endAndStart(ctx, f)
+		return s.endAndStart(ctx, p, f)
 	case "clock":
-		return s.stepClock(ctx, f)
+		return s.stepClock(ctx, p, f)
 	case "swap":
-		return s.swap(ctx, f)
+		return s.swap(ctx, p, f)
 	case "stop":
-		p := s.part(f.Target)
 		p.pause(true)
 		defer p.pause(false)
 		wait(ctx, f.For)
+	case "fds":
+		return s.exhaust(ctx, p, f)
+	case "strangers":
+		return s.visit(ctx, p, strangersAtATime)
+	default:
+		s.operate(ctx, p, f)
+	}
+	return nil
+}
+
+// applyAround plays a fault of links, file systems, tiers or clients.
+func (s *soak) applyAround(ctx context.Context, f fault) error {
+	switch f.Kind {
 	case "cut":
 		return during(ctx, f, cutLink)
 	case "half":
 		return during(ctx, f, halfLink)
 	case "slow":
 		return during(ctx, f, slowLink)
+	case "late":
+		return during(ctx, f, lateLink)
 	case "reset":
 		return resetLinks(f.Target)
 	case "disk-full":
@@ -238,17 +277,13 @@ func (s *soak) apply(ctx context.Context, f fault) error {
 	case "redis-oom":
 		return s.redisOOM(ctx, f.For)
 	case "redis-flush":
-		return s.redis("FLUSHALL")
-	case "fds":
-		return s.exhaust(ctx, f)
-	case "strangers":
-		return s.strangers(ctx, f)
+		return s.redisFlush()
+	case "s3-503", "s3-stale":
+		return s.s3Fault(ctx, f)
 	case "leave":
 		s.load.leaving.Store(true)
 		defer s.load.leaving.Store(false)
 		wait(ctx, f.For)
-	case "clear", "quota", "resize":
-		s.operate(ctx, f)
 	default:
 		return fmt.Errorf("unknown kind %q", f.Kind)
 	}
@@ -282,13 +317,12 @@ func (s *soak) fillFor(ctx context.Context, path string, d time.Duration) error 
 // endLimits are how long a part may take to end in order.
 var endLimits = map[string]time.Duration{"node": 20 * time.Second, "proxy": 15 * time.Second}
 
-func (s *soak) endAndStart(ctx context.Context, f fault) error {
-	p := s.part(f.Target)
+func (s *soak) endAndStart(ctx context.Context, p *part, f fault) error {
 	sig, limit := syscall.SIGKILL, 5*time.Second
 	if f.Kind == "term" {
 		sig, limit = syscall.SIGTERM, cmp.Or(endLimits[p.kind], 10*time.Second)
 	}
-	if !p.end(sig, limit) {
+	if !p.end(sig, limit) && !p.foreign {
 		s.violation("%s did not end within %v of %v: its stacks are in %s", p.name, limit, sig, p.log)
 	}
 	switch f.Kind {
@@ -305,11 +339,10 @@ func (s *soak) endAndStart(ctx context.Context, f fault) error {
 }
 
 // swap runs the previous release in place of this build for a while: both take over the other's files.
-func (s *soak) swap(ctx context.Context, f fault) error {
+func (s *soak) swap(ctx context.Context, p *part, f fault) error {
 	if s.o.previous == "" {
 		return errors.New("no -previous release is given")
 	}
-	p := s.part(f.Target)
 	for _, binary := range []string{s.o.previous, s.o.binary} {
 		if limit := cmp.Or(endLimits[p.kind], 10*time.Second); !p.end(syscall.SIGTERM, limit) {
 			s.violation("%s did not end within %v of SIGTERM: its stacks are in %s", p.name, limit, p.log)
@@ -387,11 +420,10 @@ func (s *soak) tear(f fault) {
 var steps = []int{2, -2, 90, -90, 3600, -3600, 100_000, -100_000}
 
 // stepClock sets the wall clock of a part forward or back, and right again.
-func (s *soak) stepClock(ctx context.Context, f fault) error {
+func (s *soak) stepClock(ctx context.Context, p *part, f fault) error {
 	if !s.o.clocks {
 		return errors.New("the build has no clock that can be stepped (-clocks)")
 	}
-	p := s.part(f.Target)
 	set := func(by int) error {
 		next := p.clock + ".new"
 		if err := os.WriteFile(next, []byte(strconv.Itoa(by)), 0o644); err != nil {
@@ -406,53 +438,25 @@ func (s *soak) stepClock(ctx context.Context, f fault) error {
 	return set(0)
 }
 
-// redis sends one command of plain words.
-func (s *soak) redis(words ...string) error {
-	c, err := s.dialRedis()
-	if err != nil {
-		return err
+// s3Fault makes the object store answer 503, or what it had before, for a while.
+func (s *soak) s3Fault(ctx context.Context, f fault) error {
+	if s.bucket == nil {
+		return fmt.Errorf("s3: %w: %s", errNoTarget, s.lackOf("s3"))
 	}
-	defer c.Close()
-	if _, err := fmt.Fprintf(c, "%s\r\n", strings.Join(words, " ")); err != nil {
-		return err
+	if f.Kind == "s3-stale" {
+		s.bucket.setStale(true)
+		defer s.bucket.setStale(false)
+	} else {
+		s.bucket.busy.Store(true)
+		defer s.bucket.busy.Store(false)
 	}
-	b := make([]byte, 200)
-	n, err := c.Read(b)
-	if err == nil && n > 0 && b[0] == '-' {
-		err = fmt.Errorf("redis: %s", b[:n])
-	}
-	return err
-}
-
-func (s *soak) dialRedis() (net.Conn, error) {
-	c, err := net.DialTimeout("tcp", s.part("redis").health, 2*time.Second)
-	if err != nil {
-		return nil, err
-	}
-	return c, c.SetDeadline(time.Now().Add(2 * time.Second))
-}
-
-func (s *soak) redisOOM(ctx context.Context, d time.Duration) error {
-	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory-policy", "noeviction"}, {"CONFIG", "SET", "maxmemory", "1mb"}} {
-		if err := s.redis(w...); err != nil {
-			return err
-		}
-	}
-	wait(ctx, d)
-	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory", "64mb"}, {"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"}} {
-		for range 20 { // it may be stopped or killed; a new life has its own settings
-			if err := s.redis(w...); err == nil {
-				break
-			}
-			wait(ctx, 500*time.Millisecond)
-		}
-	}
+	wait(ctx, f.For)
 	return nil
 }
 
 // exhaust sets the limit of descriptors of a running process to what it has open.
-func (s *soak) exhaust(ctx context.Context, f fault) error {
-	pid := s.part(f.Target).pid()
+func (s *soak) exhaust(ctx context.Context, p *part, f fault) error {
+	pid := p.pid()
 	if pid == 0 {
 		return errDown
 	}

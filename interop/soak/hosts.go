@@ -132,6 +132,31 @@ func slowLink(host string, on bool) error {
 	return sh("tc", "qdisc", "add", "dev", "v-"+host, "root", "tbf", "rate", "2mbit", "burst", "16k", "limit", "60k")
 }
 
+// lateLink lets what the other hosts with engines send to a host wait in a deep queue that loses nothing, as in a switch with large buffers:
+// at 2 Mbit/s it arrives seconds after the sender has given up. What proxies, registries and tiers send is not in that queue.
+func lateLink(host string, on bool) error {
+	dev := "v-" + host
+	if !on {
+		return sh("tc", "qdisc", "del", "dev", dev, "root")
+	}
+	commands := []command{
+		{"tc", "qdisc", "add", "dev", dev, "root", "handle", "1:", "htb", "default", "2"},
+		{"tc", "class", "add", "dev", dev, "parent", "1:", "classid", "1:2", "htb", "rate", "1gbit"},
+		{"tc", "class", "add", "dev", dev, "parent", "1:", "classid", "1:3", "htb", "rate", "1gbit"},
+		{"tc", "qdisc", "add", "dev", dev, "parent", "1:3", "tbf", "rate", "2mbit", "burst", "16k", "limit", "8m"},
+	}
+	for _, other := range []string{"h1", "h2"} {
+		if other != host {
+			commands = append(commands, command{"tc", "filter", "add", "dev", dev, "parent", "1:", "protocol", "ip", "prio", "1", "u32", "match", "ip", "src", addrOf(other) + "/32", "flowid", "1:3"})
+		}
+	}
+	err := all(commands...)
+	if err != nil {
+		_ = sh("tc", "qdisc", "del", "dev", dev, "root") // what was begun
+	}
+	return err
+}
+
 // resetLinks ends the TCP connections of a host at both ends, as a stateful gateway does that was started again.
 func resetLinks(host string) error {
 	return sh("nsenter", "--net=/run/netns/"+host, "ss", "-K", "src", addrOf(host))

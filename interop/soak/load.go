@@ -161,9 +161,14 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	case 1: // several answers to a prompt: D alone
 		r.n = 2
 	}
-	proxy, leaves, latest := i%2, rnd.IntN(20) == 0, 200
+	// Most clients that leave do so while the prompt is looked up or computed; some have the patience of seconds, and leave while a pull waits
+	// for a slow link or an engine that stands still.
+	proxy, leaves, latest := i%2, rnd.IntN(8) == 0, 200
 	if l.leaving.Load() {
 		leaves, latest = leaves || rnd.IntN(2) == 0, 40
+	}
+	if rnd.IntN(2) == 0 {
+		latest = 5000
 	}
 	strict, began := l.strict.Load(), time.Now()
 	rctx, cancel := context.WithTimeout(ctx, deadline)

@@ -17,11 +17,13 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -46,6 +48,14 @@ type options struct {
 	only      string
 	clients   int
 	keepGoing bool
+	redis     string            // cluster, one, none; auto: the most that the machine has
+	store     string            // the object store's program; none; auto: build it
+	master    string            // mooncake_master; none; auto: find it
+	lacks     map[string]string // what the machine lacks of these, and why
+	lacking   string            // lacks as JSON, for the process inside the namespaces
+	collects  bool              // the build collects when it is asked to
+	built     bool              // binary is a build with -bug or -clocks that is there
+	output    io.Writer         // of the run; nil: the standard output
 }
 
 func main() {
@@ -60,10 +70,15 @@ func main() {
 	flag.StringVar(&o.replay, "replay", "", "run the schedule of this `FILE` (schedule.json of a run) instead of a new one")
 	flag.StringVar(&o.resume, "resume", "", "go on with the run of this `DIR` that was interrupted: at the cycle after the last whole one")
 	flag.StringVar(&o.compare, "compare", "", "the record.json of a run of the same seed with -faults=false: the hit rate in calm times may be 3 points lower")
-	flag.BoolVar(&o.shrink, "shrink", false, "with -replay: leave faults out as long as the run still fails, and write the shortest schedule")
+	flag.BoolVar(&o.shrink, "shrink", false, "with -replay DIR/schedule.json of a run that failed: leave faults out as long as it still fails, with the build of that run unless another one is named; at most 5 faults and 2 minutes, of which 3 of 5 replays fail")
 	flag.BoolVar(&o.faults, "faults", true, "inject faults; false gives the hit rate without any")
 	flag.StringVar(&o.only, "only", "", "kinds of faults to inject, comma-separated; default all")
-	flag.IntVar(&o.clients, "clients", 4, "requests at a time")
+	flag.IntVar(&o.clients, "clients", 6, "requests at a time")
+	flag.StringVar(&o.redis, "redis", auto, "Redis below the nodes: cluster (six servers), one, none; auto: a cluster where redis-server and redis-cli are installed")
+	flag.StringVar(&o.store, "s3-store", auto, "`PROGRAM` of the S3 store below the nodes; none; auto: build interop/s3")
+	flag.StringVar(&o.master, "mooncake-master", auto, "`PROGRAM` of the Mooncake Store's master, below the nodes; none; auto: one in PATH or in the cache of the interop scripts")
+	flag.StringVar(&o.lacking, "lacking", "", "internal: what the machine lacks")
+	flag.BoolVar(&o.collects, "collects", false, "internal: the build collects when it is asked to")
 	flag.BoolVar(&o.keepGoing, "keep-going", false, "go on after a violation")
 	flag.Parse()
 	if err := run(&o); err != nil {
@@ -76,9 +91,20 @@ func run(o *options) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if os.Getenv(innerEnv) != "" {
+		if err := json.Unmarshal([]byte(o.lacking), &o.lacks); err != nil {
+			return err
+		}
 		return inner(ctx, o)
 	}
-	if o.bug != "" || o.clocks {
+	if !slices.Contains([]string{auto, "cluster", "one", none}, o.redis) {
+		return fmt.Errorf("-redis %q is none of cluster, one, none, auto", o.redis)
+	}
+	if o.resume != "" || o.shrink && o.replay != "" {
+		if err := o.goOn(); err != nil {
+			return err
+		}
+	}
+	if (o.bug != "" || o.clocks) && !o.built {
 		if err := o.paths(); err != nil {
 			return err
 		}
@@ -86,7 +112,7 @@ func run(o *options) error {
 		if err != nil {
 			return err
 		}
-		o.binary = binary
+		o.binary, o.collects = binary, true
 	}
 	if o.shrink {
 		return shrink(ctx, o)
@@ -104,8 +130,8 @@ func (o *options) paths() (err error) {
 			return err
 		}
 	}
-	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume, &o.compare} {
-		if *p == "" {
+	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume, &o.compare, &o.store, &o.master} {
+		if *p == "" || *p == auto || *p == none {
 			continue
 		}
 		if *p, err = filepath.Abs(*p); err != nil {
@@ -124,17 +150,31 @@ func outer(ctx context.Context, o *options) error {
 	if err := o.paths(); err != nil {
 		return err
 	}
+	if o.lacks == nil {
+		o.lacks = o.machine(ctx)
+	}
+	if err := o.save(); err != nil {
+		return err
+	}
+	lacking, err := json.Marshal(o.lacks)
+	if err != nil {
+		return err
+	}
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
 	args := []string{
 		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume, "-compare=" + o.compare,
-		fmt.Sprintf("-clocks=%v", o.clocks), fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
+		fmt.Sprintf("-clocks=%v", o.clocks), fmt.Sprintf("-collects=%v", o.collects), fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
+		"-redis=" + o.redis, "-s3-store=" + o.store, "-mooncake-master=" + o.master, "-lacking=" + string(lacking),
 	}
 	cmd := exec.Command(self, args...)
 	cmd.Env = append(withoutFlags(os.Environ()), innerEnv+"=1")
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	if o.output != nil {
+		cmd.Stdout, cmd.Stderr = o.output, o.output
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWIPC,
 		Pdeathsig:  syscall.SIGKILL, Setpgid: true,
@@ -185,6 +225,10 @@ func inner(ctx context.Context, o *options) error {
 		s.record.Failure = err.Error()
 	}
 	_, s.record.Single = s.record.killed()
+	s.record.Singles = map[string]int{}
+	for _, kind := range singlePoints {
+		s.record.Singles[kind] = s.record.Kills[kind]
+	}
 	if werr := writeJSON(filepath.Join(o.dir, "record.json"), &s.record); werr != nil {
 		err = errors.Join(err, werr)
 	}

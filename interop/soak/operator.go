@@ -15,8 +15,7 @@ import (
 
 // operate does what an operator does to a node: clears it, sets a quota, gives it another size. A refusal, as
 // that of a clear that a tier does not take, is logged: it is no fault of the schedule.
-func (s *soak) operate(ctx context.Context, f fault) {
-	p := s.part(f.Target)
+func (s *soak) operate(ctx context.Context, p *part, f fault) {
 	var err error
 	switch f.Kind {
 	case "clear":

@@ -76,6 +76,11 @@ func (p *part) size(ctx context.Context) (z size, err error) {
 	if err != nil {
 		return z, err
 	}
+	for _, name := range []string{"go_goroutines", "process_resident_memory_bytes"} {
+		if f[name] == 0 {
+			return z, fmt.Errorf("/metrics has no %s", name)
+		}
+	}
 	return size{
 		Goroutines: int(f["go_goroutines"]), Descriptors: descriptors(pid), Mappings: bytes.Count(maps, []byte("\n")),
 		ResidentMiB: int(f["process_resident_memory_bytes"]) >> 20,
@@ -108,12 +113,24 @@ func openFiles(pid int) map[string]int {
 	return out
 }
 
-// beyond names what of z is more than the baseline allows.
-func (z size) beyond(b size) string {
+// pooled is how many connections a part keeps for its tiers when it has used them all, each with a descriptor and a goroutine.
+func (p *part) pooled(o *options) (n int) {
+	if p.kind != "node" {
+		return 0
+	}
+	n = map[string]int{"one": 1, "cluster": redisNodes}[o.redis] * 8 // its default for each server
+	if o.master != none {
+		n += 9 + 2*4 // the master, and each store-node
+	}
+	return n
+}
+
+// beyond names what of z is more than the baseline allows, with a number of pooled connections.
+func (z size) beyond(b size, pooled int) string {
 	switch {
-	case z.Goroutines > b.Goroutines+20:
+	case z.Goroutines > b.Goroutines+pooled+20:
 		return fmt.Sprintf("%d goroutines, at the start %d", z.Goroutines, b.Goroutines)
-	case z.Descriptors > b.Descriptors+16:
+	case z.Descriptors > b.Descriptors+pooled+16:
 		return fmt.Sprintf("%d descriptors, at the start %d", z.Descriptors, b.Descriptors)
 	case z.Mappings > b.Mappings+60:
 		return fmt.Sprintf("%d mappings, at the start %d", z.Mappings, b.Mappings)
@@ -125,7 +142,7 @@ func (z size) beyond(b size) string {
 
 // idle reports what a part holds although nothing is in progress.
 func (p *part) idle(ctx context.Context) error {
-	if p.kind == "redis" {
+	if p.foreign {
 		return nil
 	}
 	f, err := p.figures(ctx)
@@ -232,18 +249,33 @@ func (s *soak) check(ctx context.Context) {
 
 // sizes compares what parts take with the start.
 func (s *soak) sizes(ctx context.Context) {
+	err := eventually(ctx, 60*time.Second, func() error {
+		now, err := shared()
+		if err == nil && len(now) > len(s.shared) {
+			err = fmt.Errorf("/dev/shm has %d files, at the start %d: %v", len(now), len(s.shared), now)
+		}
+		return err
+	})
+	if err != nil {
+		s.violation("%v", err)
+	}
 	for _, p := range s.parts {
 		base, ok := s.baseline[p.name]
 		if !ok {
 			continue
 		}
+		said := false
 		err := eventually(ctx, 200*time.Second, func() error { // connections over a cut link end by TCP's keep-alive, after 150 s
 			z, err := p.size(ctx)
 			if err != nil {
 				return err
 			}
 			s.record.Sizes[p.name] = [2]size{base, z}
-			if what := z.beyond(base); what != "" {
+			if what := z.beyond(base, p.pooled(s.o)); what != "" {
+				if !said {
+					said = true
+					s.logf("%s has %s; waiting until it has fewer", p.name, what)
+				}
 				return fmt.Errorf("%s has %s; open: %v", p.name, what, openFiles(p.pid()))
 			}
 			return nil
@@ -254,29 +286,42 @@ func (s *soak) sizes(ctx context.Context) {
 	}
 }
 
-// leftovers are files that parts should have removed.
-func (s *soak) leftovers() {
+// shared lists /dev/shm: pools, and what engines lend.
+func shared() (out []string, err error) {
 	entries, err := os.ReadDir("/dev/shm")
-	if err != nil {
-		s.violation("%v", err)
-		return
-	}
 	for _, e := range entries {
-		if !strings.HasPrefix(e.Name(), "lmcache_l1_pool_kvasir_n") {
-			s.violation("/dev/shm has %s after everything has ended", e.Name())
-		}
+		out = append(out, e.Name())
 	}
-	var left []string
+	return out, err
+}
+
+// temporary lists the files in directories of tiers that a write has not finished.
+func (s *soak) temporary() (out []string) {
 	for _, d := range []string{"disk1", "disk2", "fs2"} {
 		_ = filepath.WalkDir(filepath.Join(s.o.dir, d), func(path string, e fs.DirEntry, err error) error {
 			if err == nil && !e.IsDir() && (strings.Contains(e.Name(), ".tmp") || strings.HasSuffix(e.Name(), ".new")) {
-				left = append(left, path)
+				out = append(out, path)
 			}
 			return nil
 		})
 	}
-	slices.Sort(left)
-	if len(left) > 0 {
+	slices.Sort(out)
+	return out
+}
+
+// leftovers are files that parts should have removed.
+func (s *soak) leftovers() {
+	names, err := shared()
+	if err != nil {
+		s.violation("%v", err)
+		return
+	}
+	for _, name := range names {
+		if !strings.HasPrefix(name, "lmcache_l1_pool_kvasir_n") {
+			s.violation("/dev/shm has %s after everything has ended", name)
+		}
+	}
+	if left := s.temporary(); len(left) > 0 {
 		s.logf("temporary files after everything has ended: %s", strings.Join(left[:min(len(left), 5)], " "))
 	}
 }

@@ -22,13 +22,15 @@ import (
 // part is one process of the deployment, started again after each end.
 type part struct {
 	name   string
-	kind   string // node, p, d, registry, relay, proxy, redis
+	kind   string // node, p, d, registry, relay, proxy, store; of others' programs: redis, s3, master
 	host   string // its network namespace; "" is the driver's
-	health string // URL that answers 200 when it is well; redis: HOST:PORT
-	args   []string
-	env    []string
-	log    string
-	clock  string // file with the seconds that its wall clock is ahead, in a build with -clocks
+	health string // URL that answers 200 when it is well; of others' programs: HOST:PORT
+	// foreign is a program that is not Kvasir's: it is killed and started again, but its own faults are no violations.
+	foreign bool
+	args    []string
+	env     []string
+	log     string
+	clock   string // file with the seconds that its wall clock is ahead, in a build with -clocks
 
 	scanning sync.Mutex
 	scanned  int64 // bytes of the log, under scanning
@@ -161,7 +163,7 @@ var httpClient = &http.Client{Timeout: 5 * time.Second, Transport: &http.Transpo
 
 // well reports why the part cannot be used.
 func (p *part) well(ctx context.Context) error {
-	if p.kind == "redis" {
+	if p.foreign {
 		c, err := net.DialTimeout("tcp", p.health, time.Second)
 		if err != nil {
 			return err
@@ -246,11 +248,10 @@ func (p *part) scan() error {
 }
 
 const (
-	redisPort = 6379
-	nodePort  = 5555
-	nodeHTTP  = 8080
-	pPort     = 8101
-	dPort     = 8102
+	nodePort = 5555
+	nodeHTTP = 8080
+	pPort    = 8101
+	dPort    = 8102
 )
 
 // variant is the model and how engines hold it, drawn by the seed.
@@ -268,21 +269,17 @@ func variantOf(seed uint64) variant {
 func makeParts(o *options, v variant) (parts []*part) {
 	add := func(p *part) *part {
 		p.log = filepath.Join(o.dir, p.name+".log")
-		if p.kind != "redis" { // by the environment: the previous release has no such flag
+		if !p.foreign { // by the environment: the previous release has no such flag
 			p.clock = filepath.Join(o.dir, p.name+".clock")
-			p.env = append(p.env, clockEnv+"="+p.clock, "KVASIR_"+strings.ToUpper(p.args[1])+"_ALLOW_FROM="+network)
+			p.env = append(p.env, clockEnv+"="+p.clock, "KVASIR_"+strings.ToUpper(strings.ReplaceAll(p.args[1], "-", "_"))+"_ALLOW_FROM="+network)
 		}
 		parts = append(parts, p)
 		return p
 	}
 	k := func(args ...string) []string { return append([]string{o.binary}, args...) }
-	add(&part{
-		name: "redis", kind: "redis", host: "r", health: fmt.Sprintf("%s:%d", addrOf("r"), redisPort),
-		args: []string{
-			"redis-server", "--port", fmt.Sprint(redisPort), "--bind", addrOf("r"), "--protected-mode", "no", "--save", "", "--appendonly", "no", "--dir", o.dir,
-			"--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru",
-		},
-	})
+	for _, p := range tierParts(o) {
+		add(p)
+	}
 	registries := []string{fmt.Sprintf("http://%s:8998", bridgeAddr), fmt.Sprintf("http://%s:8999", bridgeAddr)} // one for each P: a registry has one engine
 	relay := fmt.Sprintf("http://%s:9000", bridgeAddr)
 	for i, url := range registries {
@@ -322,22 +319,22 @@ func nodePart(o *options, v variant, host string, i int) *part {
 		o.binary, "server", "--host", "127.0.0.1", "--port", fmt.Sprint(nodePort), "--http-host", addr, "--http-port", fmt.Sprint(nodeHTTP),
 		"--l1-size-gb", "32MiB", "--chunk-size", "64", "--shm-name", fmt.Sprintf("kvasir_n%d", n), "--state", filepath.Join(o.dir, fmt.Sprintf("node%d.state", n)),
 		"--disk", filepath.Join(o.dir, fmt.Sprintf("disk%d", n), "kv"), "--disk-gb", "0.125", "--l1-write-ttl-seconds", "15", "--session-ttl-seconds", "20",
-		"--l2-adapter", fmt.Sprintf(`{"type":"redis","host":"%s","port":%d,"request_timeout":2,"connection_timeout":2}`, addrOf("r"), redisPort),
 		"--kv-events", fmt.Sprintf("tcp://%s:5557", addr), "--kv-events-replay", fmt.Sprintf("tcp://%s:5558", addr), "--drain-timeout-seconds", "5",
 	}
 	if v.window {
 		args = append(args, "--separate-object-groups")
 	}
-	if n == 2 {
-		args = append(args, "--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, filepath.Join(o.dir, "fs2")))
+	for _, a := range adapters(o, n) {
+		args = append(args, "--l2-adapter", a)
 	}
 	return &part{name: fmt.Sprintf("node%d", n), kind: "node", host: host, health: fmt.Sprintf("http://%s:%d/readyz", addr, nodeHTTP), args: args}
 }
 
 func enginePart(o *options, v variant, kind, host string, i, port int) *part {
 	n, tp, mode := i+1, v.dTP, "engine_driven"
+	blocks := 400 // D's: two of the longest prompts and their answers; blocks that were freed are used again soon
 	if kind == "p" {
-		tp = v.pTP
+		tp, blocks = v.pTP, 700
 	}
 	if i == 1 || v.window { // engine_driven has one group of full attention
 		mode = "lmcache_driven"
@@ -352,7 +349,7 @@ func enginePart(o *options, v variant, kind, host string, i, port int) *part {
 		kind, n, moon, cache)
 	args := []string{
 		o.binary, "engine", "--host", addrOf(host), "--port", fmt.Sprint(port), "--model", "m", "--layers", "2", "--kv-heads", "4", "--head-bytes", "64",
-		"--num-gpu-blocks-override", "700", "--max-model-len", "8192", "--max-num-batched-tokens", "1024", "--step-time", "2ms", "--kv-transfer-config", config,
+		"--num-gpu-blocks-override", fmt.Sprint(blocks), "--max-model-len", "4096", "--max-num-batched-tokens", "1024", "--step-time", "2ms", "--kv-transfer-config", config,
 		"--tensor-parallel-size", fmt.Sprint(tp),
 	}
 	if v.window {

@@ -41,7 +41,10 @@ func (s *soak) promises(ctx context.Context) {
 		}
 		return
 	}
-	for _, p := range []*part{s.part("node1"), s.part("node2")} {
+	for _, p := range []*part{victim, s.part("node1"), s.part("node2")} {
+		if p != victim {
+			wait(ctx, clearReaches)
+		}
 		if n := s.found(ctx, p, prompts); n > 0 && ctx.Err() == nil {
 			s.violation("%s finds %d objects that were stored before the clear of %s", p.name, n, victim.name)
 		}
@@ -52,6 +55,9 @@ func (s *soak) promises(ctx context.Context) {
 	}
 	s.logf("%s was cleared", victim.name)
 }
+
+// clearReaches is how long a clear may take to reach other nodes: 0.5 s, and 1 s more over S3.
+const clearReaches = 1600 * time.Millisecond
 
 func (s *soak) killNow(ctx context.Context, p *part) {
 	p.end(syscall.SIGKILL, 5*time.Second)

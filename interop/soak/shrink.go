@@ -4,19 +4,34 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"time"
 )
 
-// replays is how often the shortest schedule is played, to see how often it fails.
-const replays = 5
+// What a shrunk schedule must be.
+const (
+	maxShrunk  = 5               // faults
+	longest    = 2 * time.Minute // its length
+	replays    = 5               // at most; as many as decide it
+	mustFail   = 3               // of the replays
+	firstFault = time.Second     // after the begin of the shrunk schedule
+	afterwards = 15 * time.Second
+)
+
+// failure is where in a run a promise was broken.
+type failure struct {
+	after time.Duration // the begin of its cycle
+	quiet bool          // in the quiet time of the cycle
+	end   bool          // after all cycles: what is left behind was compared
+}
 
 // shrink leaves faults out as long as the run still breaks a promise, and writes the shortest schedule that does.
 func shrink(ctx context.Context, o *options) error {
 	if o.replay == "" {
-		return fmt.Errorf("-shrink needs -replay FILE")
+		return errors.New("-shrink needs -replay FILE, the schedule.json of a run that failed")
 	}
 	if err := o.paths(); err != nil {
 		return err
@@ -25,73 +40,178 @@ func shrink(ctx context.Context, o *options) error {
 	if err := readJSON(o.replay, &s); err != nil {
 		return err
 	}
+	faults, where := failedCycle(&s, filepath.Dir(o.replay))
+	if o.lacks == nil {
+		o.lacks = o.machine(ctx)
+	}
 	tries := 0
+	var last schedule
 	fails := func(faults []fault) bool {
 		if ctx.Err() != nil {
 			return false
 		}
 		tries++
-		t := s
-		t.Faults, t.For = faults, min(s.For, 2*time.Minute)
-		t.Cycle = min(t.Cycle, t.For)
-		t.For = t.Cycle // one cycle
-		one := *o
-		one.shrink, one.length = false, t.For
-		one.dir = filepath.Join(o.dir, fmt.Sprintf("try%d", tries))
-		one.replay = filepath.Join(one.dir, "schedule.json")
-		if err := os.MkdirAll(one.dir, 0o755); err != nil {
+		t, err := shorter(&s, faults, where)
+		if err != nil {
+			fmt.Printf("try %d: %v\n", tries, err)
 			return false
 		}
-		if err := writeJSON(one.replay, &t); err != nil {
-			return false
+		failed, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
+		fmt.Printf("try %d: %d faults in %v, fails: %v%s\n", tries, len(faults), t.For, failed, err)
+		if failed {
+			last = *t
 		}
-		failed := outer(ctx, &one) != nil && ctx.Err() == nil
-		fmt.Printf("try %d: %d faults, fails: %v\n", tries, len(faults), failed)
 		return failed
 	}
-	faults := oneCycle(s.Faults, filepath.Dir(o.replay))
-	if len(faults) > 0 && !fails(faults) {
-		return fmt.Errorf("the cycle that failed passes alone: replay %s as it is", o.replay)
+	faults, ok := fewest(faults, fails)
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case !ok:
+		return fmt.Errorf("the cycle that failed passes alone, in %d tries: replay %s as it is", tries, o.replay)
 	}
-	faults = minimal(faults, fails)
-	s.Faults, s.For = faults, min(s.For, 2*time.Minute)
-	s.Cycle = min(s.Cycle, s.For)
 	to := filepath.Join(o.dir, "shrunk.json")
-	if err := writeJSON(to, &s); err != nil {
+	if err := writeJSON(to, &last); err != nil {
 		return err
 	}
-	for _, f := range faults {
+	for _, f := range last.Faults {
 		fmt.Println(" ", f)
 	}
-	fmt.Printf("%d faults after %d tries: -replay %s\n", len(faults), tries, to)
-	failed := 0
-	for range replays {
+	fmt.Printf("%d faults in %v after %d tries: -replay %s\n", len(faults), last.For, tries, to)
+	failed, passed := 0, 0
+	for failed < mustFail && passed <= replays-mustFail && ctx.Err() == nil {
 		if fails(faults) {
 			failed++
+		} else {
+			passed++
 		}
 	}
-	fmt.Printf("%d of %d replays fail\n", failed, replays)
-	return ctx.Err()
+	fmt.Printf("%d of %d replays fail\n", failed, failed+passed)
+	return errors.Join(ctx.Err(), bounds(&last, failed))
 }
 
-// oneCycle returns the faults of the cycle that failed, as those of cycle 0: the one that the record beside the schedule names, else the
-// last one that has faults. Faults that began after the failure are left out.
-func oneCycle(faults []fault, dir string) (out []fault) {
-	last, until := 0, time.Duration(1<<62)
-	for _, f := range faults {
-		last = max(last, f.Cycle)
+// bounds reports why a shrunk schedule is not short or not sure enough.
+func bounds(s *schedule, failed int) error {
+	switch {
+	case len(s.Faults) > maxShrunk:
+		return fmt.Errorf("not shrunk: %d faults are left, at most %d are wanted", len(s.Faults), maxShrunk)
+	case s.For > longest:
+		return fmt.Errorf("not shrunk: it takes %v, at most %v is wanted", s.For, longest)
+	case failed < mustFail:
+		return fmt.Errorf("not shrunk: %d replays fail, %d of %d are wanted", failed, mustFail, replays)
+	}
+	return nil
+}
+
+// try plays a schedule in a directory of its own, and reports whether it breaks a promise, and which.
+func try(ctx context.Context, o *options, t *schedule, dir string) (failed bool, what error) {
+	one := *o
+	one.shrink, one.length, one.keepGoing, one.compare = false, t.For, false, ""
+	one.dir, one.replay = dir, filepath.Join(dir, "schedule.json")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return false, saying(err.Error())
+	}
+	if err := writeJSON(one.replay, t); err != nil {
+		return false, saying(err.Error())
+	}
+	out, err := os.Create(filepath.Join(dir, "output"))
+	if err != nil {
+		return false, saying(err.Error())
+	}
+	defer out.Close()
+	one.output = out
+	if err := outer(ctx, &one); err == nil {
+		return false, saying("")
 	}
 	var r record
-	if readJSON(filepath.Join(dir, "record.json"), &r) == nil && r.FailedAt > 0 && r.Cycles <= last {
-		last, until = r.Cycles, r.FailedAt-r.CycleBegan
+	if err := readJSON(filepath.Join(dir, "record.json"), &r); err != nil {
+		return false, saying(err.Error())
 	}
-	for _, f := range faults {
-		if f.Cycle == last && f.At <= until {
+	if len(r.Violations) == 0 { // it could not be played
+		return false, saying(r.Failure)
+	}
+	return true, saying(r.Violations[0])
+}
+
+// saying is a text after a colon, where there is one.
+type saying string
+
+func (s saying) Error() string {
+	if s == "" {
+		return ""
+	}
+	return ": " + string(s)[:min(len(s), 200)]
+}
+
+// failedCycle returns the faults of the cycle that failed, as those of cycle 0, and where in it the run failed: that which the record
+// beside the schedule names, else the last one that has faults. Faults that began after the failure are left out.
+func failedCycle(s *schedule, dir string) (out []fault, where failure) {
+	cycle, until := 0, time.Duration(1<<62)
+	for _, f := range s.Faults {
+		cycle = max(cycle, f.Cycle)
+	}
+	where = failure{after: s.Cycle, quiet: true}
+	var r record
+	if readJSON(filepath.Join(dir, "record.json"), &r) == nil && r.FailedAt > 0 {
+		until = r.FailedAt - r.CycleBegan
+		where = failure{after: until, quiet: until > s.Cycle-s.Quiet-s.Calm}
+		if r.Cycles > cycle {
+			where.end = true
+		} else {
+			cycle = r.Cycles
+		}
+	}
+	for _, f := range s.Faults {
+		if f.Cycle == cycle && f.At <= until {
 			f.Cycle = 0
 			out = append(out, f)
 		}
 	}
-	return out
+	return out, where
+}
+
+var errTooFar = errors.New("its faults and its failure are too far apart for two minutes")
+
+// shorter makes a schedule of one short cycle with some of the faults: the first one comes at once, and the quiet time soon after the
+// moment of the failure. What is left behind at the end is compared only if that is how the run failed.
+func shorter(s *schedule, faults []fault, where failure) (*schedule, error) {
+	const quiet = 20 * time.Second
+	t := &schedule{Seed: s.Seed, Quiet: quiet, NoEnd: !where.end}
+	begin, ends := where.after-firstFault-afterwards, firstFault
+	if len(faults) > 0 {
+		begin = faults[0].At
+	}
+	for _, f := range faults {
+		f.At += firstFault - begin
+		t.Faults = append(t.Faults, f)
+		ends = max(ends, f.At+f.For)
+	}
+	busy := max(ends+firstFault, afterwards)
+	if !where.quiet && !where.end {
+		busy = max(busy, where.after-begin+firstFault+afterwards)
+	}
+	t.Cycle = (busy + quiet).Round(time.Second)
+	if t.For = t.Cycle; t.For > longest {
+		return nil, errTooFar
+	}
+	return t, nil
+}
+
+// fewest returns the fewest faults that still fail: none, else a part of the last five, ten and so on.
+func fewest(faults []fault, fails func([]fault) bool) ([]fault, bool) {
+	if fails(nil) {
+		return nil, true
+	}
+	for n := maxShrunk; len(faults) > 0; n *= 2 {
+		last := faults[max(0, len(faults)-n):]
+		if fails(last) {
+			return minimal(last, fails), true
+		}
+		if n >= len(faults) {
+			break
+		}
+	}
+	return nil, false
 }
 
 // minimal returns a part of the faults that still fails, from which no half, quarter and so on can be left out.

@@ -27,12 +27,20 @@ type record struct {
 	Faults     map[string]int
 	Kills      map[string]int // kill -9, by kind of part
 	Single     int            // of them, those of shared single points
+	Singles    map[string]int // the same, by kind
+	Failovers  int            // of Redis: replicas that became primaries
 	Refused    int            // starts that were refused with a reason, as while /dev/shm is full
+	Alone      map[string]int // ends of others' programs that no fault asked for, by part
+	Lacks      map[string]string
 	LeftOut    map[string]int // faults that this machine could not make
 	Lives      map[string]int
 	Sizes      map[string][2]size // at the start and at the end, idle
 	CycleBegan time.Duration      // of the last cycle, after the start of the run
 	FailedAt   time.Duration      // the first violation, after the start of the run
+	Memory     []sample
+	Slope      *slope
+	CannotShow []string // what this run is too short, or not equipped, to show
+	Earlier    []string // violations before -resume
 	Violations []string
 	Failure    string
 }
@@ -59,7 +67,9 @@ type soak struct {
 	readers  []*reader
 	windows  windows
 	load     *load
+	bucket   *forwarder // nil without S3
 	baseline map[string]size
+	shared   []string // in /dev/shm, at the start
 	variant  variant
 	checks   int // of promises
 	began    time.Time
@@ -68,23 +78,35 @@ type soak struct {
 
 	mu     sync.Mutex // guards record, and lines of the output
 	record record
-	once   sync.Once
+	// replica names the Redis servers that were replicas when their roles were read last.
+	replica map[string]bool
+	once    sync.Once
 }
 
 func newSoak(o *options) (*soak, error) {
-	s := &soak{o: o, began: time.Now(), failed: make(chan struct{}), ended: make(chan struct{}), baseline: map[string]size{}}
+	s := &soak{o: o, began: time.Now(), failed: make(chan struct{}), ended: make(chan struct{}), baseline: map[string]size{}, replica: map[string]bool{}}
 	s.record = record{
 		Seed: o.seed, Started: s.began.UTC(), Requests: map[string]int{}, Faults: map[string]int{}, Kills: map[string]int{}, LeftOut: map[string]int{},
-		Lives: map[string]int{}, Sizes: map[string][2]size{},
+		Lives: map[string]int{}, Sizes: map[string][2]size{}, Alone: map[string]int{},
 	}
 	at := filepath.Join(o.dir, "schedule.json")
 	switch {
 	case o.resume != "":
 		s.schedule = &schedule{}
-		if err := errors.Join(readJSON(at, s.schedule), readJSON(filepath.Join(o.dir, "record.json"), &s.record)); err != nil {
+		if err := readJSON(at, s.schedule); err != nil {
 			return nil, err
 		}
-		s.record.Violations, s.record.Failure, s.record.FailedAt = nil, "", 0
+		// Without a record the run ended in its first cycle.
+		if err := readJSON(filepath.Join(o.dir, "record.json"), &s.record); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return nil, err
+		}
+		if s.record.Cycles >= s.schedule.cycles() && len(s.record.Violations) == 0 && s.record.Failure == "" {
+			return nil, fmt.Errorf("the run of %s is complete: %d cycles", o.dir, s.record.Cycles)
+		}
+		s.record.Seed = s.schedule.Seed
+		s.record.Earlier = append(s.record.Earlier, s.record.Violations...)
+		s.record.Violations, s.record.Failure, s.record.FailedAt, s.record.CannotShow = nil, "", 0, nil
+		s.logf("going on with cycle %d of %d", s.record.Cycles, s.schedule.cycles())
 	case o.replay != "":
 		s.schedule = &schedule{}
 		if err := readJSON(o.replay, s.schedule); err != nil {
@@ -97,23 +119,40 @@ func newSoak(o *options) (*soak, error) {
 	if err := writeJSON(at, s.schedule); err != nil {
 		return nil, err
 	}
+	s.record.Lacks = o.lacks
+	for _, what := range slices.Sorted(maps.Keys(o.lacks)) {
+		s.logf("left out of the deployment: %s: %s", what, o.lacks[what])
+	}
 	if err := makeHosts(o.dir); err != nil {
 		return nil, err
 	}
 	s.variant = variantOf(s.schedule.Seed)
 	s.logf("model: %s", s.variant.name)
 	s.parts = makeParts(o, s.variant)
-	if o.resume == "" {
-		for _, p := range s.parts {
-			_ = os.Remove(p.log) // of an earlier run in this directory
-		}
-	}
 	for _, p := range s.parts {
-		if p.kind == "node" {
-			s.readers = append(s.readers, newReader(s, p))
+		if o.resume == "" {
+			_ = os.Remove(p.log) // of an earlier run in this directory
+		} else if st, err := os.Stat(p.log); err == nil {
+			p.scanned = st.Size() // what it had before was found before
 		}
 	}
 	var err error
+	if o.store != none {
+		if s.bucket, err = newForwarder(fmt.Sprintf("http://127.0.0.1:%d", s3Behind)); err != nil {
+			return nil, err
+		}
+	}
+	for _, p := range s.parts {
+		switch p.kind {
+		case "node":
+			s.readers = append(s.readers, newReader(s, p))
+		case "redis":
+			at := filepath.Join(o.dir, p.name) // the cluster of an earlier life in this directory goes
+			if err := errors.Join(os.RemoveAll(at), os.MkdirAll(at, 0o755)); err != nil {
+				return nil, err
+			}
+		}
+	}
 	s.load, err = newLoad(s)
 	return s, err
 }
@@ -149,7 +188,12 @@ func (s *soak) violation(format string, args ...any) {
 // full, is no violation while a fault explains it. Whatever it was, a supervisor starts the part again.
 func (s *soak) alone(p *part, err error, lived time.Duration) {
 	why, now := p.reason(), time.Now()
-	if p.isOld() {
+	if p.foreign {
+		s.mu.Lock()
+		s.record.Alone[p.name]++
+		s.mu.Unlock()
+		s.logf("%s, which is not Kvasir's, ended by itself after %v: %v (%s)", p.name, lived.Round(time.Millisecond), err, p.log)
+	} else if p.isOld() {
 		s.logf("%s of the previous release ended by itself: %v", p.name, err)
 	} else if why == "" || lived > 40*time.Second || !s.windows.during(now.Add(-lived), now, 2*time.Second, fault.refusesStarts) {
 		s.violation("%s ended by itself after %v: %v: %s (%s)", p.name, lived.Round(time.Millisecond), err, why, p.log)
@@ -196,7 +240,7 @@ func (s *soak) play(parent context.Context) error {
 	if err := s.warm(ctx); err != nil {
 		return err
 	}
-	cycles := max(1, int(s.schedule.For/s.schedule.Cycle))
+	cycles := s.schedule.cycles()
 	for c := s.record.Cycles; c < cycles && ctx.Err() == nil; c++ {
 		s.cycle(ctx, c)
 		if ctx.Err() == nil {
@@ -206,15 +250,19 @@ func (s *soak) play(parent context.Context) error {
 			}
 		}
 	}
-	if ctx.Err() == nil {
+	if ctx.Err() == nil && !s.schedule.NoEnd {
 		s.churn(ctx)
 		s.load.drain(ctx)
 		s.sizes(ctx)
+		s.judgeMemory()
+		if s.o.compare == "" || s.record.CalmHits.Prompt == 0 {
+			s.cannotShow("that hit rates stay within %d points: %d prompt tokens in calm times, compared with %q; runs of 40 minutes have calm times, and -compare names a run without faults", maxHitDifference, s.record.CalmHits.Prompt, s.o.compare)
+		}
 	}
 	switch {
 	case len(s.record.Violations) > 0:
 		return errViolated
-	case parent.Err() == nil && s.o.compare != "":
+	case parent.Err() == nil && s.o.compare != "" && s.record.CalmHits.Prompt > 0:
 		return s.compareHits()
 	case parent.Err() != nil:
 		return fmt.Errorf("interrupted after %d of %d cycles: go on with -resume %s", s.record.Cycles, cycles, s.o.dir)
@@ -263,7 +311,19 @@ func (s *soak) watch(ctx context.Context) {
 
 // start starts all parts in order.
 func (s *soak) start(ctx context.Context) error {
+	if s.bucket != nil {
+		if err := s.bucket.serve(ctx, "r", s3Port); err != nil {
+			return err
+		}
+	}
+	clustered := false
 	for _, p := range s.parts {
+		if !clustered && p.kind != "redis" {
+			if err := s.makeCluster(ctx); err != nil {
+				return err
+			}
+			clustered = true
+		}
 		if err := p.start(s.alone); err != nil {
 			return err
 		}
@@ -289,7 +349,7 @@ func (s *soak) warm(ctx context.Context) error {
 	s.load.drain(ctx)
 	s.check(ctx)
 	for _, p := range s.parts {
-		if p.kind == "redis" || ctx.Err() != nil {
+		if p.foreign || ctx.Err() != nil {
 			continue
 		}
 		z, err := p.size(ctx)
@@ -297,6 +357,10 @@ func (s *soak) warm(ctx context.Context) error {
 			return fmt.Errorf("%s: %w", p.name, err)
 		}
 		s.baseline[p.name] = z
+	}
+	var err error
+	if s.shared, err = shared(); err != nil {
+		return err
 	}
 	s.load.strict.Store(false)
 	s.load.paused.Store(false)
@@ -332,6 +396,9 @@ func (s *soak) cycle(ctx context.Context, c int) {
 			s.violation("in the quiet time of cycle %d: %v", c, err)
 		}
 	}
+	if err := eventually(ctx, 20*time.Second, s.clusterWhole); err != nil {
+		s.logf("Redis Cluster is not whole in the quiet time of cycle %d: %v", c, err)
+	}
 	wait(ctx, 8*time.Second)
 	s.load.strict.Store(true)
 	wait(ctx, 6*time.Second)
@@ -341,6 +408,7 @@ func (s *soak) cycle(ctx context.Context, c int) {
 		return
 	}
 	s.check(ctx)
+	s.measure(ctx)
 	s.mu.Lock()
 	s.logf("cycle %d ended: requests %v, kills %v, left out %v", c, s.record.Requests, s.record.Kills, s.record.LeftOut)
 	s.mu.Unlock()
@@ -351,7 +419,7 @@ func (s *soak) cycle(ctx context.Context, c int) {
 func (s *soak) churn(ctx context.Context) {
 	const times, pause = 40, 700 * time.Millisecond
 	for _, p := range s.parts {
-		if p.kind == "redis" || ctx.Err() != nil {
+		if p.foreign || ctx.Err() != nil {
 			continue
 		}
 		if err := s.visit(ctx, p, times); err != nil {
@@ -382,7 +450,7 @@ func (s *soak) stop() {
 	}
 	for _, p := range slices.Backward(s.parts) {
 		p.pause(false)
-		if !p.end(syscall.SIGTERM, 20*time.Second) && !interrupted {
+		if !p.end(syscall.SIGTERM, 20*time.Second) && !interrupted && !p.foreign {
 			s.violation("%s did not end within 20 s of SIGTERM: its stacks are in %s", p.name, p.log)
 		}
 		s.record.Lives[p.name] = p.mu.lives
@@ -406,7 +474,13 @@ func (s *soak) print() {
 	}
 	fmt.Println()
 	all, single := s.record.killed()
-	fmt.Printf("%d kills: %v; %d of them of shared single points\n", all, s.record.Kills, single)
+	fmt.Printf("%d kills: %v; %d of them of shared single points: %v; %d failovers of Redis\n", all, s.record.Kills, single, s.record.Singles, s.record.Failovers)
+	for _, what := range slices.Sorted(maps.Keys(s.record.Lacks)) {
+		fmt.Printf("  left out of the deployment: %s: %s\n", what, s.record.Lacks[what])
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.record.Alone)) {
+		fmt.Printf("  %s, which is not Kvasir's, ended by itself %d times\n", name, s.record.Alone[name])
+	}
 	for _, k := range slices.Sorted(maps.Keys(s.record.Faults)) {
 		fmt.Printf("  %-12s %d", k, s.record.Faults[k])
 		if n := s.record.LeftOut[k]; n > 0 {
@@ -418,6 +492,9 @@ func (s *soak) print() {
 		if s.record.Faults[k] == 0 {
 			fmt.Printf("  %-12s 0, %d left out\n", k, n)
 		}
+	}
+	for _, what := range s.record.CannotShow {
+		fmt.Println("this run does not show", what)
 	}
 	for _, v := range s.record.Violations {
 		fmt.Println("VIOLATION", v)

@@ -3,23 +3,29 @@
 package main
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/event"
 )
 
 // One seed gives one schedule, others another one; no fault reaches into a quiet time, and each names a part or host that
 // there is.
 func TestSchedule(t *testing.T) {
-	o := options{length: 3 * time.Minute, seed: 7, faults: true}
+	o := options{length: 3 * time.Minute, seed: 7, faults: true, redis: "cluster", store: "s3", master: "mooncake_master"}
 	a, b := makeSchedule(&o), makeSchedule(&o)
 	if !reflect.DeepEqual(a, b) || len(a.Faults) < 60 {
 		t.Fatalf("%d faults, and %d", len(a.Faults), len(b.Faults))
@@ -35,7 +41,7 @@ func TestSchedule(t *testing.T) {
 		if f.At+f.For > a.Cycle-a.Quiet {
 			t.Errorf("%v ends in the quiet time, which begins after %v", f, a.Cycle-a.Quiet)
 		}
-		host := hosts[f.Target] != "" || f.Target == "shm" || f.Target == "clients" || strings.HasPrefix(f.Target, "disk") || f.Target == "fs2"
+		host := hosts[f.Target] != "" || f.Target == "shm" || f.Target == "clients" || strings.HasPrefix(f.Target, "disk") || f.Target == "fs2" || f.Target == "redis" || f.Target == "replica"
 		if !host && !slices.Contains(names, f.Target) {
 			t.Errorf("%v: there is no such part", f)
 		}
@@ -189,17 +195,248 @@ func TestScanGoesOn(t *testing.T) {
 }
 
 // Of a failed run only the faults of the failed cycle that began before the failure are tried.
-func TestOneCycle(t *testing.T) {
+func TestFailedCycle(t *testing.T) {
 	dir := t.TempDir()
-	faults := []fault{{Cycle: 0, At: 1}, {Cycle: 1, At: time.Second, Kind: "a"}, {Cycle: 1, At: 5 * time.Second, Kind: "b"}, {Cycle: 2, At: 1}}
-	if got := oneCycle(faults, dir); len(got) != 1 || got[0].At != 1 {
-		t.Errorf("without a record: %v", got)
+	s := &schedule{Cycle: time.Minute, Quiet: 20 * time.Second, Faults: []fault{{Cycle: 0, At: 1}, {Cycle: 1, At: time.Second, Kind: "a"}, {Cycle: 1, At: 5 * time.Second, Kind: "b"}, {Cycle: 2, At: 1}}}
+	if got, where := failedCycle(s, dir); len(got) != 1 || got[0].At != 1 || !where.quiet {
+		t.Errorf("without a record: %v %+v", got, where)
 	}
-	if err := writeJSON(filepath.Join(dir, "record.json"), record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}); err != nil {
+	f := func(r record, faults string, want failure) {
+		t.Helper()
+		if err := writeJSON(filepath.Join(dir, "record.json"), r); err != nil {
+			t.Fatal(err)
+		}
+		got, where := failedCycle(s, dir)
+		names := ""
+		for _, f := range got {
+			names += f.Kind
+			if f.Cycle != 0 {
+				t.Errorf("%v is not of cycle 0", f)
+			}
+		}
+		if names != faults || where != want {
+			t.Errorf("%q %+v, want %q %+v", names, where, faults, want)
+		}
+	}
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}, "a", failure{after: 3 * time.Second})
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second}, "ab", failure{after: 50 * time.Second, quiet: true})
+	f(record{Cycles: 3, CycleBegan: 130 * time.Second, FailedAt: 210 * time.Second}, "", failure{after: 80 * time.Second, quiet: true, end: true})
+}
+
+// A shrunk schedule begins with its first fault, reaches beyond the moment of the failure, and has at most two minutes.
+func TestShorter(t *testing.T) {
+	s := &schedule{Seed: 9, Cycle: 10 * time.Minute}
+	faults := []fault{{At: 300 * time.Second, For: 4 * time.Second}, {At: 310 * time.Second, For: 2 * time.Second}}
+	got, err := shorter(s, faults, failure{after: 320 * time.Second})
+	if err != nil || got.Faults[0].At != time.Second || got.Faults[1].At != 11*time.Second || got.For != 56*time.Second || got.cycles() != 1 || !got.NoEnd || got.Seed != 9 {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if got.Cycle-got.Quiet < 21*time.Second {
+		t.Errorf("the quiet time comes before the failure: %+v", got)
+	}
+	got, err = shorter(s, faults, failure{after: 590 * time.Second, quiet: true, end: true})
+	if err != nil || got.For > longest || got.NoEnd {
+		t.Errorf("in the quiet time: %+v, %v", got, err)
+	}
+	if _, err := shorter(s, faults, failure{after: 500 * time.Second}); err == nil {
+		t.Error("a schedule of more than two minutes is taken")
+	}
+	if got, err := shorter(s, nil, failure{after: 500 * time.Second}); err != nil || len(got.Faults) != 0 || got.For > longest {
+		t.Errorf("without faults: %+v, %v", got, err)
+	}
+}
+
+// The fewest faults are none where the run fails without any, else a part of the last ones; what never fails is said.
+func TestFewest(t *testing.T) {
+	var all []fault
+	for i := range 40 {
+		all = append(all, fault{At: time.Duration(i)})
+	}
+	f := func(needs []time.Duration, want int, ok bool) {
+		t.Helper()
+		tries := 0
+		got, found := fewest(all, func(faults []fault) bool {
+			tries++
+			for _, n := range needs {
+				if !slices.ContainsFunc(faults, func(f fault) bool { return f.At == n }) {
+					return false
+				}
+			}
+			return true
+		})
+		if len(got) != want || found != ok || tries > 60 {
+			t.Errorf("%v: %v %v after %d tries", needs, got, found, tries)
+		}
+	}
+	f(nil, 0, true)
+	f([]time.Duration{38}, 1, true)
+	f([]time.Duration{31, 38}, 2, true)
+	f([]time.Duration{0, 39}, 2, true)
+	f([]time.Duration{99}, 0, false)
+}
+
+// A shrunk schedule that is too long, has too many faults, or fails too rarely is none.
+func TestBounds(t *testing.T) {
+	f := func(faults int, length time.Duration, failed int, ok bool) {
+		t.Helper()
+		if err := bounds(&schedule{Faults: make([]fault, faults), For: length}, failed); (err == nil) != ok {
+			t.Errorf("%d faults, %v, %d failed: %v", faults, length, failed, err)
+		}
+	}
+	f(5, 2*time.Minute, 3, true)
+	f(0, time.Minute, 3, true)
+	f(6, time.Minute, 5, false)
+	f(1, 3*time.Minute, 5, false)
+	f(1, time.Minute, 2, false)
+}
+
+// The slope is that of the end of the run; what scatters is uncertain, and two samples show none.
+func TestSlope(t *testing.T) {
+	begin := time.Date(2026, 11, 27, 0, 0, 0, 0, time.UTC)
+	series := func(f func(minute int) int) (out []sample) {
+		for m := 0; m <= 60; m += 5 {
+			out = append(out, sample{At: begin.Add(time.Duration(m) * time.Minute), KiB: map[string]int{"a": f(m), "b": 50 << 10}})
+		}
+		return out
+	}
+	flat, ok := slopeOf(series(func(m int) int { return 50<<10 + map[bool]int{true: 40 << 10}[m < 15] })) // caches fill at first
+	if !ok || flat.PercentPerDay != 0 || flat.Samples != 10 || flat.Minutes != 45 || flat.MeanMiB != 100 {
+		t.Errorf("flat: %+v %v", flat, ok)
+	}
+	leak, ok := slopeOf(series(func(m int) int { return 50<<10 + 10*m }))
+	if !ok || leak.PercentPerDay-leak.Uncertainty < 10 || leak.Uncertainty > 0.1 {
+		t.Errorf("10 KiB a minute: %+v %v", leak, ok)
+	}
+	noise, ok := slopeOf(series(func(m int) int { return 50<<10 + 1024*(m/5%2) }))
+	if !ok || noise.PercentPerDay-noise.Uncertainty > 0 || noise.Uncertainty < 5 {
+		t.Errorf("noise: %+v %v", noise, ok)
+	}
+	if _, ok := slopeOf(series(func(int) int { return 1 })[:2]); ok {
+		t.Error("two samples have a slope")
+	}
+}
+
+// A bucket in a stale time answers what was there when it began; one that is busy answers 503; beyond its size the oldest object goes.
+func TestForwarder(t *testing.T) {
+	var mu sync.Mutex
+	objects := map[string]string{"/kvcache/old": "1"}
+	store := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		switch r.Method {
+		case http.MethodPut:
+			b, _ := io.ReadAll(r.Body)
+			objects[r.URL.Path] = string(b)
+		case http.MethodDelete:
+			delete(objects, r.URL.Path)
+		default:
+			v, ok := objects[r.URL.Path]
+			if !ok {
+				w.WriteHeader(http.StatusNotFound)
+				return
+			}
+			w.Header().Set("X-Amz-Meta-Kvasir", v)
+			_, _ = io.WriteString(w, v)
+		}
+	}))
+	defer store.Close()
+	f, err := newForwarder(store.URL)
+	if err != nil {
 		t.Fatal(err)
 	}
-	if got := oneCycle(faults, dir); len(got) != 1 || got[0].Kind != "a" || got[0].Cycle != 0 {
-		t.Errorf("with a record: %v", got)
+	front := httptest.NewServer(f)
+	defer front.Close()
+	call := func(method, path, body string, status int, want string) {
+		t.Helper()
+		q, err := http.NewRequest(method, front.URL+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := http.DefaultClient.Do(q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, _ := io.ReadAll(r.Body)
+		if r.StatusCode != status || status == http.StatusOK && method == http.MethodGet && (string(b) != want || r.Header.Get("X-Amz-Meta-Kvasir") != want) {
+			t.Errorf("%s %s: %d %q, want %d %q", method, path, r.StatusCode, b, status, want)
+		}
+	}
+	f.setStale(true)
+	call("PUT", "/kvcache/old", "2", 200, "")
+	call("PUT", "/kvcache/new", "1", 200, "")
+	call("GET", "/kvcache/old", "", 200, "1")
+	call("GET", "/kvcache/new", "", 404, "")
+	call("DELETE", "/kvcache/old", "", 200, "")
+	call("GET", "/kvcache/old", "", 200, "1")
+	call("HEAD", "/kvcache/new", "", 404, "")
+	f.setStale(false)
+	call("GET", "/kvcache/old", "", 404, "")
+	call("GET", "/kvcache/new", "", 200, "1")
+	f.busy.Store(true)
+	call("GET", "/kvcache/new", "", 503, "")
+	f.busy.Store(false)
+
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go f.expire(ctx)
+	f.wrote("/kvcache/new", bucketBytes)
+	call("PUT", "/kvcache/third", "3", 200, "")
+	testkit.Eventually(t, "the oldest object expires", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		_, there := objects["/kvcache/new"]
+		return !there
+	})
+	call("GET", "/kvcache/third", "", 200, "3")
+}
+
+// What the machine lacks is no part of the deployment, and a fault of it says why it is left out.
+func TestLacks(t *testing.T) {
+	o := options{redis: none, store: none, master: none, lacks: map[string]string{"redis": "no redis-server", "s3": "no store", "mooncake": "no master"}}
+	s := &soak{o: &o, parts: makeParts(&o, variantOf(0)), replica: map[string]bool{}}
+	s.record.Lacks = o.lacks
+	for _, p := range s.parts {
+		if p.foreign || p.kind == "store" {
+			t.Errorf("%s is a part", p.name)
+		}
+	}
+	f := func(target, why string) {
+		t.Helper()
+		if _, _, err := s.victim(fault{Target: target}); err == nil || !strings.Contains(err.Error(), why) {
+			t.Errorf("%s: %v, want %q", target, err, why)
+		}
+	}
+	f("redis", "no redis-server")
+	f("replica", "no redis-server")
+	f("s3", "no store")
+	f("master", "no master")
+	f("store1", "no master")
+	if p, kind, err := s.victim(fault{Target: "d1"}); err != nil || p.name != "d1" || kind != "d" {
+		t.Errorf("%v %q %v", p, kind, err)
+	}
+}
+
+// A run goes on with what it was started with, and takes no other settings; a failed one is shrunk with its own build.
+func TestGoOn(t *testing.T) {
+	o := options{dir: t.TempDir(), binary: "/x/kvasir", bug: "/b.patch", clocks: true, collects: true, redis: "cluster", store: none, master: none, clients: 9}
+	if err := o.save(); err != nil {
+		t.Fatal(err)
+	}
+	on := options{resume: o.dir, clients: 6}
+	if err := on.goOn(); err != nil || on.binary != o.binary || !on.built || !on.collects || on.clients != 9 || on.redis != "cluster" || on.store != none {
+		t.Errorf("%+v, %v", on, err)
+	}
+	shrunk := options{replay: filepath.Join(o.dir, "schedule.json"), binary: "bin/kvasir"}
+	if err := shrunk.goOn(); err != nil || shrunk.binary != o.binary || !shrunk.built {
+		t.Errorf("%+v, %v", shrunk, err)
+	}
+	if err := (&options{resume: t.TempDir()}).goOn(); err == nil {
+		t.Error("a directory without a run goes on")
+	}
+	alone := options{replay: filepath.Join(t.TempDir(), "schedule.json"), binary: "bin/kvasir"}
+	if err := alone.goOn(); err != nil || alone.binary != "bin/kvasir" || alone.built {
+		t.Errorf("%+v, %v", alone, err)
 	}
 }
 
@@ -207,6 +444,30 @@ func TestOneCycle(t *testing.T) {
 func TestKilled(t *testing.T) {
 	r := record{Kills: map[string]int{"node": 9, "redis": 2, "relay": 1, "registry": 3, "proxy": 4}}
 	if all, single := r.killed(); all != 19 || single != 6 {
+		t.Errorf("%d kills, %d of single points", all, single)
+	}
+}
+
+// The schedule kills often enough: an hour and ten runs of ten minutes have a thousand kills, 200 of them of parts that all share.
+func TestKillsOfTheWholeRecord(t *testing.T) {
+	all, single := 0, 0
+	for seed := range uint64(11) {
+		o := options{length: 10 * time.Minute, seed: 300 + seed, faults: true}
+		if seed == 0 {
+			o.length = time.Hour
+		}
+		for _, f := range makeSchedule(&o).Faults {
+			if f.Kind != "kill" && f.Kind != "flip" && f.Kind != "torn" {
+				continue
+			}
+			all++
+			if f.Target == "redis" || f.Target == "master" || f.Target == "relay" || strings.HasPrefix(f.Target, "registry") {
+				single++
+			}
+		}
+	}
+	t.Logf("%d kills, %d of single points", all, single)
+	if all < 1000 || single < 200 {
 		t.Errorf("%d kills, %d of single points", all, single)
 	}
 }

@@ -25,12 +25,7 @@ import (
 // strangersAtATime is how many strangers one fault sends to each port.
 const strangersAtATime = 12
 
-// strangers connects to every port of a part and cuts each connection, at another moment of its protocol.
-func (s *soak) strangers(ctx context.Context, f fault) error {
-	return s.visit(ctx, s.part(f.Target), strangersAtATime)
-}
-
-// visit has n strangers connect to each port of a part and leave without a word of farewell.
+// visit has n strangers connect to every port of a part; each cuts its connection at another moment of its protocol.
 func (s *soak) visit(ctx context.Context, p *part, n int) error {
 	pid := p.pid()
 	if pid == 0 {

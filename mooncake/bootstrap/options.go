@@ -27,6 +27,7 @@ type Options struct {
 	MaxWaiters    int            // requests that wait at a time; default 1,024
 	MaxConns      int            // connections of Serve; default 4,096
 	StateFile     string         // keeps the registry over restarts; default none
+	Version       string         // of a process that is the registry: /metrics then has this, the Go runtime and the process, too
 	Token         string         // bearer token; default none
 	Access        auth.Options   // who else may send requests; its Need, Refuse and Listener are the registry's own
 	TLS           *tls.Config    // of Serve; nil: http

@@ -113,7 +113,11 @@ func Open(o Options) (*Registry, error) {
 	r.gate = r.newGate()
 	r.web = r.gate.Handler(http.HandlerFunc(r.serveHTTP))
 	r.delete = r.guard.Handler(http.HandlerFunc(r.unregister))
-	r.metrics = metrics.Of(r.figures)
+	if r.metrics = metrics.Of(r.figures); o.Version != "" {
+		reg := metrics.New(o.Version)
+		metrics.Add(reg, r.figures)
+		r.metrics = reg.Handler()
+	}
 	r.mu.byDP, r.mu.held = map[int]*engine{}, map[peercred.Origin]int{}
 	// Generations begin with the time, so that they grow over restarts too.
 	gen := uint64(time.Now().UnixMicro())

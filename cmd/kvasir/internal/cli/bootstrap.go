@@ -131,7 +131,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 		return err
 	}
 	defer a.watch()()
-	o.Log, o.Access, o.TLS = e.log, a.of("http"), a.tls
+	o.Log, o.Access, o.TLS, o.Version = e.log, a.of("http"), a.tls, Version()
 	r, err := bootstrap.Open(o)
 	if err != nil {
 		return err

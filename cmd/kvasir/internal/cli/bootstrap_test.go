@@ -102,6 +102,17 @@ func TestBootstrap(t *testing.T) {
 	if string(got) != `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://127.0.0.1:41233"}}}}` {
 		t.Errorf("after a restart: %s", got)
 	}
+	resp, err = http.Get(base + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, _ := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	for _, want := range []string{"kvasir_build_info{", "go_goroutines ", "process_open_fds ", "kvasir_bootstrap_"} {
+		if !strings.Contains(string(text), "\n"+want) {
+			t.Errorf("/metrics lacks %s:\n%s", want, text)
+		}
+	}
 	stop()
 	if err := os.WriteFile(state, []byte("damaged"), 0o600); err != nil {
 		t.Fatal(err)
