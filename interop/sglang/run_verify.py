@@ -5,7 +5,7 @@
 
 Two engines of one model share the server. `kvasir verify` has to pass --rounds times, with KV that one engine stored and the other loads.
 Then prompts are kept, and the second engine begins again with an empty cache of its own each time: the right bytes have to pass, chunks
-that are exchanged in the pool, below every checksum, have to fail, and the right bytes pass again. Prints one JSON line.
+that are cut in the pool, below every checksum, have to fail, and the right bytes pass again. Prints one JSON line.
 """
 import glob
 import json
@@ -15,10 +15,11 @@ import subprocess
 from sgl import C, Engine, Server
 
 
-def exchanged(right, chunk):
+def cut(right, chunk):
+    """The second half of each chunk zeroed. A small model of random weights tells that; chunks that are exchanged change its answers by less than its sums in 16 bits do."""
     b = bytearray(right)
-    for at in range(0, len(b) - 2 * chunk + 1, 2 * chunk):
-        b[at:at + 2 * chunk] = right[at + chunk:at + 2 * chunk] + right[at:at + chunk]
+    for at in range(0, len(b) - chunk + 1, chunk):
+        b[at + chunk // 2:at + chunk] = bytes(chunk - chunk // 2)
     return bytes(b)
 
 
@@ -58,7 +59,7 @@ def main():
         with open(pool, "rb") as f:
             right = f.read()
         chunk = json.loads(C.http("GET", server.url + "/cache/objects?page_size=1")[1])["entries"][0]["size_bytes"]
-        for name, code, pages in (("the kept prompts, another life", 0, None), ("chunks exchanged", 1, exchanged(right, chunk)), ("the right bytes again", 0, right)):
+        for name, code, pages in (("the kept prompts, another life", 0, None), ("chunks cut", 1, cut(right, chunk)), ("the right bytes again", 0, right)):
             two.stop()
             if pages:
                 with open(pool, "r+b") as f:

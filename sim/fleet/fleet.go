@@ -11,9 +11,11 @@
 package fleet
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -53,8 +55,9 @@ type Options struct {
 	Route    Route              // default Even
 	Store    Store
 
-	// Requests returns the requests for a fleet of nodes nodes.
-	Requests func(nodes int) ([]workload.Request, error)
+	// Requests returns the requests for a fleet of nodes nodes, in the order of their arrivals. They are asked for three times, and none is
+	// kept, so a trace may be read from a file each time.
+	Requests func(nodes int) iter.Seq2[workload.Request, error]
 
 	Progress func(done, total int) // nil for none
 }
@@ -145,43 +148,64 @@ func Run(ctx context.Context, o Options) ([]Point, error) {
 }
 
 func (o *Options) measure(ctx context.Context, nodes int) (p Point, err error) {
-	list, err := o.Requests(nodes)
+	with, err := play(ctx, o, nodes, true)
 	if err != nil {
 		return p, err
 	}
-	for i := range list {
-		if list[i].BlockTokens != o.Profile.BlockTokens {
-			return p, fmt.Errorf("%w: request %d has blocks of %d tokens, the profile of %d", ErrOptions, i+1, list[i].BlockTokens, o.Profile.BlockTokens)
-		}
-	}
-	with, err := play(ctx, o, list, nodes, true)
-	if err != nil {
-		return p, err
-	}
-	without, err := play(ctx, o, list, nodes, false)
+	without, err := play(ctx, o, nodes, false)
 	if err != nil {
 		return p, err
 	}
 	p = with.point()
 	p.Alone = without.point().Hit
-	p.Ceiling = ceiling(list)
-	return p, nil
+	p.Ceiling, err = ceiling(ctx, o.Requests(nodes))
+	return p, err
+}
+
+// Bounds of a run: requests have 8 bytes each, and names of blocks some 40.
+const (
+	maxRequests = 1 << 24
+	maxNames    = 1 << 26
+)
+
+// check is an error for a request that cannot be played after n others.
+func (o *Options) check(q *workload.Request, n int) error {
+	switch {
+	case q.BlockTokens != o.Profile.BlockTokens:
+		return fmt.Errorf("%w: request %d has blocks of %d tokens, the profile of %d", ErrOptions, n+1, q.BlockTokens, o.Profile.BlockTokens)
+	case n == maxRequests:
+		return fmt.Errorf("%w: there are more than %d requests", ErrOptions, maxRequests)
+	}
+	return nil
+}
+
+// bounded is an error where there are too many names.
+func bounded(names int) error {
+	if names > maxNames {
+		return fmt.Errorf("%w: there are more than %d different blocks: play a part of the trace, or bound the store", ErrOptions, maxNames)
+	}
+	return nil
 }
 
 // ceiling is the share of full blocks that one cache with room for all would have.
-func ceiling(list []workload.Request) float64 {
-	c, blocks, hits := replay.NewCache[int64](0), 0, 0
-	for i := range list {
-		q := &list[i]
+func ceiling(ctx context.Context, requests iter.Seq2[workload.Request, error]) (float64, error) {
+	c, blocks, hits, n := replay.NewCache[int64](0), 0, 0, 0
+	for q, err := range requests {
+		if n++; n%1024 == 0 {
+			err = cmp.Or(err, ctx.Err(), bounded(c.Len()))
+		}
+		if err != nil {
+			return 0, err
+		}
 		full := q.Blocks[:min(len(q.Blocks), q.Input/q.BlockTokens)]
-		most, hit := hitLimit(q), 0
+		most, hit := hitLimit(&q), 0
 		for hit < most && c.Has(full[hit]) {
 			hit++
 		}
 		blocks, hits = blocks+len(full), hits+hit
 		c.PutRun(len(full), func(i int) int64 { return full[i] })
 	}
-	return share(hits, blocks)
+	return share(hits, blocks), nil
 }
 
 // hitLimit is how many blocks of a prompt may be hits: one token at least is computed.
@@ -189,20 +213,55 @@ func hitLimit(q *workload.Request) int { return min(len(q.Blocks), (q.Input-1)/q
 
 func share(n, of int) float64 { return float64(n) / float64(max(of, 1)) }
 
-// AtRate returns requests that come at a rate per second, on average, in the rhythm that they
-// have.
-func AtRate(requests []workload.Request, rate float64) []workload.Request {
-	out := slices.Clone(requests)
-	if len(out) == 0 {
-		return out
-	}
-	span := out[len(out)-1].Arrival - out[0].Arrival
-	for i := range out {
-		at := float64(i) / float64(len(out)) // of a trace without times
-		if span > 0 {
-			at = float64(out[i].Arrival-out[0].Arrival) / float64(span)
+// List is a sequence of requests that are in memory.
+func List(requests []workload.Request) iter.Seq2[workload.Request, error] {
+	return func(yield func(workload.Request, error) bool) {
+		for i := range requests {
+			if !yield(requests[i], nil) {
+				return
+			}
 		}
-		out[i].Arrival = time.Duration(at * float64(len(out)) / rate * 1e9)
 	}
-	return out
+}
+
+// Span says how many requests there are, and when they come.
+type Span struct {
+	Requests    int
+	First, Last time.Duration
+}
+
+// SpanOf reads requests for their Span. Errors: theirs, ErrOptions for too many, that of ctx.
+func SpanOf(ctx context.Context, requests iter.Seq2[workload.Request, error]) (s Span, err error) {
+	for q, err := range requests {
+		switch {
+		case err != nil:
+			return s, err
+		case s.Requests == maxRequests:
+			return s, fmt.Errorf("%w: there are more than %d requests", ErrOptions, maxRequests)
+		case s.Requests%1024 == 0 && ctx.Err() != nil:
+			return s, ctx.Err()
+		case s.Requests == 0:
+			s.First = q.Arrival
+		}
+		s.Requests, s.Last = s.Requests+1, q.Arrival
+	}
+	return s, nil
+}
+
+// AtRate returns requests of a Span that come at a rate per second, on average, in the rhythm that they
+// have.
+func AtRate(requests iter.Seq2[workload.Request, error], s Span, rate float64) iter.Seq2[workload.Request, error] {
+	return func(yield func(workload.Request, error) bool) {
+		i, span := 0, s.Last-s.First
+		for q, err := range requests {
+			at := float64(i) / float64(max(s.Requests, 1)) // of a trace without times
+			if span > 0 {
+				at = float64(q.Arrival-s.First) / float64(span)
+			}
+			q.Arrival = time.Duration(at * float64(s.Requests) / rate * 1e9)
+			if i++; !yield(q, err) {
+				return
+			}
+		}
+	}
 }

@@ -10,7 +10,9 @@ import (
 	"encoding/xml"
 	"errors"
 	"io"
+	"iter"
 	"os"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -31,12 +33,31 @@ func profile(t *testing.T, block int) *costmodel.Profile {
 	return p
 }
 
-// chats are n conversations' requests a node, at a rate per second and node.
-func chats(n int, rate float64) func(int) ([]workload.Request, error) {
-	return func(nodes int) ([]workload.Request, error) {
-		list := workload.Chats(n*nodes, workload.ChatOptions{Seed: 1, Open: 12 * nodes})
-		return list, workload.Arrive(list, rate*float64(nodes), 1, 1)
+// made are n conversations' requests for each of some nodes, at a rate per second and node.
+func made(n, nodes int, rate float64) ([]workload.Request, error) {
+	list := workload.Chats(n*nodes, workload.ChatOptions{Seed: 1, Open: 12 * nodes})
+	return list, workload.Arrive(list, rate*float64(nodes), 1, 1)
+}
+
+// chats are the same for a fleet.
+func chats(n int, rate float64) func(int) iter.Seq2[workload.Request, error] {
+	return func(nodes int) iter.Seq2[workload.Request, error] {
+		list, err := made(n, nodes, rate)
+		if err != nil {
+			return func(yield func(workload.Request, error) bool) { yield(workload.Request{}, err) }
+		}
+		return fleet.List(list)
 	}
+}
+
+// atRate are requests of a list that come at a rate.
+func atRate(t *testing.T, list []workload.Request, rate float64) iter.Seq2[workload.Request, error] {
+	t.Helper()
+	span, err := fleet.SpanOf(t.Context(), fleet.List(list))
+	if err != nil || span.Requests != len(list) {
+		t.Fatal(span, err)
+	}
+	return fleet.AtRate(fleet.List(list), span, rate)
 }
 
 func run(t *testing.T, o fleet.Options) []fleet.Point {
@@ -51,7 +72,7 @@ func run(t *testing.T, o fleet.Options) []fleet.Point {
 // Requests far apart over a store with room for all find what one cache with room for all would
 // have, whatever the number of nodes and their RAM.
 func TestFleetIsOneCache(t *testing.T) {
-	list, _ := chats(300, 1)(1)
+	list, _ := made(300, 1, 1)
 	for i := range list {
 		list[i].Arrival = time.Duration(i) * time.Minute
 	}
@@ -70,7 +91,7 @@ func TestFleetIsOneCache(t *testing.T) {
 		for _, route := range []fleet.Route{fleet.Even, fleet.Sticky} {
 			o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 3, 16}, Pool: pool, Route: route}
 			o.Store.Latency = time.Millisecond
-			o.Requests = func(int) ([]workload.Request, error) { return list, nil }
+			o.Requests = func(int) iter.Seq2[workload.Request, error] { return fleet.List(list) }
 			for _, p := range run(t, o) {
 				if got := p.RAMBlocks + p.StoreBlocks; got != hits || p.Blocks != blocks || p.LateBlocks != 0 || p.Doubled != 0 || p.Skipped != 0 || p.Hit != p.Ceiling {
 					t.Errorf("%d nodes of %d blocks, %s: %d hits of %d, one cache has %d of %d: %+v", p.Nodes, pool, route, got, p.Blocks, hits, blocks, p)
@@ -208,14 +229,66 @@ func TestRefused(t *testing.T) {
 }
 
 func TestAtRate(t *testing.T) {
-	list := []workload.Request{{Arrival: 0}, {Arrival: time.Second}, {Arrival: 4 * time.Second}, {Arrival: 8 * time.Second}}
-	got := fleet.AtRate(list, 2)
-	if got[0].Arrival != 0 || got[1].Arrival != time.Second/4 || got[3].Arrival != 2*time.Second || list[3].Arrival != 8*time.Second {
-		t.Errorf("%v", got)
+	f := func(list []workload.Request, want ...time.Duration) {
+		t.Helper()
+		n := 0
+		for q, err := range atRate(t, list, 2) {
+			if err != nil || n >= len(want) || q.Arrival != want[n] {
+				t.Errorf("request %d comes at %v, %v, want %v", n, q.Arrival, err, want)
+			}
+			n++
+		}
+		if n != len(want) {
+			t.Errorf("%d requests of %d", n, len(want))
+		}
 	}
-	got = fleet.AtRate(make([]workload.Request, 4), 2)
-	if got[1].Arrival != time.Second/2 || len(fleet.AtRate(nil, 1)) > 0 {
-		t.Errorf("%v", got)
+	f([]workload.Request{{Arrival: 0}, {Arrival: time.Second}, {Arrival: 4 * time.Second}, {Arrival: 8 * time.Second}}, 0, time.Second/4, time.Second, 2*time.Second)
+	f([]workload.Request{{Arrival: time.Hour}, {Arrival: time.Hour + time.Second}, {Arrival: time.Hour + 2*time.Second}}, 0, 3*time.Second/4, 3*time.Second/2)
+	f(make([]workload.Request, 4), 0, time.Second/2, time.Second, 3*time.Second/2)
+	f(nil)
+}
+
+// A fleet plays a trace in memory that does not grow with its length: here 60,000 requests, made three times while they are asked for,
+// whose names of blocks would take 24 MB. An error of the trace is the run's.
+func TestFleetTakesBoundedMemory(t *testing.T) {
+	const requests, length = 60_000, 50
+	heap := func() int64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	before, most, read := heap(), int64(0), 0
+	broken := errors.New("line 7 is bad")
+	var end error
+	o := fleet.Options{Profile: profile(t, 16), Nodes: []int{4}, Pool: 500, Requests: func(int) iter.Seq2[workload.Request, error] {
+		return func(yield func(workload.Request, error) bool) {
+			for i := range requests {
+				q := workload.Request{Arrival: time.Duration(i) * 50 * time.Millisecond, Input: 16 * length, BlockTokens: 16}
+				for k := range int64(length) {
+					q.Blocks = append(q.Blocks, int64(i%40)<<32|k)
+				}
+				if read++; read%10_000 == 0 {
+					most = max(most, heap()-before)
+				}
+				if !yield(q, nil) {
+					return
+				}
+			}
+			if end != nil {
+				yield(workload.Request{}, end)
+			}
+		}
+	}}
+	if p := run(t, o)[0]; p.Requests != requests || read != 3*requests || p.Hit > p.Ceiling {
+		t.Errorf("%d requests were read: %+v", read, p)
+	}
+	if most > 6<<20 {
+		t.Errorf("%d bytes of heap, 6 MiB are allowed", most)
+	}
+	end = broken
+	if got, err := fleet.Run(t.Context(), o); !errors.Is(err, broken) || len(got) > 0 {
+		t.Errorf("%v, %v", got, err)
 	}
 }
 
@@ -233,7 +306,7 @@ func TestProductionTrace(t *testing.T) {
 	}
 	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 8, 64}, Pool: 1600}
 	o.Store = fleet.Store{ReadGBps: 20, WriteGBps: 20, Latency: time.Millisecond}
-	o.Requests = func(nodes int) ([]workload.Request, error) { return fleet.AtRate(list, 0.5*float64(nodes)), nil }
+	o.Requests = func(nodes int) iter.Seq2[workload.Request, error] { return atRate(t, list, 0.5*float64(nodes)) }
 	got := run(t, o)
 	for _, p := range got[:2] {
 		if p.Binds != "" || p.Hit < 0.97*p.Ceiling || p.Alone > 0.7*p.Hit {

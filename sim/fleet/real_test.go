@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"iter"
 	"strconv"
 	"sync"
 	"testing"
@@ -102,7 +103,7 @@ func TestAsRealNodes(t *testing.T) {
 				list[i].Arrival = time.Duration(i) * time.Minute
 			}
 			o := fleet.Options{Profile: profile(t, 512), Nodes: []int{c.nodes}, Pool: c.pool}
-			o.Requests = func(int) ([]workload.Request, error) { return list, nil }
+			o.Requests = func(int) iter.Seq2[workload.Request, error] { return fleet.List(list) }
 			want := run(t, o)[0]
 			synctest.Test(t, func(t *testing.T) {
 				shared := tier.NewMemory(1 << 30)

@@ -3,8 +3,10 @@
 package fleet
 
 import (
+	"cmp"
 	"container/heap"
 	"context"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -34,11 +36,12 @@ type run struct {
 	lastOn map[int64]*node      // which node had a block last, for Sticky
 	order  int                  // of the next request
 
-	now    time.Duration
-	end    time.Duration // when something moved last
-	events events
-	read   link
-	wrote  link
+	happened int // events
+	now      time.Duration
+	end      time.Duration // when something moved last
+	events   events
+	read     link
+	wrote    link
 
 	p    Point
 	ttft []time.Duration
@@ -107,7 +110,8 @@ type request struct {
 
 func (q *request) full() []int64 { return q.Blocks[:min(len(q.Blocks), q.Input/q.BlockTokens)] }
 
-func play(ctx context.Context, o *Options, list []workload.Request, nodes int, withStore bool) (*run, error) {
+// play plays the requests. A request is read once nothing else happens before it.
+func play(ctx context.Context, o *Options, nodes int, withStore bool) (*run, error) {
 	r := &run{o: o, bytes: o.Profile.Model.KVBytes() * float64(o.Profile.BlockTokens), lastOn: make(map[int64]*node)}
 	r.window = max(1, min(maxReads, int(maxReadBytes/r.bytes)))
 	r.read.gbps, r.wrote.gbps = o.Store.ReadGBps, o.Store.WriteGBps
@@ -118,19 +122,45 @@ func play(ctx context.Context, o *Options, list []workload.Request, nodes int, w
 		r.nodes = append(r.nodes, &node{ram: replay.NewCache[int64](o.Pool), in: link{gbps: o.NodeGBps}, out: link{gbps: o.NodeGBps}, loading: make(map[int64]*load)})
 	}
 	r.p.Nodes = nodes
-	for i := range list {
-		q := &list[i]
-		r.at(q.Arrival, func() { r.arrive(q) })
+	for q, err := range o.Requests(nodes) {
+		if err == nil {
+			err = cmp.Or(o.check(&q, r.p.Requests), r.bounded())
+		}
+		if err == nil {
+			err = r.until(ctx, q.Arrival)
+		}
+		if err != nil {
+			return nil, err
+		}
+		r.now = max(r.now, q.Arrival)
+		r.arrive(&q)
 	}
-	for n := 0; len(r.events.list) > 0; n++ {
-		if n%1024 == 0 && ctx.Err() != nil {
-			return nil, ctx.Err()
+	return r, r.until(ctx, math.MaxInt64)
+}
+
+// until lets everything happen that comes before a moment.
+func (r *run) until(ctx context.Context, moment time.Duration) error {
+	for len(r.events.list) > 0 && r.events.list[0].at < moment {
+		if r.happened++; r.happened%1024 == 0 && ctx.Err() != nil {
+			return ctx.Err()
 		}
 		e := heap.Pop(&r.events).(event)
 		r.now = e.at
 		e.do()
 	}
-	return r, nil
+	return ctx.Err()
+}
+
+// bounded is an error where the run keeps too many names of blocks.
+func (r *run) bounded() error {
+	if r.p.Requests%1024 > 0 {
+		return nil
+	}
+	names := len(r.lastOn)
+	if r.store != nil {
+		names = max(names, r.store.Len())
+	}
+	return bounded(names)
 }
 
 // arrive looks a prompt up and begins to load what the store has of it.

@@ -34,7 +34,7 @@ func TestTheDefaultServesAgents(t *testing.T) {
 	f := func(name string, o workload.AgentOptions, more float64) {
 		t.Helper()
 		requests := workload.Agents(2212, o)
-		p, _, _ := numberPrompts(requests)
+		p := numbered(t, requests)
 		pool := liveBlocks(requests) * 10 / 18
 		r, err := ComparePolicies(t.Context(), requests, PolicyOptions{Capacities: []int{pool}, Policies: []string{"lru", evict.Default}})
 		if err != nil {

@@ -20,10 +20,14 @@ type CurveOptions struct {
 }
 
 // EstimateCurve plays a trace in a pool, with the estimator that a server has, and returns what it says at the end. The sizes of
-// the result are bytes. each is called after each request; it may be nil.
+// the result are bytes. after is called after each request; it may be nil.
 // Errors: ErrOptions, that of ctx.
-func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOptions, each func(request int, c *hitcurve.Curves)) (hitcurve.Window, error) {
-	p, _, _ := numberPrompts(requests)
+func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOptions, after func(request int, c *hitcurve.Curves)) (hitcurve.Window, error) {
+	p, err := numberPrompts(ctx, each(requests), maxHeldWords, maxDifferent)
+	if err != nil {
+		return hitcurve.Window{}, err
+	}
+	defer p.close()
 	if o.Policy == "" {
 		o.Policy = evict.Default
 	}
@@ -41,10 +45,7 @@ func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOpti
 	}
 	c, cache := hitcurve.New(h), newPlayer(e, o.Capacity, p.blocks)
 	var names []uint64
-	for i, blocks := range p.of {
-		if i%256 == 0 && ctx.Err() != nil {
-			return hitcurve.Window{}, ctx.Err()
-		}
+	err = p.play(ctx, nil, func(i int, blocks, _ []uint32) bool {
 		names = names[:0]
 		for _, b := range blocks {
 			names = append(names, nameOf(b))
@@ -52,9 +53,13 @@ func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOpti
 		c.Lookup(&hitcurve.Lookup{Asked: len(blocks), Pool: cache.find(blocks), Chunks: names, Bytes: o.Bytes}, 0)
 		c.Play()
 		cache.store(blocks)
-		if each != nil {
-			each(i, c)
+		if after != nil {
+			after(i, c)
 		}
+		return true
+	})
+	if err != nil {
+		return hitcurve.Window{}, err
 	}
 	windows := c.Estimate(0)
 	return windows[len(windows)-1], nil

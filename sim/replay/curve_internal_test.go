@@ -111,19 +111,23 @@ func documents(seed uint64, requests int) (out [][]int64) {
 }
 
 // quarterHits are the hits of a policy at the end of each quarter of a trace.
-func quarterHits(t *testing.T, p prompts, policy string, capacity int) (hits [4]int64) {
+func quarterHits(t *testing.T, p *prompts, policy string, capacity int) (hits [4]int64) {
 	t.Helper()
 	e, err := evict.New(policy, int64(capacity))
 	if err != nil {
 		t.Fatal(err)
 	}
 	c, n, q := newPlayer(e, capacity, p.blocks), int64(0), 0
-	for i, blocks := range p.of {
+	err = p.play(t.Context(), nil, func(i int, blocks, _ []uint32) bool {
 		n += int64(c.find(blocks))
-		if c.store(blocks); i+1 == len(p.of)*(q+1)/4 {
+		if c.store(blocks); i+1 == p.requests*(q+1)/4 {
 			hits[q] = n
 			q++
 		}
+		return true
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 	return hits
 }
@@ -131,7 +135,7 @@ func quarterHits(t *testing.T, p prompts, policy string, capacity int) (hits [4]
 // checkCurve compares what is estimated at the end of each quarter of a trace with what caches of those sizes had.
 func checkCurve(t *testing.T, name string, requests []workload.Request, policy string, capacity int) {
 	t.Helper()
-	p, _, _ := numberPrompts(requests)
+	p := numbered(t, requests)
 	var own, lru [len(hitcurve.Factors)][4]int64
 	for i, f := range hitcurve.Factors {
 		own[i] = quarterHits(t, p, policy, int(f*float64(capacity)))
@@ -143,7 +147,7 @@ func checkCurve(t *testing.T, name string, requests []workload.Request, policy s
 	worst, worstLRU, worstCeiling, blocks, q := 0.0, 0.0, 0.0, 0, 0
 	off := func(rate float64, hits int64) float64 { return 100 * math.Abs(rate-float64(hits)/float64(blocks)) }
 	_, err := EstimateCurve(t.Context(), requests, CurveOptions{Policy: policy, Capacity: capacity}, func(i int, c *hitcurve.Curves) {
-		if blocks += len(p.of[i]); i+1 != len(requests)*(q+1)/4 {
+		if blocks += requests[i].Input / requests[i].BlockTokens; i+1 != len(requests)*(q+1)/4 {
 			return
 		}
 		windows := c.Estimate(0)
@@ -180,7 +184,7 @@ func TestCurveOfConversationTrace(t *testing.T) {
 // A tier below the pool makes it as large as both; one without end has the ceiling.
 func TestCurveOfTiers(t *testing.T) {
 	requests := prompts512(documents(2, 3000))
-	p, all, _ := numberPrompts(requests)
+	p := numbered(t, requests)
 	w, err := EstimateCurve(t.Context(), requests, CurveOptions{Policy: "lru", Capacity: 500, Bytes: 100, Tiers: []hitcurve.Tier{
 		{Name: "disk", Bytes: 5500 * 100}, {Name: "s3"}, {Name: "behind", Bytes: 1},
 	}}, nil)
@@ -188,7 +192,7 @@ func TestCurveOfTiers(t *testing.T) {
 		t.Fatalf("%+v, %v", w, err)
 	}
 	hits, err := playPolicy(t.Context(), p, "lru", 6000)
-	if want := float64(hits) / float64(all); err != nil || math.Abs(w.Tiers[0].Rate-want) > 0.03 || w.Tiers[0].Bytes != 550000 {
+	if want := float64(hits) / float64(p.all); err != nil || math.Abs(w.Tiers[0].Rate-want) > 0.03 || w.Tiers[0].Bytes != 550000 {
 		t.Errorf("disk: %+v, want %.3f, %v", w.Tiers[0], want, err)
 	}
 	if w.Tiers[1].Rate != w.Ceiling || w.Tiers[2].Rate != w.Ceiling || w.Curve[1].Bytes != 50000 {
@@ -225,12 +229,16 @@ func cpuTime() time.Duration {
 
 // BenchmarkCurves reports the processor time that a lookup pays for each chunk, and that of Play in the background.
 func BenchmarkCurves(b *testing.B) {
-	p, chunks, _ := numberPrompts(prompts512(agents(1, 6000)))
-	names := make([][]uint64, len(p.of))
-	for i, blocks := range p.of {
+	p := numbered(b, prompts512(agents(1, 6000)))
+	names := make([][]uint64, p.requests)
+	err := p.play(b.Context(), nil, func(i int, blocks, _ []uint32) bool {
 		for _, x := range blocks {
 			names[i] = append(names[i], nameOf(x))
 		}
+		return true
+	})
+	if err != nil {
+		b.Fatal(err)
 	}
 	var lookups, plays time.Duration
 	runtime.LockOSThread()
@@ -249,7 +257,7 @@ func BenchmarkCurves(b *testing.B) {
 			lookups, plays = lookups+between-began, plays+cpuTime()-between
 		}
 	}
-	all := float64(b.N) * float64(chunks)
+	all := float64(b.N) * float64(p.all)
 	b.ReportMetric(float64(lookups)/all, "ns/chunk-looked-up")
 	b.ReportMetric(float64(plays)/all, "ns/chunk-in-background")
 }

@@ -30,6 +30,9 @@ func (PolicyFlags) Help() string {
 knows the future. Only full blocks count; a hit is a run of them from a prompt's start. JSON: rows of policy, capacity_blocks,
 block_hit, token_hit, and default, the policy of kvasir server. docs/how/eviction.md describes the policies.
 
+The trace may be longer than memory: beyond 67 million blocks of prompts (512 MiB) the rest is in temporary files without a name in
+$TMPDIR, 8 bytes for each. About 100 bytes of memory for each different block remain, at most 67 million of these.
+
 Examples:
   kvasir sim evict --trace conversation_trace.jsonl
   kvasir sim evict --trace conversation_trace.jsonl --capacity-blocks 1000,10000 --json -
@@ -47,11 +50,7 @@ func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 	if f.Requests < 0 || f.Block < 1 {
 		return nil, fmt.Errorf("%w: --requests %d, --block-tokens %d", ErrOptions, f.Requests, f.Block)
 	}
-	requests, err := workload.Load(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests, Format: f.Format})
-	if err != nil {
-		return nil, err
-	}
-	return ComparePolicies(ctx, requests, o)
+	return CompareStream(ctx, workload.Stream(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests, Format: f.Format}), o)
 }
 
 // Files writes the files that were asked for.

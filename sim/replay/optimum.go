@@ -5,7 +5,7 @@ package replay
 import (
 	"container/heap"
 	"context"
-	"math"
+	"slices"
 )
 
 // optimum counts the hits of the best policy there is, which knows all requests to come: after each,
@@ -13,26 +13,14 @@ import (
 // never used later than what continues it, and of equals the deeper goes, so what goes is a leaf of
 // the prefix tree. It may refuse blocks at once, as no server does that stores before it knows: an
 // upper bound for all.
-func optimum(ctx context.Context, p prompts, capacity int) (hits int64, err error) {
-	next := make([][]uint32, len(p.of)) // by request and block: the request, from 1, that uses it next
-	later := make([]uint32, p.blocks+1)
-	for i := len(p.of) - 1; i >= 0; i-- {
-		next[i] = make([]uint32, len(p.of[i]))
-		for k, b := range p.of[i] {
-			next[i][k] = later[b]
-			if later[b] == 0 {
-				next[i][k] = math.MaxUint32
-			}
-			later[b] = uint32(i + 1)
-		}
-	}
+//
+// next has the next use of each block of the tape. A heap holds what is there, and some that is not any more: it is made anew before that is
+// more than half.
+func optimum(ctx context.Context, p *prompts, next *words, capacity int) (hits int64, err error) {
 	kept := make([]future, p.blocks+1) // zero: not there
 	var order futures
 	size := 0
-	for i, blocks := range p.of {
-		if i%256 == 0 && ctx.Err() != nil {
-			return 0, ctx.Err()
-		}
+	err = p.play(ctx, next, func(_ int, blocks, uses []uint32) bool {
 		there := 0
 		for there < len(blocks) && kept[blocks[there]] != (future{}) {
 			there++
@@ -42,7 +30,7 @@ func optimum(ctx context.Context, p prompts, capacity int) (hits int64, err erro
 			if kept[b] == (future{}) {
 				size++
 			}
-			kept[b] = future{next[i][k], uint32(k), b}
+			kept[b] = future{uses[k], uint32(k), b}
 			heap.Push(&order, kept[b])
 		}
 		for size > capacity {
@@ -52,8 +40,13 @@ func optimum(ctx context.Context, p prompts, capacity int) (hits int64, err erro
 				size--
 			}
 		}
-	}
-	return hits, nil
+		if len(order) > 2*size+pageWords {
+			order = slices.DeleteFunc(order, func(f future) bool { return kept[f.block] != f })
+			heap.Init(&order)
+		}
+		return true
+	})
+	return hits, err
 }
 
 // future says when a block is used next.

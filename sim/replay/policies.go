@@ -3,9 +3,11 @@
 package replay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"strings"
 
@@ -26,6 +28,9 @@ const MaxCapacity = 1 << 30
 type PolicyOptions struct {
 	Policies   []string // default all of evict.Names; Optimum is always played
 	Capacities []int    // sizes in blocks
+
+	held      int // words of a tape in memory; default maxHeldWords
+	different int // blocks; default maxDifferent
 }
 
 // PolicyRow is one policy at one size.
@@ -39,7 +44,7 @@ type PolicyRow struct {
 	Gap       float64 `json:"gap"` // part of the way from lru to the optimum; 0 where there is none
 }
 
-// PolicyResult is the outcome of ComparePolicies.
+// PolicyResult is the outcome of CompareStream.
 type PolicyResult struct {
 	Default  string      `json:"default"` // a server's default policy
 	Requests int         `json:"requests"`
@@ -47,42 +52,6 @@ type PolicyResult struct {
 	Tokens   int64       `json:"tokens"`
 	Best     int64       `json:"hit_blocks_unlimited"` // with room for all
 	Rows     []PolicyRow `json:"rows"`
-}
-
-// prompts are the full blocks of a trace's prompts, numbered from 1; 0 is no block.
-type prompts struct {
-	of     [][]uint32
-	blocks int // distinct
-	size   int // tokens of a block
-}
-
-// numberPrompts names the full blocks of the requests by numbers. A block is what its name and all before
-// it say: a name that comes after two beginnings is two blocks.
-func numberPrompts(requests []workload.Request) (p prompts, all, tokens int64) {
-	type step struct {
-		before uint32
-		name   int64
-	}
-	seen := make(map[step]uint32)
-	p.of = make([][]uint32, len(requests))
-	for i := range requests {
-		q := &requests[i]
-		p.size = q.BlockTokens
-		tokens += int64(q.Input)
-		at := uint32(0)
-		for _, name := range q.Blocks[:min(len(q.Blocks), q.Input/q.BlockTokens)] {
-			n := seen[step{at, name}]
-			if n == 0 {
-				n = uint32(len(seen) + 1)
-				seen[step{at, name}] = n
-			}
-			p.of[i] = append(p.of[i], n)
-			at = n
-		}
-		all += int64(len(p.of[i]))
-	}
-	p.blocks = len(seen)
-	return p, all, tokens
 }
 
 func (o *PolicyOptions) check() error {
@@ -102,26 +71,39 @@ func (o *PolicyOptions) check() error {
 	return nil
 }
 
-// ComparePolicies plays eviction policies against a trace: it counts what a store of a given size would have had of the
+// ComparePolicies is CompareStream for requests that are in memory.
+func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyOptions) (*PolicyResult, error) {
+	return CompareStream(ctx, each(requests), o)
+}
+
+// CompareStream plays eviction policies against a trace: it counts what a store of a given size would have had of the
 // prompts under each policy, and what the best one, which knows the future, would have had. It plays every policy at every
 // size. When ctx ends, the rows so far are returned with its error.
-// Errors: ErrOptions, that of evict.New, that of ctx.
-func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyOptions) (*PolicyResult, error) {
+//
+// It reads the requests once, and keeps 8 bytes for each full block of each prompt: of 2^26 of these in memory, of others in temporary files
+// without a name in os.TempDir. Besides it takes about 100 bytes for each different block.
+// Errors: those of the requests, ErrOptions, workload.ErrTrace for more than 2^26 different blocks, those of temporary files, that of
+// evict.New, that of ctx.
+func CompareStream(ctx context.Context, requests iter.Seq2[workload.Request, error], o PolicyOptions) (*PolicyResult, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
 	if len(o.Policies) == 0 {
 		o.Policies = evict.Names
 	}
-	p, blocks, tokens := numberPrompts(requests)
-	r := &PolicyResult{Default: evict.Default, Requests: len(requests), Blocks: blocks, Tokens: tokens}
-	best, err := optimum(ctx, p, p.blocks+1)
+	p, err := numberPrompts(ctx, requests, cmp.Or(o.held, maxHeldWords), cmp.Or(o.different, maxDifferent))
 	if err != nil {
 		return nil, err
 	}
-	r.Best = best
+	defer p.close()
+	next, err := p.nextUses(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer next.close()
+	r := &PolicyResult{Default: evict.Default, Requests: p.requests, Blocks: p.all, Tokens: p.tokens, Best: p.all - int64(p.blocks)}
 	for _, capacity := range o.Capacities {
-		most, err := optimum(ctx, p, capacity)
+		most, err := optimum(ctx, p, next, capacity)
 		if err != nil {
 			return r, err
 		}
@@ -131,9 +113,9 @@ func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyO
 		}
 		add := func(policy string, hits int64) {
 			row := PolicyRow{Policy: policy, Capacity: capacity, HitBlocks: hits}
-			if blocks > 0 {
-				row.BlockHit = float64(hits) / float64(blocks)
-				row.TokenHit = float64(hits*int64(p.size)) / float64(tokens)
+			if p.all > 0 {
+				row.BlockHit = float64(hits) / float64(p.all)
+				row.TokenHit = float64(hits*int64(p.size)) / float64(p.tokens)
 			}
 			if most > least {
 				row.Gap = float64(hits-least) / float64(most-least)
@@ -155,20 +137,18 @@ func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyO
 }
 
 // playPolicy counts the hits of a policy.
-func playPolicy(ctx context.Context, p prompts, policy string, capacity int) (hits int64, err error) {
+func playPolicy(ctx context.Context, p *prompts, policy string, capacity int) (hits int64, err error) {
 	e, err := evict.New(policy, int64(capacity))
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", ErrOptions, err)
 	}
 	c := newPlayer(e, capacity, p.blocks)
-	for i, blocks := range p.of {
-		if i%256 == 0 && ctx.Err() != nil {
-			return 0, ctx.Err()
-		}
+	err = p.play(ctx, nil, func(_ int, blocks, _ []uint32) bool {
 		hits += int64(c.find(blocks))
 		c.store(blocks)
-	}
-	return hits, nil
+		return true
+	})
+	return hits, err
 }
 
 // player is a cache of blocks under a policy. It asks the policy as a store asks: what is there of a prompt is busy while the rest is

@@ -18,7 +18,7 @@ func TestTheDefaultOnPublicTraces(t *testing.T) {
 	}
 	for _, file := range files {
 		requests := publicTrace(t, file)
-		p, blocks, _ := numberPrompts(requests)
+		p := numbered(t, requests)
 		rows := func(sizes []int, check func(r PolicyRow, lru int64)) {
 			r, err := ComparePolicies(t.Context(), requests, PolicyOptions{Capacities: sizes, Policies: []string{"lru", evict.Default}})
 			if err != nil {
@@ -33,7 +33,7 @@ func TestTheDefaultOnPublicTraces(t *testing.T) {
 			doubled = append(doubled, size)
 		}
 		rows(doubled, func(r PolicyRow, lru int64) {
-			points := 100 * float64(r.HitBlocks-lru) / float64(blocks)
+			points := 100 * float64(r.HitBlocks-lru) / float64(p.all)
 			t.Logf("%s, %d blocks: %+.2f points, %.1f %% of the gap", filepath.Base(file), r.Capacity, points, 100*r.Gap)
 			if points < -0.3 {
 				t.Errorf("%s, %d blocks: %.2f points below an LRU; 0.3 are allowed", file, r.Capacity, -points)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"math"
 	"time"
 
@@ -43,7 +44,8 @@ type fleetCmd struct {
 func (fleetCmd) Help() string {
 	return `Nodes with RAM of their own over one store: what hits where, what passes between them, and from how many nodes on
 the store's bandwidth binds. Made conversations grow with the fleet (12 at a time for each node, 3 system prompts for all);
-a trace comes faster. docs/measured/scale.md has the curves.
+a trace comes faster, and is read three times for each fleet: it may be longer than memory (up to 16.7 million requests and 67 million
+different blocks). docs/measured/scale.md has the curves.
 
 Examples:
   kvasir sim fleet --trace conversation_trace.jsonl --plot fleet.svg
@@ -71,12 +73,18 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	if err != nil {
 		return o, err
 	}
-	var trace []workload.Request
 	p.BlockTokens = 512 // of made conversations
+	trace := workload.Stream(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format})
+	var span fleet.Span
 	if c.Trace != "" {
 		p.BlockTokens = c.Block
-		if trace, err = workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format}); err != nil {
+		if span, err = fleet.SpanOf(e.Ctx, trace); err != nil {
 			return o, err
+		}
+		for _, n := range c.Nodes {
+			if last := float64(span.Requests) / (c.Rate * float64(n)); n > 0 && !(last < float64(math.MaxInt64)/1e9) {
+				return o, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
+			}
 		}
 	}
 	blocks := func(gib float64) int {
@@ -87,19 +95,17 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	}
 	o = fleet.Options{Profile: p, Nodes: c.Nodes, Pool: blocks(c.Pool), NodeGBps: c.Node, Timeout: c.Timeout, Route: fleet.Route(c.Route)}
 	o.Store = fleet.Store{Blocks: blocks(c.Store), ReadGBps: c.ReadGBps, WriteGBps: c.WriteGBps, Latency: c.Latency}
-	o.Requests = func(nodes int) ([]workload.Request, error) {
-		if trace != nil {
-			rate := c.Rate * float64(nodes)
-			if last := float64(len(trace)) / rate; !(last < float64(math.MaxInt64)/1e9) {
-				return nil, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
-			}
-			return fleet.AtRate(trace, rate), nil
+	o.Requests = func(nodes int) iter.Seq2[workload.Request, error] {
+		if c.Trace != "" {
+			return fleet.AtRate(trace, span, c.Rate*float64(nodes))
 		}
 		list := workload.Chats(c.Requests*nodes, workload.ChatOptions{Seed: c.Seed, Open: 12 * nodes})
 		if err := workload.Arrive(list, c.Rate*float64(nodes), 1, c.Seed); err != nil {
-			return nil, fmt.Errorf("%w: --rate %v: %w", fleet.ErrOptions, c.Rate, err)
+			return func(yield func(workload.Request, error) bool) {
+				yield(workload.Request{}, fmt.Errorf("%w: --rate %v: %w", fleet.ErrOptions, c.Rate, err))
+			}
 		}
-		return list, nil
+		return fleet.List(list)
 	}
 	return o, nil
 }
