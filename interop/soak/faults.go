@@ -60,7 +60,7 @@ var kinds = []struct {
 	{"cut", 3, []string{"h1", "h2", "r"}},
 	{"half", 3, []string{"h1", "h2", "r"}},
 	{"slow", 3, []string{"h1", "h2", "r"}},
-	{"late", 4, []string{"h1", "h2"}},
+	{"late", 6, []string{"h1", "h2"}},
 	{"reset", 3, []string{"h1", "h2", "r"}},
 	{"strangers", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "store1"}},
 	{"leave", 3, []string{"clients"}},

@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -137,13 +138,15 @@ func slowLink(host string, on bool) error {
 func lateLink(host string, on bool) error {
 	dev := "v-" + host
 	if !on {
-		return sh("tc", "qdisc", "del", "dev", dev, "root")
+		drained := sh("tc", "qdisc", "change", "dev", dev, "parent", "1:3", "handle", "30:", "tbf", "rate", "1gbit", "burst", "1m", "limit", "8m")
+		time.Sleep(200 * time.Millisecond) // what waits arrives: removing the queue would lose it
+		return errors.Join(drained, sh("tc", "qdisc", "del", "dev", dev, "root"))
 	}
 	commands := []command{
 		{"tc", "qdisc", "add", "dev", dev, "root", "handle", "1:", "htb", "default", "2"},
 		{"tc", "class", "add", "dev", dev, "parent", "1:", "classid", "1:2", "htb", "rate", "1gbit"},
 		{"tc", "class", "add", "dev", dev, "parent", "1:", "classid", "1:3", "htb", "rate", "1gbit"},
-		{"tc", "qdisc", "add", "dev", dev, "parent", "1:3", "tbf", "rate", "2mbit", "burst", "16k", "limit", "8m"},
+		{"tc", "qdisc", "add", "dev", dev, "parent", "1:3", "handle", "30:", "tbf", "rate", "2mbit", "burst", "16k", "limit", "8m"},
 	}
 	for _, other := range []string{"h1", "h2"} {
 		if other != host {

@@ -198,7 +198,7 @@ func outer(ctx context.Context, o *options) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("seed %d failed (%w); schedule, logs and record: %s", o.seed, err, o.dir)
+		return fmt.Errorf("the run failed (%w); schedule, logs and record: %s", err, o.dir)
 	}
 	return nil
 }

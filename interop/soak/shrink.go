@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -46,27 +47,32 @@ func shrink(ctx context.Context, o *options) error {
 	}
 	tries := 0
 	var last schedule
+	var unplayed error // of a try that says nothing about its faults
 	fails := func(faults []fault) bool {
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || unplayed != nil {
 			return false
 		}
 		tries++
 		t, err := shorter(&s, faults, where)
 		if err != nil {
-			fmt.Printf("try %d: %v\n", tries, err)
+			fmt.Printf("try %d: %d faults: %v\n", tries, len(faults), err)
 			return false
 		}
-		failed, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
-		fmt.Printf("try %d: %d faults in %v, fails: %v%s\n", tries, len(faults), t.For, failed, err)
-		if failed {
+		what, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
+		if err != nil {
+			unplayed = fmt.Errorf("try %d could not be played: %w", tries, err)
+			return false
+		}
+		fmt.Printf("try %d: %d faults in %v: %s\n", tries, len(faults), t.For, cmp.Or(what, "nothing broke"))
+		if what != "" {
 			last = *t
 		}
-		return failed
+		return what != ""
 	}
 	faults, ok := fewest(faults, fails)
 	switch {
-	case ctx.Err() != nil:
-		return ctx.Err()
+	case ctx.Err() != nil || unplayed != nil:
+		return errors.Join(ctx.Err(), unplayed)
 	case !ok:
 		return fmt.Errorf("the cycle that failed passes alone, in %d tries: replay %s as it is", tries, o.replay)
 	}
@@ -79,7 +85,7 @@ func shrink(ctx context.Context, o *options) error {
 	}
 	fmt.Printf("%d faults in %v after %d tries: -replay %s\n", len(faults), last.For, tries, to)
 	failed, passed := 0, 0
-	for failed < mustFail && passed <= replays-mustFail && ctx.Err() == nil {
+	for failed < mustFail && passed <= replays-mustFail && ctx.Err() == nil && unplayed == nil {
 		if fails(faults) {
 			failed++
 		} else {
@@ -87,7 +93,10 @@ func shrink(ctx context.Context, o *options) error {
 		}
 	}
 	fmt.Printf("%d of %d replays fail\n", failed, failed+passed)
-	return errors.Join(ctx.Err(), bounds(&last, failed))
+	if err := errors.Join(ctx.Err(), unplayed); err != nil {
+		return err
+	}
+	return bounds(&last, failed)
 }
 
 // bounds reports why a shrunk schedule is not short or not sure enough.
@@ -103,44 +112,35 @@ func bounds(s *schedule, failed int) error {
 	return nil
 }
 
-// try plays a schedule in a directory of its own, and reports whether it breaks a promise, and which.
-func try(ctx context.Context, o *options, t *schedule, dir string) (failed bool, what error) {
+// try plays a schedule in a directory of its own, and returns the first promise that it breaks.
+func try(ctx context.Context, o *options, t *schedule, dir string) (what string, err error) {
 	one := *o
 	one.shrink, one.length, one.keepGoing, one.compare = false, t.For, false, ""
 	one.dir, one.replay = dir, filepath.Join(dir, "schedule.json")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return false, saying(err.Error())
+		return "", err
 	}
 	if err := writeJSON(one.replay, t); err != nil {
-		return false, saying(err.Error())
+		return "", err
 	}
 	out, err := os.Create(filepath.Join(dir, "output"))
 	if err != nil {
-		return false, saying(err.Error())
+		return "", err
 	}
 	defer out.Close()
 	one.output = out
-	if err := outer(ctx, &one); err == nil {
-		return false, saying("")
+	ended := outer(ctx, &one)
+	if ended == nil {
+		return "", nil
 	}
 	var r record
 	if err := readJSON(filepath.Join(dir, "record.json"), &r); err != nil {
-		return false, saying(err.Error())
+		return "", errors.Join(ended, err)
 	}
-	if len(r.Violations) == 0 { // it could not be played
-		return false, saying(r.Failure)
+	if len(r.Violations) == 0 {
+		return "", fmt.Errorf("%w: %s", ended, r.Failure)
 	}
-	return true, saying(r.Violations[0])
-}
-
-// saying is a text after a colon, where there is one.
-type saying string
-
-func (s saying) Error() string {
-	if s == "" {
-		return ""
-	}
-	return ": " + string(s)[:min(len(s), 200)]
+	return r.Violations[0], nil
 }
 
 // failedCycle returns the faults of the cycle that failed, as those of cycle 0, and where in it the run failed: that which the record
