@@ -302,8 +302,8 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	return nil
 }
 
-// note is what a lookup notes of its prompt until it ends.
-type note struct {
+// promptNote is what a lookup notes of its prompt until it ends.
+type promptNote struct {
 	tags     *usage.Tagged
 	repeated *lookup.Repeated
 }
@@ -314,7 +314,7 @@ func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked,
 	tags := s.tally.Tagged(sc.caller().Name, k.Tags)
 	if fresh := max(len(k.Hashes), from); s.store.AsksBelow() && fresh < asked {
 		if r := s.beginnings.Compare(ns, lookup.Text{Memo: sc.chunk.memo, Key: k}, fresh, asked); r != nil {
-			return &note{tags, r}
+			return &promptNote{tags, r}
 		}
 	}
 	return tags
@@ -425,7 +425,7 @@ func (s *Server) Options() Options { return s.opts }
 // lookupEnded passes the end of a lookup to all that read it.
 func (s *Server) lookupEnded(o *lookup.Outcome) {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, o.Tokens, s.opts.ChunkTokens)
-	if n, ok := o.Note.(*note); ok {
+	if n, ok := o.Note.(*promptNote); ok {
 		o.Note, o.Repeated = n.tags, n.repeated
 	}
 	s.tally.Lookup(o)
