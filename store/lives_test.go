@@ -58,7 +58,7 @@ func TestRequestTTLEndsWhateverHits(t *testing.T) {
 			}
 			time.Sleep(time.Second - 1)
 			b.hits(h, 3, miss.None)
-			time.Sleep(1)
+			time.Sleep(time.Nanosecond)
 			if background {
 				b.store.Expire()
 				if got := b.store.Stats(); got.Resident != 1 {
@@ -115,7 +115,7 @@ func TestLongestRequestTTLWins(t *testing.T) {
 				}
 				time.Sleep(lives - 1)
 				b.hits(h, 2, miss.None)
-				time.Sleep(1)
+				time.Sleep(time.Nanosecond)
 				b.hits(h, 0, miss.RequestTTL)
 			})
 		}
