@@ -4,12 +4,14 @@ package report
 
 import (
 	"fmt"
+	"html/template"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/bench"
+	svg "github.com/kvasir-kv/kvasir/internal/plot"
 )
 
 // plot is a drawing that is as wide as its place. Lines and areas are stretched with it; text
@@ -33,7 +35,8 @@ type tick struct {
 type drawn struct {
 	Class string
 	D     string
-	Title string // shown where the pointer rests
+	Title string       // shown where the pointer rests
+	Style template.CSS // of a line that takes turns with others, or of a dot among others
 }
 
 type legend struct{ Class, Text string }
@@ -139,17 +142,23 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 	}
 	y, yTicks := upTo(highest)
 	pl := &plot{Title: title, Height: 170, X: ticks, Y: yTicks, XLabel: "ms", Note: "% of values"}
+	var outlines, medians []strand
 	for i := range counts {
 		if len(sorted[i]) == 0 {
 			continue
 		}
+		outline := strand{class: class("line", i), title: names[i]}
+		for j, c := range counts[i] {
+			outline.at = append(outline.at, place{float64(j) / bins, y.at(c)}, place{float64(j+1) / bins, y.at(c)})
+		}
 		var d strings.Builder
 		d.WriteString("M0 1000")
-		for j, c := range counts[i] {
-			fmt.Fprintf(&d, "L%sL%s", point(float64(j)/bins, y.at(c)), point(float64(j+1)/bins, y.at(c)))
+		for _, p := range outline.at {
+			d.WriteString("L" + point(p.x, p.y))
 		}
 		d.WriteString("L1000 1000z")
-		pl.Paths = append(pl.Paths, drawn{class("area", i), d.String(), names[i]})
+		pl.Paths = append(pl.Paths, drawn{Class: class("area", i), D: d.String(), Title: names[i]})
+		outlines = append(outlines, outline)
 	}
 	for i, p := range sorted {
 		if len(p) == 0 {
@@ -157,10 +166,46 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 		}
 		median, tail := bench.Quantile(p, 50), bench.Quantile(p, 99)
 		x := a.at(median)
-		pl.Paths = append(pl.Paths, drawn{class("mark", i), "M" + point(x, 0) + "L" + point(x, 1), "median " + short(median) + " ms"})
+		medians = append(medians, strand{class("mark", i), "median " + short(median) + " ms", []place{{x, 0}, {x, 1}}})
 		pl.Legend = append(pl.Legend, legend{class("key", i), strings.TrimSpace(names[i] + " median " + short(median) + ", P99 " + short(tail) + " ms")})
 	}
+	pl.strands(outlines)
+	pl.strands(medians)
 	return pl
+}
+
+// place is a place in a plot, in shares of it; y counts upwards.
+type place struct{ x, y float64 }
+
+// strand is a line through places.
+type strand struct {
+	class, title string
+	at           []place
+}
+
+// usualWidth is the width of a plot for which dashes are made, CSS pixels.
+const usualWidth = 450
+
+// strands draws lines so that none hides another.
+func (pl *plot) strands(lines []strand) {
+	points := make([][]svg.Point, len(lines))
+	for i, l := range lines {
+		for _, p := range l.at {
+			points[i] = append(points[i], svg.Point{X: usualWidth * p.x, Y: float64(pl.Height) * (1 - p.y)})
+		}
+	}
+	for i, runs := range svg.Share(points) {
+		for _, r := range runs {
+			path := drawn{Class: lines[i].class, Title: lines[i].title}
+			for k := r.From; k <= r.To; k++ {
+				path.D += map[bool]string{true: "M", false: "L"}[k == r.From] + point(lines[i].at[k].x, lines[i].at[k].y)
+			}
+			if array, offset := r.Dashes(); array != "" {
+				path.Style = template.CSS("stroke-dasharray:" + array + ";stroke-dashoffset:" + offset)
+			}
+			pl.Paths = append(pl.Paths, path)
+		}
+	}
 }
 
 // runColours is how many runs have a colour of their own.
@@ -188,19 +233,20 @@ func curves(title string, seconds float64, all []line) *plot {
 	a, ticks := upTo(seconds)
 	y, yTicks := upTo(max(most, 1))
 	pl := &plot{Title: title, Height: 110, X: ticks, Y: yTicks, XLabel: "s"}
+	var drawn []strand
 	for _, l := range all {
-		var d strings.Builder
-		for i := range l.x {
-			d.WriteString(map[bool]string{true: "M", false: "L"}[i == 0] + point(a.at(l.x[i]), y.at(l.y[i])))
-		}
 		kind := "line"
 		if l.dashed {
 			kind = "dash"
 		}
-		if d.Len() > 0 {
-			pl.Paths = append(pl.Paths, drawn{class(kind, l.class), d.String(), l.name})
+		s := strand{class: class(kind, l.class), title: l.name}
+		for i := range l.x {
+			s.at = append(s.at, place{a.at(l.x[i]), y.at(l.y[i])})
+		}
+		if drawn = append(drawn, s); len(l.x) > 0 {
 			pl.Legend = append(pl.Legend, legend{class("key "+kind, l.class), l.name})
 		}
 	}
+	pl.strands(drawn)
 	return pl
 }

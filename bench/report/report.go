@@ -76,11 +76,19 @@ type bar struct{ Name, Text, Width, Class string }
 // Write writes the page. What results do not have, requests or figures of engines, it leaves
 // out.
 func Write(w io.Writer, runs []Run) error {
+	v, err := newView(runs)
+	if err != nil {
+		return err
+	}
+	return page().Execute(w, v)
+}
+
+func newView(runs []Run) (v view, err error) {
 	if len(runs) == 0 {
-		return errors.New("report: no result")
+		return v, errors.New("report: no result")
 	}
 	first := runs[0].Result
-	v := view{Title: "Benchmark of " + first.Model, Subtitle: subtitle(runs)}
+	v = view{Title: "Benchmark of " + first.Model, Subtitle: subtitle(runs)}
 	if len(runs) == 1 {
 		v.Tiles = tiles(first)
 	}
@@ -98,7 +106,7 @@ func Write(w io.Writer, runs []Run) error {
 		v.hits(i, r, len(runs) > 1)
 	}
 	v.Pareto = pareto(runs)
-	return page().Execute(w, v)
+	return v, nil
 }
 
 func subtitle(runs []Run) string {

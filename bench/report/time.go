@@ -5,6 +5,7 @@ package report
 import (
 	"cmp"
 	"fmt"
+	"html/template"
 	"math"
 	"slices"
 	"strings"
@@ -61,7 +62,7 @@ func (v *view) timeline(run int, r Run) {
 		draw := func(kind string, from, to float64) {
 			if to > from {
 				kinds[kind] = true
-				pl.Paths = append(pl.Paths, drawn{kind, rect(a.at(from), float64(i)*height, max(a.at(to)-a.at(from), 0.0005), height*0.85), title})
+				pl.Paths = append(pl.Paths, drawn{Class: kind, D: rect(a.at(from), float64(i)*height, max(a.at(to)-a.at(from), 0.0005), height*0.85), Title: title})
 			}
 		}
 		if s.Failed() {
@@ -113,6 +114,9 @@ func engine(e bench.Engine, seconds float64) *plot {
 // maxBuckets bounds the moments of a run in the plot of throughput against interactivity.
 const maxBuckets = 80
 
+// sameDot is how near two dots are where one covers the other, shares of the plot.
+const sameDot = 0.01
+
 // pareto draws throughput against interactivity: each run, and small the moments of each.
 func pareto(runs []Run) *plot {
 	type dot struct {
@@ -154,17 +158,26 @@ func pareto(runs []Run) *plot {
 	}
 	slices.SortStableFunc(dots, func(a, b dot) int { return cmp.Compare(a.x, b.x) })
 	var joined strings.Builder
-	for _, d := range dots {
-		kind := "dot"
+	for i, d := range dots {
+		kind, style := "dot", template.CSS("")
 		if d.small {
 			kind = "speck"
 		} else {
+			covered := 0 // dots that are drawn over it
+			for _, o := range dots[i+1:] {
+				if !o.small && math.Abs(x.at(o.x)-x.at(d.x)) < sameDot && math.Abs(y.at(o.y)-y.at(d.y)) < sameDot {
+					covered++
+				}
+			}
+			if covered > 0 {
+				style = template.CSS(fmt.Sprintf("stroke-width:%dpx", 11+5*covered))
+			}
 			joined.WriteString(map[bool]string{true: "M", false: "L"}[joined.Len() == 0] + point(x.at(d.x), y.at(d.y)))
 		}
-		pl.Paths = append(pl.Paths, drawn{class(kind, d.run), "M" + point(x.at(d.x), y.at(d.y)) + "h0.01", d.title})
+		pl.Paths = append(pl.Paths, drawn{class(kind, d.run), "M" + point(x.at(d.x), y.at(d.y)) + "h0.01", d.title, style})
 	}
 	if len(runs) > 1 && joined.Len() > 0 {
-		pl.Paths = append([]drawn{{"joined", joined.String(), ""}}, pl.Paths...)
+		pl.Paths = append([]drawn{{Class: "joined", D: joined.String()}}, pl.Paths...)
 	}
 	return pl
 }

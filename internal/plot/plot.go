@@ -85,9 +85,6 @@ func (s *scale) at(v float64) float64 {
 	return (v - s.low) / (s.high - s.low)
 }
 
-// point is a place in a panel, pixels.
-type point struct{ x, y float64 }
-
 func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	xs, most := valuesOf(p.Lines)
 	x, y := xScale(xs), yScale(most)
@@ -106,20 +103,21 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	}
 	fmt.Fprintf(b, `<path class="axis" d="M%.1f %.1fv%.0fh%.0f"/><text x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n",
 		x0, top, high, wide, x0+wide/2, top+high+38, text(p.XLabel))
-	lines := make([][]point, len(p.Lines))
+	lines := make([][]Point, len(p.Lines))
 	longest := 0
 	for i, l := range p.Lines {
 		longest = max(longest, len([]rune(l.Name)))
 		for k := range min(len(l.X), len(l.Y)) {
 			if usable(l.X[k], l.Y[k]) {
-				lines[i] = append(lines[i], point{x0 + wide*x.at(l.X[k]), top + high*(1-y.at(l.Y[k]))})
+				lines[i] = append(lines[i], Point{x0 + wide*x.at(l.X[k]), top + high*(1-y.at(l.Y[k]))})
 			}
 		}
-		slices.SortStableFunc(lines[i], func(a, b point) int { return cmp.Compare(a.x, b.x) })
+		slices.SortStableFunc(lines[i], func(a, b Point) int { return cmp.Compare(a.X, b.X) })
 	}
+	runs := Share(lines)
 	for i := range lines {
 		fmt.Fprintf(b, `<g class="s%d">`+"\n", i%styles)
-		drawLine(b, lines, i, !p.OverTime)
+		drawLine(b, lines, i, runs[i], !p.OverTime)
 		b.WriteString("</g>\n")
 	}
 	for _, l := range labels(lines) {
@@ -254,18 +252,18 @@ func short(v float64) string {
 	return strconv.FormatFloat(v, 'g', 6, 64)
 }
 
-// drawLine draws a line segment by segment. A segment that coincides with those of other lines is drawn in dashes, each line's in the gaps of
-// the others.
-func drawLine(b *strings.Builder, lines [][]point, i int, marks bool) {
-	for k := 1; k < len(lines[i]); k++ {
-		from, to := lines[i][k-1], lines[i][k]
-		before, all := turns(lines, i, from, to)
+// drawLine draws a line by its runs, and its marks.
+func drawLine(b *strings.Builder, lines [][]Point, i int, runs []Run, marks bool) {
+	for _, r := range runs {
 		dash := ""
-		if all > 1 {
-			own := period / float64(all)
-			dash = fmt.Sprintf(` stroke-dasharray="%.2f %.2f" stroke-dashoffset="%.2f"`, own, period-own, -own*float64(before))
+		if array, offset := r.Dashes(); array != "" {
+			dash = ` stroke-dasharray="` + array + `" stroke-dashoffset="` + offset + `"`
 		}
-		fmt.Fprintf(b, `<path class="line" d="M%.1f %.1fL%.1f %.1f"%s/>`, from.x, from.y, to.x, to.y, dash)
+		fmt.Fprintf(b, `<path class="line" d="M%.1f %.1f`, lines[i][r.From].X, lines[i][r.From].Y)
+		for _, p := range lines[i][r.From+1 : r.To+1] {
+			fmt.Fprintf(b, "L%.1f %.1f", p.X, p.Y)
+		}
+		fmt.Fprintf(b, `"%s/>`, dash)
 	}
 	for _, at := range lines[i] {
 		if !marks && len(lines[i]) > 1 { // a single point has no line
@@ -273,30 +271,13 @@ func drawLine(b *strings.Builder, lines [][]point, i int, marks bool) {
 		}
 		r := 2.5
 		for j := i + 1; j < len(lines); j++ { // earlier marks show around later ones
-			if slices.ContainsFunc(lines[j], func(p point) bool { return close(p, at) }) {
+			if slices.ContainsFunc(lines[j], func(p Point) bool { return same(p, at) }) {
 				r += 1.5
 			}
 		}
-		fmt.Fprintf(b, `<circle class="mark" cx="%.1f" cy="%.1f" r="%.1f"/>`, at.x, at.y, r)
+		fmt.Fprintf(b, `<circle class="mark" cx="%.1f" cy="%.1f" r="%.1f"/>`, at.X, at.Y, r)
 	}
 	b.WriteString("\n")
-}
-
-func close(a, b point) bool { return math.Abs(a.x-b.x) < near && math.Abs(a.y-b.y) < near }
-
-// turns returns how many lines have the same segment, and how many of them come before line i.
-func turns(lines [][]point, i int, from, to point) (before, all int) {
-	for j, line := range lines {
-		for k := 1; k < len(line); k++ {
-			if close(line[k-1], from) && close(line[k], to) {
-				if all++; j < i {
-					before++
-				}
-				break
-			}
-		}
-	}
-	return before, all
 }
 
 // label is the name of a line at its end.
@@ -306,10 +287,10 @@ type label struct {
 }
 
 // labels places the names beside the ends of the lines, one below the other.
-func labels(lines [][]point) (out []label) {
+func labels(lines [][]Point) (out []label) {
 	for i, l := range lines {
 		if len(l) > 0 {
-			out = append(out, label{i, l[len(l)-1].y})
+			out = append(out, label{i, l[len(l)-1].Y})
 		}
 	}
 	slices.SortStableFunc(out, func(a, b label) int { return cmp.Compare(a.y, b.y) })

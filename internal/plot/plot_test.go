@@ -83,25 +83,76 @@ func TestOverTime(t *testing.T) {
 	}
 }
 
-// Of lines that coincide each is seen: their dashes fill the period and do not overlap. Their names stand apart, inside the panel.
+// visible returns how many pixels of each line are not painted over by a later one, where lines have the given points: each line is walked in
+// steps of a tenth of a pixel, with the phase of its dashes.
+func visible(lines [][]Point, runs [][]Run) []float64 {
+	type dot struct{ x, y int }
+	top, out := map[dot]int{}, make([]float64, len(lines))
+	for i, l := range lines {
+		for _, r := range runs[i] {
+			walked := 0.0
+			for k := r.From + 1; k <= r.To; k++ {
+				a, b := l[k-1], l[k]
+				length := math.Hypot(b.X-a.X, b.Y-a.Y)
+				for at := 0.05; at < length; at += 0.1 {
+					phase := math.Mod(walked+at+r.Offset, r.Own+r.Gap)
+					if phase < 0 {
+						phase += r.Own + r.Gap
+					}
+					if r.Own == 0 || phase < r.Own {
+						top[dot{int(math.Round(10 * (a.X + (b.X-a.X)*at/length))), int(math.Round(10 * (a.Y + (b.Y-a.Y)*at/length)))}] = i
+					}
+				}
+				walked += length
+			}
+		}
+	}
+	for _, i := range top {
+		out[i] += 0.1
+	}
+	return out
+}
+
+// Of lines that coincide, on their whole way or on a part of it, and with segments that are shorter than a dash, each is seen. Their names stand
+// apart, inside the panel.
 func TestNoLineIsHidden(t *testing.T) {
 	rapid.Check(t, func(r *rapid.T) {
-		n := rapid.IntRange(1, 8).Draw(r, "lines")
-		lines := make([][]point, n)
-		for i := range lines {
-			y := float64(40 * rapid.IntRange(0, 2).Draw(r, "y"))
-			lines[i] = []point{{0, 100 + y}, {50, 100 + y}}
-		}
-		for i := range lines {
-			before, all := turns(lines, i, lines[i][0], lines[i][1])
-			for j := range lines {
-				b, a := turns(lines, j, lines[j][0], lines[j][1])
-				if same := lines[i][0] == lines[j][0]; same != (a == all && same) || same && i != j && b == before {
-					r.Fatalf("lines %d and %d: turns %d and %d of %d and %d", i, j, before, b, all, a)
+		n, steps := rapid.IntRange(1, 8).Draw(r, "lines"), rapid.SampledFrom([]int{1, 2, 7, 60}).Draw(r, "steps")
+		lines := make([][]Point, n)
+		ways, flat := [3][]float64{}, rapid.Bool().Draw(r, "flat")
+		for w := range ways {
+			for range steps + 1 {
+				if y := float64(60 + 40*rapid.IntRange(0, 3).Draw(r, "y")); flat && len(ways[w]) > 0 {
+					ways[w] = append(ways[w], ways[w][0])
+				} else {
+					ways[w] = append(ways[w], y)
 				}
 			}
-			if before >= all || period/float64(all) < 4 {
-				r.Fatalf("line %d: turn %d of %d", i, before, all)
+		}
+		for i := range lines {
+			mine, other, from := rapid.IntRange(0, 2).Draw(r, "way"), rapid.IntRange(0, 2).Draw(r, "other"), rapid.IntRange(0, steps).Draw(r, "from")
+			for k := range steps + 1 {
+				y := ways[mine][k]
+				if k >= from {
+					y = ways[other][k]
+				}
+				lines[i] = append(lines[i], Point{float64(k) * wide / float64(steps), y})
+			}
+		}
+		runs := Share(lines)
+		for i, seen := range visible(lines, runs) {
+			if seen < 15 {
+				r.Fatalf("line %d of %d is seen on %.1f pixels: %v, %+v", i, n, seen, lines, runs)
+			}
+			at := 0
+			for _, run := range runs[i] {
+				if run.From != at || run.To <= at {
+					r.Fatalf("line %d: runs %+v", i, runs[i])
+				}
+				at = run.To
+			}
+			if at != len(lines[i])-1 {
+				r.Fatalf("line %d ends at %d of %d", i, at, len(lines[i]))
 			}
 		}
 		names := labels(lines)

@@ -77,7 +77,7 @@ type Flags struct {
 	Format     string `help:"JSON of vllm bench serve, or of AIPerf." enum:"vllm,aiperf" default:"vllm" group:"Output"`
 	Label      string `help:"Label of the result, and the beginning of its file's name." group:"Output"`
 	Meta       Words  `name:"metadata" help:"Keys and values for the JSON." placeholder:"KEY=VALUE" group:"Output"`
-	Report     string `name:"plot" aliases:"report" help:"Write a page with distributions and a timeline: one HTML file that needs nothing else." placeholder:"FILE" group:"Output"`
+	Report     string `name:"plot" aliases:"report" help:"Write a page with distributions and a timeline: one HTML file that needs nothing else; or, where the name ends in .svg, its plots as a picture." placeholder:"FILE" group:"Output"`
 	NoProgress bool   `name:"disable-tqdm" help:"No progress bar." aliases:"no-progress" group:"Output"`
 
 	Compare Words `help:"Compare two saved results, and send nothing. With --plot, any number." placeholder:"A.json B.json" group:"Output"`

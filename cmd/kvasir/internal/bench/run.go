@@ -128,7 +128,7 @@ func (c *Flags) write(r *bench.Result, p *plan, stdout, stderr io.Writer) error 
 		}
 		return r.WriteJSON(w, c.Detailed)
 	})
-	keep(c.Report, func(w io.Writer) error { return report.Write(w, []report.Run{{Name: "run", Result: r}}) })
+	keep(c.Report, func(w io.Writer) error { return c.draw(w, []report.Run{{Name: "run", Result: r}}) })
 	return errors.Join(append(errs, r.Table(table, p.metrics), r.More(table))...)
 }
 
@@ -199,6 +199,14 @@ func save(file string, stdout io.Writer, write func(io.Writer) error) (err error
 	return err
 }
 
+// draw writes the page of --plot, or its plots alone where the file is an SVG.
+func (c *Flags) draw(w io.Writer, runs []report.Run) error {
+	if strings.EqualFold(filepath.Ext(c.Report), ".svg") {
+		return report.WriteSVG(w, runs)
+	}
+	return report.Write(w, runs)
+}
+
 // compare compares saved results.
 func (c *Flags) compare(stdout io.Writer) error {
 	if len(c.Compare) != 2 && (c.Report == "" || len(c.Compare) < 1) {
@@ -216,7 +224,7 @@ func (c *Flags) compare(stdout io.Writer) error {
 		if err := writable(c.Report); err != nil {
 			return err
 		}
-		if err := save(c.Report, stdout, func(w io.Writer) error { return report.Write(w, runs) }); err != nil {
+		if err := save(c.Report, stdout, func(w io.Writer) error { return c.draw(w, runs) }); err != nil {
 			return err
 		}
 	}

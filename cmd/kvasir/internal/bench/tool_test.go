@@ -265,6 +265,13 @@ func TestCompare(t *testing.T) {
 	if page, err := os.ReadFile(c.Report); err != nil || !bytes.Contains(page, []byte("3 runs")) {
 		t.Error(err)
 	}
+	c.Report = filepath.Join(dir, "r.SVG")
+	if _, _, err := run(t, c); err != nil {
+		t.Fatal(err)
+	}
+	if picture, err := os.ReadFile(c.Report); err != nil || !bytes.HasPrefix(picture, []byte("<svg ")) || !bytes.Contains(picture, []byte("Time to first token")) {
+		t.Errorf("%.80s, %v", picture, err)
+	}
 }
 
 // Every workload can be sent, timed or at a rate.
