@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command soak runs a whole deployment and injects faults by a seeded schedule: two nodes over a disk
-// and a Redis, two P, two D, registry, relay, two proxies, readers of KV events, an operator. Engines
-// check every byte of KV, the driver checks every answer, and in quiet times nothing may fail, nothing
-// may be held, and readers' lists must equal the servers'.
+// Command soak runs a whole deployment and injects faults by a seeded schedule: two nodes over disks, a Redis Cluster, S3 and a
+// Mooncake Store, two P, two D, registries, relay, two proxies, readers of KV events, an operator. Engines check every byte of KV, the
+// driver checks every answer, and in quiet times nothing may fail, nothing may be held, and readers' lists must equal the servers'.
+// docs/soak.md has the faults, the checks and the runs.
 //
-//	go build -o bin/kvasir ./cmd/kvasir && go run ./interop/soak -for 3m -seed 1
+//	go build -o bin/kvasir ./cmd/kvasir && go run ./interop/soak -for 3m -seed 1 -clocks
 //
-// The driver needs root on Linux: it runs in namespaces of its own (network, processes, mounts, shared
-// memory), which end with it. -keep-going reports all violations instead of the first.
+// The driver needs root on Linux: it runs in namespaces of its own (network, processes, mounts, shared memory), which end with it. What
+// else the machine lacks is left out of the deployment and said. -keep-going reports all violations instead of the first.
 package main
 
 import (

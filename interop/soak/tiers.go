@@ -328,15 +328,17 @@ func (s *soak) redisOOM(ctx context.Context, d time.Duration) error {
 	if len(s.redisParts()) == 0 {
 		return fmt.Errorf("redis: %w: %s", errNoTarget, s.lackOf("redis"))
 	}
+	took := 0
 	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory-policy", "noeviction"}, {"CONFIG", "SET", "maxmemory", "1mb"}} {
-		if err := s.redisEach(w...); err != nil {
+		var err error
+		if took, err = s.redisEach(w...); took == 0 { // one that is stopped or killed has its memory
 			return err
 		}
 	}
 	wait(ctx, d)
 	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory", redisMemory}, {"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"}} {
 		for range 20 { // one may be stopped or killed; a new life has its own settings
-			if err := s.redisEach(w...); err == nil {
+			if _, err := s.redisEach(w...); err == nil {
 				break
 			}
 			wait(ctx, 500*time.Millisecond)
@@ -345,14 +347,16 @@ func (s *soak) redisOOM(ctx context.Context, d time.Duration) error {
 	return nil
 }
 
-// redisEach sends a command to each Redis server.
-func (s *soak) redisEach(words ...string) (err error) {
+// redisEach sends a command to each Redis server, and counts those that took it.
+func (s *soak) redisEach(words ...string) (took int, err error) {
 	for _, p := range s.redisParts() {
 		if _, e := redisCall(p, words...); e != nil {
 			err = fmt.Errorf("%s: %w", p.name, e)
+		} else {
+			took++
 		}
 	}
-	return err
+	return took, err
 }
 
 // redisFlush empties all primaries.
