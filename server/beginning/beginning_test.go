@@ -227,7 +227,7 @@ func TestTheSampleStandsForAll(t *testing.T) {
 				n.request(1, texts(r, 64+r.IntN(1500)))
 			}
 			clear(n.stored) // an endless memory has no part in this
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(5 * time.Millisecond)
 		}
 		got := n.f.Found()
 		if off := float64(got.LostTokens)/float64(lost) - 1; math.Abs(off) > 0.35 || got.Compared > prompts/3 || got.Compared < 100 {
@@ -260,7 +260,7 @@ func TestPendingLookups(t *testing.T) {
 		t.Errorf("one that misses for another reason: %+v, %+v", got, f)
 	}
 	f := ask(miss.NeverStored, 0)
-	if f.Changed != 1 || f.LostTokens < 1000 || f.LostTokens > uint64(len(body)) {
+	if f.Changed != 1 || f.LostTokens < 1000 || f.LostTokens > uint64(len(body)+4*chunk) {
 		t.Errorf("%+v, %+v", got, f)
 	}
 	if g := ask(miss.NeverStored, 60); g.Changed != 2 || g.LostTokens-f.LostTokens > 24*chunk {
@@ -306,6 +306,7 @@ func TestBounds(t *testing.T) {
 	var before, after runtime.MemStats
 	runtime.GC()
 	runtime.ReadMemStats(&before)
+	began := time.Now()
 	var all sync.WaitGroup
 	for i := range 4 {
 		all.Go(func() {
@@ -325,14 +326,14 @@ func TestBounds(t *testing.T) {
 	if got := int64(after.HeapAlloc) - int64(before.HeapAlloc); got > 1<<20 || got < 1<<19 {
 		t.Errorf("%d bytes are kept", got)
 	}
-	// Each of 2,000 lookups earned a token for each of 562 chunks, beside the 64 Ki at the start; a prompt takes 8,192.
-	if got := n.f.Found().Compared; got < 8 || got > (8*8192+2000*562)/8192+1 {
-		t.Errorf("%d prompts were compared", got)
+	// 64 Ki tokens at the start and 8,192 a second; so many has a prompt.
+	if got, most := n.f.Found().Compared, 8+uint64(time.Since(began).Seconds())+1; got < 8 || got > most {
+		t.Errorf("%d prompts were compared, want 8 to %d", got, most)
 	}
 	runtime.KeepAlive(list)
 }
 
-// A lookup of 16 chunks of 256 tokens that finds nothing, with its share of the comparisons; ns/chunk is what the budget allows.
+// A lookup of 16 chunks of 256 tokens that finds nothing, with its share of the comparisons.
 func BenchmarkLookup(b *testing.B) {
 	f := beginning.New()
 	memo := lmcache.NewMemo(256, 64<<20)
