@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -288,14 +289,22 @@ func TestAdviseOfOrdinaryPrompts(t *testing.T) {
 func TestAdviseOfHashesAlone(t *testing.T) {
 	st := admin.Status{Status: server.Status{PID: 1, ChunkTokens: 256, HitCurves: make([]hitcurve.Window, 3)}}
 	st.Lookup.AskedTokens, st.Lookup.Beginnings.UnknownTokens = 10_000, 4000
-	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(st) }))
+	var shown atomic.Pointer[admin.Status]
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(shown.Load()) }))
 	defer web.Close()
 	d := &planted{t: t, url: web.URL}
+	show := func() {
+		now := st
+		now.HitCurves = slices.Clone(st.HitCurves)
+		shown.Store(&now)
+	}
 	st.HitCurves[2] = hitcurve.Window{Asked: 40, Tokens: 10_000, Curve: make([]hitcurve.Point, len(hitcurve.Factors))}
+	show()
 	if _, _, text := d.advise(); !strings.Contains(text, "Not known: whether beginnings that change lost any of 4,000 tokens") {
 		t.Errorf("%s", text)
 	}
 	st.HitCurves[2], st.VLLM, st.Lookup.Lookups = hitcurve.Window{}, &server.VLLMStatus{}, 5
+	show()
 	if _, _, text := d.advise(); !strings.Contains(text, "Nothing is estimated for vLLM's tiered offloading") {
 		t.Errorf("%s", text)
 	}
