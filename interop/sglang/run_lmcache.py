@@ -10,7 +10,7 @@ process, every other one ended by kill -9. Another tail of A finds what the two 
 import os
 import time
 
-from sgl import C, Engine, Server
+from sgl import C, Engine, Server, lmcache
 
 CHUNK, PROMPT = 256, 1096
 WHOLE = (PROMPT - 1) // CHUNK * CHUNK  # the last token is always computed
@@ -29,13 +29,10 @@ def main():
     tail = A[:WHOLE - CHUNK] + B[:300]
     with C.reported(R):
         server = Server(a.kvasir, out)
-        config = os.path.join(out, "lmcache.yaml")
-        with open(config, "w") as f:
-            f.write(f"mp_host: 127.0.0.1\nmp_port: {server.port}\nextra_config:\n  lmcache.mp.mp_transfer_mode: engine_driven\n"
-                    "  lmcache.mp.mq_timeout: 30\n  lmcache.mp.heartbeat_interval: 2\n")
+        flags = lmcache(server, out)
 
         def sglang(n):
-            return Engine(f"sglang{n}", a.model, out, "--enable-lmcache", "--lmcache-config-file", config, timeout=a.timeout)
+            return Engine(f"sglang{n}", a.model, out, *flags, timeout=a.timeout)
 
         first = {}
 

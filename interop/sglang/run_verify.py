@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 
-from sgl import C, Engine, Server
+from sgl import C, Engine, Server, lmcache
 
 
 def cut(right, chunk):
@@ -34,13 +34,10 @@ def main():
     kept = os.path.join(out, "kept.json")
     with C.reported(R):
         server = Server(a.kvasir, out)
-        config = os.path.join(out, "lmcache.yaml")
-        with open(config, "w") as f:
-            f.write(f"mp_host: 127.0.0.1\nmp_port: {server.port}\nextra_config:\n  lmcache.mp.mp_transfer_mode: engine_driven\n"
-                    "  lmcache.mp.mq_timeout: 30\n  lmcache.mp.heartbeat_interval: 2\n")
+        flags = lmcache(server, out)
 
         def sglang(n):
-            return Engine(f"sglang{n}", a.model, out, "--enable-lmcache", "--lmcache-config-file", config, timeout=a.timeout)
+            return Engine(f"sglang{n}", a.model, out, *flags, timeout=a.timeout)
 
         def verify(name, code, url, *flags, restored=False):
             """Runs kvasir verify, which must end with that code; restored: KV of the other engine was among what passed."""

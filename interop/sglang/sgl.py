@@ -82,6 +82,15 @@ class Engine:
         C.http("POST", self.url + "/flush_cache", timeout=60)
 
 
+def lmcache(server, out):
+    """The flags with which an Engine uses a server: LMCache's client, which copies itself (engine_driven)."""
+    config = os.path.join(out, "lmcache.yaml")
+    with open(config, "w") as f:
+        f.write(f"mp_host: 127.0.0.1\nmp_port: {server.port}\nextra_config:\n  lmcache.mp.mp_transfer_mode: engine_driven\n"
+                "  lmcache.mp.mq_timeout: 30\n  lmcache.mp.heartbeat_interval: 2\n")
+    return ["--enable-lmcache", "--lmcache-config-file", config]
+
+
 class Server:
     """A kvasir server that can be killed and started again on its ports and its pool."""
 

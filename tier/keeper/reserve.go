@@ -6,8 +6,8 @@ import "time"
 
 // reserve is the room below the limit for what engines write before the keeper has unlinked as much. It begins with a
 // quarter of the limit and shrinks by halves towards reserveTimes the largest excess over the aim that was seen. The excess
-// of a burst counts for burstTime. While the files are below the aim, nothing is known of bursts, and it stays: it shrinks
-// once enough was seen above it, which is shrinkTime or, of engines that write fast, shrinkShare of the limit unlinked.
+// of a burst counts for burstTime. While the files are below the aim, nothing is known of bursts, and the reserve stays. It
+// shrinks after shrinkTime, or sooner when half of the limit was unlinked: engines that write fast show their bursts sooner.
 type reserve struct {
 	limit, bytes int64
 	file         int64    // the longest file
@@ -16,7 +16,7 @@ type reserve struct {
 	shrankAt     time.Time
 	reached      bool  // the aim, since shrankAt
 	unlinked     int64 // since shrankAt
-	lowered      int64 // what is above the aim since the reserve grew: no engine wrote it in a burst
+	lowered      int64 // bytes that are above the aim because the reserve grew, and not because of a burst
 }
 
 const (
@@ -37,7 +37,7 @@ func newReserve(limit int64, now time.Time) reserve {
 // aim is how many bytes of files the keeper leaves.
 func (r *reserve) aim() int64 { return r.limit - r.bytes }
 
-// took takes in that files leave.
+// took counts the bytes of files that are unlinked.
 func (r *reserve) took(bytes int64) { r.unlinked += bytes }
 
 // note takes in how far above the aim the files are.

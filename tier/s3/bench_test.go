@@ -96,7 +96,7 @@ func raceSealed(b *testing.B, rate float64) {
 	})
 }
 
-// paced passes bytes on at a rate, in pieces, and so fast that no piece comes before its time.
+// paced writes at a rate, piece by piece. No piece is early.
 type paced struct {
 	to    io.Writer
 	rate  float64 // bytes/s

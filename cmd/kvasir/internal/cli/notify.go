@@ -27,8 +27,8 @@ func notify(log *slog.Logger, state string) {
 	}
 }
 
-// whenOver calls f once ctx is over. The function it returns ends that: it returns when f has returned, or f is not called at all, since ctx is not
-// over. A context closes its channel before it starts what waits for it, so that a caller may be here before f was started: then f is called here.
+// whenOver calls f once ctx is over. The caller ends the wait with end. If ctx is over, end returns after f has returned; otherwise f is never called.
+// A context closes its channel before it starts its AfterFuncs, so end may come before f was started: then end calls f itself.
 func whenOver(ctx context.Context, f func()) (end func()) {
 	once := sync.OnceFunc(f) // a second call waits for the first one
 	stop := context.AfterFunc(ctx, once)
