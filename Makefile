@@ -11,7 +11,7 @@ PICTURES ?=
 PREVIOUS ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak soak-share fuzz mutants page docs site fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang interop-cuda canary entered bench release release-check soak soak-share fuzz mutants page docs site fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -93,6 +93,9 @@ interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes;
 
 interop-sglang: build ## run a real SGLang engine against this build (11 GB, 30 minutes; PART=clients, clients57, lmcache, hicache, hicache-two, pages, pages-cpp, pd)
 	interop/sglang.sh $(PART)
+
+interop-cuda: build ## the real lmcache client with its KV on a GPU against this build (PART=client, releases, kill9, pinned, declined, figures)
+	interop/cuda.sh $(PART)
 
 canary: build ## run newer releases of the real peers than are pinned, each in an environment of its own; PEERS=PACKAGE==RELEASE names some
 	interop/canary.sh $(PEERS)

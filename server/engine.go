@@ -157,9 +157,9 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
-	sc.place.Skip, sc.place.TTL = skip, s.ttlOf(r.Key)
+	sc.place.Skip, sc.place.TTL, sc.place.Marked = skip, s.ttlOf(r.Key), in.Pins
 	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, &sc.place)
-	sc.place.Skip, sc.place.TTL = nil, 0
+	sc.place.Skip, sc.place.TTL, sc.place.Marked = nil, 0, false
 	if err != nil {
 		return err
 	}
@@ -204,6 +204,9 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 		return errLate
 	case !ok:
 		return errSide
+	case got.Unwritten:
+		s.copiesElsewhere(in)
+		return errElsewhere
 	}
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
 	s.n.storesFinished.Add(false)

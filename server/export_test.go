@@ -80,3 +80,7 @@ func (s *Server) Fingerprint(id int64) string {
 	}
 	return ""
 }
+
+// ProcessesUseNoDevice makes that the default of Options.UsesDevice: most workers of tests are nobody's process, and commit places
+// that they did not write.
+func ProcessesUseNoDevice() { usesDevice = func(int) (bool, bool) { return false, true } }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/server"
 )
 
 func TestMain(m *testing.M) {
@@ -25,6 +26,7 @@ func TestMain(m *testing.M) {
 		stay(url)
 		return
 	}
+	server.ProcessesUseNoDevice()
 	testkit.Main(m)
 }
 

@@ -81,6 +81,9 @@ func (s *Server) restore() {
 		in, err := s.revive(w)
 		if err != nil {
 			s.registry.NotTaken(w, cmp.Or(w.Chunk, s.opts.ChunkTokens))
+			if errors.Is(err, errGrown) {
+				s.registry.PinsOther(w.ID, w.By)
+			}
 			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
@@ -146,6 +149,10 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 			w.Side = workers.Pickle
 		}
 		mapped := min(cmp.Or(w.Mapped, s.store.Files().FormerBytes()), s.store.Files().Bytes())
+		pins := s.mayPin(w.Process.PID)
+		if pins { // what a smaller pool gave back, its device has still
+			mapped = min(mapped, s.store.Files().FormerBytes())
+		}
 		if w.Side != workers.Pickle && mapped < s.store.Files().Bytes() {
 			return nil, errGrown
 		}
@@ -157,7 +164,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		if err != nil {
 			return nil, err
 		}
-		in.Generations, in.Mapped = client, mapped
+		in.Generations, in.Mapped, in.Pins = client, mapped, pins
 		return in, nil
 	}
 	if s.opts.RefuseDriven {

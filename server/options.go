@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -71,6 +72,9 @@ type Options struct {
 	Lifetimes         *evict.Lifetimes      // of the store's policies, for metrics; nil for none
 	Disk              *disk.Disk            // among them, for its own figures; nil for none
 
+	// UsesDevice reports whether a process uses an accelerator that copies, and whether that was seen; nil is peercred.UsesDevice.
+	UsesDevice func(pid int) (uses, seen bool)
+
 	// Clusters are those of the Tiers that are a Mooncake Store, by their names, for their own figures.
 	Clusters map[string]*mooncakestore.Tier
 }
@@ -95,6 +99,9 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
+// usesDevice is what Options.UsesDevice is by default.
+var usesDevice = peercred.UsesDevice
+
 // withDefaults fills in what is zero.
 func (o Options) withDefaults() Options {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
@@ -109,6 +116,9 @@ func (o Options) withDefaults() Options {
 	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
 	o.Log = safelog.New(o.Log)
 	o.ClientGenerations = cmp.Or(o.ClientGenerations, lmcache.AllGenerations)
+	if o.UsesDevice == nil {
+		o.UsesDevice = usesDevice
+	}
 	o.PickleBytes = min(cmp.Or(o.PickleBytes, MaxPickleBytes), MaxPickleBytes)
 	return o
 }

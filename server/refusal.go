@@ -32,6 +32,7 @@ var (
 	errReaders     = &refusal{"num_kv_readers is 0", "no_readers"}
 	errPickle      = &refusal{"worker does not map the pool, and this server reads no pickled tensors", "pickle"}
 	errSide        = &refusal{"worker stored in the pool itself before, and now sends pickled tensors, or the other way round", "other_side"}
+	errElsewhere   = &refusal{"what the worker stored did not reach the pool", "elsewhere"}
 	errTensors     = &refusal{"pickled tensors do not fit", "tensors"}
 	errLate        = &refusal{"commit of a worker that was dropped or registered anew in between", "late_commit"}
 	errRoom        = &refusal{"no room in the pool", "no_room"}
@@ -51,7 +52,7 @@ var (
 
 // refusals are ours, all of them.
 var refusals = []*refusal{
-	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
+	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide, errElsewhere,
 	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTenant, errTokens,
 }
 

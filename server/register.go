@@ -77,6 +77,10 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	if why == nil {
 		why = s.seesPool(sc.caller())
 	}
+	in.Pins = sc.caller() != self && s.mayPin(sc.caller().pid)
+	if why == nil {
+		why = s.pinsOther(in, sc.caller().pid)
+	}
 	must := why != nil || s.opts.Pickle == PickleOnly
 	if must {
 		in.TakeSide(workers.Pickle)

@@ -27,16 +27,23 @@ type resizing struct {
 	*server.Server
 	store *store.Store
 	end   func()
+
+	cold bool           // each start discards the pool
+	uses func(int) bool // whether a process uses a device; nil: none does
 }
 
 func (r *resizing) start(chunks int) {
 	r.t.Helper()
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks) * 4096, Dir: r.dir, ChunkTokens: 16})
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks) * 4096, Dir: r.dir, ChunkTokens: 16, Cold: r.cold})
 	if err != nil {
 		r.t.Fatal(err)
 	}
 	r.store = store.New(p, store.Options{ChecksumRate: 1 << 30})
-	r.Server = server.New(r.store, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
+	o := server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler), Pickle: server.PickleOn}
+	if r.uses != nil {
+		o.UsesDevice = func(pid int) (bool, bool) { return r.uses(pid), true }
+	}
+	r.Server = server.New(r.store, o)
 	if _, err := r.Listen(context.Background(), r.url); err != nil {
 		r.t.Fatal(err)
 	}

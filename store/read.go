@@ -64,7 +64,7 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 // CommitLoad ends the transfer that BeginLoad began, or forgets its refusal (no
 // chunks). Of several transfers of one name and request it is as with CommitStore.
 func (s *Store) CommitLoad(name hold.Transfer, requestID []byte) Committed {
-	ended, out := s.commit(name, requestID)
+	ended, _, out := s.commit(name, requestID)
 	for _, h := range ended {
 		out.Chunks += len(h.Slots)
 		s.end(h, false)

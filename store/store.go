@@ -22,6 +22,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math/rand/v2"
 	"path/filepath"
 	"sync"
 	"time"
@@ -135,6 +136,7 @@ type Store struct {
 	curves   *curves       // nil: none
 	news     chan struct{} // see News; capacity 1
 	began    time.Time
+	marks    uint64 // what marks are made of
 
 	mu struct {
 		sync.Mutex
@@ -205,7 +207,7 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
-	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), rechecks: make(chan struct{}, 1), began: time.Now()}
+	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), rechecks: make(chan struct{}, 1), began: time.Now(), marks: rand.Uint64()}
 	s.life, s.endLife = context.WithCancel(context.Background())
 	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]uint64)
 	s.mu.unwanted = make(map[pool.Slot]uint32)

@@ -19,6 +19,8 @@ type Transfer struct {
 	// Lasting means that the worker's hold of a store has no deadline: it ends with its commit, or once the worker's process has
 	// ended (Detach, EndQuarantine).
 	Lasting bool
+	// Marked has the places of a worker marked, so that a commit whose bytes did not reach the pool is noticed (Committed.Unwritten).
+	Marked bool
 	// Skip says of which chunks of a group a store takes no place; nil wants all.
 	Skip func(group, chunk int) bool
 	// TTL is how long what a store stores is served, from BeginStore on; 0: without an end. What is there already, and the chunks before
@@ -98,6 +100,9 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 	}
 	t.place(st.taken)
 	h := s.newHold(name, requestID, st.taken)
+	if h.Marked = t.Marked; t.Marked {
+		s.mark(st.taken)
+	}
 	if t.Lasting {
 		h.Deadline = h.Deadline.Add(hold.Forever)
 	}

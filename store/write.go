@@ -340,6 +340,10 @@ type Committed struct {
 	Found  bool // a transfer of that name was in progress
 	Chunks int  // objects made visible, or read
 	Late   bool // the worker had been detached, or was too slow: nothing is made visible
+
+	// Unwritten means that marks of the places are still there (Transfer.Marked): the worker copied elsewhere, or not at all. Nothing
+	// of the transfer is made visible.
+	Unwritten bool
 }
 
 // CommitStore ends the transfer that BeginStore began. With ok its chunks become
@@ -359,9 +363,10 @@ func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Ha
 
 // committed ends what a commit ends.
 func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
-	ended, out := s.commit(name, requestID)
+	ended, marked, out := s.commit(name, requestID)
+	out.Unwritten = ok && s.unwritten(marked)
 	for _, h := range ended {
-		n := s.end(h, ok && !h.Late())
+		n := s.end(h, ok && !out.Unwritten && !h.Late())
 		out.Chunks += n
 		s.computed(h, n)
 	}
@@ -376,15 +381,19 @@ func (s *Store) computed(h *hold.Hold, objects int) {
 	}
 }
 
-// commit takes out of the table what a commit ends.
-func (s *Store) commit(name hold.Transfer, requestID []byte) ([]*hold.Hold, Committed) {
+// commit takes out of the table what a commit ends, and finds which objects of it are marked.
+func (s *Store) commit(name hold.Transfer, requestID []byte) ([]*hold.Hold, []markedObject, Committed) {
 	s.lock()
 	defer s.unlock()
 	ended, found, late := s.mu.holds.Commit(name, requestID)
+	var marked []markedObject
 	for _, h := range ended {
 		s.countEndLocked(h)
+		if !h.Late() && !s.mu.closed {
+			marked = append(marked, s.markedLocked(h)...)
+		}
 	}
-	return ended, Committed{Found: found, Late: late}
+	return ended, marked, Committed{Found: found, Late: late}
 }
 
 // countEndLocked counts the end of a transfer.

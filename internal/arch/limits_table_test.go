@@ -26,7 +26,7 @@ var limitRows = map[string]string{
 	"registered workers":       "server.o.MaxInstances",
 	"silent worker":            "server.o.WorkerReap server.o.RegistrationGrace",
 	"chunk sizes whose":        "server.maxSizes server.maxMisfits",
-	"workers that left":        "server/workers.maxDeparted server/workers.maxLooks",
+	"workers that left":        "server/workers.maxDeparted server/workers.maxPages server/workers.maxLooks",
 	"layers; KV groups":        "lmcache.maxLayers lmcache.maxGroups lmcache.maxDims",
 	"segments of a worker":     "server/lent.maxSegments",
 	"segments of departed":     "server/lent.maxLeftovers",

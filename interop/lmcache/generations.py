@@ -50,7 +50,7 @@ def record(sockets):
 class Engine:
     """A scheduler and a worker of one release, in this process, with blocks of so many tokens."""
 
-    def __init__(self, url, model, single_plane, block=BLOCK):
+    def __init__(self, url, model, single_plane, block=BLOCK, device="cpu"):
         self.block = block
         import lmcache.integration.vllm.vllm_multi_process_adapter as adapter
         import torch
@@ -74,7 +74,7 @@ class Engine:
         self.chunk = self.scheduler.num_blocks_per_chunk() * block
         self.blocks = 128
         shape = (self.blocks, block, DIM) if self.mla else (2, self.blocks, HEADS, block, DIM)
-        self.kv = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.float16) for i in range(LAYERS)}
+        self.kv = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.float16, device=device) for i in range(LAYERS)}
         self.worker.register_kv_caches(self.kv)
         # A hit of two readers needs two workers. The second one is there and does nothing.
         self.silent = []
@@ -181,7 +181,8 @@ class Engine:
         """Drives the worker until the futures of a store or a retrieve are taken."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
-            self.worker.get_finished(set())
+            for worker in [self.worker, *self.silent]:  # each begins its heartbeats with its first step
+                worker.get_finished(set())
             if not pending():
                 return True
             time.sleep(0.005)
@@ -253,14 +254,14 @@ class Engine:
         return {}
 
 
-def engine(args):
+def engine(args, kind=Engine):
     """The process of one engine: a JSON command a line in, a JSON answer a line out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the package prints goes to standard error
     sockets = {}
     if args.record:
         record(sockets)
-    e = Engine(args.url, args.model, args.single_plane, args.block)
+    e = kind(args.url, args.model, args.single_plane, args.block, args.device)
     print(json.dumps({"chunk": e.chunk}), file=out, flush=True)
     for line in sys.stdin:
         name, *rest = json.loads(line)
@@ -278,10 +279,12 @@ def engine(args):
 
 
 class Remote:
+    script = __file__
+
     def __init__(self, args, release, folder, single_plane, url=None, block=BLOCK, model=MODEL):
         self.release = release + ", one plane and two ranks" * single_plane + f", blocks of {block}" * (block != BLOCK)
-        env = dict(os.environ, PYTHONPATH=folder, LMCACHE_LOG_LEVEL="ERROR", LMCACHE_TRACK_USAGE="false", PYTHONWARNINGS="ignore")
-        command = [sys.executable, __file__, "--engine", "--url", url or args.url, "--block", str(block), "--model", model + "/mla" * single_plane]
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH")))), LMCACHE_LOG_LEVEL="ERROR", LMCACHE_TRACK_USAGE="false", PYTHONWARNINGS="ignore")
+        command = [sys.executable, self.script, "--engine", "--url", url or args.url, "--block", str(block), "--device", args.device, "--model", model + "/mla" * single_plane]
         if args.record:
             command += ["--record", os.path.join(args.record, release + ".json")]
         self.log = os.path.join(args.logs, f"{release}{'-mla' * single_plane}-{block}.log")
@@ -308,6 +311,7 @@ def main():
     p.add_argument("--model", default=MODEL)
     p.add_argument("--single-plane", action="store_true")
     p.add_argument("--block", type=int, default=BLOCK, help="tokens of a block, of --engine")
+    p.add_argument("--device", default="cpu", help="where the engines' KV lies: cpu or cuda (default cpu)")
     p.add_argument("--kill", help="shell command that kills the server and starts it again")
     p.add_argument("--cold", help="the same, and the new one starts empty")
     p.add_argument("--record", metavar="DIR")

@@ -47,6 +47,7 @@ type Registry struct {
 		order     []workerID                  // of unknown, oldest first
 		clients   map[*Client]struct{}        // whose process is looked for
 		former    map[workerID]formerWorker   // of an earlier server, not taken over
+		pages     pages                       // that devices of workers can have pinned
 	}
 }
 
@@ -108,6 +109,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.unknown = make(map[workerID]stranger)
 	r.mu.clients = make(map[*Client]struct{})
 	r.mu.former = make(map[workerID]formerWorker)
+	r.mu.pages.other = make(map[workerID]bool)
 	return r
 }
 
@@ -200,6 +202,7 @@ func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	delete(r.mu.gone, in.who())
 	delete(r.mu.former, in.who())
 	r.forgetUnknownLocked(in.who())
+	r.notePagesLocked(in)
 	r.mu.seq++
 	in.seq = r.mu.seq
 	r.mu.instances[in.who()] = in

@@ -46,6 +46,7 @@ type Worker struct {
 	Process atomic.Pointer[peercred.Process] // which registered it, once that is proved
 	Search  Search
 
+	Pins         bool                  // a device of its process may have the pool's pages pinned
 	Envelopes    bool                  // what it sends with its commits is an envelope, no pickle
 	GroupLayouts []lmcache.GroupLayout // of a worker that copies itself and has several object groups
 

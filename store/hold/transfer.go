@@ -59,6 +59,7 @@ type Hold struct {
 	Staged    int64 // what they take of the pool, of a store
 	Deadline  time.Time
 	Reads     bool // the slots are kept for it
+	Marked    bool // the places were marked before the worker learned of them
 
 	number uint64 // in order of the prepares
 	former bool   // of a worker of an earlier server

@@ -396,6 +396,9 @@ func (p *Pool) View(s Slot) []byte {
 	return p.segment.Bytes(r.offset(), r.length())
 }
 
+// At returns the n bytes at off.
+func (p *Pool) At(off, n int64) []byte { return p.segment.Bytes(off, n) }
+
 // Populate makes the kernel provide n bytes of the segment at off, clipped to its
 // end, without changing their content; with keep they stay mapped here. Safe beside
 // every other method.

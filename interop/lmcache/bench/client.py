@@ -21,6 +21,7 @@ class Client:
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
         self.torch, self.zmq, self.np = torch, zmq, np
+        self.device = getattr(args, "device", "cpu")
         torch.set_num_threads(1)
         self.Key, self.EGI, self.ET = IPCCacheServerKey, EngineGroupInfo, EngineType
         self.packed = "token_bytes" in IPCCacheServerKey.__dataclass_fields__  # 0.5.7
@@ -87,13 +88,18 @@ class Client:
             if fill:
                 raw = torch.randint(
                     0, 255, (int(torch.tensor(shape).prod()) * dtype.itemsize,),
-                    dtype=torch.uint8,
+                    dtype=torch.uint8, device=self.device,
                 )
                 x = raw.view(dtype).view(shape)
             else:
-                x = torch.zeros(shape, dtype=dtype)
+                x = torch.zeros(shape, dtype=dtype, device=self.device)
             out[f"model.layers.{i}.self_attn.attn"] = x
         return out
+
+    def finish_copies(self):
+        """Waits until the device has done what was asked of it: a copy to a GPU is only queued when retrieve returns."""
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()
 
     def same(self, a, ab, b, bb, mla=False):
         """Byte compare blocks ``ab`` of kv ``a`` with blocks ``bb`` of kv ``b``."""

@@ -102,7 +102,7 @@ class Kill9:
         b.scope = f"k{os.urandom(4).hex()}"
         C = b.chunk
         layers = max(1, min(64, round(self.args.l1_gb * 2**30 / 300 / (2 * C * self.heads * self.dim * 2))))
-        b.ramp = b.torch.arange(2 * C * self.heads * self.dim * 2 // 8, dtype=b.torch.int64) * 0x2545F4914F6CDD1D
+        b.ramp = b.torch.arange(2 * C * self.heads * self.dim * 2 // 8, dtype=b.torch.int64, device=b.device) * 0x2545F4914F6CDD1D
         b.layers, b.chunk_bytes = layers, layers * 2 * C * self.heads * self.dim * 2
         kv = b.kv(layers, self.heads, self.dim, b.torch.float16, self.PER * (C // self.bs), self.bs, fill=False)
         b.kvt, b.mode = kv, mode

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package peercred
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// devices are how the paths begin of what processes map that use an accelerator: NVIDIA's, AMD's and Intel's GPUs, and others.
+var devices = []string{"/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel", "/dev/davinci", "/dev/neuron", "/dev/hl"}
+
+// UsesDevice reports whether a process maps an accelerator, which can copy to and from memory on its own; seen is false where
+// its mappings cannot be read.
+func UsesDevice(pid int) (uses, seen bool) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return false, false
+	}
+	defer f.Close()
+	return namesDevice(f)
+}
+
+// namesDevice is UsesDevice for the text of /proc/PID/maps.
+func namesDevice(maps io.Reader) (uses, whole bool) {
+	lines := bufio.NewScanner(maps)
+	for lines.Scan() {
+		_, path, ok := strings.Cut(lines.Text(), " /dev/")
+		for _, d := range devices {
+			if ok && strings.HasPrefix("/dev/"+path, d) {
+				return true, true
+			}
+		}
+	}
+	return false, lines.Err() == nil
+}
+
+// Began returns when the process started; false where that is not known.
+func (p Process) Began() (time.Time, bool) {
+	var now unix.Timespec
+	if p.PID == 0 || unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {
+		return time.Time{}, false
+	}
+	const perSecond = 100 // ticks, in /proc on every architecture
+	age := time.Duration(now.Nano()) - time.Duration(p.Started)*(time.Second/perSecond)
+	return time.Now().Add(-age), true
+}
+
+// FileBorn returns when a file was made; false where its file system does not say.
+func FileBorn(path string) (time.Time, bool) {
+	var st unix.Statx_t
+	if unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_BTIME, &st) != nil || st.Mask&unix.STATX_BTIME == 0 {
+		return time.Time{}, false
+	}
+	return time.Unix(st.Btime.Sec, int64(st.Btime.Nsec)), true
+}

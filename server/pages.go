@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server
+
+import (
+	"errors"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/server/workers"
+)
+
+// errOtherPages is why a worker that comes back is not offered the pool.
+var errOtherPages = errors.New("its engine ran before this pool was made, or before the pool became larger, and its GPU may have the pages of the earlier one pinned; " +
+	"restart the engine to have it copy to the pool again")
+
+// mayPin reports whether a device of a process may copy to and from the pool: not where it is seen that the process uses none.
+func (s *Server) mayPin(pid int) bool {
+	uses, seen := s.opts.UsesDevice(pid)
+	return uses || !seen
+}
+
+// pinsOther reports why a worker that registers is not offered the pool: its device may have other pages pinned.
+func (s *Server) pinsOther(in *workers.Worker, pid int) error {
+	if !in.Pins {
+		return nil
+	}
+	younger := false
+	if p, ok := peercred.Running(pid); ok && !s.poolMade.IsZero() {
+		began, known := p.Began()
+		younger = known && began.After(s.poolMade.Add(time.Second))
+	}
+	if s.registry.MayPinOther(in.ID, in.By, younger) {
+		return errOtherPages
+	}
+	return nil
+}
+
+// copiesElsewhere drops a worker whose commits leave the pool as it was: it is asked to register again, and its chunks then pass
+// through the socket.
+func (s *Server) copiesElsewhere(in *workers.Worker) {
+	s.registry.PinsOther(in.ID, in.By)
+	if !s.registry.RemoveThis(in) {
+		return
+	}
+	s.log.Error("what a worker stored did not reach the pool, and is not kept: its GPU has the pages of an earlier pool pinned, as LMCache's clients leave them when they register again. "+
+		"Nothing of it was served. Its chunks pass through the socket until its engine is restarted", "worker", in.ID, "model", in.Model)
+	s.detachWorker(in, "copied elsewhere")
+	s.save()
+}

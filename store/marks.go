@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"encoding/binary"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/pool"
+)
+
+// Marks show whether a worker's copy reached the pool. A worker that copies with a device has the pool's pages pinned. A client
+// that maps the pool anew without giving up the old pages copies to those, and the pool keeps what it had: its commit would make
+// that a chunk. So a place of such a worker gets marks before the worker learns of it, at its start, its end and every
+// markEvery bytes between. A copy overwrites all of them.
+const (
+	markBytes = 16
+	markEvery = 2 << 20
+)
+
+// eachMark calls f with each marked part of an object's bytes and what the mark there is, until f reports false.
+func (s *Store) eachMark(object []byte, offset int64, f func(part []byte, mark [markBytes]byte) bool) {
+	n := len(object)
+	if n < markBytes {
+		return // chance would write such a mark too often
+	}
+	for at := 0; ; at = min(at+markEvery, n-markBytes) {
+		x := s.marks ^ uint64(offset+int64(at))*0x9e3779b97f4a7c15
+		var mark [markBytes]byte
+		binary.LittleEndian.PutUint64(mark[:], x)
+		binary.LittleEndian.PutUint64(mark[8:], ^x*0xff51afd7ed558ccd)
+		if !f(object[at:at+markBytes], mark) || at == n-markBytes {
+			return
+		}
+	}
+}
+
+// mark marks the places of a worker that has not learned of them yet.
+func (s *Store) mark(places []heldObject) {
+	_ = shm.Guard(func() { // where the memory is gone, unwritten finds out
+		for _, o := range places {
+			s.eachMark(s.mu.pool.At(o.offset, o.bytes), o.offset, func(part []byte, mark [markBytes]byte) bool {
+				copy(part, mark[:])
+				return true
+			})
+		}
+	})
+}
+
+// markedObject is a marked object of a transfer that ends.
+type markedObject struct {
+	offset int64
+	bytes  []byte
+}
+
+// markedLocked returns the objects of a hold that are marked.
+func (s *Store) markedLocked(h *hold.Hold) (objects []markedObject) {
+	if !h.Marked {
+		return nil
+	}
+	for _, slot := range h.Slots {
+		objects = append(objects, markedObject{s.mu.pool.Offset(pool.Slot(slot)), s.mu.pool.View(pool.Slot(slot))})
+	}
+	return objects
+}
+
+// unwritten reports whether a mark of objects is still there. Nobody else touches them: their hold is out of the table and
+// has not ended.
+func (s *Store) unwritten(objects []markedObject) (left bool) {
+	err := shm.Guard(func() {
+		for _, o := range objects {
+			s.eachMark(o.bytes, o.offset, func(part []byte, mark [markBytes]byte) bool {
+				left = [markBytes]byte(part) == mark
+				return !left
+			})
+			if left {
+				return
+			}
+		}
+	})
+	return left || err != nil
+}
