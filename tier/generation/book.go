@@ -74,6 +74,7 @@ type Book struct {
 		kept       state         // written last; more than mu.state while a commit is to come
 		number     uint64        // of the last Prepare
 		counts     chan struct{} // closed once that was committed
+		unkept     bool          // a file does not have what was written last
 	}
 
 	mu struct {
@@ -310,6 +311,24 @@ func (b *Book) Repair() error {
 	return errors.Join(errs...)
 }
 
+// retry writes the files again that could not be written: until they are, a later life would begin another generation where
+// one is damaged, and not know of a clear where one is old. It is called with writing.
+func (b *Book) retry() {
+	if !b.writing.unkept {
+		return
+	}
+	b.writing.unkept = false
+	now := b.latest()
+	for _, path := range b.files {
+		if s, err := read(path); err != nil || !s.same(&now) {
+			_ = b.writeOne(path, &now) // was logged when it failed first
+		}
+	}
+	if !b.writing.unkept {
+		b.log.Info("the generations are kept in all files again")
+	}
+}
+
 // Files returns the paths that keep the generations.
 func (b *Book) Files() []string { return b.files }
 
@@ -327,10 +346,12 @@ func (b *Book) write(s *state) error {
 
 func (b *Book) writeOne(path string, s *state) error {
 	_, err := read(path)
-	if !errors.Is(err, errNewer) {
+	newer := errors.Is(err, errNewer)
+	if !newer {
 		err = replace(path, s.text())
 	}
 	if err != nil {
+		b.writing.unkept = b.writing.unkept || !newer
 		return fmt.Errorf("keep the generation in %s: %w", path, err)
 	}
 	return nil

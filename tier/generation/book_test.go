@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/generation"
@@ -293,6 +294,55 @@ func TestObjectsOfManyClearsAreStale(t *testing.T) {
 	for i := range clears {
 		if !b.Stale(tier.Content{Key: key(i)}) {
 			t.Errorf("objects of clear %d stay in the tier", i)
+		}
+	}
+}
+
+// A file that cannot be written is written once it can be: else each later life would find it damaged, and begin another
+// generation, which what was stored in between is older than. The Book of one server, and one that shares its directory.
+func TestFileIsWrittenOnceItCanBe(t *testing.T) {
+	for _, shared := range []bool{false, true} {
+		for _, what := range []string{"repair", "clear"} {
+			file := filepath.Join(t.TempDir(), generation.FileName)
+			inTheWay := filepath.Join(file, "in the way") // a directory that is not empty is replaced by no file
+			if err := os.MkdirAll(inTheWay, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			names, place, k := tier.NewNames(), tier.NewMemory(1<<20), kv.Key{Namespace: kv.Namespace{1}}
+			names.Add(k.Namespace, "m", nil)
+			b := open(t, names, file)
+			if !b.Damaged() {
+				t.Fatal("the file is not damaged")
+			}
+			if shared {
+				b.Watch(20 * time.Millisecond)
+			}
+			if what == "clear" {
+				commit, err := b.Prepare(nil)
+				if err == nil {
+					t.Error("a clear was kept in a file that cannot be written")
+				}
+				commit()
+			}
+			if err := b.Repair(); err == nil {
+				t.Error("a file that cannot be written was repaired")
+			}
+			if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+				t.Fatal(err)
+			}
+			ctx, end := context.WithCancel(t.Context())
+			var wg sync.WaitGroup
+			wg.Go(func() { b.Run(ctx) })
+			if err := os.RemoveAll(file); err != nil {
+				t.Fatal(err)
+			}
+			testkit.Eventually(t, "the file is written", func() bool { _, err := os.Stat(file); return err == nil })
+			end()
+			wg.Wait()
+			again, metas := open(t, names, file), make([]tier.Meta, 1)
+			if err := again.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 1 || again.Damaged() {
+				t.Errorf("shared %v, %s: the next life finds %+v, %v, damaged %v", shared, what, metas[0], err, again.Damaged())
+			}
 		}
 	}
 }

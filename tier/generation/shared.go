@@ -101,11 +101,8 @@ func (b *Book) Confirm(ctx context.Context) {
 	}
 }
 
-// Run reads the notes until ctx ends.
+// Run reads the notes, and writes again what could not be written, until ctx ends.
 func (b *Book) Run(ctx context.Context) {
-	if !b.shared.watch {
-		return
-	}
 	every := cmp.Or(min(b.shared.files, time.Second), time.Second)
 	for _, p := range b.shared.places {
 		every = min(every, p.Every)
@@ -118,7 +115,13 @@ func (b *Book) Run(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		b.Sync(ctx)
+		if b.shared.watch {
+			b.Sync(ctx)
+			continue
+		}
+		b.writing.Lock()
+		b.retry()
+		b.writing.Unlock()
 	}
 }
 
@@ -138,6 +141,7 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	now := time.Now()
 	b.shared.asked.Store(now.UnixNano())
 	b.writing.Lock()
+	b.retry()
 	next, notes := b.gather(ctx, now, all)
 	kept = true
 	for _, n := range notes {
