@@ -51,7 +51,7 @@ class Engine:
     """A scheduler and a worker of one release, in this process, with blocks of so many tokens."""
 
     def __init__(self, url, model, single_plane, block=BLOCK, device="cpu"):
-        self.block = block
+        self.block, self.device = block, device
         import lmcache.integration.vllm.vllm_multi_process_adapter as adapter
         import torch
         import zmq
@@ -137,6 +137,10 @@ class Engine:
         make = getattr(self.worker, "create_recorded_event", None)
         if make is not None:
             return make()
+        if self.device != "cpu":
+            event = self.torch.cuda.Event(interprocess=True)
+            event.record()
+            return event
 
         class Event:
             def ipc_handle(self):
