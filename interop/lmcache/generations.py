@@ -288,7 +288,7 @@ class Remote:
     def __init__(self, args, release, folder, single_plane, url=None, block=BLOCK, model=MODEL):
         self.release = release + ", one plane and two ranks" * single_plane + f", blocks of {block}" * (block != BLOCK)
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH")))), LMCACHE_LOG_LEVEL="ERROR", LMCACHE_TRACK_USAGE="false", PYTHONWARNINGS="ignore")
-        command = [sys.executable, self.script, "--engine", "--url", url or args.url, "--block", str(block), "--device", args.device, "--model", model + "/mla" * single_plane]
+        command = [sys.executable, self.script, "--engine", "--url", url or args.url, "--block", str(block), "--device", getattr(args, "device", "cpu"), "--model", model + "/mla" * single_plane]
         if args.record:
             command += ["--record", os.path.join(args.record, release + ".json")]
         self.log = os.path.join(args.logs, f"{release}{'-mla' * single_plane}-{block}.log")
