@@ -135,7 +135,7 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	for g := range r.tables {
 		s.leaveWindow(r, g, looks)
 	}
-	if s.need(r, upto, looks, hit, false)+mark > s.pool.free-reserved {
+	if needed := s.need(r, upto, looks, hit, false) + mark; needed > s.pool.free-reserved && (needed > s.pool.free || !s.standsStill(r)) {
 		return false
 	}
 	for g, group := range s.c.Groups {
@@ -154,6 +154,21 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	}
 	if !async {
 		s.commit(r, min(total+n, r.tokens))
+	}
+	return true
+}
+
+// standsStill reports whether only reservations keep r from loading, its own among them, and nothing goes on that would end
+// one. vLLM 0.32 leaves a request whose load failed among the prefills in flight: it must fit beside its own reservation, and
+// where it does not, it stands at the head of the queue for ever.
+func (s *Scheduler) standsStill(r *Request) bool {
+	if !r.prefill || len(s.running) > 0 || len(s.late) > 0 {
+		return false
+	}
+	for _, o := range s.requests { // those that this pass has skipped are in no queue
+		if o.status == Loading && !o.arrived {
+			return false
+		}
 	}
 	return true
 }

@@ -16,6 +16,7 @@
 // internal/testkit/testdata/vllm-scheduler, of one group of full attention or of a sliding
 // window. No speculation. Where vLLM would use KV that is not there, it is not followed: a load
 // of a hybrid model that fails in part begins anew, and a prompt that was loaded whole keeps what
-// its last token looks at. One such case is as recorded: under Config.Priority a victim that
+// its last token looks at. Nor where vLLM stands still: a request whose load failed begins again although it does not fit beside the
+// reservation that it left. One such case is as recorded: under Config.Priority a victim that
 // gives way in the pass that scheduled it leaves blocks that can be found and were not computed.
 package sched
