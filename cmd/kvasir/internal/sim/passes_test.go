@@ -20,9 +20,10 @@ func severalPasses(trace string) map[string]interface{ Run(e *Env) error } {
 	f.JSON = "-"
 	scheduled := replayCmd{Trace: trace, Block: 512, Scale: 1, HeadBytes: 8, Scheduled: true, Prefill: 1, Decode: 1, Profile: "h100-llama-3.1-8b"}
 	withBytes := replayCmd{Trace: trace, Block: 512, Scale: 32, HeadBytes: 8, Bytes: true, Decode: 1, Profile: "a10-qwen2.5-7b", Capacity: 500, Requests: 300}
-	scheduled.JSON, withBytes.JSON = "-", "-"
+	swept := sweepCmd{Trace: trace, Requests: 400, Profile: "h100-llama-3.1-8b", PD: []string{"1:1", "0:2"}, Rate: []float64{0, 3}, Goodput: []string{"ttft:100"}}
+	scheduled.JSON, withBytes.JSON, swept.JSON = "-", "-", "-"
 	withBytes.Set = map[string]float64{"activation_gib": 5.4}
-	return map[string]interface{ Run(e *Env) error }{"fleet": &f, "replay --scheduled": &scheduled, "replay --bytes": &withBytes}
+	return map[string]interface{ Run(e *Env) error }{"fleet": &f, "replay --scheduled": &scheduled, "replay --bytes": &withBytes, "sweep": &swept}
 }
 
 // took are the fields of a result that say how long a run took.
