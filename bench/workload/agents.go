@@ -116,14 +116,14 @@ type agentSession struct {
 // of its own; the session pauses until it ends. A session that ends is replaced by a new one.
 func Agents(n int, o AgentOptions) []Request {
 	out := make([]Request, 0, max(n, 0))
-	for q := range agents(n, o) {
+	for q := range AgentRequests(n, o) {
 		out = append(out, q)
 	}
 	return out
 }
 
-// agents is Agents one request after another, anew for each pass.
-func agents(n int, o AgentOptions) iter.Seq2[Request, error] {
+// AgentRequests is Agents one request after another, anew each time that the sequence is read.
+func AgentRequests(n int, o AgentOptions) iter.Seq2[Request, error] {
 	o.defaults()
 	return func(yield func(Request, error) bool) {
 		g := generator{o: o, rnd: rand.New(rand.NewPCG(o.Seed, 6)), next: 1 << 20}

@@ -119,7 +119,7 @@ func (t *Reader) inFile() iter.Seq2[Request, error] {
 // pass is a sequence of what a new Reader reads.
 func (t *Trace) pass(o TraceOptions, order func(*Reader) iter.Seq2[Request, error]) iter.Seq2[Request, error] {
 	if t.file == nil {
-		return agents(t.o.Max, AgentOptions{Block: t.o.BlockTokens})
+		return AgentRequests(t.o.Max, AgentOptions{Block: t.o.BlockTokens})
 	}
 	return func(yield func(Request, error) bool) {
 		if t.found.requests > 0 {
