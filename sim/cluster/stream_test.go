@@ -170,3 +170,13 @@ func TestStreamThatEndsEarly(t *testing.T) {
 		t.Errorf("no requests: %+v, %v", got, err)
 	}
 }
+
+// A trace whose times count from 1970 is an error that says what to do.
+func TestTimesThatAreTooLate(t *testing.T) {
+	list := equal(3, 100, 2)
+	list[2].Arrival = 1_700_000_000 * time.Second
+	r, err := cluster.Run(t.Context(), list, cluster.Options{Profile: small(t, 100), Decode: 1})
+	if !errors.Is(err, cluster.ErrOptions) || !strings.Contains(err.Error(), "request 3 comes at 472222h13m20s, 320255h58m") || !strings.Contains(err.Error(), "let the times begin near 0") || r.Figures().Completed != 2 {
+		t.Errorf("%v", err)
+	}
+}

@@ -307,6 +307,9 @@ func (r *run) loop(ctx context.Context) error {
 		} else {
 			break
 		}
+		if arrival && r.now > maxVirtual {
+			return fmt.Errorf("%w: request %d comes at %v, %v is the last moment: let the times begin near 0", ErrOptions, r.sent+1, r.now, maxVirtual)
+		}
 		if r.now > maxVirtual {
 			return fmt.Errorf("%w: the clock passed %v with %d of %d requests done", ErrOptions, maxVirtual, r.done, r.total())
 		}
