@@ -18,6 +18,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -255,8 +256,11 @@ func (g *Generator) Stream(ctx context.Context, requests iter.Seq2[workload.Requ
 			run.Unfinished++
 			continue
 		}
-		run.Samples = append(run.Samples, p.samples[i])
+		p.samples[len(run.Requests)] = p.samples[i] // in place: there may be many
 		run.Requests = append(run.Requests, i)
+	}
+	if ended := len(run.Requests); ended > 0 {
+		run.Samples = slices.Clip(p.samples[:ended])
 	}
 	run.Seconds = time.Duration(p.last.Load()).Seconds()
 	return run

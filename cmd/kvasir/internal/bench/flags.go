@@ -91,7 +91,7 @@ const Help = `Sends requests to an endpoint of the OpenAI API and measures times
 throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/reference/bench.md has the definitions.
 
 A trace (timed_trace, aiperf) may be longer than memory: it is read once to check it, and again while it is sent. What remains of a request is its
-result, about 150 bytes and 8 for each token. A pipe is copied to a temporary file without a name in $TMPDIR.
+result, about 200 bytes and 16 for each token. A pipe is copied to a temporary file without a name in $TMPDIR.
 
 Examples:
   kvasir engine --port 8000 --prefill-tokens-per-second 20000 --step-time 10ms
