@@ -111,7 +111,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 				yield(workload.Request{}, fmt.Errorf("%w: --rate %v: %w", fleet.ErrOptions, c.Rate, err))
 			}
 		}
-		return fleet.List(list)
+		return workload.Each(list)
 	}
 	return o, done, nil
 }
