@@ -161,6 +161,24 @@ func TestPassesOverAPipe(t *testing.T) {
 	}
 }
 
+// A pipe whose copy finds no room on the disk is an error with words.
+func TestPipeWithoutRoomForItsCopy(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_RDWR, 0)
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := errors.Join(err, syscall.Mkfifo(pipe, 0o600)); err != nil {
+		t.Skip(err)
+	}
+	go func() { _ = os.WriteFile(pipe, []byte(traceLine(1, 1)), 0o600) }()
+	trace := opened(t, pipe, TraceOptions{})
+	if err := trace.spool.Close(); err != nil {
+		t.Fatal(err)
+	}
+	trace.spool = full
+	if _, err := Count(t.Context(), trace.Lines()); !errors.Is(err, syscall.ENOSPC) || !errors.Is(err, ErrTrace) || !strings.Contains(err.Error(), "write the temporary file of a trace that can be read only once") {
+		t.Error(err)
+	}
+}
+
 // Passes take bounded memory, whatever the trace's length: here 40 MB of lines three times.
 func TestPassesTakeBoundedMemory(t *testing.T) {
 	const count, most = 13_000, 4 << 20
