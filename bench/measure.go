@@ -98,7 +98,7 @@ func Measure(samples []Sample, seconds float64, o Options) *Result {
 		if v, ok := s.TPOT(); ok {
 			tpot = append(tpot, v)
 		}
-		if meetsSLOs(o.SLOs, s) {
+		if s.Meets(o.SLOs) {
 			good++
 		}
 	}

@@ -78,8 +78,8 @@ func ParseSLOs(words []string) ([]SLO, error) {
 	return out, nil
 }
 
-// meetsSLOs reports whether a request met all limits. A request of one token has a TPOT of 0.
-func meetsSLOs(slos []SLO, s *Sample) bool {
+// Meets reports whether a request that succeeded met all limits. A request of one token has a TPOT of 0.
+func (s *Sample) Meets(slos []SLO) bool {
 	for _, o := range slos {
 		v := s.TTFT
 		switch o.Metric {

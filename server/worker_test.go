@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -150,7 +151,7 @@ func TestStoreAndRetrieve(t *testing.T) {
 func TestPlayWorkload(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 2000, server.Options{})
 	defer stop()
-	r, err := demo.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), demo.PlayOptions{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
+	r, err := demo.Play(t.Context(), workload.Each(workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10})), demo.PlayOptions{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -159,6 +160,53 @@ func TestPlayWorkload(t *testing.T) {
 	}
 	if st := n.store.Stats(); st.Transfers != 0 || st.Sessions != 0 {
 		t.Fatalf("left %+v", st)
+	}
+}
+
+// A workload is played in memory that does not grow with the names of its blocks: here 2,000 requests whose names would take 32 MB. An error of the
+// requests is that of the play, which keeps what was done.
+func TestPlayWorkloadInBoundedMemory(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 200, server.Options{})
+	defer stop()
+	heap := func() int64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	const requests = 2000
+	broken := errors.New("line 7 is bad")
+	before, most, end := int64(0), int64(0), error(nil)
+	made := func(yield func(workload.Request, error) bool) {
+		for i := range int64(requests) {
+			q := workload.Request{Input: 32, BlockTokens: 16, Blocks: make([]int64, 2000)}
+			q.Blocks[0], q.Blocks[1] = i%50, i%50+50
+			switch {
+			case i == requests/10:
+				before = heap()
+			case i > requests/10 && i%400 == 0:
+				most = max(most, heap()-before)
+			case i == 20 && end != nil:
+				yield(workload.Request{}, end)
+				return
+			}
+			if !yield(q, nil) {
+				return
+			}
+		}
+	}
+	play := func() (*demo.PlayReport, error) {
+		return demo.Play(t.Context(), made, demo.PlayOptions{URL: n.url, Model: "m", Layout: smallLayout, Workers: 2, ShmDir: n.dir})
+	}
+	if r, err := play(); err != nil || r.Requests != requests || len(r.Lookups) != requests || r.WrongBytes != 0 || r.HitTokens < 1900*32 {
+		t.Fatalf("%+v, %v", r, err)
+	}
+	if most > 8<<20 {
+		t.Errorf("%d bytes of heap more than at the tenth part, 8 MiB are allowed", most)
+	}
+	end = broken
+	if r, err := play(); !errors.Is(err, broken) || r == nil || r.Requests != 20 {
+		t.Errorf("%+v, %v", r, err)
 	}
 }
 

@@ -14,9 +14,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -218,31 +220,47 @@ type Run struct {
 	Requests   []int          // which request of the workload each Sample is
 	Began      time.Time
 	Seconds    float64 // to the end of the last Sample
-	Unfinished int     // in progress or not sent when ctx ended
+	Unfinished int     // in progress or not sent when ctx ended, or when the requests ended with an error
+	Err        error   // of the requests of Stream
 }
+
+// Limits of turns that were read and wait for the turn before them. Beyond them the next request is read when one of these is sent.
+const (
+	maxWaiting       = 1 << 16
+	maxWaitingBlocks = 1 << 23 // names of their blocks: 64 MiB
+)
 
 // Run sends the requests at their arrivals, waits for all of them, and returns what became
 // of them. When ctx ends, what has ended until then is returned.
 func (g *Generator) Run(ctx context.Context, requests []workload.Request) *Run {
+	return g.Stream(ctx, workload.Each(requests), len(requests))
+}
+
+// Stream is Run for n requests that come one after another, in the order in which they are sent. A request is read when it is due, and kept
+// until it has ended; of each one a Sample remains. An error of the requests ends the run as ctx does, but what is in progress goes on to its end.
+func (g *Generator) Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], n int) *Run {
 	began := time.Now()
 	for _, n := range []*atomic.Int64{&g.done, &g.failed, &g.tokens} {
 		n.Store(0) // of a run before, and of warm-ups
 	}
-	g.total.Store(int64(len(requests)))
+	g.total.Store(int64(n))
 	g.began.Store(began.UnixNano())
-	p := &play{g: g, ctx: ctx, began: began, samples: make([]bench.Sample, len(requests)), ended: make([]bool, len(requests))}
+	p := &play{g: g, ctx: ctx, began: began, samples: make([]bench.Sample, n), ended: make([]bool, n)}
+	p.waiting.most, p.waiting.mostBlocks = maxWaiting, maxWaitingBlocks
 	if g.o.MaxConcurrency > 0 {
 		p.slots = make(chan struct{}, g.o.MaxConcurrency)
 	}
-	p.dispatch(requests)
-	run := &Run{Began: began}
-	for i := range requests {
+	run := &Run{Began: began, Err: p.dispatch(requests)}
+	for i := range n {
 		if !p.ended[i] {
 			run.Unfinished++
 			continue
 		}
-		run.Samples = append(run.Samples, p.samples[i])
+		p.samples[len(run.Requests)] = p.samples[i] // in place: there may be many
 		run.Requests = append(run.Requests, i)
+	}
+	if ended := len(run.Requests); ended > 0 {
+		run.Samples = slices.Clip(p.samples[:ended])
 	}
 	run.Seconds = time.Duration(p.last.Load()).Seconds()
 	return run
@@ -257,17 +275,26 @@ type play struct {
 	samples []bench.Sample
 	ended   []bool
 	last    atomic.Int64 // ns after began at which a request ended
+	waiting waiting
 }
 
 // dispatch starts requests and returns when all have ended.
-func (p *play) dispatch(requests []workload.Request) {
+func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	turns := map[int]chan struct{}{} // by conversation: closed when its last turn so far has ended
+	defer context.AfterFunc(p.ctx, p.waiting.end)()
+	var t turns
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	for i := range requests {
-		r := &requests[i]
+	read := 0
+	for r, err := range requests {
+		i := read
+		if read++; err == nil && i == len(p.samples) {
+			err = fmt.Errorf("load: there are more than %d requests", i)
+		}
+		if err != nil {
+			return err
+		}
 		if wait := time.Until(p.began.Add(r.Arrival)); wait > 0 {
 			timer.Reset(wait)
 			select {
@@ -276,41 +303,124 @@ func (p *play) dispatch(requests []workload.Request) {
 			}
 		}
 		if p.ctx.Err() != nil {
-			return
+			return nil
 		}
 		due := p.began.Add(r.Arrival)
 		var before, after chan struct{}
 		if p.g.o.Turns {
-			after = make(chan struct{})
-			before, turns[r.Conversation] = turns[r.Conversation], after
+			before, after = t.next(r.Conversation)
 		}
 		if before == nil && !p.enter() {
-			return
+			return nil
+		}
+		if before != nil {
+			p.waiting.add(len(r.Blocks))
 		}
 		wg.Go(func() {
 			if after != nil {
 				defer close(after)
 			}
-			if before != nil {
-				select {
-				case <-before:
-				case <-p.ctx.Done():
-					return
-				}
-				if r.Pause > 0 && !p.pause(r.Pause) {
-					return
-				}
-				if now := time.Now(); now.After(due) {
-					due = now
-				}
-				if !p.enter() {
-					return
-				}
+			if before != nil && !p.await(before, &r, &due) {
+				return
 			}
-			p.play(i, r, due)
+			p.play(i, &r, due)
 			p.leave()
 		})
 	}
+	if read < len(p.samples) {
+		return fmt.Errorf("load: there are %d requests, and %d were to come", read, len(p.samples))
+	}
+	return nil
+}
+
+// await waits for the turn before a request, its pause and a slot. It reports false when ctx ended first.
+func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) bool {
+	defer p.waiting.remove(len(r.Blocks))
+	select {
+	case <-before:
+	case <-p.ctx.Done():
+		return false
+	}
+	if r.Pause > 0 && !p.pause(r.Pause) {
+		return false
+	}
+	if now := time.Now(); now.After(*due) {
+		*due = now
+	}
+	return p.enter()
+}
+
+// turns are the last turns of conversations so far: each has a channel that is closed when the turn has ended.
+type turns struct {
+	last  map[int]chan struct{}
+	check int // conversations at which those that have ended are looked for
+}
+
+// over is the channel of all turns that were seen to have ended.
+var over = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
+// next returns the channel of the turn before the next one of a conversation, nil for none, and that of the next one.
+func (t *turns) next(conversation int) (before, after chan struct{}) {
+	if t.last == nil {
+		t.last, t.check = make(map[int]chan struct{}), 1024
+	}
+	if len(t.last) >= t.check {
+		t.check = 2 * len(t.last)
+		for id, c := range t.last {
+			select {
+			case <-c:
+				t.last[id] = over
+			default:
+			}
+		}
+	}
+	after = make(chan struct{})
+	before, t.last[conversation] = t.last[conversation], after
+	return before, after
+}
+
+// waiting counts requests that wait for the turn before them, and holds up who adds more than there may be.
+type waiting struct {
+	most, mostBlocks int
+
+	mu struct {
+		sync.Mutex
+		requests, blocks int
+		ended            bool
+	}
+	fewer sync.Cond // uses mu
+}
+
+// add counts a request, once there is room for it: one always has room.
+func (w *waiting) add(blocks int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.fewer.L = &w.mu
+	for w.mu.requests > 0 && (w.mu.requests >= w.most || w.mu.blocks+blocks > w.mostBlocks) && !w.mu.ended {
+		w.fewer.Wait()
+	}
+	w.mu.requests++
+	w.mu.blocks += blocks
+}
+
+func (w *waiting) remove(blocks int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.mu.requests--
+	w.mu.blocks -= blocks
+	w.fewer.Signal()
+}
+
+// end lets add return at once.
+func (w *waiting) end() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.mu.ended = true
+	w.fewer.Signal()
 }
 
 // pause waits, and reports false when ctx ended first.

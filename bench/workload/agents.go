@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"container/heap"
 	"fmt"
+	"iter"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -27,11 +28,11 @@ func Load(name string, o TraceOptions) ([]Request, error) {
 		return nil, err
 	}
 	if name == Agentic {
-		n := cmp.Or(o.Max, agenticRequests)
-		if n > MaxAgentic || o.BlockTokens < minAgentBlock {
-			return nil, fmt.Errorf("%w: %s: %d requests, blocks of %d tokens: %d requests at most and blocks of %d tokens at least are made", ErrTrace, name, n, o.BlockTokens, MaxAgentic, minAgentBlock)
+		o.Max = cmp.Or(o.Max, agenticRequests)
+		if err := checkAgentic(&o); err != nil {
+			return nil, err
 		}
-		return Agents(n, AgentOptions{Block: o.BlockTokens}), nil
+		return Agents(o.Max, AgentOptions{Block: o.BlockTokens}), nil
 	}
 	f, err := os.Open(name)
 	if err != nil {
@@ -45,6 +46,14 @@ func Load(name string, o TraceOptions) ([]Request, error) {
 	}
 	slices.SortStableFunc(out, func(a, b Request) int { return cmp.Compare(a.Arrival, b.Arrival) })
 	return out, nil
+}
+
+// checkAgentic is an error for requests of Agents that Load does not make.
+func checkAgentic(o *TraceOptions) error {
+	if o.Max > MaxAgentic || o.BlockTokens < minAgentBlock {
+		return fmt.Errorf("%w: %s: %d requests, blocks of %d tokens: %d requests at most and blocks of %d tokens at least are made", ErrTrace, Agentic, o.Max, o.BlockTokens, MaxAgentic, minAgentBlock)
+	}
+	return nil
 }
 
 // MaxAgentic bounds the requests of Agents that Load makes.
@@ -106,24 +115,36 @@ type agentSession struct {
 // seconds, now and then for minutes, when a person reads or a build runs. Some steps start a sub-agent with the same system prompt and a task
 // of its own; the session pauses until it ends. A session that ends is replaced by a new one.
 func Agents(n int, o AgentOptions) []Request {
-	o.defaults()
-	g := agents{o: o, rnd: rand.New(rand.NewPCG(o.Seed, 6)), next: 1 << 20}
-	for range o.Open {
-		heap.Push(&g.sessions, g.begin(time.Duration(g.rnd.Float64()*float64(10*o.Pause)), nil))
-	}
 	out := make([]Request, 0, max(n, 0))
-	for len(out) < n {
-		s := heap.Pop(&g.sessions).(*agentSession)
-		output := 40 + g.rnd.IntN(300)
-		out = append(out, Request{
-			Arrival: s.at, Input: s.tokens, Output: output, Blocks: slices.Clone(s.blocks), BlockTokens: o.Block, Conversation: s.id, Turn: s.turn,
-		})
-		g.after(s, output)
+	for q := range AgentRequests(n, o) {
+		out = append(out, q)
 	}
 	return out
 }
 
-type agents struct {
+// AgentRequests is Agents one request after another, anew each time that the sequence is read.
+func AgentRequests(n int, o AgentOptions) iter.Seq2[Request, error] {
+	o.defaults()
+	return func(yield func(Request, error) bool) {
+		g := generator{o: o, rnd: rand.New(rand.NewPCG(o.Seed, 6)), next: 1 << 20}
+		for range o.Open {
+			heap.Push(&g.sessions, g.begin(time.Duration(g.rnd.Float64()*float64(10*o.Pause)), nil))
+		}
+		for range n {
+			s := heap.Pop(&g.sessions).(*agentSession)
+			output := 40 + g.rnd.IntN(300)
+			if !yield(Request{
+				Arrival: s.at, Input: s.tokens, Output: output, Blocks: slices.Clone(s.blocks), BlockTokens: o.Block, Conversation: s.id, Turn: s.turn,
+			}, nil) {
+				return
+			}
+			g.after(s, output)
+		}
+	}
+}
+
+// generator makes requests of agents.
+type generator struct {
 	o        AgentOptions
 	rnd      *rand.Rand
 	next     int64 // the name of the next block
@@ -132,7 +153,7 @@ type agents struct {
 }
 
 // begin makes a session whose first step is at a time.
-func (g *agents) begin(at time.Duration, parent *agentSession) *agentSession {
+func (g *generator) begin(at time.Duration, parent *agentSession) *agentSession {
 	s := &agentSession{at: at, id: g.ids, left: 4 + int(float64(g.o.Steps-3)*g.rnd.Float64()), parent: parent}
 	if parent != nil {
 		s.left = 2 + g.rnd.IntN(6)
@@ -150,7 +171,7 @@ func (g *agents) begin(at time.Duration, parent *agentSession) *agentSession {
 }
 
 // add appends tokens to the prompt of a session, in new blocks behind its full ones.
-func (g *agents) add(s *agentSession, tokens int) {
+func (g *generator) add(s *agentSession, tokens int) {
 	s.blocks = s.blocks[:s.tokens/g.o.Block]
 	s.tokens = min(s.tokens+max(tokens, 1), g.o.MaxTokens)
 	for len(s.blocks) < (s.tokens+g.o.Block-1)/g.o.Block {
@@ -160,7 +181,7 @@ func (g *agents) add(s *agentSession, tokens int) {
 }
 
 // after plans what follows a step.
-func (g *agents) after(s *agentSession, output int) {
+func (g *generator) after(s *agentSession, output int) {
 	pause := time.Duration(float64(g.o.Pause) * math.Exp(g.o.Spread*g.rnd.NormFloat64()))
 	if g.o.Spread > 0.2 && g.rnd.IntN(25) == 0 {
 		pause *= 20

@@ -5,6 +5,7 @@ package workload
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"time"
 )
 
@@ -16,20 +17,38 @@ var ErrScale = errors.New("workload: scale")
 // equal, so a prefix cache of the same number of blocks has the same hits. Error: ErrScale where n
 // does not divide the tokens of a block.
 func Scaled(requests []Request, n int) ([]Request, error) {
-	if n < 1 {
-		return nil, fmt.Errorf("%w: %d is less than 1", ErrScale, n)
-	}
-	out := make([]Request, len(requests))
-	for i := range requests {
-		q := requests[i]
-		if len(q.Blocks) > 0 && q.BlockTokens%n != 0 {
-			return nil, fmt.Errorf("%w: %d does not divide the %d tokens of a block", ErrScale, n, q.BlockTokens)
+	out := make([]Request, 0, len(requests))
+	for q, err := range Scale(Each(requests), n) {
+		if err != nil {
+			return nil, err
 		}
-		q.Input, q.Output = (q.Input+n-1)/n, (q.Output+n-1)/n
-		q.BlockTokens /= n
-		q.Arrival /= time.Duration(n)
-		q.Pause /= time.Duration(n)
-		out[i] = q
+		out = append(out, q)
 	}
 	return out, nil
+}
+
+// Scale is Scaled for requests that come one after another. The sequence ends with its first error.
+func Scale(requests iter.Seq2[Request, error], n int) iter.Seq2[Request, error] {
+	return func(yield func(Request, error) bool) {
+		if n < 1 {
+			yield(Request{}, fmt.Errorf("%w: %d is less than 1", ErrScale, n))
+			return
+		}
+		for q, err := range requests {
+			if err == nil && len(q.Blocks) > 0 && q.BlockTokens%n != 0 {
+				err = fmt.Errorf("%w: %d does not divide the %d tokens of a block", ErrScale, n, q.BlockTokens)
+			}
+			if err != nil {
+				yield(Request{}, err)
+				return
+			}
+			q.Input, q.Output = (q.Input+n-1)/n, (q.Output+n-1)/n
+			q.BlockTokens /= n
+			q.Arrival /= time.Duration(n)
+			q.Pause /= time.Duration(n)
+			if !yield(q, nil) {
+				return
+			}
+		}
+	}
 }

@@ -4,6 +4,7 @@ package workload
 
 import (
 	"fmt"
+	"iter"
 	"math"
 	"math/rand/v2"
 	"time"
@@ -38,41 +39,81 @@ func (a *Arrivals) rate(i, n int) float64 {
 // the gaps are scaled so that the last request arrives when the rate says, and not one or
 // two per cent beside it.
 func Schedule(requests []Request, a Arrivals) error {
-	switch a.RampUp {
-	case "":
-		if !(a.Rate > 0) {
-			return fmt.Errorf("workload: %v requests per second", a.Rate)
+	i := 0
+	for q, err := range Scheduled(Each(requests), len(requests), a) {
+		if err != nil {
+			return err
 		}
-	case "linear", "exponential":
-		if !(a.Start > 0) || !(a.End > 0) || math.IsInf(a.Start+a.End, 0) {
-			return fmt.Errorf("workload: a ramp from %v to %v requests per second", a.Start, a.End)
+		requests[i].Arrival = q.Arrival
+		i++
+	}
+	return nil
+}
+
+// Scheduled is Schedule for n requests that come one after another. The sequence ends with its first error.
+func Scheduled(requests iter.Seq2[Request, error], n int, a Arrivals) iter.Seq2[Request, error] {
+	return func(yield func(Request, error) bool) {
+		scale, err := a.scale(n)
+		if err != nil {
+			yield(Request{}, err)
+			return
 		}
-	default:
-		return fmt.Errorf("workload: no ramp %q, want linear or exponential", a.RampUp)
+		next, i := a.times(n), 0
+		for q, err := range requests {
+			if err == nil && i == n {
+				err = fmt.Errorf("workload: there are more than %d requests", n)
+			}
+			if err == nil {
+				q.Arrival = time.Duration(next() * scale * float64(time.Second))
+			}
+			if i++; !yield(q, err) || err != nil {
+				return
+			}
+		}
 	}
-	if !(a.Burstiness > 0) {
-		return fmt.Errorf("workload: burstiness %v", a.Burstiness)
-	}
-	rnd := rand.New(rand.NewPCG(a.Seed, 5))
-	at := make([]float64, len(requests))
-	last := 0.0
-	for i := range at {
-		gap := 1 / a.rate(i, len(at)) // of an infinite rate 0
+}
+
+// times returns what gives the times of n requests, in seconds, before they are scaled.
+func (a *Arrivals) times(n int) func() float64 {
+	rnd, last, i := rand.New(rand.NewPCG(a.Seed, 5)), 0.0, 0
+	return func() float64 {
+		gap := 1 / a.rate(i, n) // of an infinite rate 0
 		if !math.IsInf(a.Burstiness, 1) {
 			gap *= gamma(rnd, a.Burstiness) / a.Burstiness
 		}
 		last += gap
-		at[i] = last
+		i++
+		return last
+	}
+}
+
+// scale returns what the times of n requests are multiplied by.
+func (a *Arrivals) scale(n int) (float64, error) {
+	switch a.RampUp {
+	case "":
+		if !(a.Rate > 0) {
+			return 0, fmt.Errorf("workload: %v requests per second", a.Rate)
+		}
+	case "linear", "exponential":
+		if !(a.Start > 0) || !(a.End > 0) || math.IsInf(a.Start+a.End, 0) {
+			return 0, fmt.Errorf("workload: a ramp from %v to %v requests per second", a.Start, a.End)
+		}
+	default:
+		return 0, fmt.Errorf("workload: no ramp %q, want linear or exponential", a.RampUp)
+	}
+	if !(a.Burstiness > 0) {
+		return 0, fmt.Errorf("workload: burstiness %v", a.Burstiness)
+	}
+	next, last := a.times(n), 0.0
+	for range n {
+		last = next()
 	}
 	scale := 1.0
 	if a.RampUp == "" && last > 0 {
-		scale = float64(len(at)) / a.Rate / last
+		scale = float64(n) / a.Rate / last
 	}
 	if !(last*scale < float64(math.MaxInt64)/1e9) {
-		return fmt.Errorf("workload: the last request would arrive after %.3g s", last*scale)
+		return 0, fmt.Errorf("workload: the last request would arrive after %.3g s", last*scale)
 	}
-	for i := range requests {
-		requests[i].Arrival = time.Duration(at[i] * scale * float64(time.Second))
-	}
-	return nil
+	return scale, nil
 }

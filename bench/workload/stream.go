@@ -9,9 +9,9 @@ import (
 	"container/heap"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"iter"
-	"os"
 	"time"
 )
 
@@ -35,6 +35,9 @@ type Reader struct {
 	chats    int // conversations
 	sessions map[string]*session
 	kept     int // blocks of the sessions' prompts
+
+	sum   uint32             // of the lines of all requests so far
+	atEnd func(passed) error // asked at the end, for an error instead of it; nil: none
 }
 
 // NewReader returns a Reader of a trace. Error: ErrTrace for options that cannot be used.
@@ -54,7 +57,7 @@ func (t *Reader) Line() int { return t.line }
 // ErrTrace and name the line.
 func (t *Reader) Next() (Request, error) {
 	if t.o.Max > 0 && t.requests == t.o.Max {
-		return Request{}, io.EOF
+		return Request{}, t.end()
 	}
 	for t.s.Scan() {
 		t.line++
@@ -67,6 +70,7 @@ func (t *Reader) Next() (Request, error) {
 			return Request{}, fmt.Errorf("%w: line %d: %w", ErrTrace, t.line, err)
 		}
 		t.requests++
+		t.sum = crc32.Update(t.sum, castagnoli, text)
 		return q, nil
 	}
 	t.line++
@@ -78,7 +82,19 @@ func (t *Reader) Next() (Request, error) {
 	case t.requests == 0:
 		return Request{}, fmt.Errorf("%w: no requests", ErrTrace)
 	}
-	return Request{}, io.EOF
+	return Request{}, t.end()
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// end returns the error that ends the requests.
+func (t *Reader) end() error {
+	if t.atEnd != nil {
+		if err := t.atEnd(passed{t.requests, t.sum}); err != nil {
+			return err
+		}
+	}
+	return io.EOF
 }
 
 // InOrder returns the requests in the order of their arrivals. It reads ahead 262,144 requests, or 8,388,608 names of blocks: a
@@ -151,34 +167,13 @@ func (b *byArrival) Pop() any {
 // read. The file is open while the sequence runs. Errors are those of Load and of Reader.InOrder, with the file's name.
 func Stream(name string, o TraceOptions) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
-		if name == Agentic {
-			list, err := Load(name, o)
-			if err != nil {
-				yield(Request{}, err)
-			}
-			for i := range list {
-				if !yield(list[i], nil) {
-					return
-				}
-			}
-			return
-		}
-		f, err := os.Open(name)
+		t, err := openTrace(name, o)
 		if err != nil {
 			yield(Request{}, err)
 			return
 		}
-		defer f.Close()
-		o.TokenTime = cmp.Or(o.TokenTime, tokenTime)
-		t, err := NewReader(bufio.NewReaderSize(f, 1<<20), o)
-		if err != nil {
-			yield(Request{}, err)
-			return
-		}
-		for q, err := range t.InOrder() {
-			if err != nil {
-				err = fmt.Errorf("%s: %w", name, err)
-			}
+		defer func() { _ = t.Close() }() // it was read
+		for q, err := range t.Requests() {
 			if !yield(q, err) {
 				return
 			}

@@ -10,6 +10,7 @@ package workload
 
 import (
 	"fmt"
+	"iter"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -134,23 +135,62 @@ func Chats(n int, o ChatOptions) []Request {
 // burstiness 1 a Poisson process, below 1 in bursts, above 1 more even (the gaps follow a
 // gamma distribution, as in vllm bench serve). An infinite rate sends all at once.
 func Arrive(requests []Request, rate, burstiness float64, seed uint64) error {
-	if !(rate > 0) || !(burstiness > 0) {
-		return fmt.Errorf("workload: %v requests per second, burstiness %v: both must be above 0", rate, burstiness)
+	at, err := newArriver(rate, burstiness, seed)
+	if err != nil {
+		return err
 	}
-	rnd := rand.New(rand.NewPCG(seed, 4))
-	at := 0.0
 	for i := range requests {
-		if math.IsInf(rate, 1) {
-			requests[i].Arrival = 0
-			continue
+		if requests[i].Arrival, err = at.next(); err != nil {
+			return err
 		}
-		at += gamma(rnd, burstiness) / (burstiness * rate)
-		if !(at < float64(math.MaxInt64)/1e9) {
-			return fmt.Errorf("workload: request %d would arrive after %.3g s", i+1, at)
-		}
-		requests[i].Arrival = time.Duration(at * float64(time.Second))
 	}
 	return nil
+}
+
+// Arriving is Arrive for requests that come one after another. The sequence ends with its first error.
+func Arriving(requests iter.Seq2[Request, error], rate, burstiness float64, seed uint64) iter.Seq2[Request, error] {
+	return func(yield func(Request, error) bool) {
+		at, err := newArriver(rate, burstiness, seed)
+		if err != nil {
+			yield(Request{}, err)
+			return
+		}
+		for q, err := range requests {
+			if err == nil {
+				q.Arrival, err = at.next()
+			}
+			if !yield(q, err) || err != nil {
+				return
+			}
+		}
+	}
+}
+
+// arriver says when requests arrive.
+type arriver struct {
+	rate, burstiness float64
+	rnd              *rand.Rand
+	at               float64 // seconds, of the last one
+	n                int
+}
+
+func newArriver(rate, burstiness float64, seed uint64) (*arriver, error) {
+	if !(rate > 0) || !(burstiness > 0) {
+		return nil, fmt.Errorf("workload: %v requests per second, burstiness %v: both must be above 0", rate, burstiness)
+	}
+	return &arriver{rate: rate, burstiness: burstiness, rnd: rand.New(rand.NewPCG(seed, 4))}, nil
+}
+
+func (a *arriver) next() (time.Duration, error) {
+	if math.IsInf(a.rate, 1) {
+		return 0, nil
+	}
+	a.n++
+	a.at += gamma(a.rnd, a.burstiness) / (a.burstiness * a.rate)
+	if !(a.at < float64(math.MaxInt64)/1e9) {
+		return 0, fmt.Errorf("workload: request %d would arrive after %.3g s", a.n, a.at)
+	}
+	return time.Duration(a.at * float64(time.Second)), nil
 }
 
 // gamma draws from the gamma distribution of a shape above 0 and scale 1. Source: Marsaglia

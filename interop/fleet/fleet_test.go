@@ -181,7 +181,7 @@ func TestRealFleet(t *testing.T) {
 			for i := range list {
 				list[i].Arrival = time.Duration(i) * time.Minute
 			}
-			got, err := fleet.Run(t.Context(), fleet.Options{Profile: p, Nodes: []int{c.nodes}, Pool: c.pool, Requests: func(int) iter.Seq2[workload.Request, error] { return fleet.List(list) }})
+			got, err := fleet.Run(t.Context(), fleet.Options{Profile: p, Nodes: []int{c.nodes}, Pool: c.pool, Requests: func(int) iter.Seq2[workload.Request, error] { return workload.Each(list) }})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -48,7 +48,7 @@ func newKept(r *run, blocks int) (_ *realStore, err error) {
 		return nil, errors.Join(fmt.Errorf("cluster: memory of the store: %w", err), os.Remove(dir))
 	}
 	const forever = 1000 * time.Hour
-	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: len(r.requests) + 1, MaxHolds: 1 << 24})}
+	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: maxOpen + 1, MaxHolds: 1 << 24})}
 	k.shard = object.Shard{Namespace: kv.NamespaceOf(r.o.Profile.Model.Name, "", "simulated"), World: 1, Groups: object.FullAttention(g.BlockTokens, block)}
 	if err := errors.Join(p.Remove(), os.Remove(dir)); err != nil { // what is mapped stays, whatever ends this process
 		return nil, errors.Join(err, k.close())

@@ -9,11 +9,16 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// Measure returns the run as a client's benchmark has it, with the way from P to D in stages.
+// Measure returns a run with Records and their Gaps as a client's benchmark has it, with the way from P to D in stages.
 func (r *Result) Measure(o bench.Options) *bench.Result {
 	samples := make([]bench.Sample, len(r.Records))
 	for i := range r.Records {
 		samples[i] = r.Records[i].sample()
+		if s := &samples[i]; !s.Failed() {
+			for _, d := range r.Records[i].Gaps {
+				s.ITL = append(s.ITL, d.Seconds())
+			}
+		}
 	}
 	out := bench.Measure(samples, r.Duration.Seconds(), o)
 	out.Stages = r.stages()
@@ -23,6 +28,7 @@ func (r *Result) Measure(o bench.Options) *bench.Result {
 // errUnfinished is of requests that a run did not come to the end of.
 var errUnfinished = errors.New("the run was ended before")
 
+// sample is the request as its client saw it, without its ITL.
 func (q *Record) sample() bench.Sample {
 	s := bench.Sample{Start: q.Sent.Seconds(), Input: q.Input, Output: q.Output, Cached: q.Cached, Error: q.Error}
 	if q.Last == 0 && s.Error == "" {
@@ -32,10 +38,13 @@ func (q *Record) sample() bench.Sample {
 		return s
 	}
 	s.TTFT, s.Latency = (q.First - q.Sent).Seconds(), (q.Last - q.Sent).Seconds()
-	for _, d := range q.Gaps {
-		s.ITL = append(s.ITL, d.Seconds())
-	}
 	return s
+}
+
+// Meets reports whether the request succeeded and met all limits.
+func (q *Record) Meets(slos []bench.SLO) bool {
+	s := q.sample()
+	return !s.Failed() && s.Meets(slos)
 }
 
 // stages are the means of what passes before the first token.

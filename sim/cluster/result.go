@@ -3,14 +3,14 @@
 package cluster
 
 import (
-	"math"
-	"slices"
 	"time"
 )
 
 // Result is what a run measured.
 type Result struct {
-	Records []Record `json:"requests"`
+	Records []Record `json:"requests"` // of Stream: with Options.Records, without their Gaps
+
+	Unfinished int `json:"-"` // requests that an interrupted run did not come to the end of, those that were not sent included (Options.Total)
 
 	Duration    time.Duration `json:"-"` // first request sent to last token received
 	Steps       int           `json:"steps"`
@@ -20,26 +20,30 @@ type Result struct {
 	PrefillBusy float64       `json:"prefill_busy"` // share of the time that P computes, mean
 	DecodeBusy  float64       `json:"decode_busy"`
 	Bytes       *Carried      `json:"bytes,omitempty"` // with Options.Bytes
+
+	sums *sums // of Stream
 }
 
+// result returns what the run measured. It takes in what has not ended.
 func (r *run) result() *Result {
-	out := &Result{Records: make([]Record, len(r.requests)), Preemptions: r.preemptions, MovedBytes: r.moved, LoadedBytes: r.loaded}
+	for q := range r.open {
+		r.take(q)
+	}
+	out := r.out
+	out.Preemptions, out.MovedBytes, out.LoadedBytes = r.preemptions, r.moved, r.loaded
+	if unread := r.o.Total - r.sent; unread > 0 {
+		out.Unfinished += unread
+		if out.sums != nil {
+			out.sums.failed += unread
+		}
+	}
 	if r.o.Bytes != nil {
 		carried := r.carried
 		carried.Memory = r.o.memoryBytes()
 		out.Bytes = &carried
 	}
-	first := time.Duration(math.MaxInt64)
-	for i := range r.requests {
-		q := &r.requests[i].Record
-		out.Records[i] = *q
-		if q.Last > 0 {
-			first = min(first, q.Sent)
-			out.Duration = max(out.Duration, q.Last)
-		}
-	}
-	if out.Duration > 0 {
-		out.Duration -= first
+	if r.last > 0 {
+		out.Duration = r.last - r.first
 	}
 	busy := func(list []*engine) (share float64) {
 		for _, e := range list {
@@ -50,6 +54,28 @@ func (r *run) result() *Result {
 	}
 	out.PrefillBusy, out.DecodeBusy = busy(r.prefills), busy(r.decodes)
 	return out
+}
+
+// take takes in what became of a request.
+func (r *run) take(q *request) {
+	if q.Last == 0 && q.Error == "" {
+		r.out.Unfinished++
+	}
+	if q.Last > 0 {
+		r.first, r.last = min(r.first, q.Sent), max(r.last, q.Last)
+	}
+	if r.out.sums != nil {
+		r.out.sums.add(&q.Record)
+	}
+	if r.o.Ended != nil {
+		r.o.Ended(q.number, &q.Record)
+	}
+	if q.number < len(r.out.Records) {
+		if !r.gaps {
+			q.Gaps = nil
+		}
+		r.out.Records[q.number] = q.Record
+	}
 }
 
 // Figures are the figures of a run under the keys of vllm bench serve. Times are those of the
@@ -89,58 +115,81 @@ type Figures struct {
 // first; requests of one token are left out. Inter-token latency: all gaps in one pool.
 // Percentiles are interpolated.
 func (r *Result) Figures() Figures {
-	var f Figures
-	var ttft, tpot, e2el, itl []float64
-	for i := range r.Records {
-		q := &r.Records[i]
-		if q.Error != "" || q.Last == 0 {
-			f.Failed++
-			continue
-		}
-		f.Completed++
-		f.Input += q.Input
-		f.Output += q.Output
-		ttft = append(ttft, ms(q.First-q.Sent))
-		e2el = append(e2el, ms(q.Last-q.Sent))
-		for _, d := range q.Gaps {
-			itl = append(itl, ms(d))
-		}
-		if q.Output > 1 {
-			tpot = append(tpot, ms(q.Last-q.First)/float64(q.Output-1))
+	t := r.sums
+	if t == nil {
+		t = &sums{}
+		for i := range r.Records {
+			t.add(&r.Records[i])
 		}
 	}
+	f := Figures{Completed: t.completed, Failed: t.failed, Input: t.input, Output: t.output}
 	if s := r.Duration.Seconds(); s > 0 {
 		f.Duration = s
 		f.RequestThroughput = float64(f.Completed) / s
 		f.OutputThroughput = float64(f.Output) / s
 		f.TotalThroughput = float64(f.Input+f.Output) / s
 	}
-	f.MeanTTFT, f.MedianTTFT, f.P95TTFT, f.P99TTFT = summary(ttft)
-	f.MeanTPOT, f.MedianTPOT, f.P95TPOT, f.P99TPOT = summary(tpot)
-	f.MeanITL, f.MedianITL, f.P95ITL, f.P99ITL = summary(itl)
-	f.MeanE2EL, f.MedianE2EL, f.P95E2EL, f.P99E2EL = summary(e2el)
+	f.MeanTTFT, f.MedianTTFT, f.P95TTFT, f.P99TTFT = t.ttft.Summary()
+	f.MeanTPOT, f.MedianTPOT, f.P95TPOT, f.P99TPOT = t.tpot.Summary()
+	f.MeanITL, f.MedianITL, f.P95ITL, f.P99ITL = t.itl.Summary()
+	f.MeanE2EL, f.MedianE2EL, f.P95E2EL, f.P99E2EL = t.e2el.Summary()
 	return f
+}
+
+// Cached returns how many prompt tokens were not computed.
+func (r *Result) Cached() (n int64) {
+	if r.sums != nil {
+		return r.sums.cached
+	}
+	for i := range r.Records {
+		n += int64(r.Records[i].Cached)
+	}
+	return n
+}
+
+// sums are what figures are made of, without the requests.
+type sums struct {
+	completed, failed, input, output int
+	cached                           int64
+	ttft, tpot, e2el, itl            Values
+}
+
+func (t *sums) add(q *Record) {
+	t.cached += int64(q.Cached)
+	if q.Error != "" || q.Last == 0 {
+		t.failed++
+		return
+	}
+	t.completed++
+	t.input += q.Input
+	t.output += q.Output
+	t.ttft.Add(ms(q.First - q.Sent))
+	t.e2el.Add(ms(q.Last - q.Sent))
+	for _, d := range q.Gaps {
+		t.itl.Add(ms(d))
+	}
+	if q.Output > 1 {
+		t.tpot.Add(ms(q.Last-q.First) / float64(q.Output-1))
+	}
 }
 
 func ms(d time.Duration) float64 { return float64(d) / 1e6 }
 
-func summary(v []float64) (mean, median, p95, p99 float64) {
-	slices.Sort(v)
-	for _, x := range v {
-		mean += x / float64(len(v))
-	}
-	return mean, Percentile(v, 50), Percentile(v, 95), Percentile(v, 99)
-}
-
 // Percentile interpolates linearly in sorted values, as numpy does; 0 of none.
 func Percentile(sorted []float64, percent float64) float64 {
-	if len(sorted) == 0 {
+	return interpolate(len(sorted), func(i int) float64 { return sorted[i] }, percent)
+}
+
+// interpolate is Percentile of n values.
+func interpolate(n int, value func(i int) float64, percent float64) float64 {
+	if n == 0 {
 		return 0
 	}
-	at := percent / 100 * float64(len(sorted)-1)
+	at := percent / 100 * float64(n-1)
 	i := int(at)
-	if i+1 >= len(sorted) {
-		return sorted[len(sorted)-1]
+	if i+1 >= n {
+		return value(n - 1)
 	}
-	return sorted[i] + (at-float64(i))*(sorted[i+1]-sorted[i])
+	low := value(i)
+	return low + (at-float64(i))*(value(i+1)-low)
 }

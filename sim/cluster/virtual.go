@@ -6,17 +6,21 @@
 // package sim/clock says how long its steps and transfers take.
 //
 // A run is an event loop in one goroutine. The same requests and options give the same result,
-// to the nanosecond. Memory: a Record and the block names of each request, 8 bytes for each
-// generated token, and the block tables of what runs. With bytes in addition: the KV memory of the
+// to the nanosecond. Memory: the names, block tables and 8 bytes for each generated token of the
+// requests that are open, 16 bytes for each different time of a figure, and a Record of each request where
+// these are asked for. With bytes in addition: the KV memory of the
 // engines and the store (Carried.Memory, 2 GiB at most), 8 bytes for each token of requests that
 // are open, and the prompts that were pushed and not received.
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -55,7 +59,22 @@ type Options struct {
 
 	// Progress is called now and then with the number of finished requests; nil for none.
 	Progress func(done, total int)
+
+	// Of Stream:
+	Total   int  // requests that come, for Progress and an interrupted run; 0: not known
+	Records bool // keep the Record of each request, of 2^22 at most
+
+	// Ended is called for each request that ended, and at the end of an interrupted run for those that were sent and did not. Requests are numbered
+	// from 0 in the order of their arrivals. The Record is lent for the call; nil: it is not called.
+	Ended func(number int, q *Record)
 }
+
+// Limits of a run.
+const (
+	maxRecords    = 1 << 22 // of Stream, 160 bytes each
+	maxOpen       = 1 << 21 // requests that were sent and have not ended
+	maxOpenBlocks = 1 << 27 // names of their blocks: 1 GiB
+)
 
 // ErrOptions means that a deployment is impossible.
 var ErrOptions = errors.New("cluster: invalid options")
@@ -104,10 +123,15 @@ type run struct {
 
 	prefills, decodes []*engine
 	store             *store
-	requests          []request
-	next              int           // to send, with a limit on concurrency
+	source            source
+	next              *request // the next to arrive, without a limit on concurrency; nil: none
+	open              map[*request]struct{}
+	blocks            int           // names of the open requests' blocks
 	door              time.Duration // when the last request was at its engine's door
-	done              int
+	sent, done        int
+	out               *Result
+	gaps              bool          // Records have them
+	first, last       time.Duration // first request sent, last token received; of those that received one
 
 	preemptions int
 	moved       int64 // modelled bytes from P to D
@@ -125,13 +149,73 @@ func (r *run) fail(err error) {
 	}
 }
 
+// source gives the requests one after another, with their numbers; nil after the last one.
+type source func() (number int, q *workload.Request, err error)
+
 // Run plays requests. When ctx ends before the last, the result so far is returned with its
 // error.
-func Run(ctx context.Context, requests []workload.Request, o Options) (_ *Result, err error) {
+func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, error) {
+	// Without a limit on concurrency requests are sent in the order of their arrivals.
+	var order []int
+	if early := func(a, b workload.Request) int { return cmp.Compare(a.Arrival, b.Arrival) }; o.Concurrency == 0 && !slices.IsSortedFunc(requests, early) {
+		order = make([]int, len(requests))
+		for i := range order {
+			order[i] = i
+		}
+		slices.SortStableFunc(order, func(a, b int) int { return early(requests[a], requests[b]) })
+	}
+	at := 0
+	o.Total = len(requests)
+	out := &Result{Records: make([]Record, len(requests))}
+	for i := range out.Records {
+		out.Records[i] = Record{Input: requests[i].Input, Prefill: -1}
+	}
+	return play(ctx, &run{o: o, out: out, gaps: true, source: func() (int, *workload.Request, error) {
+		if at == len(requests) {
+			return 0, nil, nil
+		}
+		i := at
+		if order != nil {
+			i = order[at]
+		}
+		at++
+		return i, &requests[i], nil
+	}})
+}
+
+// Stream is Run for requests that come one after another, in the order of their arrivals. It keeps none of them beyond its end, and their
+// Records only where Options ask for these. An error of the requests is the run's.
+func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], o Options) (*Result, error) {
+	next, stop := iter.Pull2(requests)
+	defer stop()
+	n, last, out := 0, time.Duration(0), &Result{sums: &sums{}}
+	if o.Records {
+		out.Records = []Record{}
+	}
+	return play(ctx, &run{o: o, out: out, source: func() (int, *workload.Request, error) {
+		q, err, ok := next()
+		switch {
+		case !ok:
+			return 0, nil, nil
+		case err != nil:
+			return 0, nil, err
+		case o.Concurrency == 0 && q.Arrival < last:
+			return 0, nil, fmt.Errorf("%w: request %d comes at %v, after one that comes at %v", ErrOptions, n+1, q.Arrival, last)
+		case o.Records && n == maxRecords:
+			return 0, nil, fmt.Errorf("%w: there are more than %d requests, whose records are kept", ErrOptions, maxRecords)
+		}
+		n, last = n+1, q.Arrival
+		return n - 1, &q, nil
+	}})
+}
+
+// play is one run.
+func play(ctx context.Context, r *run) (_ *Result, err error) {
+	o := r.o
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	r := &run{o: o, requests: make([]request, len(requests)), door: -o.Profile.Spacing()}
+	r.door, r.open, r.first = -o.Profile.Spacing(), make(map[*request]struct{}), math.MaxInt64
 	if o.Store.Blocks > 0 {
 		if r.store, err = newStore(r, o.Store); err != nil {
 			return nil, err
@@ -142,6 +226,25 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (_ *Result
 			}
 		}()
 	}
+	if err := r.addEngines(); err != nil {
+		return nil, err
+	}
+	r.fail(r.fetch())
+	if o.Concurrency > 0 {
+		for range o.Concurrency {
+			if r.next == nil {
+				break
+			}
+			r.send()
+		}
+	}
+	err = r.loop(ctx)
+	return r.result(), err
+}
+
+// addEngines makes the engines.
+func (r *run) addEngines() error {
+	o := r.o
 	add := func(list *[]*engine, n int, as role) error {
 		for i := range n {
 			e := &engine{run: r, role: as, number: i, met: make(map[*engine]bool)}
@@ -168,25 +271,20 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (_ *Result
 	if o.Prefill == 0 {
 		as = both
 	}
-	if err := errors.Join(add(&r.prefills, o.Prefill, prefill), add(&r.decodes, o.Decode, as)); err != nil {
-		return nil, err
+	return errors.Join(add(&r.prefills, o.Prefill, prefill), add(&r.decodes, o.Decode, as))
+}
+
+// fetch reads the next request.
+func (r *run) fetch() error {
+	number, from, err := r.source()
+	if err != nil || from == nil {
+		r.next = nil
+		return err
 	}
-	for i := range requests {
-		q := &r.requests[i]
-		q.number, q.from, q.Input, q.limit, q.Prefill = i, &requests[i], requests[i].Input, max(requests[i].Output, 1), -1
-	}
-	if o.Concurrency > 0 {
-		for range min(o.Concurrency, len(requests)) {
-			r.send()
-		}
-	} else {
-		for i := range r.requests {
-			q := &r.requests[i]
-			r.at(q.from.Arrival, func() { r.arrive(q) })
-		}
-	}
-	err = r.loop(ctx)
-	return r.result(), err
+	q := &request{number: number, from: from, limit: max(from.Output, 1)}
+	q.Input, q.Prefill = from.Input, -1
+	r.next = q
+	return nil
 }
 
 func (r *run) loop(ctx context.Context) error {
@@ -195,28 +293,49 @@ func (r *run) loop(ctx context.Context) error {
 			if err := ctx.Err(); err != nil {
 				return err
 			}
-			if r.o.Progress != nil {
-				r.o.Progress(r.done, len(r.requests))
-			}
+			r.progress()
 		}
-		e, ok := r.queue.pop()
-		if !ok {
-			break
-		}
-		if r.now = e.at; r.now > maxVirtual {
-			return fmt.Errorf("%w: the clock passed %v with %d of %d requests done", ErrOptions, maxVirtual, r.done, len(r.requests))
-		}
-		if e.f(); r.failed != nil {
+		if r.failed != nil {
 			return r.failed
 		}
+		// Of what happens at one time arrivals come first.
+		arrival := r.next != nil && r.o.Concurrency == 0 && (len(r.queue.list) == 0 || r.next.from.Arrival <= r.queue.list[0].at)
+		if arrival {
+			r.now = r.next.from.Arrival
+		} else if len(r.queue.list) > 0 {
+			r.now = r.queue.list[0].at
+		} else {
+			break
+		}
+		if arrival && r.now > maxVirtual {
+			return fmt.Errorf("%w: request %d comes at %v, %v is the last moment: let the times begin near 0", ErrOptions, r.sent+1, r.now, maxVirtual)
+		}
+		if r.now > maxVirtual {
+			return fmt.Errorf("%w: the clock passed %v with %d of %d requests done", ErrOptions, maxVirtual, r.done, r.total())
+		}
+		if arrival {
+			q := r.next
+			r.fail(r.fetch())
+			r.arrive(q)
+			continue
+		}
+		e, _ := r.queue.pop()
+		e.f()
 	}
-	if r.done != len(r.requests) {
-		return fmt.Errorf("%w: after %v nothing moves any more, with %d of %d requests done", ErrOptions, r.now, r.done, len(r.requests))
+	if r.done != r.sent || r.next != nil {
+		return fmt.Errorf("%w: after %v nothing moves any more, with %d of %d requests done", ErrOptions, r.now, r.done, r.total())
 	}
-	if r.o.Progress != nil {
-		r.o.Progress(r.done, len(r.requests))
-	}
+	r.progress()
 	return nil
+}
+
+// total is how many requests there are, as far as that is known.
+func (r *run) total() int { return max(r.o.Total, r.sent, 1) }
+
+func (r *run) progress() {
+	if r.o.Progress != nil {
+		r.o.Progress(r.done, r.total())
+	}
 }
 
 func (r *run) at(t time.Duration, f func())    { r.queue.push(event{at: t, f: f}) }
@@ -224,9 +343,8 @@ func (r *run) after(d time.Duration, f func()) { r.at(r.now+d, f) }
 
 // send sends the next request of a client with a limit on concurrency.
 func (r *run) send() {
-	if r.next < len(r.requests) {
-		q := &r.requests[r.next]
-		r.next++
+	if q := r.next; q != nil {
+		r.fail(r.fetch())
 		r.after(0, func() { r.arrive(q) })
 	}
 }
@@ -234,6 +352,15 @@ func (r *run) send() {
 // arrive sends q to its first engine.
 func (r *run) arrive(q *request) {
 	q.Sent = r.now
+	r.sent++
+	r.open[q] = struct{}{}
+	if r.blocks += len(q.from.Blocks); len(r.open) > maxOpen || r.blocks > maxOpenBlocks {
+		r.fail(fmt.Errorf("%w: %d requests with %d names of blocks wait after %v, %d and %d at most: take more engines, or play fewer requests", ErrOptions,
+			len(r.open), r.blocks, r.now, maxOpen, maxOpenBlocks))
+	}
+	if r.o.Records && q.number == len(r.out.Records) && !r.gaps {
+		r.out.Records = append(r.out.Records, q.Record)
+	}
 	if r.o.Bytes != nil {
 		q.prepare(r.o.Profile.BlockTokens, r.store != nil)
 	}
@@ -328,6 +455,9 @@ func (r *run) ended(e *engine, q *request) {
 // finished ends q for the client.
 func (r *run) finished(q *request) {
 	r.done++
+	r.take(q)
+	delete(r.open, q)
+	r.blocks -= len(q.from.Blocks)
 	q.forget()
 	q.d.load -= q.Input + q.limit
 	if r.o.Concurrency > 0 {

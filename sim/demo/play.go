@@ -7,9 +7,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -25,6 +25,7 @@ type PlayOptions struct {
 	Layout   kv.Layout
 	Workers  int // simulated engines, each with a connection of its own; default 2
 	ShmDir   string
+	Requests int                   // that are to come, for Progress
 	Progress func(done, total int) // called now and then from one goroutine at a time
 }
 
@@ -53,31 +54,34 @@ func (r *PlayReport) Quantile(q float64) time.Duration {
 
 // Play sends a workload's requests to a server, through simulated engines with real bytes in real shared memory: each looks a
 // prompt up, loads what is kept and checks every byte, "computes" the rest and
-// stores it. It ends early when ctx does, with what was done so far.
-func Play(ctx context.Context, requests []workload.Request, o PlayOptions) (*PlayReport, error) {
+// stores it. A request is read when an engine is free for it, and only its lookup time is kept. Play ends early when ctx does or the requests
+// have an error, with what was done so far.
+func Play(ctx context.Context, requests iter.Seq2[workload.Request, error], o PlayOptions) (*PlayReport, error) {
 	if o.Workers <= 0 {
 		o.Workers = 2
 	}
 	started := time.Now()
 	var (
-		next, done atomic.Int64
-		wg         sync.WaitGroup
-		mu         sync.Mutex // guards total, errs, the call of Progress
-		total      PlayReport
-		errs       []error
+		wg    sync.WaitGroup
+		mu    sync.Mutex // guards done, total, errs, the call of Progress
+		done  int
+		total PlayReport
+		errs  []error
 	)
+	todo, stop := pull(requests)
+	defer stop()
 	for i := range o.Workers {
 		wg.Go(func() {
 			e, err := openWorker(ctx, i, o)
 			for err == nil {
-				at := int(next.Add(1)) - 1
-				if at >= len(requests) || ctx.Err() != nil {
+				at, q, more, broken := todo()
+				if err = broken; !more || err != nil || ctx.Err() != nil {
 					break
 				}
-				err = e.serve(ctx, at, requests[at].Tokens())
+				err = e.serve(ctx, at, q.Tokens())
 				mu.Lock()
-				if o.Progress != nil {
-					o.Progress(int(done.Add(1)), len(requests))
+				if done++; o.Progress != nil {
+					o.Progress(done, max(o.Requests, done))
 				}
 				mu.Unlock()
 			}
@@ -96,6 +100,24 @@ func Play(ctx context.Context, requests []workload.Request, o PlayOptions) (*Pla
 	total.Elapsed = time.Since(started)
 	slices.Sort(total.Lookups)
 	return &total, errors.Join(errs...)
+}
+
+// pull returns what takes the next request and its number, for several goroutines, and what ends the requests. After the last one and after an error
+// there are no more.
+func pull(requests iter.Seq2[workload.Request, error]) (take func() (at int, q workload.Request, more bool, err error), stop func()) {
+	var mu sync.Mutex
+	next, stop := iter.Pull2(requests)
+	n := 0
+	return func() (int, workload.Request, bool, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		q, err, more := next()
+		if err != nil {
+			stop()
+		}
+		n++
+		return n - 1, q, more, err
+	}, stop
 }
 
 func (r *PlayReport) add(o *PlayReport) {

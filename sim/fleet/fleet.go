@@ -213,17 +213,6 @@ func hitLimit(q *workload.Request) int { return min(len(q.Blocks), (q.Input-1)/q
 
 func share(n, of int) float64 { return float64(n) / float64(max(of, 1)) }
 
-// List is a sequence of requests that are in memory.
-func List(requests []workload.Request) iter.Seq2[workload.Request, error] {
-	return func(yield func(workload.Request, error) bool) {
-		for i := range requests {
-			if !yield(requests[i], nil) {
-				return
-			}
-		}
-	}
-}
-
 // Span says how many requests there are, and when they come.
 type Span struct {
 	Requests    int

@@ -46,18 +46,18 @@ func chats(n int, rate float64) func(int) iter.Seq2[workload.Request, error] {
 		if err != nil {
 			return func(yield func(workload.Request, error) bool) { yield(workload.Request{}, err) }
 		}
-		return fleet.List(list)
+		return workload.Each(list)
 	}
 }
 
 // atRate are requests of a list that come at a rate.
 func atRate(t *testing.T, list []workload.Request, rate float64) iter.Seq2[workload.Request, error] {
 	t.Helper()
-	span, err := fleet.SpanOf(t.Context(), fleet.List(list))
+	span, err := fleet.SpanOf(t.Context(), workload.Each(list))
 	if err != nil || span.Requests != len(list) {
 		t.Fatal(span, err)
 	}
-	return fleet.AtRate(fleet.List(list), span, rate)
+	return fleet.AtRate(workload.Each(list), span, rate)
 }
 
 func run(t *testing.T, o fleet.Options) []fleet.Point {
@@ -91,7 +91,7 @@ func TestFleetIsOneCache(t *testing.T) {
 		for _, route := range []fleet.Route{fleet.Even, fleet.Sticky} {
 			o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 3, 16}, Pool: pool, Route: route}
 			o.Store.Latency = time.Millisecond
-			o.Requests = func(int) iter.Seq2[workload.Request, error] { return fleet.List(list) }
+			o.Requests = func(int) iter.Seq2[workload.Request, error] { return workload.Each(list) }
 			for _, p := range run(t, o) {
 				if got := p.RAMBlocks + p.StoreBlocks; got != hits || p.Blocks != blocks || p.LateBlocks != 0 || p.Doubled != 0 || p.Skipped != 0 || p.Hit != p.Ceiling {
 					t.Errorf("%d nodes of %d blocks, %s: %d hits of %d, one cache has %d of %d: %+v", p.Nodes, pool, route, got, p.Blocks, hits, blocks, p)

@@ -103,7 +103,7 @@ func TestAsRealNodes(t *testing.T) {
 				list[i].Arrival = time.Duration(i) * time.Minute
 			}
 			o := fleet.Options{Profile: profile(t, 512), Nodes: []int{c.nodes}, Pool: c.pool}
-			o.Requests = func(int) iter.Seq2[workload.Request, error] { return fleet.List(list) }
+			o.Requests = func(int) iter.Seq2[workload.Request, error] { return workload.Each(list) }
 			want := run(t, o)[0]
 			synctest.Test(t, func(t *testing.T) {
 				shared := tier.NewMemory(1 << 30)

@@ -23,7 +23,7 @@ type CurveOptions struct {
 // the result are bytes. after is called after each request; it may be nil.
 // Errors: ErrOptions, that of ctx.
 func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOptions, after func(request int, c *hitcurve.Curves)) (hitcurve.Window, error) {
-	p, err := numberPrompts(ctx, each(requests), maxHeldWords, maxDifferent)
+	p, err := numberPrompts(ctx, workload.Each(requests), maxHeldWords, maxDifferent)
 	if err != nil {
 		return hitcurve.Window{}, err
 	}

@@ -73,7 +73,7 @@ func (o *PolicyOptions) check() error {
 
 // ComparePolicies is CompareStream for requests that are in memory.
 func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyOptions) (*PolicyResult, error) {
-	return CompareStream(ctx, each(requests), o)
+	return CompareStream(ctx, workload.Each(requests), o)
 }
 
 // CompareStream plays eviction policies against a trace: it counts what a store of a given size would have had of the

@@ -99,13 +99,7 @@ const MostParts = 60
 // Run looks every prompt up in a cache of capacity blocks and puts all its blocks there. When
 // ctx ends, the result so far is returned with its error.
 func Run(ctx context.Context, requests []workload.Request, capacity int) (Result, error) {
-	return Stream(ctx, func(yield func(workload.Request, error) bool) {
-		for i := range requests {
-			if !yield(requests[i], nil) {
-				return
-			}
-		}
-	}, capacity)
+	return Stream(ctx, workload.Each(requests), capacity)
 }
 
 // maxNames bounds the names of an unlimited cache, of which each takes some 40 bytes.

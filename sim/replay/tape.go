@@ -246,14 +246,3 @@ func (p *prompts) nextUses(ctx context.Context) (next *words, err error) {
 	}
 	return next, nil
 }
-
-// each is a sequence of requests that are in memory.
-func each(requests []workload.Request) iter.Seq2[workload.Request, error] {
-	return func(yield func(workload.Request, error) bool) {
-		for i := range requests {
-			if !yield(requests[i], nil) {
-				return
-			}
-		}
-	}
-}

@@ -21,7 +21,7 @@ import (
 // numbered is what numberPrompts makes of requests in memory.
 func numbered(t testing.TB, requests []workload.Request) *prompts {
 	t.Helper()
-	p, err := numberPrompts(t.Context(), each(requests), maxHeldWords, maxDifferent)
+	p, err := numberPrompts(t.Context(), workload.Each(requests), maxHeldWords, maxDifferent)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +108,7 @@ func TestTapeAndNextUses(t *testing.T) {
 			requests, want = append(requests, q), append(want, line)
 		}
 		t.Setenv("TMPDIR", t.TempDir())
-		p, err := numberPrompts(t.Context(), each(requests), held, maxDifferent)
+		p, err := numberPrompts(t.Context(), workload.Each(requests), held, maxDifferent)
 		if err != nil || p.requests != len(want) || p.blocks != len(number) {
 			t.Fatal(p, err)
 		}

@@ -9,8 +9,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"math"
-	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench"
@@ -40,7 +40,9 @@ type Options struct {
 	Budget  []int     // tokens of a step
 	Rate    []float64 // requests per second, Poisson; 0: as the requests have it
 
-	Requests []workload.Request
+	// Requests are asked for once before the first run and once for each, in the order of their arrivals. None is kept, so a trace may be
+	// read from a file each time.
+	Requests iter.Seq2[workload.Request, error]
 	Seed     uint64 // of arrivals
 	SLOs     []bench.SLO
 
@@ -73,7 +75,7 @@ func (o *Options) defaults() {
 
 // Validate returns everything that is wrong with o.
 func (o *Options) Validate() error {
-	if o.Profile == nil || len(o.Requests) == 0 {
+	if o.Profile == nil || o.Requests == nil {
 		return fmt.Errorf("%w: a profile and requests are needed", ErrOptions)
 	}
 	var errs []error
@@ -126,6 +128,13 @@ func Run(ctx context.Context, o Options) ([]Point, error) {
 		return nil, err
 	}
 	o.defaults()
+	n, err := workload.Count(ctx, o.Requests)
+	switch {
+	case err != nil:
+		return nil, err
+	case n == 0:
+		return nil, fmt.Errorf("%w: requests are needed", ErrOptions)
+	}
 	var todo, done []Point
 	for _, e := range o.Engines {
 		for _, cache := range o.Cache {
@@ -140,7 +149,7 @@ func Run(ctx context.Context, o Options) ([]Point, error) {
 	}
 	for i := range todo {
 		p := todo[i]
-		if err := o.measure(ctx, &p); err != nil {
+		if err := o.measure(ctx, n, &p); err != nil {
 			return done, err
 		}
 		done = append(done, p)
@@ -151,36 +160,56 @@ func Run(ctx context.Context, o Options) ([]Point, error) {
 	return done, nil
 }
 
-func (o *Options) measure(ctx context.Context, p *Point) error {
+// measure runs a deployment with n requests.
+func (o *Options) measure(ctx context.Context, n int, p *Point) error {
 	profile := *o.Profile
 	profile.TokenBudget, profile.Constants.TransferGBps = p.Budget, p.Link
-	list := o.Requests
+	requests := o.Requests
 	if p.Rate > 0 {
-		list = slices.Clone(list)
-		if err := workload.Arrive(list, p.Rate, 1, o.Seed); err != nil {
-			return fmt.Errorf("%w: %v requests per second: %w", ErrOptions, p.Rate, err)
-		}
+		requests = o.arriving(p.Rate)
 	}
-	v := cluster.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode}
+	good := 0
+	v := cluster.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode, Total: n, Ended: func(_ int, q *cluster.Record) {
+		if q.Meets(o.SLOs) {
+			good++
+		}
+	}}
 	if p.Cache > 0 {
 		v.Store = cluster.Store{Blocks: p.Cache, GBps: p.Link, Latency: time.Millisecond}
 	}
-	r, err := cluster.Run(ctx, list, v)
+	r, err := cluster.Stream(ctx, requests, v)
 	if err != nil {
 		return err
 	}
-	m := r.Measure(bench.Options{SLOs: o.SLOs})
 	p.Figures = r.Figures()
-	p.Goodput, p.Throughput, p.Failed = m.RequestThroughput, m.OutputThroughput, m.Failed
-	if m.RequestGoodput != nil {
-		p.Goodput = *m.RequestGoodput
+	p.Throughput, p.Failed = p.Figures.OutputThroughput, p.Figures.Failed
+	if s := r.Duration.Seconds(); s > 0 {
+		p.Goodput = float64(good) / s
 	}
 	p.GoodPerGPU = p.Goodput / float64((p.Prefill+p.Decode)*profile.TP)
 	p.PrefillBusy, p.DecodeBusy = r.PrefillBusy, r.DecodeBusy
-	cached := 0
-	for i := range r.Records {
-		cached += r.Records[i].Cached
-	}
-	p.Cached = float64(cached) / math.Max(float64(p.Figures.Input), 1)
+	p.Cached = float64(r.Cached()) / math.Max(float64(p.Figures.Input), 1)
 	return nil
+}
+
+// arriving are the requests at a rate per second.
+func (o *Options) arriving(rate float64) iter.Seq2[workload.Request, error] {
+	return func(yield func(workload.Request, error) bool) {
+		failed := error(nil) // of the requests themselves
+		list := func(yield func(workload.Request, error) bool) {
+			for q, err := range o.Requests {
+				if failed = err; !yield(q, err) {
+					return
+				}
+			}
+		}
+		for q, err := range workload.Arriving(list, rate, 1, o.Seed) {
+			if err != nil && failed == nil {
+				err = fmt.Errorf("%w: %v requests per second: %w", ErrOptions, rate, err)
+			}
+			if !yield(q, err) {
+				return
+			}
+		}
+	}
 }

@@ -9,8 +9,10 @@ import (
 	"encoding/xml"
 	"errors"
 	"io"
+	"runtime"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/bench"
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -24,7 +26,7 @@ func options(t *testing.T) sweep.Options {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return sweep.Options{Profile: p, Requests: workload.Chats(40, workload.ChatOptions{Seed: 1}), SLOs: []bench.SLO{{Metric: "ttft", Millis: 3000}}}
+	return sweep.Options{Profile: p, Requests: workload.Each(workload.Chats(40, workload.ChatOptions{Seed: 1})), SLOs: []bench.SLO{{Metric: "ttft", Millis: 3000}}}
 }
 
 // Every combination is run, in order, and each quantity does what it is for.
@@ -109,6 +111,7 @@ func TestRefused(t *testing.T) {
 	}
 	f("a profile", func(o *sweep.Options) { o.Profile = nil })
 	f("requests are needed", func(o *sweep.Options) { o.Requests = nil })
+	f("requests are needed", func(o *sweep.Options) { o.Requests = workload.Each(nil) })
 	f("-1 requests", func(o *sweep.Options) { o.Rate = []float64{-1} })
 	f("would arrive after", func(o *sweep.Options) { o.Rate = []float64{1e-300} })
 	f("1e-300 GB/s", func(o *sweep.Options) { o.Link = []float64{1e-300} })
@@ -130,5 +133,55 @@ func TestInterrupted(t *testing.T) {
 	got, err := sweep.Run(ctx, o)
 	if !errors.Is(err, context.Canceled) || len(got) != 2 {
 		t.Errorf("%d points, %v", len(got), err)
+	}
+}
+
+// A sweep takes memory that does not grow with its requests: here 6,000 for each of two runs, whose names of blocks and records would take
+// 8 MB. An error of the requests is the sweep's, also in a later pass.
+func TestSweepTakesBoundedMemory(t *testing.T) {
+	const n, length = 6000, 50
+	heap := func() int64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	broken := errors.New("line 7 is bad")
+	before, most, read, last := int64(0), int64(0), 0, 1<<30
+	o := options(t)
+	o.Profile.BlockTokens = 16
+	o.Rate = []float64{0, 1}
+	o.Requests = func(yield func(workload.Request, error) bool) {
+		for i := range n {
+			q := workload.Request{Arrival: time.Duration(i) * time.Second, Input: 16 * length, Output: 2, BlockTokens: 16}
+			for k := range int64(length) {
+				q.Blocks = append(q.Blocks, int64(i%40)<<32|k)
+			}
+			switch read++; {
+			case read == last:
+				yield(q, broken)
+				return
+			case read == n+n/10:
+				before = heap()
+			case read > n+n/10 && read%1000 == 0:
+				most = max(most, heap()-before)
+			}
+			if !yield(q, nil) {
+				return
+			}
+		}
+	}
+	got, err := sweep.Run(t.Context(), o)
+	if err != nil || len(got) != 2 || read != 3*n || got[1].Figures.Completed != n {
+		t.Fatalf("%d requests were read: %+v, %v", read, got, err)
+	}
+	if most > 1<<20 {
+		t.Errorf("%d bytes of heap more than at the tenth part of the first run, 1 MiB is allowed", most)
+	}
+	for want, at := range []int{5, n + 500, 2*n + 500} {
+		read, last = 0, at
+		if got, err = sweep.Run(t.Context(), o); !errors.Is(err, broken) || errors.Is(err, sweep.ErrOptions) || len(got) != max(0, want-1) {
+			t.Errorf("an error in pass %d: %d points, %v", want+1, len(got), err)
+		}
 	}
 }

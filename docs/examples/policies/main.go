@@ -25,16 +25,8 @@ func compare(args []string) error {
 	if len(args) != 1 {
 		return fmt.Errorf("want one argument, a trace")
 	}
-	f, err := os.Open(args[0])
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	requests, err := workload.ReadTrace(f, workload.TraceOptions{})
-	if err != nil {
-		return err
-	}
-	result, err := replay.ComparePolicies(context.Background(), requests, replay.PolicyOptions{Capacities: []int{500, 2000}})
+	requests := workload.Stream(args[0], workload.TraceOptions{}) // is read once, and may be longer than memory
+	result, err := replay.CompareStream(context.Background(), requests, replay.PolicyOptions{Capacities: []int{500, 2000}})
 	if err != nil {
 		return err
 	}

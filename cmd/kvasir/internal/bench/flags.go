@@ -6,8 +6,11 @@ package bench
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"iter"
 	"math"
 	"net"
 	"net/http"
@@ -86,6 +89,9 @@ type Flags struct {
 // Help is the command's help.
 const Help = `Sends requests to an endpoint of the OpenAI API and measures times to first token, times per token and
 throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/reference/bench.md has the definitions.
+
+A trace (timed_trace, aiperf) may be longer than memory: it is read once to check it, and again while it is sent. What remains of a request is its
+result, about 200 bytes and 16 for each token. A pipe is copied to a temporary file without a name in $TMPDIR.
 
 Examples:
   kvasir engine --port 8000 --prefill-tokens-per-second 20000 --step-time 10ms
@@ -220,50 +226,105 @@ func (c *Flags) loadOptions(f *faults) load.Options {
 	return o
 }
 
-// requests makes the workload, with the arrivals.
-func (c *Flags) requests() (out []workload.Request, err error) {
+// requests are the requests of a run, one after another in the order in which they are sent.
+type requests struct {
+	each  iter.Seq2[workload.Request, error]
+	n     int
+	first workload.Request
+	close func() // ends the file that they are read from
+}
+
+// requests makes the workload, with the arrivals. A trace is read once to see that it is whole, and again while it is sent.
+func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 	timed := false
+	out.close = func() {}
 	switch c.Dataset {
 	case "random":
-		out, err = workload.Random(c.Prompts, c.Input, c.Output, c.Range, c.Seed)
+		var list []workload.Request
+		list, err = workload.Random(c.Prompts, c.Input, c.Output, c.Range, c.Seed)
+		out.each = workload.Each(list)
 	case "multi-turn":
-		out = workload.Chats(c.Prompts, workload.ChatOptions{Seed: c.Seed})
+		out.each = workload.Each(workload.Chats(c.Prompts, workload.ChatOptions{Seed: c.Seed}))
 	case workload.Agentic:
 		timed = c.SelfTimed
-		out = workload.Agents(c.Prompts, workload.AgentOptions{Seed: c.Seed})
+		out.each = workload.AgentRequests(c.Prompts, workload.AgentOptions{Seed: c.Seed})
+	case "sharegpt":
+		var list []workload.Request
+		list, err = c.shareGPT()
+		out.each = workload.Each(list)
 	default:
-		var f *os.File
-		if f, err = os.Open(c.Path); err != nil {
-			return nil, err
-		}
-		defer f.Close()
-		if c.Dataset == "sharegpt" {
-			out, err = workload.ReadShareGPT(f, c.Prompts, nil)
-		} else {
-			timed = c.SelfTimed
-			format := c.TraceFormat
-			if c.Dataset == aiperf {
-				format = workload.FormatAIPerf
+		timed = c.SelfTimed
+		var trace *workload.Trace
+		if trace, err = c.trace(); err == nil {
+			out.close = func() { _ = trace.Close() } // it was read
+			if out.each = trace.Lines(); timed {
+				out.each = trace.SelfTimed()
 			}
-			out, err = workload.ReadTrace(f, workload.TraceOptions{Max: c.Prompts, BlockTokens: c.TraceBlock, Seconds: c.TraceSecond, Format: format})
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", c.Path, err)
 		}
 	}
 	if err != nil {
-		return nil, err
+		return out, err
 	}
-	for i := range out {
-		if c.OutputLen > 0 {
-			out[i].Output = c.OutputLen
+	for q, err := range out.each {
+		if err == nil && out.n%1024 == 0 {
+			err = ctx.Err()
+		}
+		if err != nil {
+			return out, err
+		}
+		if out.n++; out.n == 1 {
+			out.first = c.withOutput(q)
+		}
+	}
+	each := out.each
+	out.each = func(yield func(workload.Request, error) bool) {
+		for q, err := range each {
+			if !yield(c.withOutput(q), err) {
+				return
+			}
 		}
 	}
 	if timed {
-		slices.SortStableFunc(out, func(a, b workload.Request) int { return cmp.Compare(a.Arrival, b.Arrival) })
 		return out, nil
 	}
-	return out, workload.Schedule(out, workload.Arrivals{
-		Rate: c.Rate, Burstiness: c.Burstiness, Seed: c.Seed, RampUp: c.RampUp, Start: c.RampStart, End: c.RampEnd,
-	})
+	out.first.Arrival = 0
+	a := workload.Arrivals{Rate: c.Rate, Burstiness: c.Burstiness, Seed: c.Seed, RampUp: c.RampUp, Start: c.RampStart, End: c.RampEnd}
+	out.each = workload.Scheduled(out.each, out.n, a)
+	_, err = workload.Count(ctx, workload.Scheduled(workload.Each(nil), out.n, a))
+	return out, err
+}
+
+// withOutput is a request with the output tokens that the flags ask for.
+func (c *Flags) withOutput(q workload.Request) workload.Request {
+	if c.OutputLen > 0 {
+		q.Output = c.OutputLen
+	}
+	return q
+}
+
+// trace opens the trace of timed_trace or aiperf.
+func (c *Flags) trace() (*workload.Trace, error) {
+	format := c.TraceFormat
+	if c.Dataset == aiperf {
+		format = workload.FormatAIPerf
+	}
+	trace, err := workload.OpenTrace(c.Path, workload.TraceOptions{Max: c.Prompts, BlockTokens: c.TraceBlock, Seconds: c.TraceSecond, Format: format})
+	if errors.Is(err, workload.ErrTrace) {
+		err = fmt.Errorf("%s: %w", c.Path, err)
+	}
+	return trace, err
+}
+
+// shareGPT reads conversations of sharegpt.
+func (c *Flags) shareGPT() ([]workload.Request, error) {
+	f, err := os.Open(c.Path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	list, err := workload.ReadShareGPT(f, c.Prompts, nil)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", c.Path, err)
+	}
+	return list, nil
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 	"github.com/kvasir-kv/kvasir/bench/load"
 	"github.com/kvasir-kv/kvasir/bench/report"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
 // Run does what the flags say until ctx ends. The table goes to stdout, all else to stderr.
@@ -31,9 +32,10 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	requests, err := c.requests()
+	requests, err := c.requests(ctx)
+	defer requests.close()
 	if err != nil {
-		return err
+		return interruptedOr(ctx, err)
 	}
 	for _, file := range []string{c.resultFile("", ""), c.Report} {
 		if err := writable(file); err != nil {
@@ -48,10 +50,13 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err := g.Check(ctx, time.Duration(c.ReadyCheck)*time.Second); err != nil {
 		return interruptedOr(ctx, err)
 	}
-	fmt.Fprintf(stderr, "%s: %d requests of %s to model %s\n", g.Endpoint(), len(requests), c.Dataset, g.Model())
+	fmt.Fprintf(stderr, "%s: %d requests of %s to model %s\n", g.Endpoint(), requests.n, c.Dataset, g.Model())
+	if at := requests.first.Arrival; at > time.Minute {
+		fmt.Fprintf(stderr, "the first request comes after %v, as its timestamp says\n", at.Round(time.Second))
+	}
 	if c.WarmUps > 0 {
 		fmt.Fprintf(stderr, "warming up with %d requests\n", c.WarmUps)
-		if err := g.WarmUp(ctx, requests, c.WarmUps); err != nil {
+		if err := g.WarmUp(ctx, []workload.Request{requests.first}, c.WarmUps); err != nil {
 			return interruptedOr(ctx, err)
 		}
 	}
@@ -61,7 +66,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	}
 	w := g.Watch(ctx, urls)
 	done := c.progress(g, stderr)
-	run := g.Run(ctx, requests)
+	run := g.Stream(ctx, requests.each, requests.n)
 	done()
 
 	r := bench.Measure(run.Samples, run.Seconds, bench.Options{
@@ -72,7 +77,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 		r.Engines = nil // the user did not ask for them
 	}
 	r.Date, r.Backend, r.EndpointType, r.Model = bench.Stamp(run.Began), c.Backend, c.Backend, g.Model()
-	r.NumPrompts, r.Burstiness = len(requests), bench.Rate(c.Burstiness)
+	r.NumPrompts, r.Burstiness = requests.n, bench.Rate(c.Burstiness)
 	r.RampUp, r.RampUpStart, r.RampUpEnd = c.RampUp, c.RampStart, c.RampEnd
 	r.Interrupted, r.Unfinished, r.Meta = run.Unfinished > 0, run.Unfinished, p.meta
 	if c.Label != "" {
@@ -83,6 +88,9 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 
 // outcome is the command's error, if the run has one.
 func outcome(r *bench.Result, run *load.Run) error {
+	if run.Err != nil {
+		return fmt.Errorf("ended after %d of %d requests: %w", len(run.Samples), r.NumPrompts, run.Err)
+	}
 	if run.Unfinished > 0 {
 		return fmt.Errorf("interrupted after %d of %d requests", len(run.Samples), r.NumPrompts)
 	}

@@ -4,6 +4,7 @@ package bench_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -14,12 +15,17 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	benchmark "github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/load"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 	benchtool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/bench"
 )
 
@@ -301,4 +307,91 @@ func TestWorkloads(t *testing.T) {
 	f("timed_trace", trace, 2, math.Inf(1))
 	f("timed_trace", trace, 2, 500)
 	f("sharegpt", gpt, 1, math.Inf(1))
+}
+
+// A trace is sent as its requests in memory are: in the order of the arrivals, or of the file at a rate, from a file or a pipe, with a warm-up of the first one. A
+// file that changes while it is sent ends the run with an error, and the result of what was sent.
+func TestTraceIsSentWhileItIsRead(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	dir := t.TempDir()
+	file, pipe, cut := filepath.Join(dir, "t.jsonl"), filepath.Join(dir, "pipe"), filepath.Join(dir, "cut.jsonl")
+	var text strings.Builder
+	for i := range 40 {
+		fmt.Fprintf(&text, `{"timestamp": %d, "input_length": 30, "output_length": %d, "hash_ids": [%d, 7]}`+"\n", i*13%40, 1+i, i)
+	}
+	pad := strings.Repeat(" ", 40<<10) // then the file is read in several parts
+	for name, text := range map[string]string{file: text.String(), cut: strings.ReplaceAll(text.String(), "\n", pad+"\n")} {
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Skip(err)
+	}
+	var bodies []string // of requests one after another
+	sent := func(int) {}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		if r.URL.Path == "/v1/models" {
+			fmt.Fprint(w, `{"data":[{"id":"m"}]}`)
+			return
+		}
+		if r.URL.Path != "/v1/completions" {
+			http.NotFound(w, r)
+			return
+		}
+		bodies = append(bodies, string(body))
+		sent(len(bodies))
+		fmt.Fprint(w, "data: {\"choices\":[{\"text\":\"a\",\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n")
+	}))
+	defer s.Close()
+	play := func(path string, timed bool, outputLen, prompts int) (string, error) {
+		bodies = nil
+		c := flags(s.URL)
+		c.Dataset, c.Path, c.SelfTimed, c.OutputLen, c.Prompts, c.Concurrency, c.WarmUps, c.TraceBlock, c.TraceFormat = "timed_trace", path, timed, outputLen, prompts, 1, 1, 16, workload.FormatMooncake
+		stdout, _, err := run(t, c)
+		return stdout, err
+	}
+	for _, timed := range []bool{true, false} {
+		list, err := workload.ReadTrace(strings.NewReader(text.String()), workload.TraceOptions{BlockTokens: 16, Max: 33})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if timed {
+			slices.SortStableFunc(list, func(a, b workload.Request) int { return cmp.Compare(a.Arrival, b.Arrival) })
+		}
+		for i := range list {
+			list[i].Output, list[i].Arrival = 5, 0
+		}
+		g, err := load.New(load.Options{BaseURL: s.URL, Model: "m", IgnoreEOS: true, MaxConcurrency: 1, Vocabulary: 100})
+		if err != nil {
+			t.Fatal(err)
+		}
+		bodies = nil
+		if err := g.WarmUp(t.Context(), list, 1); err != nil {
+			t.Fatal(err)
+		}
+		g.Run(t.Context(), list)
+		g.Close()
+		want := bodies
+		written := make(chan error, 1)
+		go func() { written <- os.WriteFile(pipe, []byte(text.String()), 0o600) }()
+		for _, path := range []string{file, pipe} {
+			if out, err := play(path, timed, 5, 33); err != nil || !slices.Equal(bodies, want) || len(bodies) != 34 {
+				t.Errorf("%s: %v\n%s\n%q, want %q", path, err, out, bodies, want)
+			}
+		}
+		if err := <-written; err != nil {
+			t.Error(err)
+		}
+	}
+	sent = func(n int) {
+		if n == 5 {
+			_ = os.WriteFile(cut, []byte(text.String()[:100]), 0o600)
+		}
+	}
+	out, err := play(cut, false, 0, 40)
+	if err == nil || !regexp.MustCompile(`^ended after 2\d of 40 requests: .*cut\.jsonl: workload: bad trace: `).MatchString(err.Error()) || !strings.Contains(out, "Successful requests:                     2") {
+		t.Errorf("%v\n%s", err, out)
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"os"
 	"runtime"
 	"sync"
@@ -38,6 +39,7 @@ func (demoCmd) Help() string {
 check every byte, and store the rest: the real protocol through real shared memory, no model. Then the
 whole picture: a server process, a registry, a prefill engine and a decode engine (kvasir engine), requests
 through both, and kill -9 of the server in the middle. Every KV byte and every answer is checked.
+A trace may be longer than memory: it is read once to check it, and again while it is played, 16.7 million requests at most.
 
 Examples:
   kvasir demo
@@ -65,7 +67,8 @@ func (c *demoCmd) Run(e *env) error {
 	if poolBytes < chunkBytes {
 		return usagef("--l1-size-gb %v holds no chunk of %s", c.PoolGB, kv.FormatBytes(chunkBytes))
 	}
-	requests, err := c.requests()
+	requests, err := c.requests(e.ctx)
+	defer requests.close()
 	if err != nil {
 		return err
 	}
@@ -76,7 +79,7 @@ func (c *demoCmd) Run(e *env) error {
 	log := quiet(e.ctx, e.log)
 	st := store.New(p, store.Options{PopulateRate: 1 << 30, Log: log})
 	srv := server.New(st, server.Options{ChunkTokens: c.Chunk, Log: log, Version: Version()})
-	report, err := c.play(e, srv, requests, layout)
+	report, err := c.play(e, srv, &requests, layout)
 	stats := st.Stats()
 	closed := errors.Join(srv.Close(), st.Files().Remove(), st.Close())
 	if e.ctx.Err() != nil {
@@ -84,7 +87,7 @@ func (c *demoCmd) Run(e *env) error {
 		if report != nil {
 			done = report.Requests
 		}
-		return errors.Join(fmt.Errorf("interrupted after %d of %d requests", done, len(requests)), closed)
+		return errors.Join(fmt.Errorf("interrupted after %d of %d requests", done, requests.n), closed)
 	}
 	err = errors.Join(err, closed)
 	if report != nil && report.Requests > 0 {
@@ -96,7 +99,7 @@ func (c *demoCmd) Run(e *env) error {
 	if err != nil {
 		return err
 	}
-	return c.deployment(e, requests)
+	return c.deployment(e, requests.short)
 }
 
 // adviseDemo adds to an error of pool.Open which pool fits: the largest round size in
@@ -117,19 +120,47 @@ func adviseDemo(err error) error {
 	return fmt.Errorf("%w: try --l1-size-gb %v --chunk-kib %v, or enlarge it (containers: --shm-size or --ipc=host)", err, gibSize(size), kibSize(chunk))
 }
 
-func (c *demoCmd) requests() ([]workload.Request, error) {
-	if c.Trace == "" {
-		return workload.Chats(c.Requests, workload.ChatOptions{Seed: 7, Turns: 1 << 10}), nil
-	}
-	f, err := os.Open(c.Trace)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	return workload.ReadTrace(f, workload.TraceOptions{Max: c.Requests})
+// demoRequests are the requests of a demo.
+type demoRequests struct {
+	each  iter.Seq2[workload.Request, error]
+	n     int
+	short []workload.Request // of the second part
+	close func()             // ends the file that they are read from
 }
 
-func (c *demoCmd) play(e *env, srv *server.Server, requests []workload.Request, layout kv.Layout) (*demo.PlayReport, error) {
+// maxDemoRequests bounds the requests of a trace: 8 bytes of each are kept.
+const maxDemoRequests = 1 << 24
+
+// requests makes the requests. A trace is read once to see that it is whole, and again while it is played.
+func (c *demoCmd) requests(ctx context.Context) (out demoRequests, err error) {
+	out.close = func() {}
+	if c.Trace == "" {
+		out.each = workload.Each(workload.Chats(c.Requests, workload.ChatOptions{Seed: 7, Turns: 1 << 10}))
+	} else {
+		trace, err := workload.OpenTrace(c.Trace, workload.TraceOptions{Max: c.Requests})
+		if err != nil {
+			return out, err
+		}
+		out.close = func() { _ = trace.Close() } // it was read
+		out.each = trace.Lines()
+	}
+	for q, err := range out.each {
+		switch {
+		case err != nil:
+			return out, err
+		case ctx.Err() != nil:
+			return out, errors.New("interrupted before the first request")
+		case out.n == maxDemoRequests:
+			return out, fmt.Errorf("there are more than %d requests: play fewer of them", maxDemoRequests)
+		}
+		if out.n++; q.Input <= deploymentTokens && len(out.short) < deploymentRequests {
+			out.short = append(out.short, q)
+		}
+	}
+	return out, nil
+}
+
+func (c *demoCmd) play(e *env, srv *server.Server, requests *demoRequests, layout kv.Layout) (*demo.PlayReport, error) {
 	addr, err := srv.Listen(e.ctx, "tcp://127.0.0.1:*")
 	if err != nil {
 		return nil, err
@@ -140,11 +171,11 @@ func (c *demoCmd) play(e *env, srv *server.Server, requests []workload.Request, 
 	defer stop()
 	wg.Go(func() { srv.Run(ctx) })
 	fmt.Fprintf(e.stderr, "server on %s, %d requests, %d simulated engines, %s per chunk of %d tokens\n",
-		addr, len(requests), c.Workers, kv.FormatBytes(int64(c.ChunkKiB)), c.Chunk)
+		addr, requests.n, c.Workers, kv.FormatBytes(int64(c.ChunkKiB)), c.Chunk)
 	show, end := progress(e.stderr, "requests")
 	defer end()
-	return demo.Play(ctx, requests, demo.PlayOptions{
-		URL: "tcp://" + addr, Model: "demo", Layout: layout, Workers: c.Workers, Progress: show,
+	return demo.Play(ctx, requests.each, demo.PlayOptions{
+		URL: "tcp://" + addr, Model: "demo", Layout: layout, Workers: c.Workers, Requests: requests.n, Progress: show,
 	})
 }
 

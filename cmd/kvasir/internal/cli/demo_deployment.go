@@ -28,13 +28,7 @@ const (
 )
 
 // deployment plays requests through server, registry, P and D.
-func (c *demoCmd) deployment(e *env, all []workload.Request) error {
-	var requests []workload.Request
-	for _, r := range all {
-		if r.Input <= deploymentTokens && len(requests) < deploymentRequests {
-			requests = append(requests, r)
-		}
-	}
+func (c *demoCmd) deployment(e *env, requests []workload.Request) error {
 	if len(requests) == 0 {
 		fmt.Fprintf(e.stderr, "no prompt is short enough for the second part: %d tokens at most\n", deploymentTokens)
 		return nil

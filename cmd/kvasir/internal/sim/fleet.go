@@ -55,7 +55,9 @@ Examples:
 // maxFleetRequests bounds the requests of all nodes together.
 const maxFleetRequests = 2_000_000
 
-func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
+// options makes the options; done ends what they read, and may be called after an error.
+func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
+	done = func() {}
 	var f faults
 	most := 0
 	for _, n := range c.Nodes {
@@ -67,23 +69,27 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	f.unless(c.Pool > 0 && c.Pool <= 1<<20, "--pool-gib %v is outside 0 to %d", c.Pool, 1<<20)
 	f.unless(c.Store >= 0 && c.Store <= 1<<30, "--store-gib %v is outside 0 to %d", c.Store, 1<<30)
 	if err := f.err(); err != nil {
-		return o, err
+		return o, done, err
 	}
 	p, err := tables.Profile(c.Profile, tables.Options{TokenBudget: c.Budget, Set: c.settings()})
 	if err != nil {
-		return o, err
+		return o, done, err
 	}
 	p.BlockTokens = 512 // of made conversations
-	trace := workload.Stream(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format})
+	var trace *workload.Trace
 	var span fleet.Span
 	if c.Trace != "" {
 		p.BlockTokens = c.Block
-		if span, err = fleet.SpanOf(e.Ctx, trace); err != nil {
-			return o, err
+		if trace, err = workload.OpenTrace(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format}); err != nil {
+			return o, done, err
+		}
+		done = func() { _ = trace.Close() } // it was read
+		if span, err = fleet.SpanOf(e.Ctx, trace.Requests()); err != nil {
+			return o, done, err
 		}
 		for _, n := range c.Nodes {
 			if last := float64(span.Requests) / (c.Rate * float64(n)); n > 0 && !(last < float64(math.MaxInt64)/1e9) {
-				return o, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
+				return o, done, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
 			}
 		}
 	}
@@ -97,7 +103,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	o.Store = fleet.Store{Blocks: blocks(c.Store), ReadGBps: c.ReadGBps, WriteGBps: c.WriteGBps, Latency: c.Latency}
 	o.Requests = func(nodes int) iter.Seq2[workload.Request, error] {
 		if c.Trace != "" {
-			return fleet.AtRate(trace, span, c.Rate*float64(nodes))
+			return fleet.AtRate(trace.Requests(), span, c.Rate*float64(nodes))
 		}
 		list := workload.Chats(c.Requests*nodes, workload.ChatOptions{Seed: c.Seed, Open: 12 * nodes})
 		if err := workload.Arrive(list, c.Rate*float64(nodes), 1, c.Seed); err != nil {
@@ -105,14 +111,15 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 				yield(workload.Request{}, fmt.Errorf("%w: --rate %v: %w", fleet.ErrOptions, c.Rate, err))
 			}
 		}
-		return fleet.List(list)
+		return workload.Each(list)
 	}
-	return o, nil
+	return o, done, nil
 }
 
 // Run plays the fleets.
 func (c *fleetCmd) Run(e *Env) error {
-	o, err := c.options(e)
+	o, done, err := c.options(e)
+	defer done()
 	if err != nil {
 		return asUsage(e, err)
 	}

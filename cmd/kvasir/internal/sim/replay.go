@@ -6,7 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
+	"iter"
 	"text/tabwriter"
 	"time"
 
@@ -45,6 +45,10 @@ func (replayCmd) Help() string {
 	return `A hit is a run of blocks from a prompt's start that the cache has. JSON: requests, blocks, hit_blocks, tokens,
 seconds (that the replay took).
 
+The trace may be longer than memory: it is read once, and again for --scheduled and --bytes. These keep the requests that have not
+ended, 2 million at most, and with --json a record of each request, 4 million at most. Times of more than 4 million different values are
+rounded. A pipe is copied to a temporary file without a name in $TMPDIR.
+
 Examples:
   kvasir sim replay --trace conversation_trace.jsonl
   kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 50000 --json -
@@ -78,6 +82,10 @@ type scheduled struct {
 
 	Cached     int64 `json:"cached_tokens"`        // prompt tokens that P did not compute
 	Unfinished int   `json:"unfinished,omitempty"` // requests that an interruption left; failed in the figures
+
+	failed      int // the number of the first request that failed
+	firstFailed string
+	times       tokenTimes // for Plot
 }
 
 // Run replays the trace.
@@ -94,25 +102,20 @@ func (c *replayCmd) Run(e *Env) error {
 		return err
 	}
 	began := time.Now()
-	trace := workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests, Format: c.Format}
+	trace, err := workload.OpenTrace(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests, Format: c.Format})
+	if err != nil {
+		return asUsage(e, err)
+	}
+	defer trace.Close()
+	requests := func() iter.Seq2[workload.Request, error] { return workload.Scale(trace.Requests(), c.Scale) }
 	var out replayed
-	var err error
-	if c.Scheduled || c.Bytes || c.Scale > 1 {
-		var requests []workload.Request
-		if requests, err = workload.Load(c.Trace, trace); err != nil {
-			return asUsage(e, err)
-		}
-		if requests, err = workload.Scaled(requests, c.Scale); err != nil {
-			return usagef("--scale: %v", err)
-		}
-		out.Result, err = replay.Run(e.Ctx, requests, c.Capacity)
-		out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
-		if err == nil && (c.Scheduled || c.Bytes) {
-			out.Scheduled, err = c.schedule(e, requests)
-		}
-	} else {
-		out.Result, err = replay.Stream(e.Ctx, workload.Stream(c.Trace, trace), c.Capacity)
-		out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
+	out.Result, err = replay.Stream(e.Ctx, requests(), c.Capacity)
+	out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
+	if err == nil && (c.Scheduled || c.Bytes) {
+		out.Scheduled, err = c.schedule(e, requests(), &out.Result)
+	}
+	if errors.Is(err, workload.ErrScale) {
+		return usagef("--scale: %v", err)
 	}
 	if err != nil && e.Ctx.Err() == nil {
 		return asUsage(e, err)
@@ -140,42 +143,52 @@ func (r *replayed) panels() []plot.Panel {
 	}
 	out := []plot.Panel{{Title: "blocks hit, %", XLabel: axis, Lines: []plot.Line{now, all}, OverTime: true}}
 	if r.Scheduled != nil {
-		out = append(out, r.Scheduled.panels(r.Result.Span, axis)...)
+		out = append(out, r.Scheduled.times.panels(axis)...)
 	}
 	return out
 }
 
-// panels are the times of tokens of the requests that were sent in each part of the trace.
-func (s *scheduled) panels(span time.Duration, axis string) []plot.Panel {
-	var first, each [replay.MostParts][]float64
-	for i := range s.Records {
-		q := &s.Records[i]
-		if q.Error != "" || q.Last == 0 {
-			continue
-		}
-		at := 0
-		if span > 0 {
-			at = min(int(float64(q.Sent)/float64(span)*replay.MostParts), replay.MostParts-1)
-		}
-		first[at] = append(first[at], (q.First - q.Sent).Seconds())
-		if q.Output > 1 {
-			each[at] = append(each[at], 1000*(q.Last-q.First).Seconds()/float64(q.Output-1))
-		}
+// tokenTimes are the times of tokens of the requests that were sent in each part of a trace.
+type tokenTimes struct {
+	span        time.Duration
+	first, each [replay.MostParts]cluster.Values
+}
+
+// mostTimes is how many different times of a part are exact.
+const mostTimes = 1 << 15
+
+// add adds those of a request.
+func (t *tokenTimes) add(q *cluster.Record) {
+	if q.Error != "" || q.Last == 0 {
+		return
 	}
-	panel := func(title string, of *[replay.MostParts][]float64) plot.Panel {
+	at := 0
+	if t.span > 0 {
+		at = min(int(float64(q.Sent)/float64(t.span)*replay.MostParts), replay.MostParts-1)
+	}
+	first, each := &t.first[at], &t.each[at]
+	first.Most, each.Most = mostTimes, mostTimes
+	first.Add((q.First - q.Sent).Seconds())
+	if q.Output > 1 {
+		each.Add(1000 * (q.Last - q.First).Seconds() / float64(q.Output-1))
+	}
+}
+
+func (t *tokenTimes) panels(axis string) []plot.Panel {
+	panel := func(title string, of *[replay.MostParts]cluster.Values) plot.Panel {
 		half, worst := plot.Line{Name: "median"}, plot.Line{Name: "P99"}
-		for i, values := range of {
-			if len(values) == 0 {
+		for i := range of {
+			n := of[i].Len()
+			if n == 0 {
 				continue
 			}
-			slices.Sort(values)
-			x := span.Minutes() * float64(i+1) / replay.MostParts
-			half.X, half.Y = append(half.X, x), append(half.Y, values[len(values)/2])
-			worst.X, worst.Y = append(worst.X, x), append(worst.Y, values[(len(values)*99)/100])
+			x := t.span.Minutes() * float64(i+1) / replay.MostParts
+			half.X, half.Y = append(half.X, x), append(half.Y, of[i].At(n/2))
+			worst.X, worst.Y = append(worst.X, x), append(worst.Y, of[i].At((n*99)/100))
 		}
 		return plot.Panel{Title: title, XLabel: axis, Lines: []plot.Line{half, worst}, OverTime: true}
 	}
-	return []plot.Panel{panel("time to the first token, s", &first), panel("time per token, ms", &each)}
+	return []plot.Panel{panel("time to the first token, s", &t.first), panel("time per token, ms", &t.each)}
 }
 
 // wrong is an error where readers were given wrong bytes.
@@ -186,8 +199,8 @@ func (r *replayed) wrong() error {
 	return nil
 }
 
-// schedule runs the trace through engines.
-func (c *replayCmd) schedule(e *Env, requests []workload.Request) (*scheduled, error) {
+// schedule runs the trace through engines. counted is what the trace has.
+func (c *replayCmd) schedule(e *Env, requests iter.Seq2[workload.Request, error], counted *replay.Result) (*scheduled, error) {
 	began := time.Now()
 	p, err := costmodel.Open(c.Profile)
 	if err != nil {
@@ -202,14 +215,23 @@ func (c *replayCmd) schedule(e *Env, requests []workload.Request) (*scheduled, e
 		p.BlockTokens, p.TokenBudget, p.MaxModel = c.Block/n, max(p.TokenBudget/n, 1), max(p.MaxModel/n, 2)
 	}
 	show, end := e.progress("requests")
-	o := cluster.Options{Profile: p, Prefill: c.Prefill, Decode: c.Decode, Progress: show}
+	s := &scheduled{Profile: p.Name, Scale: c.Scale, Prefill: c.Prefill, Decode: c.Decode, times: tokenTimes{span: counted.Span}}
+	o := cluster.Options{Profile: p, Prefill: c.Prefill, Decode: c.Decode, Progress: show, Total: counted.Requests, Records: c.JSON != ""}
+	o.Ended = func(number int, q *cluster.Record) {
+		if q.Error != "" && (s.firstFailed == "" || number < s.failed) {
+			s.failed, s.firstFailed = number, q.Error
+		}
+		if c.Plot != "" {
+			s.times.add(q)
+		}
+	}
 	if c.Bytes {
 		o.Bytes = &cluster.Bytes{HeadBytes: c.HeadBytes, Corrupt: c.Corrupt}
 	}
 	if c.Capacity > 0 {
 		o.Store = cluster.Store{Blocks: c.Capacity, GBps: p.Constants.TransferGBps, Latency: time.Millisecond}
 	}
-	r, err := cluster.Run(e.Ctx, requests, o)
+	r, err := cluster.Stream(e.Ctx, requests, o)
 	end()
 	if errors.Is(err, cluster.ErrMemory) {
 		return nil, usagef("%v: take a larger --scale, or fewer engines", err)
@@ -217,13 +239,7 @@ func (c *replayCmd) schedule(e *Env, requests []workload.Request) (*scheduled, e
 	if r == nil {
 		return nil, err
 	}
-	s := &scheduled{Result: r, Profile: p.Name, Scale: c.Scale, Prefill: c.Prefill, Decode: c.Decode, Virtual: r.Duration.Seconds(), Figures: r.Figures()}
-	for i := range r.Records {
-		s.Cached += int64(r.Records[i].Cached)
-		if q := &r.Records[i]; q.Last == 0 && q.Error == "" {
-			s.Unfinished++
-		}
-	}
+	s.Result, s.Virtual, s.Figures, s.Cached, s.Unfinished = r, r.Duration.Seconds(), r.Figures(), r.Cached(), r.Unfinished
 	s.Seconds = time.Since(began).Seconds()
 	s.Ratio = s.Virtual / s.Seconds
 	return s, err
@@ -250,8 +266,8 @@ func (r *replayed) print(w io.Writer) error {
 		if s.Unfinished > 0 {
 			line("not finished", "%d", s.Unfinished)
 		}
-		if i := slices.IndexFunc(s.Records, func(q cluster.Record) bool { return q.Error != "" }); i >= 0 {
-			line("the first that failed", "request %d: %s", i+1, s.Records[i].Error)
+		if s.firstFailed != "" {
+			line("the first that failed", "request %d: %s", s.failed+1, s.firstFailed)
 		}
 		line("prompt tokens not computed", "%s", thousands(uint64(s.Cached)))
 		line("TTFT mean / median / P99", "%.0f / %.0f / %.0f ms", f.MeanTTFT, f.MedianTTFT, f.P99TTFT)

@@ -69,6 +69,7 @@ type sweepCmd struct {
 // Help is shown by kvasir sim sweep --help.
 func (sweepCmd) Help() string {
 	return `Every combination of what is swept is a run of the same requests in virtual time. Interrupted, it keeps what has ended.
+A trace is read once before the runs and once for each, and may be longer than memory: a run keeps the requests that have not ended.
 
 Examples:
   kvasir sim sweep --pd 1:1,2:1,1:2,0:3 --rate 0.5,1,2,4 --plot sweep.svg
@@ -76,10 +77,12 @@ Examples:
   kvasir sim sweep --profile h100-70b-tp4 --random-input-len 4000 --token-budget 2048,8192 --json -`
 }
 
-func (c *sweepCmd) options(e *Env) (o sweep.Options, err error) {
+// options makes the options; done ends what they read, and may be called after an error.
+func (c *sweepCmd) options() (o sweep.Options, done func(), err error) {
+	done = func() {}
 	p, err := tables.Profile(c.Profile, tables.Options{Set: sortedSettings(c.Set)})
 	if err != nil {
-		return o, err
+		return o, done, err
 	}
 	o = sweep.Options{Profile: p, Cache: c.Cache, Link: c.Link, Budget: c.Budget, Rate: c.Rate, Seed: c.Seed}
 	for _, pair := range c.PD {
@@ -87,33 +90,39 @@ func (c *sweepCmd) options(e *Env) (o sweep.Options, err error) {
 		prefill, err1 := strconv.Atoi(a)
 		decode, err2 := strconv.Atoi(b)
 		if !ok || errors.Join(err1, err2) != nil {
-			return o, usagef("--pd %q is not as 2:1", pair)
+			return o, done, usagef("--pd %q is not as 2:1", pair)
 		}
 		o.Engines = append(o.Engines, sweep.Engines{Prefill: prefill, Decode: decode})
 	}
 	if o.SLOs, err = bench.ParseSLOs(c.Goodput); err != nil {
-		return o, usagef("--goodput: %v", err)
+		return o, done, usagef("--goodput: %v", err)
 	}
 	switch {
 	case c.Requests < 1 || c.Requests > 1_000_000:
-		return o, usagef("--requests %d is outside 1 to 1000000", c.Requests)
+		return o, done, usagef("--requests %d is outside 1 to 1000000", c.Requests)
 	case c.Trace != "":
-		if o.Requests, err = workload.Load(c.Trace, workload.TraceOptions{Max: c.Requests}); err != nil {
-			return o, err
+		trace, err := workload.OpenTrace(c.Trace, workload.TraceOptions{Max: c.Requests})
+		if err != nil {
+			return o, done, err
 		}
+		done = func() { _ = trace.Close() } // it was read
+		o.Requests = trace.Requests()
 	case c.Input > 0:
-		if o.Requests, err = workload.Random(c.Requests, c.Input, c.Output, 0, c.Seed); err != nil {
-			return o, usagef("%v", err)
+		list, err := workload.Random(c.Requests, c.Input, c.Output, 0, c.Seed)
+		if err != nil {
+			return o, done, usagef("%v", err)
 		}
+		o.Requests = workload.Each(list)
 	default:
-		o.Requests = workload.Chats(c.Requests, workload.ChatOptions{Seed: c.Seed})
+		o.Requests = workload.Each(workload.Chats(c.Requests, workload.ChatOptions{Seed: c.Seed}))
 	}
-	return o, nil
+	return o, done, nil
 }
 
 // Run sweeps.
 func (c *sweepCmd) Run(e *Env) error {
-	o, err := c.options(e)
+	o, done, err := c.options()
+	defer done()
 	if err != nil {
 		return asUsage(e, err)
 	}
