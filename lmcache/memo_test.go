@@ -232,6 +232,8 @@ func FuzzReply(f *testing.F) {
 		_, _ = lmcache.DecodeInt(b)
 		_, _ = lmcache.DecodeBool(b)
 		_, _ = lmcache.ParseOp(b)
+		_, _ = lmcache.DecodeCopied(b)
+		_, _ = lmcache.DecodeKVEventBatch(b)
 	})
 }
 

@@ -204,7 +204,7 @@ func (p *Pub) holdLocked(h *heldBack, frames [][]byte) {
 	for _, f := range frames {
 		n += len(f)
 	}
-	if h.lost || len(h.messages) >= maxHeld || h.bytes+n > p.r.o.SendQueueBytes {
+	if h.lost || len(h.messages) >= maxHeld || h.bytes+n > p.r.role.limits.queueBytes {
 		*h = heldBack{lost: true}
 		return
 	}

@@ -85,6 +85,47 @@ func publish(p *Pub, frames ...string) int {
 	return p.Publish(m...)
 }
 
+// What is published for a peer from the begin of a subscription on comes with its release, but for what was dropped before.
+func TestHeldMessagesComeWithTheRelease(t *testing.T) {
+	changes := make(chan string, 16)
+	var p *Pub
+	p = NewPub(PubOptions{Hold: true, Log: quietLog, OnSubscribe: func(peer *Peer, prefix []byte, _ bool) {
+		switch string(prefix) {
+		case "drop":
+			p.DropHeld(peer)
+		case "release", "release again":
+			if !p.Release(peer) {
+				t.Error("some was lost")
+			}
+		}
+		changes <- string(prefix)
+	}})
+	t.Cleanup(func() { _ = p.Close() })
+	addr, err := p.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, in := startSub(t, "tcp://"+addr.String(), "kv")
+	wantNext(t, changes, "kv")
+	subscribe := func(prefix string) {
+		t.Helper()
+		if err := s.Subscribe(prefix); err != nil {
+			t.Fatal(err)
+		}
+		wantNext(t, changes, prefix)
+	}
+	publish(p, "kv", "dropped")
+	subscribe("drop")
+	publish(p, "kv", "held")
+	subscribe("release")
+	publish(p, "kv", "after")
+	wantNext(t, in, "kv|held", "kv|after")
+	subscribe("more") // holds again
+	publish(p, "kv", "held again")
+	subscribe("release again")
+	wantNext(t, in, "kv|held again")
+}
+
 // Two subscribers each get what they subscribed to, in order, and nothing else.
 func TestPubSendsToWhoSubscribed(t *testing.T) {
 	p, endpoint, changes := startPub(t, "tcp://127.0.0.1:*", PubOptions{})

@@ -6,8 +6,11 @@ import (
 	"bytes"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"io"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -31,6 +34,68 @@ func TestKeysAreZ85(t *testing.T) {
 			t.Errorf("%q is read as a key: %v", text, err)
 		}
 	}
+}
+
+// A file has the secret key alone, or as a certificate of ours or of pyzmq's with the public key before it.
+func TestKeyFileHasTheSecretKey(t *testing.T) {
+	secret := NewKey()
+	path := filepath.Join(t.TempDir(), "key")
+	f := func(text string, right bool) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := ReadKeyFile(path); (err == nil) != right || right && got != secret || !right && strings.Contains(err.Error(), secret.Z85()) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+	public := fmt.Sprintf("    public-key = %q\n", secret.Public().Z85())
+	f(secret.Z85(), true)
+	f(secret.Z85()+"\n", true)
+	f(FormatKeyFile(secret), true)
+	f("#   ****  Generated on 2026-11-27 by pyzmq  ****\n# a = b\n\nmetadata\n    user = \"ann\"\ncurve\n"+public+fmt.Sprintf("    secret-key = %q\n", secret.Z85()), true)
+	f("curve\n"+public, false)
+	f("", false)
+}
+
+// A side of PLAIN takes each command in its step alone, and WELCOME without data: else the connection ends.
+func TestPlainTakesCommandsInTheirSteps(t *testing.T) {
+	type command struct{ name, data string }
+	hello := command{"HELLO", "\x03ann\x06secret"}
+	f := func(client, right bool, commands ...command) {
+		t.Helper()
+		m := &plain{check: func(u, p string) bool { return u == "ann" && p == "secret" }}
+		if client {
+			m = &plain{account: &PlainClient{"ann", "secret"}}
+		}
+		for i, c := range commands {
+			last := i == len(commands)-1
+			_, done, err := m.handle([]byte(c.name), []byte(c.data))
+			if want := right || !last; (err == nil) != want || done != (right && last) || !want && !errors.Is(err, errProtocol) {
+				t.Errorf("client %v, %v, command %d: done %v, %v", client, commands, i, done, err)
+			}
+		}
+	}
+	f(false, true, hello, command{"INITIATE", ""})
+	f(false, true, hello, command{"INITIATE", "properties"})
+	f(true, true, command{"WELCOME", ""}, command{"READY", ""})
+	f(true, true, command{"WELCOME", ""}, command{"READY", "properties"})
+	f(true, false, command{"WELCOME", "data"})
+	for _, name := range []string{"OTHER", "READY", "INITIATE", "ERROR", "WELCOME"} {
+		for _, data := range []string{"", "data"} {
+			f(false, false, command{name, data})
+			if name != "WELCOME" {
+				f(true, false, command{name, data})
+			}
+			if name != "INITIATE" {
+				f(false, false, hello, command{name, data})
+			}
+			if name != "READY" {
+				f(true, false, command{"WELCOME", ""}, command{name, data})
+			}
+		}
+	}
+	f(false, false, hello, hello)
 }
 
 // keyring is a server that lets named clients in.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -150,6 +151,10 @@ func TestStoreOfGroups(t *testing.T) {
 	}
 	f("what the server did not offer", [][]int{{}, {0, 2}}, "\x92\x90\x92\x00\x02", 3, false)
 	f("what the server offers all the same", [][]int{{}, {0, 1}}, "\x92\x90\x92\x00\x01", 0, true)
+	for _, chunk := range []int{3, 1 << 20} {
+		offer(placed{0, 0, 0}, placed{0, chunk, 4096})
+		f(fmt.Sprint("chunk ", chunk, " of 3"), nil, "\x90", 0, true)
+	}
 	offer()
 	f("all is there", nil, "\x90", 0, false)
 }
@@ -257,5 +262,38 @@ func TestLoadOfGroupsSkipsWhatTheEngineHas(t *testing.T) {
 				t.Errorf("plane %d, block %d was written: %v, want %v", plane, id, changed, want)
 			}
 		}
+	}
+}
+
+// A worker registers with the block size of its options, 16 tokens where they have none.
+func TestRegistrationHasTheBlockSize(t *testing.T) {
+	s := newFakeServer(t)
+	var registered atomic.Int64
+	s.set(lmcache.OpRegisterEngineDriven, func(m [][]byte) []byte {
+		r, err := new(lmcache.Decoder).Decode(nil, lmcache.Only(lmcache.Latest), lmcache.OpRegisterEngineDriven, m[2:])
+		if err != nil {
+			t.Error(err)
+			return nil
+		}
+		registered.Store(int64(r.(*lmcache.EngineDriven).BlockSize))
+		return lmcache.Pool{ShmName: "pool", Bytes: poolBytes}.Append(nil)
+	})
+	c, err := lmcache.NewClient(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	for _, f := range []struct {
+		of   int
+		want int64
+	}{{0, 16}, {4, 4}, {32, 32}} {
+		w, err := connector.OpenPoolClient(t.Context(), c, connector.PoolClientOptions{Model: "m", Layout: kv.Layout{Layers: 1, Slots: 16, Hidden: 4, DType: "uint8"}, BlockSize: f.of, ShmDir: s.dir})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := registered.Load(); got != f.want {
+			t.Errorf("blocks of %d tokens are registered as %d", f.of, got)
+		}
+		_ = w.Close(t.Context()) // the server answers no unregistration
 	}
 }

@@ -144,6 +144,33 @@ func TestDeparturesOfOperations(t *testing.T) {
 	}, "{Tokens:16 Pending:false Async:true}", "{Tokens:16 Pending:false Async:true}", "{Tokens:0 Pending:false Async:false}")
 }
 
+// A request whose load failed counts once, whether a worker reports it or the engine asks again, and also where it has run since.
+func TestFailedLoadsCountOnce(t *testing.T) {
+	f := func(what string, want uint64, play func(*bench)) {
+		t.Helper()
+		c := &fakeCache{results: map[string]int{"r": 16}}
+		tr, err := connector.NewScheduler(c, connector.SchedulerOptions{BlockTokens: 4, ChunkTokens: 8})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := &bench{t, tr, c, &connector.Request{ID: "r", Tokens: make([]uint32, 18), Hashes: 4}}
+		b.match(0)
+		b.alloc(16, 1, 2, 3, 4)
+		b.step(connector.Step{})
+		play(b)
+		if got := tr.Stats().FailedLoads; got != want {
+			t.Errorf("%s: %d, want %d", what, got, want)
+		}
+	}
+	f("none failed", 0, func(b *bench) { b.first(16, 2) })
+	f("reported", 1, func(b *bench) { b.tr.LoadFailed("r") })
+	f("reported, and asked again", 1, func(b *bench) { b.tr.LoadFailed("r"); b.match(0); b.match(0) })
+	f("asked again", 1, func(b *bench) { b.match(0) })
+	f("asked again three times", 1, func(b *bench) { b.match(0); b.match(0); b.match(0) })
+	f("it has run since", 1, func(b *bench) { b.first(16, 2); b.tr.LoadFailed("r") })
+	f("unknown", 0, func(b *bench) { b.tr.LoadFailed("other") })
+}
+
 // The same for what is asked of the cache, and for hits that do not fit.
 func TestDeparturesOfCalls(t *testing.T) {
 	f := func(what string, play func(*bench) string, v018, v033, ours string) {

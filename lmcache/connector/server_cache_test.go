@@ -3,6 +3,7 @@
 package connector_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -29,6 +30,7 @@ type lookupServer struct {
 	mu     sync.Mutex
 	busy   bool // lookups are still running
 	silent bool
+	chunks int64 // that are found; 0: three
 	seen   []string
 }
 
@@ -47,7 +49,7 @@ func (s *lookupServer) serve(p *zmtp.Peer, m zmtp.Message) {
 		return
 	case lmcache.OpQueryPrefetchStatus:
 		if !s.busy {
-			reply = append(reply, lmcache.AppendInt(nil, 3))
+			reply = append(reply, lmcache.AppendInt(nil, cmp.Or(s.chunks, 3)))
 		}
 		_ = p.Send(reply...)
 		return
@@ -179,6 +181,52 @@ func TestScheduler(t *testing.T) {
 	}
 	if st := sch.Stats(); st.Lookups != 3 || st.LookupTimes.Total() != 3 || !st.Healthy || st.LookupsFailed != 0 {
 		t.Errorf("%+v", st)
+	}
+}
+
+// A lookup at two servers has a result once both have answered, with the look that finds that. It is what both have; the one that has
+// more gets the pins of the rest back.
+func TestHitOfSeveralServersIsWhatAllHave(t *testing.T) {
+	s1, c1 := newScheduler(t, nil)
+	s2, c2 := newScheduler(t, nil)
+	s1.chunks = 2
+	all := connector.NewServers(c1, c2)
+	tokens := make([]uint32, 30)
+	for _, late := range []*lookupServer{s1, s2} {
+		late.set(true, false)
+		all.SubmitLookup("a", tokens, "salt")
+		all.SubmitLookup("a", tokens, "salt")
+		testkit.Eventually(t, "lookups", func() bool { return len(s1.seenNow()) == 1 && len(s2.seenNow()) == 1 })
+		if n, ok := all.LookupResult("a"); ok {
+			t.Errorf("a hit of %d while a server looks", n)
+		}
+		late.set(false, false)
+		var n int
+		testkit.Eventually(t, "result", func() (ok bool) {
+			if n, ok = all.LookupResult("a"); ok {
+				return true
+			}
+			if err := all.Flush(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if seen := s2.seenNow(); len(seen) > 1 {
+				t.Fatalf("pins are given back before there is a result: %q", seen)
+			}
+			return false
+		})
+		if again, ok := all.LookupResult("a"); n != 16 || again != 16 || !ok {
+			t.Errorf("hits of %d and %d, %v", n, again, ok)
+		}
+		all.EndSession("a")
+		if err := all.Flush(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		const lookup = `lookup a 0-24 4 of 1 salt "salt"`
+		expect(t, s1, lookup, "end_session a")
+		expect(t, s2, lookup, `free_lookup_locks a 16-24 4 of 1 salt "salt"`, "end_session a")
+	}
+	if _, ok := all.LookupResult("a"); ok {
+		t.Error("a result after the session")
 	}
 }
 

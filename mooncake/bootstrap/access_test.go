@@ -207,3 +207,31 @@ func TestGateOfTheRegistry(t *testing.T) {
 	f(GuardAll, "10.0.0.9:1", "wrong", "200 401 401 401 401")
 	f(GuardDelete, "192.0.2.1:1", "own", "200 401 401 401 401")
 }
+
+// Where queries need the token, who lacks it learns of /healthz only that the registry serves; with the token, and where queries need none,
+// the answer has the number of engines.
+func TestHealthTellsNoMoreThanQueries(t *testing.T) {
+	f := func(guard Guard, token, secret string, more bool) {
+		t.Helper()
+		r, err := Open(Options{Token: token, Guard: guard})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		req := httptest.NewRequest("GET", "/healthz", nil)
+		req.Host, req.RemoteAddr = "127.0.0.1", "127.0.0.1:1"
+		if secret != "" {
+			req.Header.Set("Authorization", "Bearer "+secret)
+		}
+		w := httptest.NewRecorder()
+		r.ServeHTTP(w, req)
+		if has := strings.Contains(w.Body.String(), `"engines"`); w.Code != 200 || has != more {
+			t.Errorf("guard %d, token %q, with %q: %d %s", guard, token, secret, w.Code, w.Body)
+		}
+	}
+	f(GuardAll, "own", "", false)
+	f(GuardAll, "own", "wrong", false)
+	f(GuardAll, "own", "own", true)
+	f(GuardWrites, "own", "", true)
+	f(GuardDelete, "", "", true)
+}

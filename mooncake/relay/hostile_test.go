@@ -5,6 +5,7 @@ package relay_test
 import (
 	"encoding/binary"
 	"fmt"
+	"log/slog"
 	"net"
 	"strings"
 	"testing"
@@ -60,9 +61,10 @@ func (c *channel) next(atMost time.Duration) *wire.Reply {
 }
 
 // A region whose blocks carry nothing, or more than a stride, or lie where no
-// address can be, is refused with a reason; a second D is served all the while.
+// address can be, is refused with a reason, which the log has, too; a second D is served all the while.
 func TestRegionsThatCannotBeAreRefused(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
+	var log lines
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second, Log: slog.New(slog.NewTextHandler(&log, nil))})
 	bad := w.channel()
 	for _, spoil := range []func(*wire.Region){
 		func(r *wire.Region) { r.Payload = 0 },
@@ -86,6 +88,9 @@ func TestRegionsThatCannotBeAreRefused(t *testing.T) {
 		if err := w.pull("x", []int{1}, []int{2}); err != nil {
 			t.Fatal(err)
 		}
+	}
+	if text := log.String(); !strings.Contains(text, "pull refused") || !strings.Contains(text, "region 1") {
+		t.Errorf("the log: %s", text)
 	}
 }
 

@@ -13,10 +13,13 @@ func TestMain(m *testing.M) { testkit.Main(m) }
 func TestOptionsValidate(t *testing.T) {
 	testkit.CheckNumbers[MasterOptions](t)
 	testkit.CheckNumbers[ClientOptions](t)
-	for _, a := range []string{"", "host", ":1", "host:", "etcd://host", "host:70000"} {
+	for _, a := range []string{"", "host", ":1", "host:", "etcd://host", "host:70000", "host:65536", "host:0", "host:-1"} {
 		if (MasterOptions{Addresses: []string{a}}).Validate() == nil {
 			t.Errorf("%q is an address", a)
 		}
+	}
+	if err := (MasterOptions{Addresses: []string{"host:1", "[::1]:65535"}}).Validate(); err != nil {
+		t.Error(err)
 	}
 	if _, err := NewMaster(MasterOptions{Addresses: []string{"host"}, MaxConns: -1}); err == nil {
 		t.Error("a master without a port, and fewer than no connections")

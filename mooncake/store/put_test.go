@@ -6,11 +6,13 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
@@ -142,6 +144,63 @@ func TestSilentNodeCostsItsOwnObjects(t *testing.T) {
 		}
 		return errs[0] == nil && errs[2] == nil && bytes.Equal(got[0], a) && bytes.Equal(got[2], d)
 	})
+}
+
+// A read of a node that never answers ends with the lease, counted from when the master was asked.
+func TestReadEndsWithItsLease(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	te := transfer.New(transfer.Options{HandshakeTimeout: time.Hour})
+	defer te.Close()
+	c.client.te = te
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	hang(t, c.master, "a", 0)
+	c.master.Set(func() { c.master.Lease = 10 * time.Minute })
+	var looks atomic.Int64
+	c.client.now = func() moment { // the master took all of the lease but 50 ms
+		m := now()
+		if looks.Add(1) > 1 {
+			took := 10*time.Minute - 50*time.Millisecond
+			m = moment{m.steady.Add(took), m.wall.Add(took)}
+		}
+		return m
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	if errs := c.client.Get(ctx, []Object{{"a", [][]byte{{0}}}}); errs[0] != LeaseExpired || ctx.Err() != nil {
+		t.Errorf("%v, %v", errs, ctx.Err())
+	}
+}
+
+// A batch has objects of the limit's bytes together, and one at least.
+func TestBatchesAreBounded(t *testing.T) {
+	var objects []Object
+	for _, n := range []int{5, 5, 11, 4, 4, 2, 1} {
+		objects = append(objects, Object{"", [][]byte{make([]byte, n)}})
+	}
+	var got []int
+	for from := 0; from < len(objects); {
+		to := batch(objects, from, 10)
+		if to <= from {
+			t.Fatalf("an empty batch at %d", from)
+		}
+		got, from = append(got, to), to
+	}
+	if want := []int{2, 3, 6, 7}; !slices.Equal(got, want) {
+		t.Errorf("batches end at %v, want %v", got, want)
+	}
+}
+
+// A master whose descriptors have no kind of place is refused.
+func TestReplicasWithoutKindsAreRefused(t *testing.T) {
+	for _, kinds := range [][]*sp.Type{nil, {{Kind: sp.KindFixed, Size: 1}}} {
+		status := &sp.Type{Kind: sp.KindFixed, Size: 4}
+		list := &sp.Type{Kind: sp.KindVector, Parts: []*sp.Type{{Kind: sp.KindStruct, Parts: []*sp.Type{{Kind: sp.KindVariant, Parts: kinds}, status}}}}
+		if r, err := replicas(new(sp.Reader), list); err == nil && (len(kinds) == 0 || len(r) > 0) {
+			t.Errorf("%d kinds: %v", len(kinds), r)
+		}
+	}
 }
 
 // Replicas of lengths that are right only together, past the end of all numbers, are no replicas.

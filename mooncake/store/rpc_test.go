@@ -125,6 +125,16 @@ func TestInvalidAnswersAreRefused(t *testing.T) {
 	}
 }
 
+// A quick call over a connection that the peer has closed is an error at once.
+func TestQuickCallOverAClosedConnectionFails(t *testing.T) {
+	ours, theirs := tcp(t)()
+	defer ours.Close()
+	theirs.Close()
+	if _, come, err := newQuick(ours).exchange([]byte("request")); err == nil || len(come) > 0 {
+		t.Errorf("%q, %v", come, err)
+	}
+}
+
 // A call ends with its time, and with its context, however often the connection was used before.
 func TestCallsEndInTime(t *testing.T) {
 	call := calls(t, tcp(t))

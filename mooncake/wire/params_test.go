@@ -73,6 +73,14 @@ func TestParamsTruth(t *testing.T) {
 	if id, ok := mustParams(t, `{"transfer_id":""}`).TransferID(); ok {
 		t.Errorf("an empty transfer id %q", id)
 	}
+	for _, v := range []string{`""`, `null`, `1`, `[]`} {
+		if name, err := mustParams(t, `{"k":`+v+`}`).Name("k"); err == nil || !strings.Contains(err.Error(), v) {
+			t.Errorf("%s is the name %q: %v", v, name, err)
+		}
+	}
+	if name, err := mustParams(t, `{"k":"x"}`).Name("k"); err != nil || name != "x" {
+		t.Errorf("%q, %v", name, err)
+	}
 }
 
 // The constructors write what the proxies of both dialects write.

@@ -27,7 +27,7 @@ import (
 func TestMain(m *testing.M) { testkit.Main(m) }
 
 // newServer returns a server with two stored chunks of 16 tokens.
-func newServer(t *testing.T) *server.Server {
+func newServer(t testing.TB) *server.Server {
 	t.Helper()
 	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 64 * 4096, Dir: t.TempDir(), ChunkTokens: 16})
 	if err != nil {

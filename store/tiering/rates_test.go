@@ -76,3 +76,29 @@ func TestRequests(t *testing.T) {
 		}
 	})
 }
+
+// At most 4,096 requests compute: the oldest of more is forgotten, and no other.
+func TestRequestsThatComputeAreBounded(t *testing.T) {
+	const most = 4096
+	for _, n := range []int{most, most + 1} {
+		synctest.Test(t, func(t *testing.T) {
+			var r tiering.Rates
+			for i := range n {
+				r.Answered(fmt.Append(nil, i))
+			}
+			time.Sleep(time.Second)
+			for range 8 { // so many make the rate known
+				r.Stored([]byte("0"), 1e6)
+			}
+			if known := r.Stats().ComputeRate > 0; known != (n == most) {
+				t.Errorf("the first of %d requests counts: %v", n, known)
+			}
+			for range 8 {
+				r.Stored([]byte("1"), 1e6)
+			}
+			if r.Stats().ComputeRate == 0 {
+				t.Errorf("the second of %d requests does not count", n)
+			}
+		})
+	}
+}

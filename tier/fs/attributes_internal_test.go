@@ -5,9 +5,11 @@ package fs
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -159,4 +161,33 @@ func TestAttributesThatFindNoRoomAtFirst(t *testing.T) {
 			t.Errorf("it says %s", said)
 		}
 	}
+}
+
+// With direct I/O whole pages pass it, and only the rest of the last page passes the page cache.
+func TestWholePagesAreReadDirectly(t *testing.T) {
+	d, said := bare(t, Options{Path: t.TempDir(), Direct: true}, none)
+	if warned := bytes.Contains(said.Bytes(), []byte("queues no reads")); warned != (d.queue == nil) {
+		t.Errorf("a queue of reads: %v, log:\n%s", d.queue != nil, said)
+	}
+	file, err := os.Create(filepath.Join(t.TempDir(), "f"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	f := func(n int, direct bool, want ...string) {
+		t.Helper()
+		var got []string
+		moved, err := d.inPieces(t.Context(), int(file.Fd()), direct, make([]byte, n), func(b []byte, off int64, direct bool) (int, error) {
+			got = append(got, fmt.Sprint(off, len(b), direct))
+			return len(b), nil
+		})
+		if err != nil || moved != int64(n) || !slices.Equal(got, want) {
+			t.Errorf("%d bytes, direct %v: %d moved, %v; %q, want %q", n, direct, moved, err, got, want)
+		}
+	}
+	f(2*tier.Page, true, fmt.Sprint(0, 2*tier.Page, true))
+	f(2*tier.Page+10, true, fmt.Sprint(0, 2*tier.Page, true), fmt.Sprint(2*tier.Page, 10, false))
+	f(10, true, "0 10 false")
+	f(piece+tier.Page, true, fmt.Sprint(0, piece, true), fmt.Sprint(piece, tier.Page, true))
+	f(2*tier.Page, false, fmt.Sprint(0, 2*tier.Page, false))
 }

@@ -98,3 +98,70 @@ func mustRead(t *testing.T, b *generation.Book) []byte {
 	}
 	return text
 }
+
+// overwrittenPlace is a place whose note another server overwrites with an earlier one, right after each of the next times writes.
+type overwrittenPlace struct {
+	*place
+	earlier []byte
+	times   int
+}
+
+func (p *overwrittenPlace) SetNote(ctx context.Context, text []byte) error {
+	err := p.place.SetNote(ctx, text)
+	p.set(func() {
+		if p.times > 0 {
+			p.times--
+			p.text = p.earlier
+		}
+	})
+	return err
+}
+
+// A clear is confirmed only once a look finds it in the note and in the shared file: what had to be written again is looked at again.
+func TestClearIsConfirmedOnceItIsFound(t *testing.T) {
+	for _, shared := range []string{"note", "file"} {
+		t.Run(shared, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				names := tier.NewNames()
+				names.Add(keyOf(1).Namespace, "m", nil)
+				b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
+				earlier := []byte(`{"version":1,"all":{"number":0,"time":0}}`)
+				p := &overwrittenPlace{place: newPlace(), earlier: earlier}
+				if shared == "note" {
+					b.Share(generation.Place{Name: "p", Note: p, Every: 250 * time.Millisecond})
+					b.Sync(t.Context())
+				} else {
+					b.Share()
+					b.Watch(250 * time.Millisecond)
+				}
+				b.Follow(func(commit func()) { commit() })
+				p.times = 2
+				commit, err := b.Prepare([]string{"m"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				commit()
+				var other sync.WaitGroup
+				if shared == "file" {
+					other.Go(func() { // before the first look, and between the first and the second one
+						for range 2 {
+							time.Sleep(b.Settle() - 50*time.Millisecond)
+							if err := os.WriteFile(b.Files()[0], earlier, 0o600); err != nil {
+								t.Error(err)
+							}
+						}
+					})
+				}
+				b.Confirm(t.Context())
+				other.Wait()
+				got := p.text
+				if shared == "file" {
+					got = mustRead(t, b)
+				}
+				if !bytes.Contains(got, []byte(`"m"`)) {
+					t.Errorf("the confirmed clear is lost: %s", got)
+				}
+			})
+		})
+	}
+}

@@ -556,3 +556,36 @@ func TestClearInASharedDirectorySettles(t *testing.T) {
 		}
 	})
 }
+
+// A server that has read the note of one tier and not yet that of another begins no generation: the other one may have the present one,
+// and what is stored under it would be lost.
+func TestNoGenerationBeginsBeforeEachTierWasRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		often, seldom := newPlace(), newPlace()
+		start := func(places ...generation.Place) *generation.Book {
+			names := tier.NewNames()
+			names.Add(keyOf(1).Namespace, "m", nil)
+			b := open(t, names, filepath.Join(t.TempDir(), "g"))
+			b.Share(places...)
+			b.Follow(func(commit func()) { commit() })
+			b.Sync(t.Context())
+			return b
+		}
+		a := start(generation.Place{Name: "seldom", Note: seldom, Every: time.Second})
+		if err := a.Tier(seldom).Write(t.Context(), keyOf(1), tier.Meta{Len: 1}, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+		seldom.set(func() { seldom.down = errDown })
+		b := start(generation.Place{Name: "often", Note: often, Every: time.Nanosecond}, generation.Place{Name: "seldom", Note: seldom, Every: time.Second})
+		seldom.set(func() { seldom.down = nil })
+		often.set(func() { often.text = nil }) // its note is lost
+		time.Sleep(500 * time.Millisecond)
+		b.Sync(t.Context())
+		time.Sleep(time.Second)
+		b.Sync(t.Context())
+		metas := make([]tier.Meta, 1)
+		if err := b.Tier(seldom).Stat(t.Context(), []kv.Key{keyOf(1)}, metas); err != nil || metas[0].Len != 1 {
+			t.Errorf("an object of the present generation: %+v, %v", metas[0], err)
+		}
+	})
+}

@@ -26,7 +26,8 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 		x.root = root
 		x.configure(base)
 		x.store(1, 2)
-		k := open(t, Options{Roots: []string{root}, Limit: 8000, Watch: w, pathsEvery: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
+		var log lines
+		k := open(t, Options{Roots: []string{root}, Limit: 8000, Watch: w, pathsEvery: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(&log, nil))})
 		for i, empty := range []func() error{
 			func() error { return os.RemoveAll(root) },
 			func() error { return os.Rename(root, filepath.Join(filepath.Dir(root), "aside")) },
@@ -50,6 +51,9 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 			}
 		}
 		aside := &tier{t: t, root: filepath.Join(filepath.Dir(root), "aside")}
+		if n := strings.Count(log.String(), "a directory was replaced"); n != 2 {
+			t.Errorf("%s: %d directories were replaced, want 2:\n%s", w, n, log.String())
+		}
 		if files, _ := aside.there(); files != 6 {
 			t.Errorf("%s: of a directory that was renamed %d files are left", w, files)
 		}

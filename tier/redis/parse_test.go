@@ -72,6 +72,7 @@ func TestParseSlots(t *testing.T) {
 	for _, bad := range []resp.Reply{
 		{},
 		list(), list(list()), list(list(number(0), number(1))), list(list(number(0), number(1), list(text("a")))), list(list(number(-1), number(1), list(text("a"), number(1)))),
+		list(list(number(0), number(16383), list(text("a"), number(1))), list(number(5), number(5), list(text("b"), number(1)))),
 		list(list(number(3), number(1), list(text("a"), number(1)))), list(list(number(0), number(16384), list(text("a"), number(1)))), list(list(number(0), number(1), list(text("a"), number(70000)))),
 	} {
 		if r, err := parseSlots(bad, "a:1"); err == nil {

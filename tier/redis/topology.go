@@ -171,6 +171,7 @@ type slotRange struct {
 // parseSlots reads the answer to CLUSTER SLOTS, which came from a server at an address.
 func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 	host, _, _ := net.SplitHostPort(from)
+	total := int64(0) // each slot has one server
 	for _, item := range r.List {
 		if len(item.List) < 3 || len(item.List[2].List) < 2 {
 			return nil, fmt.Errorf("%w: CLUSTER SLOTS", resp.ErrProtocol)
@@ -178,6 +179,9 @@ func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 		first, last, master := item.List[0].Int, item.List[1].Int, item.List[2].List
 		if first < 0 || last < first || last >= slots || master[1].Int < 1 || master[1].Int > 65535 {
 			return nil, fmt.Errorf("%w: slots %d to %d at port %d", resp.ErrProtocol, first, last, master[1].Int)
+		}
+		if total += last - first + 1; total > slots {
+			return nil, fmt.Errorf("%w: CLUSTER SLOTS has slots twice", resp.ErrProtocol)
 		}
 		to := master[0].Text
 		if to == "" || to == "?" {

@@ -32,6 +32,7 @@ type Publisher struct {
 	past   [][]byte // payloads from first on
 	first  uint64
 	answer bool // replays are answered
+	asked  int  // replays
 }
 
 // Start listens at a host; ports of 0 are chosen. It ends with the test.
@@ -101,12 +102,20 @@ func (p *Publisher) Answer(on bool) {
 // Subscribers is how many follow.
 func (p *Publisher) Subscribers() int { return p.pub.Subscribers() }
 
+// Replays is how many replays were asked for.
+func (p *Publisher) Replays() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.asked
+}
+
 func (p *Publisher) replay(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 2 {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.asked++
 	if !p.answer {
 		return
 	}
