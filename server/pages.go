@@ -26,11 +26,12 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 		return nil
 	}
 	younger := false
-	if p, ok := peercred.Running(pid); ok && !s.poolMade.IsZero() {
+	p, ok := peercred.Running(pid)
+	if ok && !s.poolMade.IsZero() {
 		began, known := p.Began()
 		younger = known && began.After(s.poolMade.Add(time.Second))
 	}
-	if s.registry.MayPinOther(in.ID, in.By, younger) {
+	if s.registry.MayPinOther(in.ID, in.By, p.Started, younger) {
 		return errOtherPages
 	}
 	return nil

@@ -144,6 +144,14 @@ func TestWorkerWithADeviceIsOfferedThePagesThatItHasPinned(t *testing.T) {
 		{"larger pool, no device", false, func(r *resizing) { r.stop(); r.start(80) }, false, true},
 		{"smaller pool", true, func(r *resizing) { r.stop(); r.start(40) }, true, true},
 		{"smaller and larger pool", true, func(r *resizing) { r.stop(); r.start(40); r.stop(); r.start(64) }, false, false},
+		{"smaller and larger pool, and a restart", true, func(r *resizing) {
+			r.stop()
+			r.start(40)
+			r.stop()
+			r.start(64)
+			r.stop()
+			r.start(64)
+		}, false, false},
 		{"another pool", true, func(r *resizing) { r.stop(); r.cold = true; r.start(64) }, false, false},
 		{"another pool, twice", true, func(r *resizing) { r.stop(); r.cold = true; r.start(64); r.stop(); r.start(64) }, false, false},
 		{"another pool, no device", false, func(r *resizing) { r.stop(); r.cold = true; r.start(64) }, false, true},
