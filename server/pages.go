@@ -41,6 +41,11 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 // through the socket.
 func (s *Server) copiesElsewhere(in *workers.Worker) {
 	s.registry.PinsOther(in.ID, in.By)
+	now, err := s.registry.Get(in.ID, in.By)
+	if err != nil || now.Lent != nil || now.Side() == workers.Pickle {
+		return
+	}
+	in = now // it may have registered again during the commit, and been offered the pool
 	if !s.registry.RemoveThis(in) {
 		return
 	}
