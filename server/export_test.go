@@ -81,6 +81,16 @@ func (s *Server) Fingerprint(id int64) string {
 	return ""
 }
 
+// CopiesElsewhere is what follows a commit of a worker that left marks; it returns that for the registration of now.
+func (s *Server) CopiesElsewhere(id int64) func() {
+	for _, in := range s.registry.List() {
+		if in.ID == id {
+			return func() { s.copiesElsewhere(in) }
+		}
+	}
+	return nil
+}
+
 // ProcessesUseNoDevice makes that the default of Options.UsesDevice: most workers of tests are nobody's process, and commit places
 // that they did not write.
 func ProcessesUseNoDevice() { usesDevice = func(int) (bool, bool) { return false, true } }

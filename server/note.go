@@ -71,6 +71,7 @@ func (s *Server) restore() {
 	for _, model := range n.Mixed {
 		s.names.Mix(model)
 	}
+	s.registry.PinnedOther(n.Pages)
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {
@@ -83,6 +84,7 @@ func (s *Server) restore() {
 			s.registry.NotTaken(w, cmp.Or(w.Chunk, s.opts.ChunkTokens))
 			if errors.Is(err, errGrown) {
 				s.registry.PinsOther(w.ID, w.By)
+				defer s.save() // the next server cannot tell any more: the pool has this size then
 			}
 			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false

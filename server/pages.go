@@ -26,11 +26,12 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 		return nil
 	}
 	younger := false
-	if p, ok := peercred.Running(pid); ok && !s.poolMade.IsZero() {
+	p, ok := peercred.Running(pid)
+	if ok && !s.poolMade.IsZero() {
 		began, known := p.Began()
 		younger = known && began.After(s.poolMade.Add(time.Second))
 	}
-	if s.registry.MayPinOther(in.ID, in.By, younger) {
+	if s.registry.MayPinOther(in.ID, in.By, p.Started, younger) {
 		return errOtherPages
 	}
 	return nil
@@ -40,6 +41,11 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 // through the socket.
 func (s *Server) copiesElsewhere(in *workers.Worker) {
 	s.registry.PinsOther(in.ID, in.By)
+	now, err := s.registry.Get(in.ID, in.By)
+	if err != nil || now.Lent != nil || now.Side() == workers.Pickle {
+		return
+	}
+	in = now // it may have registered again during the commit, and been offered the pool
 	if !s.registry.RemoveThis(in) {
 		return
 	}

@@ -5,6 +5,7 @@ package server_test
 import (
 	"bytes"
 	"fmt"
+	"sync"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -144,6 +145,14 @@ func TestWorkerWithADeviceIsOfferedThePagesThatItHasPinned(t *testing.T) {
 		{"larger pool, no device", false, func(r *resizing) { r.stop(); r.start(80) }, false, true},
 		{"smaller pool", true, func(r *resizing) { r.stop(); r.start(40) }, true, true},
 		{"smaller and larger pool", true, func(r *resizing) { r.stop(); r.start(40); r.stop(); r.start(64) }, false, false},
+		{"smaller and larger pool, and a restart", true, func(r *resizing) {
+			r.stop()
+			r.start(40)
+			r.stop()
+			r.start(64)
+			r.stop()
+			r.start(64)
+		}, false, false},
 		{"another pool", true, func(r *resizing) { r.stop(); r.cold = true; r.start(64) }, false, false},
 		{"another pool, twice", true, func(r *resizing) { r.stop(); r.cold = true; r.start(64); r.stop(); r.start(64) }, false, false},
 		{"another pool, no device", false, func(r *resizing) { r.stop(); r.cold = true; r.start(64) }, false, true},
@@ -185,5 +194,56 @@ func TestWorkerWithADeviceIsOfferedThePagesThatItHasPinned(t *testing.T) {
 				t.Error("the worker of another engine is not offered the pool")
 			}
 		})
+	}
+}
+
+// A worker registers again while its commit is looked at: that it copies elsewhere counts for the new registration.
+func TestWorkerThatRegistersDuringACommitIsNotOfferedThePoolAfterIt(t *testing.T) {
+	r := pinning(t, 16)
+	w := newDeviceWorker(t, r, 7)
+	if !w.register() {
+		t.Fatal("a new worker is not offered the pool")
+	}
+	after := r.CopiesElsewhere(7)
+	if !w.register() {
+		t.Fatal("a worker that registers again is not offered the same pool")
+	}
+	after()
+	if w.ping() {
+		t.Error("the worker is not asked to register again")
+	}
+	if w.register() {
+		t.Error("the worker is offered the pool")
+	}
+	after()
+	if !w.ping() {
+		t.Error("a worker that is not offered the pool is asked to register again")
+	}
+}
+
+// Workers with devices register, store what they do not write and ping, all at once: nothing of it is kept, and no place stays taken.
+func TestStoresThatDidNotReachThePoolLeaveNoPlaceTaken(t *testing.T) {
+	r := pinning(t, 64)
+	var wg sync.WaitGroup
+	for id := range int64(4) {
+		w := newDeviceWorker(t, r, id%2+1)
+		wg.Go(func() {
+			for n := range 20 {
+				k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(4*16, 100*int(id)+n+1), End: 4 * 16, RequestID: fmt.Sprint(id, n)}
+				w.id = id%2 + int64(2*n) + 1 // two of each
+				w.register()
+				if _, err := w.c.PrepareStore(t.Context(), k, w.id, nil); err == nil {
+					_, _ = w.c.CommitStore(t.Context(), k, w.id)
+				}
+				w.ping()
+			}
+		})
+	}
+	wg.Wait()
+	if st := r.store.Stats(); st.Resident != 0 || st.Transfers != 0 || st.StagedBytes != 0 || st.CondemnedBytes != 0 || st.FreeBytes != st.Bytes {
+		t.Errorf("something is kept: %+v", st.Usage)
+	}
+	if n := r.Stats().Declined["elsewhere"]; n == 0 {
+		t.Error("no commit was declined")
 	}
 }

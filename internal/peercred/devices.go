@@ -43,13 +43,23 @@ func namesDevice(maps io.Reader) (uses, whole bool) {
 	return false, lines.Err() == nil
 }
 
+const perSecond = 100 // ticks, in /proc on every architecture
+
+// Ticks returns the time on the clock of Process.Started; 0 where that is not known.
+func Ticks() uint64 {
+	var now unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {
+		return 0
+	}
+	return uint64(now.Nano()) / uint64(time.Second/perSecond)
+}
+
 // Began returns when the process started; false where that is not known.
 func (p Process) Began() (time.Time, bool) {
 	var now unix.Timespec
 	if p.PID == 0 || unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {
 		return time.Time{}, false
 	}
-	const perSecond = 100 // ticks, in /proc on every architecture
 	age := time.Duration(now.Nano()) - time.Duration(p.Started)*(time.Second/perSecond)
 	return time.Now().Add(-age), true
 }

@@ -62,6 +62,7 @@ type RemovedFile struct {
 // Nothing is seen of other processes.
 
 func Namespace() string                              { return "unknown" }
+func Ticks() uint64                                  { return 0 }
 func Running(int) (Process, bool)                    { return Process{}, false }
 func (Process) Ancestors() []Process                 { return nil }
 func (Process) Began() (time.Time, bool)             { return time.Time{}, false }

@@ -29,6 +29,7 @@ type Note struct {
 	PIDs    string            // the PID namespace in which processes are named
 	Chunks  []int             `json:",omitempty"` // sizes that were announced to engines, besides the server's own
 	Mixed   []string          `json:",omitempty"` // models that have had several layouts; see tier.Names.Mix
+	Pages   []SavedPages      `json:",omitempty"` // workers whose device has other pages pinned than the pool's
 }
 
 // Saved is a registration in a Note.
@@ -55,11 +56,12 @@ type Saved struct {
 // Encode returns what is to be kept, n with the registrations: at most max bytes. Of registrations that do not
 // fit, the largest are left out; refused ones are not kept.
 func (r *Registry) Encode(n Note, max int) (b []byte, left int, err error) {
-	n.Version, n.PIDs = noteVersion, peercred.Namespace()
+	n.Version, n.PIDs, n.Pages = noteVersion, peercred.Namespace(), r.savedPages()
 	total := 1 << 10 // braces and names
 	for _, m := range n.Mixed {
 		total += 6*len(m) + 3 // as JSON
 	}
+	total += 256 * len(n.Pages)
 	for _, l := range n.Remains {
 		total += len(l.Name) + 128
 	}
@@ -114,6 +116,9 @@ func DecodeNote(b []byte) (n Note, err error) {
 		return Note{}, err
 	}
 	if !n.here() {
+		for i := range n.Pages {
+			n.Pages[i].Since = 0
+		}
 		forget(n.Remains)
 	}
 	return n, nil

@@ -2,7 +2,12 @@
 
 package workers
 
-import "github.com/kvasir-kv/kvasir/server/access"
+import (
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/server/access"
+)
 
 // A worker whose device copies has the pool's pages pinned at some address of its process. LMCache's clients, up to 0.5.7rc2,
 // unmap the pool when they register again and do not give the pinned pages up. Their new mapping often gets the old address: the
@@ -12,39 +17,94 @@ import "github.com/kvasir-kv/kvasir/server/access"
 // maxPages bounds of how many workers it is remembered which pages they can have pinned.
 const maxPages = 4096
 
-// pages remembers it, by worker; the oldest is forgotten first.
+// pages remembers it, by worker. Of the user or address with most of them the oldest is forgotten first, so that nobody has those of
+// others forgotten.
 type pages struct {
-	other map[workerID]bool // pages that are not this pool's
-	order []workerID
+	of    map[workerID]page
+	order []workerID // oldest first
 }
 
-func (p *pages) note(who workerID, other bool) {
-	if _, ok := p.other[who]; !ok {
+type page struct {
+	other bool   // they are not this pool's
+	since uint64 // peercred.Ticks of when that was noted, 0 unknown
+}
+
+func (p *pages) note(who workerID, is page) {
+	if _, ok := p.of[who]; !ok {
 		if len(p.order) >= maxPages {
-			delete(p.other, p.order[0])
-			p.order = append(p.order[:0], p.order[1:]...)
+			i := firstOfMost(p.order)
+			delete(p.of, p.order[i])
+			p.order = slices.Delete(p.order, i, i+1)
 		}
 		p.order = append(p.order, who)
 	}
-	p.other[who] = other
+	p.of[who] = is
 }
 
-// PinsOther notes that a worker's device has other pages pinned than the pool's: its later registrations are not offered the pool.
+// firstOfMost returns the position of the first worker of whoever has most of them.
+func firstOfMost(order []workerID) (first int) {
+	type owned struct{ n, first int }
+	by, most := make(map[access.Principal]owned), 0
+	for i, who := range order {
+		o, ok := by[who.by]
+		if !ok {
+			o.first = i
+		}
+		o.n++
+		by[who.by] = o
+		if o.n > most || o.n == most && o.first < first {
+			most, first = o.n, o.first
+		}
+	}
+	return first
+}
+
+// SavedPages is a worker in a Note whose device has other pages pinned than the pool's.
+type SavedPages struct {
+	ID    int64
+	By    access.Principal
+	Since uint64 `json:",omitzero"` // peercred.Ticks
+}
+
+func (r *Registry) savedPages() (list []SavedPages) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for _, who := range r.mu.pages.order {
+		if is := r.mu.pages.of[who]; is.other {
+			list = append(list, SavedPages{who.id, who.by, is.since})
+		}
+	}
+	return list
+}
+
+// PinnedOther notes what an earlier server knew.
+func (r *Registry) PinnedOther(list []SavedPages) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, w := range list[:min(len(list), maxPages)] {
+		r.mu.pages.note(workerID{w.ID, w.By}, page{true, w.Since})
+	}
+}
+
+// PinsOther notes that a worker's device has other pages pinned than the pool's: later registrations of its process are not offered
+// the pool.
 func (r *Registry) PinsOther(id int64, by access.Principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.mu.pages.note(workerID{id, by}, true)
+	r.mu.pages.note(workerID{id, by}, page{true, peercred.Ticks()})
 }
 
 // MayPinOther reports whether the device of a worker that registers may have other pages pinned than the pool's: it had them before,
 // or it comes from another server. Clients ping for the first time after they have registered, so one that pinged before does. With
-// younger, the worker's process began after the pool was made.
-func (r *Registry) MayPinOther(id int64, by access.Principal, younger bool) bool {
+// younger, the worker's process began after the pool was made. A process that started later than the other pages were noted, in
+// ticks after boot, has none of them: containers give the id of one engine to the next. 0 is a process that is not seen.
+func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64, younger bool) bool {
+	const second = 100 // ticks
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	who := workerID{id, by}
-	if other, ok := r.mu.pages.other[who]; ok {
-		return other
+	if is, ok := r.mu.pages.of[who]; ok {
+		return is.other && (is.since == 0 || started <= is.since+second)
 	}
 	_, pinged := r.mu.unknown[who]
 	return pinged && !younger
@@ -54,8 +114,8 @@ func (r *Registry) MayPinOther(id int64, by access.Principal, younger bool) bool
 func (r *Registry) notePagesLocked(in *Worker) {
 	switch {
 	case in.Side() == Pickle:
-		r.mu.pages.note(in.who(), true)
+		r.mu.pages.note(in.who(), page{true, peercred.Ticks()})
 	case in.Mapped > 0:
-		r.mu.pages.note(in.who(), false)
+		r.mu.pages.note(in.who(), page{})
 	}
 }

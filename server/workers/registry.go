@@ -44,7 +44,7 @@ type Registry struct {
 		lenders   map[uint64][]*Worker        // by inode of a segment
 		mappings  map[access.Principal]int    // mapped segments, by the user or address they belong to
 		unknown   map[workerID]stranger       // unknown ones that got their false ping
-		order     []workerID                  // of unknown, oldest first
+		order     []workerID                  // of unknown, oldest first; see firstOfMost
 		clients   map[*Client]struct{}        // whose process is looked for
 		former    map[workerID]formerWorker   // of an earlier server, not taken over
 		pages     pages                       // that devices of workers can have pinned
@@ -109,7 +109,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.unknown = make(map[workerID]stranger)
 	r.mu.clients = make(map[*Client]struct{})
 	r.mu.former = make(map[workerID]formerWorker)
-	r.mu.pages.other = make(map[workerID]bool)
+	r.mu.pages.of = make(map[workerID]page)
 	return r
 }
 
@@ -311,8 +311,9 @@ func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 		return true, false
 	}
 	if len(r.mu.order) >= maxUnknown {
-		delete(r.mu.unknown, r.mu.order[0])
-		r.mu.order = append(r.mu.order[:0], r.mu.order[1:]...)
+		i := firstOfMost(r.mu.order)
+		delete(r.mu.unknown, r.mu.order[i])
+		r.mu.order = slices.Delete(r.mu.order, i, i+1)
 	}
 	r.mu.unknown[who] = stranger{1, time.Now()}
 	r.mu.order = append(r.mu.order, who)

@@ -316,3 +316,52 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 		t.Errorf("after another registration %d workers can load, want 1", got)
 	}
 }
+
+// A user's workers, as many as they may be, have the server forget nothing about those of another user.
+func TestPagesOfWorkersAreNotForgottenForAnotherUsers(t *testing.T) {
+	r := workers.NewRegistry(10)
+	r.PinsOther(7, alice)
+	if ok, _ := r.Ping(8, alice); ok {
+		t.Fatal("a worker that is not known is not asked to register")
+	}
+	for id := range int64(5000) {
+		r.PinsOther(id, bob)
+		r.Ping(id, bob)
+	}
+	if !r.MayPinOther(7, alice, 0, false) {
+		t.Error("that a worker of alice pins other pages is forgotten")
+	}
+	if !r.MayPinOther(8, alice, 0, false) {
+		t.Error("that a worker of alice comes back is forgotten")
+	}
+	if r.MayPinOther(0, bob, 0, false) || !r.MayPinOther(4999, bob, 0, false) {
+		t.Error("of bob's workers not the oldest are forgotten")
+	}
+}
+
+// Where the engine that had other pages has ended, the next one may get its id: in a container the numbers of processes repeat. That
+// one is offered the pool. It is so too after a restart of the server.
+func TestNextProcessOfAnIDHasNoOtherPages(t *testing.T) {
+	r, now := workers.NewRegistry(10), peercred.Ticks()
+	r.PinsOther(7, alice)
+	for _, where := range []string{"first server", "next server", "server in another PID namespace"} {
+		for started, want := range map[uint64]bool{0: true, now - 1000: true, now: true, now + 100000: where == "server in another PID namespace"} {
+			if got := r.MayPinOther(7, alice, started, true); got != want {
+				t.Errorf("%s: a process that started at %d, %d later: %v", where, started, int64(started-now), got)
+			}
+		}
+		b, _, err := r.Encode(workers.Note{}, 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if where == "next server" {
+			b = []byte(strings.Replace(string(b), `"PIDs":"`, `"PIDs":"x`, 1))
+		}
+		n, err := workers.DecodeNote(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r = workers.NewRegistry(10)
+		r.PinnedOther(n.Pages)
+	}
+}

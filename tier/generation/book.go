@@ -312,19 +312,23 @@ func (b *Book) Repair() error {
 }
 
 // retry writes the files again that could not be written: until they are, a later life would begin another generation where
-// one is damaged, and not know of a clear where one is old. It is called with writing.
+// one is damaged, and not know of a clear where one is old. What it wrote it looks at the next time: another server of the directory may
+// have written at the same time what it had read before. It is called with writing.
 func (b *Book) retry() {
 	if !b.writing.unkept {
 		return
 	}
-	b.writing.unkept = false
-	now := b.latest()
+	now, kept := b.latest(), true
 	for _, path := range b.files {
-		if s, err := read(path); err != nil || !s.same(&now) {
-			_ = b.writeOne(path, &now) // was logged when it failed first
+		s, err := read(path)
+		if err == nil && s.same(&now) || errors.Is(err, errNewer) {
+			continue
 		}
+		kept = false
+		_ = b.writeOne(path, &now) // was logged when it failed first
 	}
-	if !b.writing.unkept {
+	if kept {
+		b.writing.unkept = false
 		b.log.Info("the generations are kept in all files again")
 	}
 }

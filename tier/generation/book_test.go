@@ -298,6 +298,47 @@ func TestObjectsOfManyClearsAreStale(t *testing.T) {
 	}
 }
 
+// Two servers of one directory clear while it cannot be written, and both write again once it can be. One of them may have read the file
+// before the other wrote it: the clear that is lost so is written once more, where its server looks again.
+func TestFileThatIsWrittenAgainKeepsTheClearsOfBoth(t *testing.T) {
+	file := filepath.Join(t.TempDir(), generation.FileName)
+	names := tier.NewNames()
+	theirs := filepath.Join(t.TempDir(), generation.FileName)
+	commit, err := open(t, names, theirs).Prepare(nil) // an earlier clear
+	if err != nil {
+		t.Fatal(err)
+	}
+	commit()
+	other, err := os.ReadFile(theirs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := open(t, names, file)
+	b.Watch(time.Hour)
+	if err := os.MkdirAll(filepath.Join(file, "in the way"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if commit, err = b.Prepare(nil); err == nil {
+		t.Fatal("a clear was kept in a file that cannot be written")
+	}
+	commit()
+	if err := os.RemoveAll(file); err != nil {
+		t.Fatal(err)
+	}
+	b.Sync(t.Context())
+	kept, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, other, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	b.Sync(t.Context())
+	if got, err := os.ReadFile(file); err != nil || string(got) != string(kept) {
+		t.Errorf("the file has %s, %v, want %s", got, err, kept)
+	}
+}
+
 // A file that cannot be written is written once it can be: else each later life would find it damaged, and begin another
 // generation, which what was stored in between is older than. The Book of one server, and one that shares its directory.
 func TestFileIsWrittenOnceItCanBe(t *testing.T) {
