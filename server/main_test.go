@@ -26,6 +26,10 @@ func TestMain(m *testing.M) {
 		stay(url)
 		return
 	}
+	if url := os.Getenv(pagesURL); url != "" {
+		pagesWorker(url)
+		return
+	}
 	server.ProcessesUseNoDevice()
 	testkit.Main(m)
 }

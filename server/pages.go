@@ -4,14 +4,13 @@ package server
 
 import (
 	"errors"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
 // errOtherPages is why a worker that comes back is not offered the pool.
-var errOtherPages = errors.New("its engine ran before this pool was made, or before the pool became larger, and its GPU may have the pages of the earlier one pinned; " +
+var errOtherPages = errors.New("its engine ran before this pool was made, or before the pool became larger, or with another server, and its GPU may have the pages of the earlier one pinned; " +
 	"restart the engine to have it copy to the pool again")
 
 // mayPin reports whether a device of a process may copy to and from the pool: not where it is seen that the process uses none.
@@ -25,13 +24,8 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 	if !in.Pins {
 		return nil
 	}
-	younger := false
-	p, ok := peercred.Running(pid)
-	if ok && !s.poolMade.IsZero() {
-		began, known := p.Began()
-		younger = known && began.After(s.poolMade.Add(time.Second))
-	}
-	if s.registry.MayPinOther(in.ID, in.By, p.Started, younger) {
+	p, _ := peercred.Running(pid)
+	if s.registry.MayPinOther(in.ID, in.By, p.Started) {
 		return errOtherPages
 	}
 	return nil

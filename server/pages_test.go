@@ -230,7 +230,7 @@ func TestStoresThatDidNotReachThePoolLeaveNoPlaceTaken(t *testing.T) {
 		wg.Go(func() {
 			for n := range 20 {
 				k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(4*16, 100*int(id)+n+1), End: 4 * 16, RequestID: fmt.Sprint(id, n)}
-				w.id = id%2 + int64(2*n) + 1 // two of each
+				w.id = 100*id + int64(n) + 1
 				w.register()
 				if _, err := w.c.PrepareStore(t.Context(), k, w.id, nil); err == nil {
 					_, _ = w.c.CommitStore(t.Context(), k, w.id)

@@ -22,7 +22,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -63,7 +62,6 @@ type Server struct {
 	p2p           *peerLookups
 	former        formerSizes
 	finder        access.Finder
-	poolMade      time.Time                           // zero where that is not known
 	held          heldMessages[*zmtp.Peer, principal] // until their clients show what they are
 	waits         waits
 	streams       streams
@@ -103,7 +101,6 @@ func New(st *store.Store, o Options) *Server {
 	if s.opts.Generations != nil {
 		s.opts.Generations.Follow(s.followClear)
 	}
-	s.poolMade, _ = peercred.FileBorn(st.Files().Path())
 	s.offload = s.newOffload()
 	s.recallSizes()
 	s.restore()

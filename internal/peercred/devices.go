@@ -53,22 +53,3 @@ func Ticks() uint64 {
 	}
 	return uint64(now.Nano()) / uint64(time.Second/perSecond)
 }
-
-// Began returns when the process started; false where that is not known.
-func (p Process) Began() (time.Time, bool) {
-	var now unix.Timespec
-	if p.PID == 0 || unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {
-		return time.Time{}, false
-	}
-	age := time.Duration(now.Nano()) - time.Duration(p.Started)*(time.Second/perSecond)
-	return time.Now().Add(-age), true
-}
-
-// FileBorn returns when a file was made; false where its file system does not say.
-func FileBorn(path string) (time.Time, bool) {
-	var st unix.Statx_t
-	if unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_BTIME, &st) != nil || st.Mask&unix.STATX_BTIME == 0 {
-		return time.Time{}, false
-	}
-	return time.Unix(st.Btime.Sec, int64(st.Btime.Nsec)), true
-}

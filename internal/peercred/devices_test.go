@@ -6,7 +6,6 @@ package peercred
 
 import (
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -30,33 +29,12 @@ func TestUsesDevice(t *testing.T) {
 	}
 }
 
-func TestTimesOfProcessesAndFiles(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(path, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	born, ok := FileBorn(path)
-	if !ok {
-		t.Skip("this file system does not say when a file was made")
-	}
-	if age := time.Since(born); age < -time.Second || age > time.Minute {
-		t.Errorf("a new file is %v old", age)
-	}
+func TestTicksAreOnTheClockOfProcesses(t *testing.T) {
 	p, ok := Running(os.Getpid())
 	if !ok {
 		t.Fatal("this process is not seen")
 	}
-	began, ok := p.Began()
-	if age := time.Since(began); !ok || age < -time.Second || age > time.Hour {
-		t.Errorf("this process is %v old, %v", age, ok)
-	}
-	if began.After(born.Add(time.Second)) {
-		t.Errorf("this process began at %v, after the file that it made at %v", began, born)
-	}
-	if _, ok := (Process{}).Began(); ok {
-		t.Error("no process has a beginning")
-	}
-	if _, ok := FileBorn(path + ".not"); ok {
-		t.Error("no file has a birth")
+	if now, hour := Ticks(), uint64(100*time.Hour/time.Second); now < p.Started || now > p.Started+hour {
+		t.Errorf("now is %d, this process began at %d", now, p.Started)
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/netip"
 	"strconv"
-	"time"
 )
 
 // As on Linux; here no peer is identified.
@@ -65,9 +64,7 @@ func Namespace() string                              { return "unknown" }
 func Ticks() uint64                                  { return 0 }
 func Running(int) (Process, bool)                    { return Process{}, false }
 func (Process) Ancestors() []Process                 { return nil }
-func (Process) Began() (time.Time, bool)             { return time.Time{}, false }
 func UsesDevice(int) (uses, seen bool)               { return false, false }
-func FileBorn(string) (time.Time, bool)              { return time.Time{}, false }
 func (Process) Gone() bool                           { return false }
 func HasSocket(int, uint64) (has, seen bool)         { return false, false }
 func Owners(int, map[uint64]bool) map[uint64]Process { return nil }

@@ -95,10 +95,9 @@ func (r *Registry) PinsOther(id int64, by access.Principal) {
 }
 
 // MayPinOther reports whether the device of a worker that registers may have other pages pinned than the pool's: it had them before,
-// or it comes from another server. Clients ping for the first time after they have registered, so one that pinged before does. With
-// younger, the worker's process began after the pool was made. A process that started later than the other pages were noted, in
+// or it comes from another server. Clients ping for the first time after they have registered, so one that pinged before does. A process that started later than the other pages were noted, in
 // ticks after boot, has none of them: containers give the id of one engine to the next. 0 is a process that is not seen.
-func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64, younger bool) bool {
+func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64) bool {
 	const second = 100 // ticks
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -107,7 +106,7 @@ func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64, yo
 		return is.other && (is.since == 0 || started <= is.since+second)
 	}
 	_, pinged := r.mu.unknown[who]
-	return pinged && !younger
+	return pinged
 }
 
 // notePagesLocked notes which pages a worker that has registered can have pinned.

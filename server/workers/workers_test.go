@@ -328,13 +328,13 @@ func TestPagesOfWorkersAreNotForgottenForAnotherUsers(t *testing.T) {
 		r.PinsOther(id, bob)
 		r.Ping(id, bob)
 	}
-	if !r.MayPinOther(7, alice, 0, false) {
+	if !r.MayPinOther(7, alice, 0) {
 		t.Error("that a worker of alice pins other pages is forgotten")
 	}
-	if !r.MayPinOther(8, alice, 0, false) {
+	if !r.MayPinOther(8, alice, 0) {
 		t.Error("that a worker of alice comes back is forgotten")
 	}
-	if r.MayPinOther(0, bob, 0, false) || !r.MayPinOther(4999, bob, 0, false) {
+	if r.MayPinOther(0, bob, 0) || !r.MayPinOther(4999, bob, 0) {
 		t.Error("of bob's workers not the oldest are forgotten")
 	}
 }
@@ -346,7 +346,7 @@ func TestNextProcessOfAnIDHasNoOtherPages(t *testing.T) {
 	r.PinsOther(7, alice)
 	for _, where := range []string{"first server", "next server", "server in another PID namespace"} {
 		for started, want := range map[uint64]bool{0: true, now - 1000: true, now: true, now + 100000: where == "server in another PID namespace"} {
-			if got := r.MayPinOther(7, alice, started, true); got != want {
+			if got := r.MayPinOther(7, alice, started); got != want {
 				t.Errorf("%s: a process that started at %d, %d later: %v", where, started, int64(started-now), got)
 			}
 		}
