@@ -44,7 +44,7 @@ func (s *Server) copiesElsewhere(in *workers.Worker) {
 		return
 	}
 	s.log.Error("what a worker stored did not reach the pool, and is not kept: its GPU has the pages of an earlier pool pinned, as LMCache's clients leave them when they register again. "+
-		"Nothing of it was served. Its chunks pass through the socket until its engine is restarted", "worker", in.ID, "model", in.Model)
+		"Nothing of it was served. Restart its engine: until then chunks of vLLM's workers pass through the socket, and those of SGLang's are declined", "worker", in.ID, "model", in.Model)
 	s.detachWorker(in, "copied elsewhere")
 	s.save()
 }
