@@ -314,8 +314,8 @@ func (s *soak) fillFor(ctx context.Context, path string, d time.Duration) error 
 	return nil
 }
 
-// endLimits are how long a part may take to end in order.
-var endLimits = map[string]time.Duration{"node": 20 * time.Second, "proxy": 15 * time.Second}
+// endLimits are how long a part may take to end in order: an engine lets requests end for 10 s, and then takes some more.
+var endLimits = map[string]time.Duration{"node": 20 * time.Second, "proxy": 15 * time.Second, "p": 20 * time.Second, "d": 20 * time.Second}
 
 func (s *soak) endAndStart(ctx context.Context, p *part, f fault) error {
 	sig, limit := syscall.SIGKILL, 5*time.Second
