@@ -68,7 +68,7 @@ pinned() {
 declined() {
 	start_server declined --l1-size-gb 0.25
 	timeout 120 "$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --device "$device" --l1-gb 0.25 --modes lmcache_driven --no-clear \
-		--timeout 5 --skip rate,lookup,transfer,eviction >"$out/declined.json" 2>"$out/declined.err" || true
+		--timeout 5 --skip rate,lookup,transfer,eviction >"$out/declined.json" 2>"$out/declined.err" || true # its checks fail: all is declined
 	grep -m 1 'a worker is refused' "$work/declined.log"
 }
 
@@ -100,7 +100,7 @@ ended() {
 			[ ! -e "$log" ] || { echo "--- ${log##*/}"; grep -v ^PASS "$log" | tail -n 20; } >&2
 		done
 	fi
-	[ "$out" = "$work" ] || cp "$work"/*.log "$out" 2>/dev/null || true
+	[ "$out" = "$work" ] || cp "$work"/*.log "$out" 2>/dev/null || true # a part that ended early has no log
 	(exit "$failed")
 	finish
 }

@@ -10,10 +10,10 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// Marks show whether a worker's copy reached the pool. A worker that copies with a device has the pool's pages pinned. A client
-// that maps the pool anew without giving up the old pages copies to those, and the pool keeps what it had: its commit would make
-// that a chunk. So a place of such a worker gets marks before the worker learns of it, at its start, its end and every
-// markEvery bytes between. A copy overwrites all of them.
+// Marks show whether a worker's copy reached the pool. The device of a worker has the pool's pages pinned. Where its client maps
+// another pool and leaves the old pages pinned, the device copies to the old ones. The new pool then keeps what it had at that place,
+// and a commit would make that a chunk. So the places of such a worker are marked before it learns of them: at the start, at the end
+// and every markEvery bytes between. A copy that arrives overwrites all marks.
 const (
 	markBytes = 16
 	markEvery = 2 << 20
@@ -68,6 +68,9 @@ func (s *Store) markedLocked(h *hold.Hold) (objects []markedObject) {
 // unwritten reports whether a mark of objects is still there. Nobody else touches them: their hold is out of the table and
 // has not ended.
 func (s *Store) unwritten(objects []markedObject) (left bool) {
+	if len(objects) == 0 { // of most workers
+		return false
+	}
 	err := shm.Guard(func() {
 		for _, o := range objects {
 			s.eachMark(o.bytes, o.offset, func(part []byte, mark [markBytes]byte) bool {

@@ -115,7 +115,7 @@ func TestPassesOverAPipe(t *testing.T) {
 	t.Setenv("TMPDIR", temporary)
 	pipe := filepath.Join(dir, "pipe")
 	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
-		t.Skip(err)
+		t.Skip("no named pipe can be made here:", err)
 	}
 	const lines = 20_000 // 1.6 MB, more than a pipe and a reader's buffer hold
 	written := make(chan error, 1)
@@ -166,7 +166,7 @@ func TestPipeWithoutRoomForItsCopy(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_RDWR, 0)
 	pipe := filepath.Join(t.TempDir(), "pipe")
 	if err := errors.Join(err, syscall.Mkfifo(pipe, 0o600)); err != nil {
-		t.Skip(err)
+		t.Skip("no named pipe can be made here:", err)
 	}
 	go func() { _ = os.WriteFile(pipe, []byte(traceLine(1, 1)), 0o600) }()
 	trace := opened(t, pipe, TraceOptions{})

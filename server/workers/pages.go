@@ -95,8 +95,9 @@ func (r *Registry) PinsOther(id int64, by access.Principal) {
 }
 
 // MayPinOther reports whether the device of a worker that registers may have other pages pinned than the pool's: it had them before,
-// or it comes from another server. Clients ping for the first time after they have registered, so one that pinged before does. A process that started later than the other pages were noted, in
-// ticks after boot, has none of them: containers give the id of one engine to the next. 0 is a process that is not seen.
+// or it comes from another server. Clients ping for the first time after they have registered, so a worker that pinged before it
+// registers comes from another server. started is when its process started, in ticks after boot, 0 for one that is not seen. A process
+// that started after the other pages were noted has none of them: containers give the id of one engine to the next.
 func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64) bool {
 	const second = 100 // ticks
 	r.mu.RLock()

@@ -311,9 +311,9 @@ func (b *Book) Repair() error {
 	return errors.Join(errs...)
 }
 
-// retry writes the files again that could not be written: until they are, a later life would begin another generation where
-// one is damaged, and not know of a clear where one is old. What it wrote it looks at the next time: another server of the directory may
-// have written at the same time what it had read before. It is called with writing.
+// retry writes the files again that could not be written. Without it each later life would begin another generation because of a damaged
+// file, and miss a clear because of an old one. The next call reads what this one wrote: another server of the directory may have replaced
+// it at the same time. It is called with writing.
 func (b *Book) retry() {
 	if !b.writing.unkept {
 		return
@@ -350,12 +350,12 @@ func (b *Book) write(s *state) error {
 
 func (b *Book) writeOne(path string, s *state) error {
 	_, err := read(path)
-	newer := errors.Is(err, errNewer)
-	if !newer {
-		err = replace(path, s.text())
+	if !errors.Is(err, errNewer) {
+		if err = replace(path, s.text()); err != nil {
+			b.writing.unkept = true
+		}
 	}
 	if err != nil {
-		b.writing.unkept = b.writing.unkept || !newer
 		return fmt.Errorf("keep the generation in %s: %w", path, err)
 	}
 	return nil
