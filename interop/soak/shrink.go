@@ -18,6 +18,8 @@ const (
 	longest    = 2 * time.Minute // its length
 	replays    = 5               // at most; as many as decide it
 	mustFail   = 3               // of the replays
+	plays      = 2               // of the same faults in the search, until one fails: some failures need luck
+	pause      = 3 * time.Second // between faults and the same faults once more
 	firstFault = time.Second     // after the begin of the shrunk schedule
 	afterwards = 15 * time.Second
 )
@@ -48,28 +50,34 @@ func shrink(ctx context.Context, o *options) error {
 	tries := 0
 	var last schedule
 	var unplayed error // of a try that says nothing about its faults
-	fails := func(faults []fault) bool {
+	play := func(t *schedule) bool {
 		if ctx.Err() != nil || unplayed != nil {
 			return false
 		}
 		tries++
-		t, err := shorter(&s, faults, where)
-		if err != nil {
-			fmt.Printf("try %d: %d faults: %v\n", tries, len(faults), err)
-			return false
-		}
 		what, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
 		if err != nil {
 			unplayed = fmt.Errorf("try %d could not be played: %w", tries, err)
 			return false
 		}
-		fmt.Printf("try %d: %d faults in %v: %s\n", tries, len(faults), t.For, cmp.Or(what, "nothing broke"))
-		if what != "" {
-			last = *t
-		}
+		fmt.Printf("try %d: %d faults in %v: %s\n", tries, len(t.Faults), t.For, cmp.Or(what, "nothing broke"))
 		return what != ""
 	}
-	faults, ok := fewest(faults, fails)
+	fails := func(faults []fault) bool {
+		t, err := shorter(&s, faults, where)
+		if err != nil {
+			fmt.Printf("%d faults: %v\n", len(faults), err)
+			return false
+		}
+		for range plays {
+			if play(t) {
+				last = *t
+				return true
+			}
+		}
+		return false
+	}
+	_, ok := fewest(faults, fails)
 	switch {
 	case ctx.Err() != nil || unplayed != nil:
 		return errors.Join(ctx.Err(), unplayed)
@@ -77,26 +85,59 @@ func shrink(ctx context.Context, o *options) error {
 		return fmt.Errorf("the cycle that failed passes alone, in %d tries: replay %s as it is", tries, o.replay)
 	}
 	to := filepath.Join(o.dir, "shrunk.json")
-	if err := writeJSON(to, &last); err != nil {
-		return err
-	}
-	for _, f := range last.Faults {
-		fmt.Println(" ", f)
-	}
-	fmt.Printf("%d faults in %v after %d tries: -replay %s\n", len(faults), last.For, tries, to)
-	failed, passed := 0, 0
-	for failed < mustFail && passed <= replays-mustFail && ctx.Err() == nil && unplayed == nil {
-		if fails(faults) {
-			failed++
-		} else {
-			passed++
+	failed := 0
+	for t, times := &last, 1; t != nil; times++ {
+		if err := writeJSON(to, t); err != nil {
+			return err
 		}
-	}
-	fmt.Printf("%d of %d replays fail\n", failed, failed+passed)
-	if err := errors.Join(ctx.Err(), unplayed); err != nil {
-		return err
+		for _, f := range t.Faults {
+			fmt.Println(" ", f)
+		}
+		fmt.Printf("%d faults in %v after %d tries: -replay %s\n", len(t.Faults), t.For, tries, to)
+		passed := 0
+		for failed = 0; failed < mustFail && passed <= replays-mustFail && ctx.Err() == nil && unplayed == nil; {
+			if play(t) {
+				failed++
+			} else {
+				passed++
+			}
+		}
+		fmt.Printf("%d of %d replays fail\n", failed, failed+passed)
+		if err := errors.Join(ctx.Err(), unplayed); err != nil {
+			return err
+		}
+		if err := bounds(t, failed); err == nil {
+			return nil
+		}
+		t = repeated(&last, times+1)
 	}
 	return bounds(&last, failed)
+}
+
+// repeated makes a schedule with its faults so many times, one after the other, so that a failure that needs luck has more chances. It
+// returns nil where there is nothing to repeat, and where that would be too many faults, or too long.
+func repeated(s *schedule, times int) *schedule {
+	if len(s.Faults) == 0 || len(s.Faults)*times > maxShrunk {
+		return nil
+	}
+	var ends time.Duration
+	for _, f := range s.Faults {
+		ends = max(ends, f.At+f.For)
+	}
+	span := (ends - s.Faults[0].At + pause).Round(time.Second)
+	t := *s
+	t.Faults = nil
+	for n := range times {
+		for _, f := range s.Faults {
+			f.At += time.Duration(n) * span
+			t.Faults = append(t.Faults, f)
+		}
+	}
+	t.Cycle += time.Duration(times-1) * span
+	if t.For = t.Cycle; t.For > longest {
+		return nil
+	}
+	return &t
 }
 
 // bounds reports why a shrunk schedule is not short or not sure enough.

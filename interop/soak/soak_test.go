@@ -112,6 +112,27 @@ func TestApplyEvent(t *testing.T) {
 	f(event.Cleared, "", "", false, 0)
 }
 
+// Faults come once more after they have ended, the quiet time moves by as much, and neither bound of a shrunk schedule is exceeded.
+func TestRepeated(t *testing.T) {
+	two := &schedule{Cycle: 40 * time.Second, For: 40 * time.Second, Quiet: 20 * time.Second, NoEnd: true, Faults: []fault{
+		{Kind: "late", At: time.Second, For: 9 * time.Second}, {Kind: "kill", At: 4 * time.Second, For: 3 * time.Second},
+	}}
+	got := repeated(two, 2)
+	if got == nil || len(got.Faults) != 4 || got.Faults[2].At != 13*time.Second || got.Faults[3].At != 16*time.Second || got.For != 52*time.Second || got.Cycle != got.For || !got.NoEnd {
+		t.Fatalf("%+v", got)
+	}
+	if got := repeated(two, 3); got != nil {
+		t.Errorf("six faults: %+v", got)
+	}
+	two.Faults[0].For = time.Minute
+	if got := repeated(two, 3); got != nil {
+		t.Errorf("more than two minutes: %+v", got)
+	}
+	if got := repeated(&schedule{For: time.Minute}, 2); got != nil {
+		t.Errorf("no fault at all: %+v", got)
+	}
+}
+
 // What is left out makes the run pass; all else is left out.
 func TestMinimal(t *testing.T) {
 	var all []fault
