@@ -69,8 +69,8 @@ soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of
 	CAP=$(CAP) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 3600s -run TestCap ./tier/disk
 	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
 
-soak-share: build ## three minutes of interop/soak with all its faults, as root (PREVIOUS=binary of the previous release, SEED); .ci/run does not run it yet
-	$(GO) run ./interop/soak -for 3m -seed $(SEED) -previous "$(PREVIOUS)"
+soak-share: build ## three minutes of interop/soak, as root, as .ci/run has them beside interop (SEED)
+	GO=$(GO) SEED=$(SEED) .ci/soak.sh
 
 page: have-go ## click through the admin page in headless Chromium, and measure it; PICTURES=FOLDER takes pictures of the server at $$KVASIR_PAGE
 	KVASIR_PAGE_COST=1 KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 900s -run TestPage ./server/admin

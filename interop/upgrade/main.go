@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command upgrade swaps a node and a registry between the previous release and this build, over the same files, under load: pool, index,
-// note of registrations, disk, directory, Redis, settings of tenants, registry and event socket. Engines and a proxy of this build go on
-// meanwhile. It compares each answer with that of an engine alone, the pool's objects and the settings before and after each swap.
+// Command upgrade swaps a deployment between the previous release and this build, over the same files, under load: first a node and its
+// registry, with pool, index, note of registrations, disk, directory, Redis, S3, settings of tenants, registry and event socket; then D,
+// P, the relay and two proxies, one after the other. It compares each answer with that of an engine alone, the pool's objects and the
+// settings before and after each swap. Then it clears the pool: what the other release wrote into the tiers is found there.
 //
 //	go build -o bin/kvasir ./cmd/kvasir && go run ./interop/upgrade -previous /tmp/kvasir-release -swaps 5
+//	go run ./interop/upgrade -previous /tmp/kvasir-release -swaps 5 -below s3
 //
-// Each second swap in a direction is by kill -9. It needs redis-server. It ends with status 1 if a promise is broken.
+// With several tiers only the first one that has an object is read, so -below names one alone. Each second swap in a direction is by
+// kill -9. Redis needs redis-server. It ends with status 1 if a promise is broken.
 package main
 
 import (
@@ -17,6 +20,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -24,6 +28,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -55,8 +60,10 @@ func main() {
 	swaps := flag.Int("swaps", 5, "swaps in each direction")
 	seed := flag.Uint64("seed", 1, "seed of the load")
 	between := flag.Duration("between", 12*time.Second, "load between two swaps")
+	below := flag.String("below", "disk,fs,redis,s3", "tiers below the node, comma-separated")
+	store := flag.String("s3-store", "", "`PROGRAM` of the S3 store; default: build interop/s3")
 	flag.Parse()
-	d := &driver{binary: *binary, previous: *previous, client: &http.Client{Timeout: deadline}}
+	d := &driver{binary: *binary, previous: *previous, store: *store, below: strings.Split(*below, ","), client: &http.Client{Timeout: deadline}}
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	go func() {
@@ -66,6 +73,9 @@ func main() {
 	}()
 	err := d.run(*swaps, *seed, *between)
 	d.end()
+	for _, why := range slices.Sorted(maps.Keys(d.counts.why)) {
+		fmt.Printf("%d requests ended with: %s\n", d.counts.why[why], why)
+	}
 	if err != nil || d.broken.Load() > 0 {
 		fmt.Fprintln(os.Stderr, "upgrade:", d.broken.Load(), "broken promises;", err)
 		os.Exit(1)
@@ -74,8 +84,12 @@ func main() {
 
 type driver struct {
 	binary, previous, dir string
+	store                 string   // the S3 store's program
+	below                 []string // tiers
 	client                *http.Client
 	node, registry        *service
+	others                []*service // D, P, relay, proxies, in the order of swaps
+	proxies               []string   // URLs
 	started               []*service
 	shm                   string
 	alone                 *engine.Engine
@@ -85,6 +99,7 @@ type driver struct {
 	counts                struct {
 		sync.Mutex
 		ok, failed, prompt, cached int64
+		why                        map[string]int // of those that ended with an error
 	}
 }
 
@@ -104,7 +119,8 @@ func (s *service) start(binary string) error {
 	defer f.Close()
 	s.cmd = exec.Command(binary, s.args...)
 	s.cmd.Stdout, s.cmd.Stderr = f, f
-	s.cmd.Env = append(os.Environ(), "VLLM_HOST_IP=127.0.0.1")
+	// P's blocks are few: it gives up soon what a proxy that was killed had it compute.
+	s.cmd.Env = append(os.Environ(), "VLLM_HOST_IP=127.0.0.1", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=8")
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	return s.cmd.Start()
 }
@@ -222,8 +238,7 @@ func (d *driver) run(swaps int, seed uint64, between time.Duration) (err error) 
 	if err != nil {
 		return err
 	}
-	proxy, err := d.deploy()
-	if err != nil {
+	if err := d.deploy(); err != nil {
 		return err
 	}
 	if err := d.ask("PUT", d.admin("/tenants/team"), `{"quota_bytes":8388608,"ttl_seconds":3600}`, nil); err != nil {
@@ -233,7 +248,7 @@ func (d *driver) run(swaps int, seed uint64, between time.Duration) (err error) 
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer stop()
-	d.load(ctx, &wg, proxy, seed)
+	d.load(ctx, &wg, seed)
 	time.Sleep(between)
 	for i := range 2 * swaps { // the node began as the previous release
 		to, name, sig := d.binary, "upgrade", syscall.SIGTERM
@@ -246,7 +261,12 @@ func (d *driver) run(swaps int, seed uint64, between time.Duration) (err error) 
 		if err := d.swap(fmt.Sprintf("%s %d", name, i/2+1), to, sig, i); err != nil {
 			return err
 		}
-		time.Sleep(between)
+		if err := d.swapOthers(to, sig); err != nil {
+			return err
+		}
+		if err := d.fromTiers(fmt.Sprintf("%s %d", name, i/2+1), between); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -255,24 +275,22 @@ func (d *driver) admin(path string) string {
 	return strings.TrimSuffix(d.node.health, "/readyz") + path
 }
 
-// deploy starts all parts; node and registry are the previous release.
-func (d *driver) deploy() (proxy string, err error) {
+// deploy starts all parts of the previous release.
+func (d *driver) deploy() error {
 	at := func(name string) string { return filepath.Join(d.dir, name) }
-	redis, port, web, events, registry := freePort(), freePort(), freePort(), freePort(), freePort()
+	port, web, events, registry := freePort(), freePort(), freePort(), freePort()
 	d.shm = "/dev/shm/lmcache_l1_pool_kvasir_upgrade" + port
-	err = d.begin(&service{name: "redis", health: "tcp:127.0.0.1:" + redis, args: []string{"--port", redis, "--bind", "127.0.0.1", "--save", "", "--dir", d.dir}}, "redis-server")
+	below, err := d.tiers()
 	if err != nil {
-		return "", err
+		return err
 	}
 	d.registry = &service{name: "registry", health: "http://127.0.0.1:" + registry + "/healthz", args: []string{"bootstrap", "--host", "127.0.0.1", "--port", registry, "--state", at("registry.state")}}
-	d.node = &service{name: "node", health: "http://127.0.0.1:" + web + "/readyz", args: []string{
+	d.node = &service{name: "node", health: "http://127.0.0.1:" + web + "/readyz", args: append([]string{
 		"server", "--host", "127.0.0.1", "--port", port, "--http-port", web, "--l1-size-gb", "256MiB", "--chunk-size", "64",
-		"--shm-name", "kvasir_upgrade" + port, "--disk", at("disk"), "--disk-gb", "0.25", "--disk-first-touch", "--state", at("node.state"),
-		"--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, at("fs")), "--l2-adapter", `{"type":"redis","host":"127.0.0.1","port":` + redis + `}`,
-		"--kv-events", "tcp://127.0.0.1:" + events,
-	}}
+		"--shm-name", "kvasir_upgrade" + port, "--state", at("node.state"), "--kv-events", "tcp://127.0.0.1:" + events,
+	}, below...)}
 	if err := errors.Join(d.begin(d.registry, d.previous), d.begin(d.node, d.previous)); err != nil {
-		return "", err
+		return err
 	}
 	sub := zmtp.NewSub("tcp://127.0.0.1:"+events, zmtp.DealerOptions{Handler: func(m zmtp.Message) {
 		if len(m) != 3 {
@@ -285,9 +303,9 @@ func (d *driver) deploy() (proxy string, err error) {
 		d.events.Add(1)
 	}})
 	if err := errors.Join(sub.Subscribe(""), sub.Start()); err != nil {
-		return "", err
+		return err
 	}
-	var args []string
+	urls := map[string]string{}
 	for _, kind := range []string{"p", "d"} {
 		moon := `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`
 		if kind == "p" {
@@ -297,27 +315,71 @@ func (d *driver) deploy() (proxy string, err error) {
 			{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"lmcache.mp.server_urls":"tcp://127.0.0.1:%s",
 			"lmcache.mp.mq_timeout":3,"lmcache.mp.heartbeat_interval":0.5}}]}}`, kind, moon, port)
 		e := freePort()
-		url := "http://127.0.0.1:" + e
-		err := d.begin(&service{name: kind, health: url + "/health", args: []string{
+		urls[kind] = "http://127.0.0.1:" + e
+		engine := &service{name: kind, health: urls[kind] + "/health", args: []string{
 			"engine", "--port", e, "--model", "m", "--layers", "2", "--kv-heads", "4", "--head-bytes", "64", "--num-gpu-blocks-override", "400",
-			"--max-model-len", "4096", "--max-num-batched-tokens", "1024", "--kv-transfer-config", config,
-		}}, d.binary)
-		if err != nil {
-			return "", err
+			"--max-model-len", "4096", "--max-num-batched-tokens", "1024", "--step-time", "2ms", "--kv-transfer-config", config,
+		}}
+		if err := d.begin(engine, d.previous); err != nil {
+			return err
 		}
-		if kind == "p" {
-			args = append(args, "--prefill", url+",http://127.0.0.1:"+registry)
-		} else {
-			args = append(args, "--decode", url)
+		d.others = append([]*service{engine}, d.others...)
+	}
+	upstream, front := "http://127.0.0.1:"+registry, freePort()
+	relay := &service{name: "relay", health: "http://127.0.0.1:" + front + "/healthz", args: []string{"relay", "--upstream", upstream, "--host", "127.0.0.1", "--port", front, "--memory-gb", "48MiB", "--timeout", "15"}}
+	if err := d.begin(relay, d.previous); err != nil {
+		return err
+	}
+	d.others = append(d.others, relay)
+	for i, from := range []string{upstream, "http://127.0.0.1:" + front} {
+		port := freePort()
+		url := "http://127.0.0.1:" + port
+		proxy := &service{name: fmt.Sprintf("proxy%d", i+1), health: url + "/health", args: []string{
+			"proxy", "--host", "127.0.0.1", "--port", port, "--prefill", urls["p"] + "," + from, "--decode", urls["d"],
+		}}
+		if err := d.begin(proxy, d.previous); err != nil {
+			return err
+		}
+		d.others, d.proxies = append(d.others, proxy), append(d.proxies, url)
+	}
+	return nil
+}
+
+// tiers starts what the tiers below the node need, and returns the node's flags for them.
+func (d *driver) tiers() (args []string, err error) {
+	for _, tier := range d.below {
+		port := freePort()
+		switch tier {
+		case "disk":
+			args = append(args, "--disk", filepath.Join(d.dir, "disk"), "--disk-gb", "0.25", "--disk-first-touch")
+		case "fs":
+			args = append(args, "--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, filepath.Join(d.dir, "fs")))
+		case "redis":
+			err = d.begin(&service{name: "redis", health: "tcp:127.0.0.1:" + port, args: []string{"--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", d.dir}}, "redis-server")
+			args = append(args, "--l2-adapter", `{"type":"redis","host":"127.0.0.1","port":`+port+`}`)
+		case "s3":
+			if d.store == "" {
+				d.store = filepath.Join(d.dir, "s3store")
+				cmd := exec.Command("go", "build", "-o", d.store, ".")
+				cmd.Dir = filepath.Join("interop", "s3")
+				if out, err := cmd.CombinedOutput(); err != nil {
+					return nil, fmt.Errorf("build interop/s3: %w: %.300s", err, out)
+				}
+			}
+			err = d.begin(&service{name: "s3", health: "tcp:127.0.0.1:" + port, args: []string{"-bucket", "kvcache", "-addr", "127.0.0.1:" + port}}, d.store)
+			args = append(args, "--l2-adapter", `{"type":"s3_native","s3_endpoint":"http://127.0.0.1:`+port+`","s3_bucket":"kvcache","s3_addressing_style":"path","aws_access_key_id":"id","aws_secret_access_key":"secret"}`)
+		default:
+			return nil, fmt.Errorf("-below %q is none of disk, fs, redis, s3", tier)
+		}
+		if err != nil {
+			return nil, err
 		}
 	}
-	port = freePort()
-	proxy = "http://127.0.0.1:" + port
-	return proxy, d.begin(&service{name: "proxy", health: proxy + "/health", args: append([]string{"proxy", "--host", "127.0.0.1", "--port", port}, args...)}, d.binary)
+	return args, nil
 }
 
 // load sends requests until ctx ends.
-func (d *driver) load(ctx context.Context, wg *sync.WaitGroup, proxy string, seed uint64) {
+func (d *driver) load(ctx context.Context, wg *sync.WaitGroup, seed uint64) {
 	chats := workload.Chats(60, workload.ChatOptions{Seed: seed, Open: 6, Systems: 2, Turns: 5}) // few: the pool never has to evict
 	var next atomic.Int64
 	for range clients {
@@ -326,7 +388,7 @@ func (d *driver) load(ctx context.Context, wg *sync.WaitGroup, proxy string, see
 				i := int(next.Add(1) - 1)
 				tokens := chats[i%len(chats)].Tokens()
 				tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
-				d.one(ctx, proxy, i, tokens[:min(len(tokens), longest)])
+				d.one(ctx, d.proxies[i%len(d.proxies)], i, tokens[:min(len(tokens), longest)])
 			}
 		})
 	}
@@ -354,7 +416,7 @@ func (d *driver) one(ctx context.Context, proxy string, i int, tokens []uint32) 
 				Cached int64 `json:"cached_tokens"`
 			} `json:"prompt_tokens_details"`
 		}
-		Error *struct{ Message string }
+		Error *failure
 	}
 	r, err := d.client.Do(q)
 	status := 0
@@ -369,6 +431,10 @@ func (d *driver) one(ctx context.Context, proxy string, i int, tokens []uint32) 
 	case err != nil || status != http.StatusOK || len(a.Choices) != 1:
 		d.counts.Lock()
 		d.counts.failed++
+		if d.counts.why == nil {
+			d.counts.why = map[string]int{}
+		}
+		d.counts.why[reason(status, err, a.Error)]++
 		d.counts.Unlock()
 		if began.UnixMilli() > d.swapped.Load()+grace.Milliseconds() {
 			d.violation("request %d failed without a swap: status %d, %v, %+v", i, status, err, a.Error)
@@ -388,6 +454,22 @@ func (d *driver) one(ctx context.Context, proxy string, i int, tokens []uint32) 
 	d.counts.ok++
 	d.counts.prompt += a.Usage.Prompt
 	d.counts.cached += a.Usage.Details.Cached
+}
+
+// failure is what an answer says instead of choices.
+type failure struct{ Message string }
+
+var numbers = regexp.MustCompile(`[0-9]+`)
+
+// reason is why a request ended with an error, without what differs between two of a kind.
+func reason(status int, err error, said *failure) string {
+	switch {
+	case said != nil:
+		err = errors.New(said.Message)
+	case err == nil:
+		err = errors.New("no choice")
+	}
+	return fmt.Sprintf("status %d: %s", status, numbers.ReplaceAllString(err.Error(), "N"))
 }
 
 // want is the answer of an engine that has no peers.
@@ -533,5 +615,47 @@ func (d *driver) swap(name, to string, sig syscall.Signal, i int) error {
 	defer d.counts.Unlock()
 	fmt.Printf("%-12s %v: ended after %v, ready after %v; pool %d of %d objects, event messages %d; %.0f MiB were read from the node before; so far %d answered, %d ended with an error, %.0f %% of prompt tokens cached\n",
 		name, sig, ended.Round(time.Millisecond), ready.Round(time.Millisecond), len(before)-lost, len(before), d.events.Load(), retrieved/(1<<20), d.counts.ok, d.counts.failed, 100*float64(d.counts.cached)/float64(max(1, d.counts.prompt)))
+	return nil
+}
+
+// swapOthers swaps engines, relay and proxies, one after the other.
+func (d *driver) swapOthers(to string, sig syscall.Signal) error {
+	began := time.Now()
+	for _, s := range d.others {
+		d.swapped.Store(time.Now().Add(time.Hour).UnixMilli())
+		s.end(sig)
+		if err := errors.Join(s.start(to), d.well(s)); err != nil {
+			return err
+		}
+		d.swapped.Store(time.Now().UnixMilli())
+	}
+	fmt.Printf("             engines, relay and proxies: swapped after %v\n", time.Since(began).Round(time.Millisecond))
+	return nil
+}
+
+// fromTiers clears the pool under the load, which asks for what the tiers have had from the other release.
+func (d *driver) fromTiers(name string, between time.Duration) error {
+	time.Sleep(grace) // engines have registered with the node
+	before, err := d.metrics()
+	if err != nil {
+		return err
+	}
+	if err := d.ask("POST", d.admin("/cache/clear"), `{"tier":"l1"}`, nil); err != nil {
+		return err
+	}
+	time.Sleep(between)
+	after, err := d.metrics()
+	if err != nil {
+		return err
+	}
+	delta := func(name string) float64 { return sumOf(after, name) - sumOf(before, name) }
+	read, stored := delta("kvasir_tier_read_bytes_total")+delta("kvasir_disk_read_bytes_total"), delta("kvasir_stored_bytes_total")
+	switch {
+	case read == 0:
+		d.violation("%s: with the pool cleared, nothing was read from the tiers", name)
+	case stored > read/10:
+		d.violation("%s: with the pool cleared, %.1f MiB were stored again: the tiers had lost them", name, stored/(1<<20))
+	}
+	fmt.Printf("             the pool cleared: %.1f MiB read from the tiers, %.1f MiB computed and stored\n", read/(1<<20), stored/(1<<20))
 	return nil
 }

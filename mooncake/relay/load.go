@@ -43,6 +43,9 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		r.mu.Unlock()
 		return e.await(ctx, k, fromMemory, seen)
 	}
+	if few != nil && id.only { // it has what an earlier D lacked; who asks whether it is kept goes to P next, and gets all that this D lacks
+		r.dropLocked(other)
+	}
 	if before != nil {
 		r.useLocked(before)
 	}

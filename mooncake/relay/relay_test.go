@@ -436,6 +436,18 @@ func TestFromMemoryOnly(t *testing.T) {
 	if err := w.pull("x#8!", []int{20, 21, 24}, []int{22, 23}); err == nil || !strings.Contains(err.Error(), "not in memory") {
 		t.Error(err)
 	}
+	// x has fewer blocks than a D lacks: who asks is sent to P, whose answer replaces it.
+	keeps(shown, "x", false)
+	keeps(shown, "y", true)
+	w.sender.Offer("px", "x", [][]int{{0, 1, 6}, {2, 3, 7}})
+	if err := w.pull("x", []int{1, 2, 5}, []int{3, 4, 6}); err != nil {
+		t.Fatal(err)
+	}
+	keeps(shown, "x", true)
+	if err := w.pull("x#9!", []int{20, 21, 24}, []int{22, 23, 25}); err != nil {
+		t.Fatal(err)
+	}
+	w.check(1, []int{22, 23, 25}, []int{2, 3, 7})
 	for i := 2; i < 12; i++ { // they push x and y out
 		id := fmt.Sprint("x", i)
 		w.sender.Offer("p"+id, id, [][]int{{i, i + 1}, {i + 2, i + 3}})
@@ -449,7 +461,7 @@ func TestFromMemoryOnly(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if n := w.sender.Stats().Pushed - pushed; n != 10 {
+	if n := w.sender.Stats().Pushed - pushed; n != 11 {
 		t.Errorf("P sent %d requests", n)
 	}
 }
