@@ -22,7 +22,7 @@ import (
 // part is one process of the deployment, started again after each end.
 type part struct {
 	name   string
-	kind   string // node, p, d, registry, relay, proxy, store; of others' programs: redis, s3, master
+	kind   string // node, p, d, registry, relay, proxy, store, keeper; of others' programs: redis, s3, master
 	host   string // its network namespace; "" is the driver's
 	health string // URL that answers 200 when it is well; of others' programs: HOST:PORT
 	// foreign is a program that is not Kvasir's: it is killed and started again, but its own faults are no violations.
@@ -292,6 +292,10 @@ func makeParts(o *options, v variant) (parts []*part) {
 	for i, h := range []string{"h1", "h2"} {
 		add(nodePart(o, v, h, i))
 	}
+	add(&part{ // node2's directory has no limit of its own
+		name: "keeper", kind: "keeper", health: "http://127.0.0.1:9095/healthz",
+		args: k("keeper", filepath.Join(o.dir, "fs2"), "--max-gb", "96MiB", "--http-port", "9095"),
+	})
 	for i, h := range []string{"h1", "h2"} {
 		add(enginePart(o, v, "p", h, i, pPort))
 		add(enginePart(o, v, "d", h, i, dPort))

@@ -213,6 +213,12 @@ func (d *Dir) tempName() string {
 	return filepath.Join(d.temp, fmt.Sprintf("%s%x-%x-%x%s", tempPrefix, os.Getpid(), time.Now().UnixNano(), d.temps.Add(1), tempSuffix))
 }
 
+// BesideObjects reports whether a name is of a file that a server writes into a tier's directory and that is no object: what it keeps of
+// clears, and writes in progress.
+func BesideObjects(name string) bool {
+	return strings.HasPrefix(name, tier.NoteName) || strings.HasPrefix(name, tempPrefix) && strings.HasSuffix(name, tempSuffix)
+}
+
 // FileName returns the name of an object's file: LMCache's, and for a name that is too long for a file or cannot be one
 // that of tier.Name.Digested. It reports false for an object without a model.
 func FileName(n tier.Name, k kv.Key) (string, bool) {

@@ -21,7 +21,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -293,11 +292,14 @@ func (b *Book) latest() state {
 func (b *Book) Damaged() bool { return b.damaged }
 
 // Repair writes the files that have no generation, another one, or damage: each alone has
-// all that is known. It is called once the pool has nothing that Damaged means.
+// all that is known. It makes the room for a clear of directories that become full. It is called once the pool has nothing that Damaged means.
 func (b *Book) Repair() error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	now := b.latest()
+	for _, path := range b.files {
+		makeRoom(path, int64(len(now.text())))
+	}
 	if now.isZero() && !(b.knows && len(b.shared.places) > 0) {
 		return nil
 	}
@@ -359,28 +361,4 @@ func (b *Book) writeOne(path string, s *state) error {
 		return fmt.Errorf("keep the generation in %s: %w", path, err)
 	}
 	return nil
-}
-
-func replace(path string, text []byte) error {
-	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(dir, filepath.Base(path)+".*")
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(text)
-	err = errors.Join(err, f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

@@ -16,6 +16,8 @@ import (
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/tier/fs"
 )
 
 // layout is how a directory names its files.
@@ -185,7 +187,8 @@ func checkRoot(root string) error {
 			if ok {
 				return nil
 			}
-			empty = empty && e.Name() == "lost+found" // of a new file system
+			// What a new file system has, and what a node writes before its first object.
+			empty = empty && (e.Name() == "lost+found" || fs.BesideObjects(e.Name()))
 			missing = cmp.Or(err, missing)
 		}
 	}

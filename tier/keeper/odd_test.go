@@ -33,12 +33,18 @@ func put(t *testing.T, dir, name string, size int) {
 	}
 }
 
-// In a directory that is empty when the keeper comes, as that of a new file system, either engine may begin, and both may share it.
+// In a directory that has no objects when the keeper comes, as that of a new file system or of a node that has just started, either
+// engine may begin, and both may share it.
 func TestEmptyDirectoryIsForEitherEngine(t *testing.T) {
 	for _, w := range watches(t) {
 		x := &tier{t: t, root: t.TempDir(), row: make([]byte, 1000)}
 		if err := os.Mkdir(filepath.Join(x.root, "lost+found"), 0o700); err != nil {
 			t.Fatal(err)
+		}
+		for _, name := range []string{".kvasir-generations", ".kvasir-generations.room", "kvasir-1-2-3.tmp"} {
+			if err := os.WriteFile(filepath.Join(x.root, name), []byte("{}"), 0o600); err != nil {
+				t.Fatal(err)
+			}
 		}
 		k := open(t, Options{Roots: []string{x.root}, Limit: 8000, Watch: w})
 		for i := range 10 {

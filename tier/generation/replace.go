@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package generation
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// A directory of a tier may be full of objects. The next file of generations is then written over the bytes of another one that has been
+// kept for it, and renamed: so a clear needs no room, and a crash leaves the earlier file or the later one. There are two, since the first
+// clear replaces no file whose bytes would make the next room.
+var rooms = []string{".room", ".room2"} // behind the file's name
+
+const roomUnit = 4096 // bytes
+
+// replace puts text in place of the file.
+func replace(path string, text []byte) error {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	err := writeNew(path, text)
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		if useRoom(path, text) == nil {
+			err = nil
+		}
+	}
+	if err != nil {
+		return err
+	}
+	makeRoom(path, int64(len(text)))
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func writeNew(path string, text []byte) error {
+	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return nil
+}
+
+// useRoom writes text over a room's bytes and renames it.
+func useRoom(path string, text []byte) error {
+	err := error(unix.ENOSPC)
+	for _, room := range rooms {
+		if err = useOne(path+room, path, text); err == nil {
+			return nil
+		}
+	}
+	return err
+}
+
+func useOne(room, path string, text []byte) error {
+	f, size, err := openRoom(room, 0)
+	if err != nil {
+		return err
+	}
+	if size < int64(len(text)) {
+		return errors.Join(unix.ENOSPC, f.Close())
+	}
+	_, err = f.WriteAt(text, 0)
+	if err == nil {
+		err = f.Truncate(int64(len(text)))
+	}
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	return os.Rename(room, path)
+}
+
+// makeRoom makes the rooms for a file of n bytes and as many more, where the directory is there and has that. It is tried again with each
+// file that is written.
+func makeRoom(path string, n int64) {
+	n = (2*n + roomUnit - 1) / roomUnit * roomUnit
+	for _, room := range rooms {
+		makeOne(path+room, n)
+	}
+}
+
+func makeOne(room string, n int64) {
+	f, size, err := openRoom(room, os.O_CREATE)
+	if err != nil {
+		return // the next write says it, if it needs the room
+	}
+	defer f.Close()
+	if size >= n {
+		return
+	}
+	_, err = f.WriteAt(make([]byte, n-size), size) // bytes, not a hole
+	if errors.Join(err, f.Sync()) != nil && size == 0 {
+		_ = os.Remove(room) // it would only look like room
+	}
+}
+
+// openRoom opens the room, which must be a file of this user's alone: others may write into a tier's directory, too.
+func openRoom(path string, flags int) (f *os.File, size int64, err error) {
+	f, err = os.OpenFile(path, os.O_WRONLY|flags|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, 0, err
+	}
+	var st unix.Stat_t
+	if err = unix.Fstat(int(f.Fd()), &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Nlink != 1 || int(st.Uid) != os.Geteuid()) {
+		err = &fs.PathError{Op: "open", Path: path, Err: errors.New("no file of this user alone")}
+	}
+	if err != nil {
+		return nil, 0, errors.Join(err, f.Close())
+	}
+	return f, st.Size, nil
+}
