@@ -238,7 +238,9 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 		next.All, next.Models = next.after(next.All), nil
 	}
 	next.bound()
-	err = errors.Join(b.write(&next), b.spread(ctx, clearTime, &next, notes))
+	err = b.write(&next)
+	_, unspread := b.spread(ctx, clearTime, &next, notes)
+	err = errors.Join(err, unspread)
 	b.shared.took.Store(int64(time.Since(began)))
 	return b.committer(&next), err
 }

@@ -165,3 +165,46 @@ func TestClearIsConfirmedOnceItIsFound(t *testing.T) {
 		})
 	}
 }
+
+// stuckPlace is a place whose note cannot be read, or not written, until the time for it is over.
+type stuckPlace struct {
+	tier.Tier
+	reads, writes bool
+}
+
+func (p stuckPlace) Note(ctx context.Context) ([]byte, error) {
+	if p.reads {
+		<-ctx.Done()
+	}
+	return nil, ctx.Err()
+}
+
+func (p stuckPlace) SetNote(ctx context.Context, _ []byte) error {
+	if p.writes {
+		<-ctx.Done()
+	}
+	return ctx.Err()
+}
+
+// A place that does not answer, or takes no note, is named by the clear, which ends soon all the same.
+func TestClearEndsWhereAPlaceTakesNoNote(t *testing.T) {
+	for _, p := range []stuckPlace{{reads: true}, {writes: true}} {
+		synctest.Test(t, func(t *testing.T) {
+			names := tier.NewNames()
+			names.Add(keyOf(1).Namespace, "m", nil)
+			b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
+			b.Share(generation.Place{Name: "p", Note: newPlace(), Every: time.Second}, generation.Place{Name: "stuck", Note: p, Every: time.Second})
+			b.Follow(func(commit func()) { commit() })
+			began := time.Now()
+			commit, err := b.Prepare(nil)
+			if err == nil || !strings.Contains(err.Error(), "stuck") {
+				t.Errorf("reads %v, writes %v: %v", p.reads, p.writes, err)
+			}
+			commit()
+			b.Confirm(t.Context())
+			if took := time.Since(began); took > 10*time.Second {
+				t.Errorf("reads %v, writes %v: the clear took %v", p.reads, p.writes, took)
+			}
+		})
+	}
+}

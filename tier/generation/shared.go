@@ -82,13 +82,13 @@ func (b *Book) Settle() (d time.Duration) {
 // Confirm waits until the other servers follow a clear that counts here, and reads the notes and files again. One that cleared at the
 // same time may have read a note before this server wrote it, and written its own after it: then the clear is written
 // once more, so that it is not lost if this server ends now. Confirm waits so long that such a write would have been
-// made: twice as long as the one of this server took.
+// made: twice as long as the one of this server took, and no longer than one may take. A place that takes no note now is left to Run.
 func (b *Book) Confirm(ctx context.Context) {
 	const rounds = 3 // each of them means another clear at the same time
 	for range rounds {
 		wait := b.Settle()
 		if b.shared.watch {
-			wait = max(wait, 2*time.Duration(b.shared.took.Load()))
+			wait = max(wait, min(2*time.Duration(b.shared.took.Load()), readTime+clearTime))
 		}
 		select {
 		case <-time.After(wait):
@@ -136,25 +136,20 @@ const (
 // earlier or missing there. It does not trust a smaller generation than one that it knew.
 func (b *Book) Sync(ctx context.Context) { b.sync(ctx, false) }
 
-// sync is Sync, with all of all notes and files. kept reports whether they had all that is known.
+// sync is Sync, with all of all notes and files. kept reports whether none of them had to be written again.
 func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	now := time.Now()
 	b.shared.asked.Store(now.UnixNano())
 	b.writing.Lock()
 	b.retry()
 	next, notes := b.gather(ctx, now, all)
-	kept = true
-	for _, n := range notes {
-		kept = kept && (n.err != nil || !n.missing && n.same(&next))
-	}
-	if all {
-		kept = b.rewrite(&next) && kept
-	}
+	kept = !all || b.rewrite(&next)
 	begins := b.unknown(&next, notes)
 	if begins { // no one knows what was cleared: nothing older than now counts
 		next.All = next.after(next.All)
 	}
-	err := b.spread(ctx, writeTime, &next, notes)
+	wrote, err := b.spread(ctx, writeTime, &next, notes)
+	kept = kept && !wrote
 	if err != nil || len(notes) > 0 && b.allRead() {
 		b.noteUnkept(err)
 	}
@@ -319,12 +314,14 @@ func (b *Book) noteUnkept(err error) {
 	}
 }
 
-// spread writes the generations to the notes that have others, to all at once, for so long at most.
-func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) error {
+// spread writes the generations to the notes that have others, to all at once, for so long at most. wrote reports whether a note was
+// written.
+func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) (wrote bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	errs := make([]error, len(b.shared.places))
 	var text []byte
+	var writes []int
 	var wg sync.WaitGroup
 	for i, p := range b.shared.places {
 		n, asked := notes[i]
@@ -336,10 +333,14 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 			if text == nil {
 				text = next.text()
 			}
+			writes = append(writes, i)
 			wg.Go(func() { errs[i] = p.Note.SetNote(ctx, text) })
 		}
 	}
 	wg.Wait()
+	for _, i := range writes {
+		wrote = wrote || errs[i] == nil
+	}
 	done := true
 	for i, p := range b.shared.places {
 		if _, asked := notes[i]; asked && errs[i] == nil {
@@ -354,7 +355,7 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 	if done && !b.knows {
 		b.knows = b.write(next) == nil // a later life knows them without the notes
 	}
-	return errors.Join(errs...)
+	return wrote, errors.Join(errs...)
 }
 
 // adopt keeps generations that are later than those that count in the files. commit has them

@@ -15,8 +15,11 @@ import (
 // errOff means that the master's release is not known.
 var errOff = errors.New("mooncakestore: the master's release is not known")
 
-// noteRetryDelay is how long a server waits that meets another one's note in the place of its own.
-const noteRetryDelay = 5 * time.Millisecond
+// How long a server waits that meets another one's note in the place of its own: at first, as a put takes, and at most.
+const (
+	noteRetryDelay    = 5 * time.Millisecond
+	maxNoteRetryDelay = 200 * time.Millisecond
+)
 
 // Note implements tier.Notebook.
 func (t *Tier) Note(ctx context.Context) ([]byte, error) {
@@ -43,21 +46,22 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 }
 
 // SetNote implements tier.Notebook. Objects are immutable, so the former note is removed first;
-// between the two steps there is none.
+// between the two steps there is none. A note whose server ended while it put it can be neither read nor removed: the master gives its
+// name to the next put after put_start_discard_timeout_sec (30).
 func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if t.off.Load() {
 		return errOff
 	}
-	for {
+	for wait := noteRetryDelay; ; wait = min(2*wait, maxNoteRetryDelay) {
 		err := t.master.Remove(ctx, tier.NoteName, true)
-		if err == nil || errors.Is(err, store.NotFound) {
+		if err == nil || errors.Is(err, store.NotFound) || errors.Is(err, store.NotReady) {
 			err = t.client.Put(ctx, []store.Object{{Key: tier.NoteName, Parts: [][]byte{text}}})[0]
 		}
 		if !errors.Is(err, store.Exists) && !errors.Is(err, store.NotReady) {
 			return err
 		}
 		select { // another server puts its own
-		case <-time.After(noteRetryDelay):
+		case <-time.After(wait):
 		case <-ctx.Done():
 			return err
 		}

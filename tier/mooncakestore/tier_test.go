@@ -281,6 +281,40 @@ func TestObjectThatGoesIsWritten(t *testing.T) {
 	}
 }
 
+// A server that ended while it put its note keeps others from writing theirs for as long as the master waits for its end, and no
+// longer. They do not ask all the time meanwhile.
+func TestNoteThatWasNotEndedGivesWay(t *testing.T) {
+	c := newCluster(t, 1)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	removes := 0
+	c.Set(func() {
+		c.Discard = time.Second
+		c.Objects[tier.NoteName] = &storetest.Object{Started: time.Now()}
+		c.Before = func(method string) {
+			if method == "Remove" {
+				c.Set(func() { removes++ })
+			}
+		}
+	})
+	if text, err := x.Note(t.Context()); err != nil || text != nil {
+		t.Errorf("%q, %v", text, err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if err := x.SetNote(ctx, []byte("mine")); err != nil {
+		t.Fatal(err)
+	}
+	if text, err := x.Note(t.Context()); err != nil || string(text) != "mine" {
+		t.Errorf("%q, %v", text, err)
+	}
+	c.Set(func() {
+		if removes > 30 {
+			t.Errorf("the master was asked %d times", removes)
+		}
+	})
+}
+
 // lines is a log that is looked at while it is written.
 type lines struct {
 	mu sync.Mutex

@@ -31,6 +31,7 @@ type Master struct {
 
 	Lengths bool            // it answers as 0.3.14 does: with the length of the message and later fields
 	Hidden  map[string]bool // objects of silent nodes, as 0.3.14 hides them
+	Discard time.Duration   // after which a put that was not ended gives way to another one; 0: never
 
 	// Before is called when a request has come, and Answered with the frame of its answer when it was
 	// carried out: it returns the frame to send, or nil to break the connection. Both may block, and call Set.
@@ -59,6 +60,7 @@ type Object struct {
 	Owner    uuid
 	Pieces   []Piece
 	Complete bool
+	Started  time.Time
 }
 
 // Piece is where a replica is.
@@ -319,14 +321,18 @@ func (m *Master) start(owner uuid, keys []string, sizes []any) []byte {
 		w.Size(len(keys))
 		for i, k := range keys {
 			n := sizes[i].(uint64)
+			o := m.Objects[k]
+			if o != nil && !o.Complete && m.Discard > 0 && time.Since(o.Started) > m.Discard {
+				o = nil
+			}
 			switch {
-			case m.Objects[k] != nil:
+			case o != nil:
 				outcome(w, exists)
 			case m.NoRoom > 0 || len(m.Segments) == 0 || m.used+n > m.Segments[0].Bytes:
 				m.NoRoom--
 				outcome(w, noRoom)
 			default:
-				o := &Object{Owner: owner}
+				o = &Object{Owner: owner, Started: time.Now()}
 				for j := range min(m.Copies, len(m.Segments)) {
 					s := m.Segments[j]
 					o.Pieces = append(o.Pieces, Piece{Addr: s.Base + m.used, Bytes: n, Endpoint: s.Endpoint})
