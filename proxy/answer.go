@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -141,11 +142,24 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 		return first, stream, err
 	case !stream && !e.whole(resp, &first):
 		return nil, false, io.ErrUnexpectedEOF
-	case !stream || resp.Status != http.StatusOK:
+	case resp.Status != http.StatusOK:
 		return first, stream, nil
+	case stream:
+		if first, err = e.firstData(b, resp, first); err != nil {
+			return first, stream, err
+		}
 	}
-	first, err = e.firstData(b, resp, first)
-	return first, stream, err
+	if openai.APIOf(e.r.URL.Path).Aborted(first) && e.attempts < e.p.o.Attempts && e.hasOther(b) {
+		return nil, stream, fmt.Errorf("%w: it aborted the request before the first token", errFailed)
+	}
+	return first, stream, nil
+}
+
+// hasOther reports whether an engine other than b could take the request that has not been tried.
+func (e *exchange) hasOther(b *backend) bool {
+	w := e.want
+	w.tried = append(slices.Clone(w.tried), b)
+	return e.p.fleet.hasUntried(b.role, &w)
 }
 
 // pieces is the request for the engine that answers. A client does not choose from where D loads KV or encoder outputs.

@@ -358,6 +358,7 @@ func mock(t testing.TB, handler http.HandlerFunc) string {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("/v1/completions", handler)
+	mux.HandleFunc("/v1/chat/completions", handler)
 	s := httptest.NewServer(mux)
 	t.Cleanup(s.Close)
 	return s.URL

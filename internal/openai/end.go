@@ -399,6 +399,55 @@ func onlyRole(data []byte) bool {
 	return true
 }
 
+// Aborted reports whether an answer of the completions API, or the beginning of its stream, says that the engine aborted the request
+// before it had a token, as vLLM does when it ends: each choice has finish_reason "abort" and nothing else.
+func (a API) Aborted(text []byte) bool {
+	if a != Completions || !bytes.Contains(text, []byte(`"abort"`)) {
+		return false
+	}
+	for n := EventLen(text); n > 0; n = EventLen(text) {
+		if kind := a.KindOf(text[:n]); kind == Opening || kind == Nothing {
+			text = text[n:]
+			continue
+		}
+		at := bytes.Index(text[:n], []byte("data:"))
+		if at < 0 {
+			return false
+		}
+		text = text[at+len("data:") : n]
+		break
+	}
+	type said struct {
+		Content   any   `json:"content"`
+		Reasoning any   `json:"reasoning_content"`
+		Thoughts  any   `json:"reasoning"`
+		Calls     []any `json:"tool_calls"`
+	}
+	var c struct {
+		Choices []struct {
+			Text    string `json:"text"`
+			Message said   `json:"message"`
+			Delta   said   `json:"delta"`
+			Reason  string `json:"finish_reason"`
+		} `json:"choices"`
+	}
+	if json.Unmarshal(text, &c) != nil || len(c.Choices) == 0 {
+		return false
+	}
+	nothing := func(v any) bool { return v == nil || v == "" }
+	for _, x := range c.Choices {
+		for _, m := range []said{x.Message, x.Delta} {
+			if !nothing(m.Content) || !nothing(m.Reasoning) || !nothing(m.Thoughts) || len(m.Calls) > 0 {
+				return false
+			}
+		}
+		if x.Reason != "abort" || x.Text != "" {
+			return false
+		}
+	}
+	return true
+}
+
 // EventLen returns the bytes of the first event of b, its empty line included; 0: it is not whole.
 func EventLen(b []byte) int {
 	for at := 0; ; {

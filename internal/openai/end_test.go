@@ -92,6 +92,32 @@ func TestEndOfNativeStreams(t *testing.T) {
 	f(`{"type":"length","length":4}`, false)
 }
 
+// An answer without a token whose choices were all aborted is one; what has a token, another reason, or another form is none.
+func TestAborted(t *testing.T) {
+	f := func(want bool, text string) {
+		t.Helper()
+		if got := openai.Completions.Aborted([]byte(text)); got != want {
+			t.Errorf("%s: %v", text, got)
+		}
+	}
+	f(true, `{"choices":[{"index":0,"text":"","finish_reason":"abort"}],"usage":{"prompt_tokens":3}}`)
+	f(true, `{"choices":[{"message":{"role":"assistant","content":null,"tool_calls":[]},"finish_reason":"abort"},{"message":{"content":""},"finish_reason":"abort"}]}`)
+	f(true, "data: {\"choices\":[{\"text\":\"\",\"finish_reason\":\"abort\"}]}\n\ndata: [DONE]\n\n")
+	f(true, ": ping\n\ndata: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\ndata: {\"choices\":[{\"delta\":{\"content\":\"\"},\"finish_reason\":\"abort\"}]}\n\n")
+	f(false, `{"choices":[{"text":" a","finish_reason":"abort"}]}`)
+	f(false, `{"choices":[{"text":"","finish_reason":"abort"},{"text":" b","finish_reason":"length"}]}`)
+	f(false, `{"choices":[{"message":{"content":"\"abort\""},"finish_reason":"stop"}]}`)
+	f(false, `{"choices":[{"message":{"content":null,"reasoning_content":"a"},"finish_reason":"abort"}]}`)
+	f(false, `{"choices":[{"message":{"content":null,"tool_calls":[{"id":"1"}]},"finish_reason":"abort"}]}`)
+	f(false, "data: {\"choices\":[{\"text\":\" a\",\"finish_reason\":null}]}\n\ndata: {\"choices\":[{\"text\":\"\",\"finish_reason\":\"abort\"}]}\n\n")
+	f(false, `{"choices":[],"x":"abort"}`)
+	f(false, `"abort"`)
+	f(false, `{"choices":[{"text":"","finish_reason":"abort"}`)
+	if openai.Messages.Aborted([]byte(`{"choices":[{"text":"","finish_reason":"abort"}]}`)) {
+		t.Error("an answer of another API")
+	}
+}
+
 func FuzzEnd(f *testing.F) {
 	f.Add(uint8(1), "event: response.completed\ndata: {}\n\n", 3)
 	f.Add(uint8(0), "data: [DONE]\r\n\r\n", 1)

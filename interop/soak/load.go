@@ -311,8 +311,9 @@ func (l *load) send(ctx context.Context, i, proxy int, r *ask) outcome {
 
 type answer struct {
 	Choices []struct {
-		Index int
-		Text  string
+		Index  int
+		Text   string
+		Reason string `json:"finish_reason"`
 	}
 	Usage *usage
 	Error *struct{ Message string }
@@ -344,6 +345,10 @@ func (a *answer) of() usage {
 	return *a.Usage
 }
 
+// aborted is the reason with which vLLM ends the requests that it has not finished when it ends. The proxy passes it on where a part of
+// the answer is there, or no other engine.
+const aborted = "abort"
+
 // judge reads an answer that is no stream.
 func judge(status int, body []byte) outcome {
 	var a answer
@@ -355,6 +360,9 @@ func judge(status int, body []byte) outcome {
 	case status == http.StatusOK && len(a.Choices) > 0 && a.Error == nil:
 		texts := map[int]string{}
 		for _, c := range a.Choices {
+			if c.Reason == aborted {
+				return outcome{kind: "error", text: "the engine aborted it"}
+			}
 			texts[c.Index] += c.Text
 		}
 		return outcome{kind: "ok", texts: texts, usage: a.of()}
@@ -388,6 +396,9 @@ func readStream(r io.Reader) outcome {
 			of = *a.Usage
 		}
 		for _, c := range a.Choices {
+			if c.Reason == aborted {
+				return outcome{kind: "error", text: "the engine aborted it"}
+			}
 			texts[c.Index] += c.Text
 		}
 	}

@@ -77,6 +77,7 @@ func TestJudge(t *testing.T) {
 	}
 	f(200, `{"choices":[{"text":" ~1"}]}`, "ok")
 	f(503, `{"error":{"message":"no engine"}}`, "error")
+	f(200, `{"choices":[{"text":" ~1","finish_reason":"abort"}]}`, "error")
 	f(503, `{"error":{"message":""}}`, "wrong")
 	f(503, `busy`, "wrong")
 	f(200, ``, "wrong")
