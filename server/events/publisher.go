@@ -374,6 +374,9 @@ func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
 	}
+	if spare := cap(m.payload) - len(m.payload); spare > len(m.payload)/8 { // it was made for larger events
+		m.payload = bytes.Clone(m.payload)
+	}
 	p.mu.history = append(p.mu.history, m)
 	p.mu.bytes += len(m.payload)
 	for len(p.mu.history) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.history) > 1 {
