@@ -17,8 +17,8 @@ var errOff = errors.New("mooncakestore: the master's release is not known")
 
 // How long a server waits that meets another one's note in the place of its own: at first, as a put takes, and at most.
 const (
-	noteRetryDelay    = 5 * time.Millisecond
-	maxNoteRetryDelay = 200 * time.Millisecond
+	noteRetryDelay        = 5 * time.Millisecond
+	longestNoteRetryDelay = 200 * time.Millisecond
 )
 
 // Note implements tier.Notebook.
@@ -52,7 +52,7 @@ func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if t.off.Load() {
 		return errOff
 	}
-	for wait := noteRetryDelay; ; wait = min(2*wait, maxNoteRetryDelay) {
+	for wait := noteRetryDelay; ; wait = min(2*wait, longestNoteRetryDelay) {
 		err := t.master.Remove(ctx, tier.NoteName, true)
 		if err == nil || errors.Is(err, store.NotFound) || errors.Is(err, store.NotReady) {
 			err = t.client.Put(ctx, []store.Object{{Key: tier.NoteName, Parts: [][]byte{text}}})[0]
