@@ -289,8 +289,9 @@ func (s *soak) sizes(ctx context.Context) {
 			}
 			return nil
 		})
-		if err != nil {
-			s.violation("%v", err)
+		if err != nil && ctx.Err() == nil {
+			p.stacks()
+			s.violation("%v; its stacks are in %s", err, p.log)
 		}
 	}
 }

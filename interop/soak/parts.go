@@ -135,6 +135,24 @@ func (p *part) end(sig syscall.Signal, limit time.Duration) bool {
 	}
 }
 
+// stacks has the process write the stacks of its goroutines into the log, which ends it.
+func (p *part) stacks() {
+	p.mu.Lock()
+	cmd, ended := p.mu.cmd, p.mu.ended
+	p.mu.wanted = false
+	if cmd != nil {
+		_ = cmd.Process.Signal(syscall.SIGQUIT)
+	}
+	p.mu.Unlock()
+	if cmd == nil {
+		return
+	}
+	select {
+	case <-ended:
+	case <-time.After(5 * time.Second):
+	}
+}
+
 // pause stops the process or lets it go on.
 func (p *part) pause(on bool) {
 	p.mu.Lock()
