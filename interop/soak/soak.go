@@ -407,8 +407,8 @@ func (s *soak) cycle(ctx context.Context, c int) {
 	if ctx.Err() != nil {
 		return
 	}
+	s.measure(ctx) // before a node is killed: all have lived through the calm time
 	s.check(ctx)
-	s.measure(ctx)
 	s.mu.Lock()
 	s.logf("cycle %d ended: requests %v, kills %v, left out %v", c, s.record.Requests, s.record.Kills, s.record.LeftOut)
 	s.mu.Unlock()
