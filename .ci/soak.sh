@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# soak.sh: the share of interop/soak in .ci/run: three minutes of faults over a whole deployment, always with the same seed (SEED), without
-# steps of clocks and without swaps. It is left out, with the reason, where this user may not make namespaces or a program is missing.
+# soak.sh: the share of interop/soak in .ci/run: three minutes of faults over a whole deployment, always with the same seed (SEED), with two
+# requests at a time, without steps of clocks and without swaps. It takes a third of two processors for five minutes. It is left out, with
+# the reason, where this user may not make namespaces or a program is missing.
 # With RERUN=1 a run that broke a promise is made once more, as in .ci/test.sh; wrong bytes, races and panics are red at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +25,7 @@ trap '[ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true; wait; exit 143
 # play FOLDER: whether a run passes. Of its output, requests near a fault are left out: there are hundreds.
 play() {
 	local code=0
-	"$work/soak" -for 3m -seed "$seed" -dir "$1" >"$1.out" 2>&1 &
+	"$work/soak" -for 3m -seed "$seed" -clients 2 -dir "$1" >"$1.out" 2>&1 &
 	child=$!
 	wait "$child" || code=$?
 	child=
@@ -35,7 +36,7 @@ play() {
 if play "$work/first"; then exit; fi
 if [ "${RERUN:-}" != 1 ] || shows_bug "$work/first.out"; then
 	tail -n 20 "$work/first.out"
-	echo "soak: failed; the same faults again: go run ./interop/soak -for 3m -seed $seed" >&2
+	echo "soak: failed; the same faults again: go run ./interop/soak -for 3m -clients 2 -seed $seed" >&2
 	exit 1
 fi
 echo "soak: run again"
