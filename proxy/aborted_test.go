@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -44,8 +45,16 @@ func TestRequestOfAnEngineThatEndsIsAnsweredByAnother(t *testing.T) {
 			fmt.Fprint(w, strings.NewReplacer(`"abort"`, `"stop"`, `"text":""`, `"text":" whole"`, `"content":""`, `"content":" whole"`).Replace(text))
 		})
 		ask := func(engines ...string) (answers []string) {
-			url, _ := startProxy(t, proxy.Options{Engines: engines, HealthInterval: time.Hour})
-			reach(t, url)
+			url, s := startProxy(t, proxy.Options{Engines: engines, HealthInterval: time.Hour})
+			testkit.Eventually(t, "all are well", func() bool {
+				well := s.Stats().Well
+				for _, e := range engines {
+					if well[e] == 0 {
+						return false
+					}
+				}
+				return true
+			})
 			for range 6 {
 				r, err := http.Post(url+path, "application/json", strings.NewReader(body))
 				if err != nil {

@@ -113,14 +113,18 @@ func openFiles(pid int) map[string]int {
 	return out
 }
 
-// pooled is how many connections a part keeps for its tiers when it has used them all, each with a descriptor and a goroutine.
-func (p *part) pooled(o *options) (n int) {
-	if p.kind != "node" {
-		return 0
-	}
-	n = map[string]int{"one": 1, "cluster": redisNodes}[o.redis] * 8 // its default for each server
-	if o.master != none {
-		n += 9 + 2*4 // the master, and each store-node
+// pooled is how many connections a part keeps when it has used them all, each with a descriptor and a goroutine: a node for its tiers, D
+// those of each worker of the two P, and of the relay.
+func (p *part) pooled(o *options, v variant) (n int) {
+	const ofPeer = 4 // mooncake/transfer: Conns
+	switch p.kind {
+	case "d":
+		return ofPeer * (2*v.pTP + 1)
+	case "node":
+		n = map[string]int{"one": 1, "cluster": redisNodes}[o.redis] * 8 // its default for each server
+		if o.master != none {
+			n += 9 + 2*ofPeer // the master, and each store-node
+		}
 	}
 	return n
 }
@@ -280,7 +284,7 @@ func (s *soak) sizes(ctx context.Context) {
 				return err
 			}
 			s.record.Sizes[p.name] = [2]size{base, z}
-			if what := z.beyond(base, p.pooled(s.o), p.cachesMiB()); what != "" {
+			if what := z.beyond(base, p.pooled(s.o, s.variant), p.cachesMiB()); what != "" {
 				if !said {
 					said = true
 					s.logf("%s has %s; waiting until it has fewer", p.name, what)
