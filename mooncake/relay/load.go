@@ -43,7 +43,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		r.mu.Unlock()
 		return e.await(ctx, k, fromMemory, seen)
 	}
-	if few != nil && id.only { // it has what an earlier D lacked; who asks whether it is kept goes to P next, and gets all that this D lacks
+	if few != nil && id.only { // an earlier D lacked less. The proxy hears that nothing is kept, and sends the next request to P
 		r.dropLocked(other)
 	}
 	if before != nil {

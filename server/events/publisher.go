@@ -374,7 +374,7 @@ func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
 	}
-	if spare := cap(m.payload) - len(m.payload); spare > len(m.payload)/8 { // it was made for larger events
+	if spare := cap(m.payload) - len(m.payload); spare > len(m.payload)/8 { // payload makes it for larger events
 		m.payload = bytes.Clone(m.payload)
 	}
 	p.mu.history = append(p.mu.history, m)

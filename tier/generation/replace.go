@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A directory of a tier may be full of objects. The next file of generations is then written over the bytes of another one that has been
-// kept for it, and renamed: so a clear needs no room, and a crash leaves the earlier file or the later one. There are two, since the first
-// clear replaces no file whose bytes would make the next room.
+// A directory of a tier may be full of objects. rooms are files that keep bytes for this case. The next file of generations is written over
+// one of them, which is then renamed. So a clear needs no free bytes, and a crash leaves the earlier file or the later one. There are two
+// rooms: a clear makes its room again of the file that it replaces, and the first clear replaces none.
 var rooms = []string{".room", ".room2"} // behind the file's name
 
 const roomUnit = 4096 // bytes
