@@ -86,6 +86,8 @@ func makeSchedule(o *options) *schedule {
 	cycle := time.Minute
 	if o.length >= 40*time.Minute {
 		cycle = 10 * time.Minute
+	} else if o.real != "" {
+		cycle = 3 * time.Minute
 	}
 	cycle = min(cycle, max(o.length, 40*time.Second))
 	s := &schedule{Seed: o.seed, For: o.length, Cycle: cycle, Quiet: max(20*time.Second, cycle/10)}
@@ -219,10 +221,16 @@ func (s *soak) apply(ctx context.Context, f fault) (killed string, err error) {
 		if err != nil {
 			return "", err
 		}
+		if err := s.spared(p, f); err != nil {
+			return "", err
+		}
 		if f.Kind == "kill" || f.Kind == "flip" || f.Kind == "torn" {
 			killed = kind
 		}
 		return killed, s.applyTo(ctx, p, f)
+	}
+	if err := s.spared(nil, f); err != nil {
+		return "", err
 	}
 	return "", s.applyAround(ctx, f)
 }
@@ -335,7 +343,13 @@ func (s *soak) endAndStart(ctx context.Context, p *part, f fault) error {
 	if ctx.Err() != nil {
 		return nil
 	}
-	return p.start(s.alone)
+	err := p.start(s.alone)
+	if err == nil && p.isRealEngine() { // the fault lasts until it is well
+		if err := p.await(ctx, realStart); err != nil && ctx.Err() == nil {
+			s.logf("%v", err)
+		}
+	}
+	return err
 }
 
 // swap runs the previous release in place of this build for a while: both take over the other's files.

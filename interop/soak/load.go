@@ -38,7 +38,7 @@ const (
 type load struct {
 	s      *soak
 	chats  []workload.Request
-	alone  *engine.Engine // computes what the answer must be
+	alone  *engine.Engine // computes what the answer must be; nil with real engines
 	client *http.Client
 	next   atomic.Int64
 	paused atomic.Bool
@@ -68,16 +68,18 @@ func (l *load) lately() [][]uint32 {
 }
 
 func newLoad(s *soak) (*load, error) {
-	alone, err := engine.Open(context.Background(), engine.Options{
+	l := &load{
+		s: s, chats: workload.Chats(chatsOfRun, workload.ChatOptions{Seed: s.schedule.Seed, Open: 6, Systems: 2, Turns: 5}),
+		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 8, IdleConnTimeout: 3 * time.Second}},
+	}
+	if s.o.real != "" {
+		return l, nil
+	}
+	var err error
+	l.alone, err = engine.Open(context.Background(), engine.Options{
 		Model: "m", KV: kvmem.Geometry{Layers: 1, Heads: 1, HeadBytes: 8, BlockTokens: 16, Blocks: 2000, TPSize: 1}, MaxModel: 8192,
 	})
-	if err != nil {
-		return nil, err
-	}
-	return &load{
-		s: s, alone: alone, chats: workload.Chats(chatsOfRun, workload.ChatOptions{Seed: s.schedule.Seed, Open: 6, Systems: 2, Turns: 5}),
-		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 8, IdleConnTimeout: 3 * time.Second}},
-	}, nil
+	return l, err
 }
 
 func (l *load) start(ctx context.Context, clients int) {
@@ -104,7 +106,9 @@ func (l *load) start(ctx context.Context, clients int) {
 
 func (l *load) stop() {
 	l.wg.Wait()
-	_ = l.alone.Close()
+	if l.alone != nil {
+		_ = l.alone.Close()
+	}
 	l.client.CloseIdleConnections()
 }
 
@@ -139,7 +143,9 @@ type outcome struct {
 	kind  string // ok, error (a named one), cut (the connection broke), wrong (anything else)
 	text  string // the reason
 	texts map[int]string
-	usage usage
+	// tokens are those of answers that say how likely each token is: of real engines.
+	tokens map[int][]chosen
+	usage  usage
 }
 
 // one sends one request and judges its end. It reports whether there was an answer.
@@ -149,6 +155,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	tokens, n := chat.Tokens(), 1+i%6
 	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
 	tokens = tokens[:min(len(tokens), maxPrompt)]
+	if l.s.o.real != "" {
+		tokens = vocabulary(tokens)
+	}
 	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
 	if rnd.IntN(6) == 0 { // a long answer, which faults meet in its middle
 		r.tokens = 100 + rnd.IntN(200)
@@ -158,8 +167,10 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 		for range 1 + rnd.IntN(3) {
 			r.prompts = append(r.prompts, tokens[:1+rnd.IntN(len(tokens))])
 		}
-	case 1: // several answers to a prompt: D alone
-		r.n = 2
+	case 1: // several answers to a prompt: D alone; vLLM refuses that without a temperature
+		if l.s.o.real == "" {
+			r.n = 2
+		}
 	}
 	// Most clients that leave do so while the prompt is looked up or computed; some have the patience of seconds, and leave while a pull waits
 	// for a slow link or an engine that stands still.
@@ -171,6 +182,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 		latest = 5000
 	}
 	strict, began := l.strict.Load(), time.Now()
+	deadline, slowest, grace := l.s.o.patience(deadline), l.s.o.patience(slowest), l.s.o.patience(grace)
 	rctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	if leaves {
@@ -193,7 +205,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	case got.kind == "wrong":
 		l.s.violation("%s: %s", id, got.text)
 	case got.kind == "ok":
-		if what := l.differs(ctx, i, &r, got.texts); what != "" && ctx.Err() == nil {
+		if what := l.differs(ctx, i, &r, &got); what != "" && ctx.Err() == nil {
 			l.s.violation("%s: %s", id, what)
 		}
 	case strict:
@@ -238,7 +250,11 @@ func (l *load) count(kind string) {
 }
 
 // differs names the first answer that is not what an engine without peers gives.
-func (l *load) differs(ctx context.Context, i int, r *ask, got map[int]string) string {
+func (l *load) differs(ctx context.Context, i int, r *ask, o *outcome) string {
+	if l.s.o.real != "" {
+		return l.differsFromReal(ctx, r, o.tokens)
+	}
+	got := o.texts
 	if len(got) != len(r.prompts)*r.n {
 		return fmt.Sprintf("%d answers, want %d", len(got), len(r.prompts)*r.n)
 	}
@@ -281,6 +297,9 @@ func (l *load) send(ctx context.Context, i, proxy int, r *ask) outcome {
 	if r.stream {
 		fields["stream_options"] = map[string]bool{"include_usage": true}
 	}
+	if l.s.o.real != "" {
+		realFields(fields)
+	}
 	if r.salt != "" {
 		fields["cache_salt"] = r.salt
 	}
@@ -314,6 +333,10 @@ type answer struct {
 		Index  int
 		Text   string
 		Reason string `json:"finish_reason"`
+		Likely *struct {
+			Tokens []string
+			LogP   []float64 `json:"token_logprobs"`
+		} `json:"logprobs"`
 	}
 	Usage *usage
 	Error *struct{ Message string }
@@ -349,6 +372,26 @@ func (a *answer) of() usage {
 // the answer is there, or no other engine.
 const aborted = "abort"
 
+// take adds what an answer, or an event of a stream, has of each choice. It reports whether none was aborted.
+func (o *outcome) take(a *answer) bool {
+	if o.texts == nil {
+		o.texts, o.tokens = map[int]string{}, map[int][]chosen{}
+	}
+	for _, c := range a.Choices {
+		if c.Reason == aborted {
+			return false
+		}
+		o.texts[c.Index] += c.Text
+		if c.Likely == nil {
+			continue
+		}
+		for i := range min(len(c.Likely.Tokens), len(c.Likely.LogP)) {
+			o.tokens[c.Index] = append(o.tokens[c.Index], chosen{c.Likely.Tokens[i], c.Likely.LogP[i]})
+		}
+	}
+	return true
+}
+
 // judge reads an answer that is no stream.
 func judge(status int, body []byte) outcome {
 	var a answer
@@ -358,14 +401,11 @@ func judge(status int, body []byte) outcome {
 	case err != nil:
 		return outcome{kind: "wrong", text: fmt.Sprintf("status %d, and the body is no JSON: %q", status, shown)}
 	case status == http.StatusOK && len(a.Choices) > 0 && a.Error == nil:
-		texts := map[int]string{}
-		for _, c := range a.Choices {
-			if c.Reason == aborted {
-				return outcome{kind: "error", text: "the engine aborted it"}
-			}
-			texts[c.Index] += c.Text
+		o := outcome{kind: "ok", usage: a.of()}
+		if !o.take(&a) {
+			return outcome{kind: "error", text: "the engine aborted it"}
 		}
-		return outcome{kind: "ok", texts: texts, usage: a.of()}
+		return o
 	case status >= 400 && a.Error != nil && a.Error.Message != "":
 		return outcome{kind: "error", text: fmt.Sprintf("status %d: %s", status, a.Error.Message)}
 	}
@@ -374,8 +414,7 @@ func judge(status int, body []byte) outcome {
 
 // readStream reads server-sent events up to [DONE] or an error event.
 func readStream(r io.Reader) outcome {
-	texts := map[int]string{}
-	var of usage
+	o := outcome{kind: "ok"}
 	sc := bufio.NewScanner(r)
 	for sc.Scan() {
 		data, ok := strings.CutPrefix(sc.Text(), "data: ")
@@ -383,7 +422,7 @@ func readStream(r io.Reader) outcome {
 		case !ok:
 			continue
 		case data == "[DONE]":
-			return outcome{kind: "ok", texts: texts, usage: of}
+			return o
 		}
 		var a answer
 		if err := json.Unmarshal([]byte(data), &a); err != nil {
@@ -393,13 +432,10 @@ func readStream(r io.Reader) outcome {
 			return outcome{kind: "error", text: "event: " + a.Error.Message}
 		}
 		if a.Usage != nil {
-			of = *a.Usage
+			o.usage = *a.Usage
 		}
-		for _, c := range a.Choices {
-			if c.Reason == aborted {
-				return outcome{kind: "error", text: "the engine aborted it"}
-			}
-			texts[c.Index] += c.Text
+		if !o.take(&a) {
+			return outcome{kind: "error", text: "the engine aborted it"}
 		}
 	}
 	if err := sc.Err(); err != nil {

@@ -51,6 +51,7 @@ type options struct {
 	redis     string            // cluster, one, none; auto: the most that the machine has
 	store     string            // the object store's program; none; auto: build it
 	master    string            // mooncake_master; none; auto: find it
+	real      string            // Python of an environment with vLLM; auto: find it; "": simulated engines
 	lacks     map[string]string // what the machine lacks of these, and why
 	lacking   string            // lacks as JSON, for the process inside the namespaces
 	collects  bool              // the build collects when it is asked to
@@ -77,6 +78,7 @@ func main() {
 	flag.StringVar(&o.redis, "redis", auto, "Redis below the nodes: cluster (six servers), one, none; auto: a cluster where redis-server and redis-cli are installed")
 	flag.StringVar(&o.store, "s3-store", auto, "`PROGRAM` of the S3 store below the nodes; none; auto: build interop/s3")
 	flag.StringVar(&o.master, "mooncake-master", auto, "`PROGRAM` of the Mooncake Store's master, below the nodes; none; auto: one in PATH or in the cache of the interop scripts")
+	flag.StringVar(&o.real, "real", map[string]string{"1": auto}[os.Getenv("REAL")], "run vLLM engines (CPU builds) of this `PYTHON` in place of simulated ones, two clients where -clients does not say more; auto, as REAL=1: one in the cache of the interop scripts")
 	flag.StringVar(&o.lacking, "lacking", "", "internal: what the machine lacks")
 	flag.BoolVar(&o.collects, "collects", false, "internal: the build collects when it is asked to")
 	flag.BoolVar(&o.keepGoing, "keep-going", false, "go on after a violation")
@@ -104,6 +106,9 @@ func run(o *options) error {
 			return err
 		}
 	}
+	if err := o.findEngines(ctx); err != nil {
+		return err
+	}
 	if (o.bug != "" || o.clocks) && !o.built {
 		if err := o.paths(); err != nil {
 			return err
@@ -130,7 +135,7 @@ func (o *options) paths() (err error) {
 			return err
 		}
 	}
-	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume, &o.compare, &o.store, &o.master} {
+	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume, &o.compare, &o.store, &o.master, &o.real} {
 		if *p == "" || *p == auto || *p == none {
 			continue
 		}
@@ -167,7 +172,7 @@ func outer(ctx context.Context, o *options) error {
 	args := []string{
 		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume, "-compare=" + o.compare,
 		fmt.Sprintf("-clocks=%v", o.clocks), fmt.Sprintf("-collects=%v", o.collects), fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
-		"-redis=" + o.redis, "-s3-store=" + o.store, "-mooncake-master=" + o.master, "-lacking=" + string(lacking),
+		"-redis=" + o.redis, "-s3-store=" + o.store, "-mooncake-master=" + o.master, "-real=" + o.real, "-lacking=" + string(lacking),
 	}
 	cmd := exec.Command(self, args...)
 	cmd.Env = append(withoutFlags(os.Environ()), innerEnv+"=1")

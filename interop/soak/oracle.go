@@ -300,11 +300,23 @@ func (s *soak) sizes(ctx context.Context) {
 	}
 }
 
+// ofPython reports whether a file of /dev/shm is one that Python or PyTorch made: real engines that are killed leave them.
+func ofPython(name string) bool {
+	for _, prefix := range []string{"psm_", "sem.", "torch_"} {
+		if strings.HasPrefix(name, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
 // shared lists /dev/shm: pools, and what engines lend.
 func shared() (out []string, err error) {
 	entries, err := os.ReadDir("/dev/shm")
 	for _, e := range entries {
-		out = append(out, e.Name())
+		if !ofPython(e.Name()) {
+			out = append(out, e.Name())
+		}
 	}
 	return out, err
 }

@@ -22,9 +22,9 @@ import (
 // part is one process of the deployment, started again after each end.
 type part struct {
 	name   string
-	kind   string // node, p, d, registry, relay, proxy, store, keeper; of others' programs: redis, s3, master
+	kind   string // node, p, d, registry, relay, proxy, store, keeper; of others' programs: redis, s3, master; alone: the real engine that computes what answers must be
 	host   string // its network namespace; "" is the driver's
-	health string // URL that answers 200 when it is well; of others' programs: HOST:PORT
+	health string // URL that answers 200 when it is well; of others' programs but real engines: HOST:PORT
 	// foreign is a program that is not Kvasir's: it is killed and started again, but its own faults are no violations.
 	foreign bool
 	args    []string
@@ -41,6 +41,7 @@ type part struct {
 		ended   chan struct{} // closed when cmd has ended
 		wanted  bool          // an end of cmd is a violation
 		stopped bool          // SIGSTOP
+		began   time.Time     // of cmd
 		lives   int
 		old     bool // its lives are of the previous release, whose bugs are known
 	}
@@ -77,6 +78,7 @@ func (p *part) start(alone func(p *part, err error, lived time.Duration)) error 
 	ended := make(chan struct{})
 	p.mu.cmd, p.mu.ended, p.mu.wanted, p.mu.stopped = cmd, ended, true, false
 	began := time.Now()
+	p.mu.began = began
 	go func() {
 		err := cmd.Wait()
 		p.mu.Lock()
@@ -181,7 +183,7 @@ var httpClient = &http.Client{Timeout: 5 * time.Second, Transport: &http.Transpo
 
 // well reports why the part cannot be used.
 func (p *part) well(ctx context.Context) error {
-	if p.foreign {
+	if !strings.HasPrefix(p.health, "http") {
 		c, err := net.DialTimeout("tcp", p.health, time.Second)
 		if err != nil {
 			return err
@@ -243,6 +245,9 @@ const wrongBytes = "wrong KV bytes"
 
 // scan looks for such words in what the log has gained since it was called last.
 func (p *part) scan() error {
+	if p.isRealEngine() { // its words are its own
+		return nil
+	}
 	p.scanning.Lock()
 	defer p.scanning.Unlock()
 	f, err := os.Open(p.log)
@@ -322,10 +327,14 @@ func makeParts(o *options, v variant) (parts []*part) {
 		name: "relay", kind: "relay", health: relay + "/healthz",
 		args: k("relay", "--upstream", registries[0], "--host", bridgeAddr, "--port", "9000", "--memory-gb", "48MiB", "--timeout", "15"),
 	})
+	if o.real != "" {
+		add(realPart(o, "alone", "alone", "", alonePort, ""))
+	}
 	for i, first := range []string{relay, registries[0]} {
 		port := 8000 + i
 		args := k("proxy", "--host", bridgeAddr, "--port", fmt.Sprint(port), "--policy", []string{"prefix_aware", "least_loaded"}[i],
-			"--prefill-timeout", "15s", "--first-byte-timeout", "20s", "--stall-timeout", "10s", "--queue-timeout", "10s", "--drain-timeout", "5s")
+			"--prefill-timeout", o.patience(15*time.Second).String(), "--first-byte-timeout", o.patience(20*time.Second).String(), "--stall-timeout", o.patience(10*time.Second).String(),
+			"--queue-timeout", o.patience(10*time.Second).String(), "--drain-timeout", "5s")
 		for j, h := range []string{"h1", "h2"} {
 			args = append(args, "--prefill", fmt.Sprintf("http://%s:%d,%s", addrOf(h), pPort, []string{first, registries[1]}[j]), "--decode", fmt.Sprintf("http://%s:%d", addrOf(h), dPort))
 		}
@@ -358,7 +367,7 @@ func enginePart(o *options, v variant, kind, host string, i, port int) *part {
 	if kind == "p" {
 		tp, blocks = v.pTP, 700
 	}
-	if i == 1 || v.window { // engine_driven has one group of full attention
+	if (i == 1 || v.window) && o.real == "" { // engine_driven has one group of full attention
 		mode = "lmcache_driven"
 	}
 	cache := fmt.Sprintf(`{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{
@@ -377,8 +386,12 @@ func enginePart(o *options, v variant, kind, host string, i, port int) *part {
 	if v.window {
 		args = append(args, "--window", "200")
 	}
+	name := fmt.Sprintf("%s%d", kind, n)
+	if o.real != "" {
+		return realPart(o, name, kind, host, port, config)
+	}
 	return &part{
-		name: fmt.Sprintf("%s%d", kind, n), kind: kind, host: host, health: fmt.Sprintf("http://%s:%d/health", addrOf(host), port),
+		name: name, kind: kind, host: host, health: fmt.Sprintf("http://%s:%d/health", addrOf(host), port),
 		args: args,
 		env:  []string{"VLLM_HOST_IP=" + addrOf(host), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=8"},
 	}

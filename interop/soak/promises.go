@@ -78,7 +78,7 @@ func (s *soak) killNow(ctx context.Context, p *part) {
 		s.violation("%v", err)
 	}
 	// Engines notice by their heartbeat; a prefetch needs a registered worker.
-	if err := eventually(ctx, 20*time.Second, func() error { return s.workers(ctx, p) }); err != nil {
+	if err := eventually(ctx, s.o.patience(20*time.Second), func() error { return s.workers(ctx, p) }); err != nil {
 		s.violation("%s: engines do not come back after kill -9: %v", p.name, err)
 	}
 }
@@ -128,7 +128,7 @@ func (s *soak) prefetch(ctx context.Context, p *part, tokens []uint32) (int, err
 }
 
 func (s *soak) prefetchOf(ctx context.Context, p *part, tokens []uint32, worldSize int) (int, error) {
-	body, err := json.Marshal(map[string]any{"model_name": "m", "world_size": worldSize, "token_ids": tokens})
+	body, err := json.Marshal(map[string]any{"model_name": s.o.modelName(), "world_size": worldSize, "token_ids": tokens})
 	if err != nil {
 		return 0, err
 	}

@@ -21,6 +21,7 @@ type settings struct {
 	Redis     string
 	Store     string
 	Master    string
+	Real      string
 	Lacks     map[string]string
 	Compare   string
 	Clients   int
@@ -31,14 +32,14 @@ const settingsFile = "run.json"
 
 func (o *options) save() error {
 	return writeJSON(filepath.Join(o.dir, settingsFile), settings{
-		Binary: o.binary, Previous: o.previous, Bug: o.bug, Clocks: o.clocks, Collects: o.collects, Redis: o.redis, Store: o.store, Master: o.master,
+		Binary: o.binary, Previous: o.previous, Bug: o.bug, Clocks: o.clocks, Collects: o.collects, Redis: o.redis, Store: o.store, Master: o.master, Real: o.real,
 		Lacks: o.lacks, Compare: o.compare, Clients: o.clients, KeepGoing: o.keepGoing,
 	})
 }
 
 // ofSettings are the flags that settings, and the schedule beside them, stand for.
 var ofSettings = []string{
-	"binary", "previous", "bug", "clocks", "redis", "s3-store", "mooncake-master", "compare", "clients", "keep-going", "for", "seed", "only", "faults", "dir", "replay",
+	"binary", "previous", "bug", "clocks", "redis", "s3-store", "mooncake-master", "compare", "real", "clients", "keep-going", "for", "seed", "only", "faults", "dir", "replay",
 }
 
 // goOn takes the settings of the run that -resume names, or that of the schedule that -shrink replays where none are given.
@@ -65,7 +66,7 @@ func (o *options) goOn() error {
 	case err != nil:
 		return err
 	}
-	o.binary, o.previous, o.clocks, o.collects, o.redis, o.store, o.master = c.Binary, c.Previous, c.Clocks, c.Collects, c.Redis, c.Store, c.Master
+	o.binary, o.previous, o.clocks, o.collects, o.redis, o.store, o.master, o.real = c.Binary, c.Previous, c.Clocks, c.Collects, c.Redis, c.Store, c.Master, c.Real
 	o.built, o.lacks = c.Bug != "" || c.Clocks, c.Lacks
 	if o.resume != "" {
 		o.compare, o.clients, o.keepGoing = c.Compare, c.Clients, c.KeepGoing

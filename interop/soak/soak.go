@@ -126,7 +126,9 @@ func newSoak(o *options) (*soak, error) {
 	if err := makeHosts(o.dir); err != nil {
 		return nil, err
 	}
-	s.variant = variantOf(s.schedule.Seed)
+	if s.variant = variantOf(s.schedule.Seed); o.real != "" {
+		s.variant = variant{"real vLLM, TP 1 to 1", 1, 1, false}
+	}
 	s.logf("model: %s", s.variant.name)
 	s.parts = makeParts(o, s.variant)
 	for _, p := range s.parts {
@@ -193,6 +195,9 @@ func (s *soak) alone(p *part, err error, lived time.Duration) {
 		s.record.Alone[p.name]++
 		s.mu.Unlock()
 		s.logf("%s, which is not Kvasir's, ended by itself after %v: %v (%s)", p.name, lived.Round(time.Millisecond), err, p.log)
+		if p.isRealEngine() { // requests may fail until it is well again
+			defer s.windows.open(fault{Kind: "kill", Target: p.name})()
+		}
 	} else if p.isOld() {
 		s.logf("%s of the previous release ended by itself: %v", p.name, err)
 	} else if why == "" || lived > 40*time.Second || !s.windows.during(now.Add(-lived), now, 2*time.Second, fault.refusesStarts) {
@@ -212,6 +217,12 @@ func (s *soak) alone(p *part, err error, lived time.Duration) {
 	}
 	if err := p.start(s.alone); err != nil {
 		s.violation("%v", err)
+		return
+	}
+	if p.isRealEngine() {
+		if err := p.await(context.Background(), realStart); err != nil {
+			s.logf("%v", err)
+		}
 	}
 }
 
@@ -327,7 +338,7 @@ func (s *soak) start(ctx context.Context) error {
 		if err := p.start(s.alone); err != nil {
 			return err
 		}
-		if p.kind == "p" || p.kind == "d" {
+		if p.kind == "p" || p.kind == "d" || p.isRealEngine() {
 			continue // they start side by side
 		}
 		if err := p.await(ctx, 60*time.Second); err != nil {
@@ -335,7 +346,7 @@ func (s *soak) start(ctx context.Context) error {
 		}
 	}
 	for _, p := range s.parts {
-		if err := p.await(ctx, 60*time.Second); err != nil {
+		if err := p.await(ctx, p.startLimit(60*time.Second)); err != nil {
 			return err
 		}
 	}
@@ -392,12 +403,17 @@ func (s *soak) cycle(ctx context.Context, c int) {
 		if ctx.Err() != nil {
 			return
 		}
-		if err := p.await(ctx, 30*time.Second); err != nil && ctx.Err() == nil {
+		if err := p.await(ctx, p.startLimit(30*time.Second)); err != nil && ctx.Err() == nil {
 			s.violation("in the quiet time of cycle %d: %v", c, err)
 		}
 	}
 	if err := eventually(ctx, 20*time.Second, s.clusterWhole); err != nil {
 		s.logf("Redis Cluster is not whole in the quiet time of cycle %d: %v", c, err)
+	}
+	if s.o.real != "" {
+		s.load.drain(ctx)
+		s.reviveEngines(ctx)
+		s.load.paused.Store(false)
 	}
 	wait(ctx, 8*time.Second)
 	s.load.strict.Store(true)

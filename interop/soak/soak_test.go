@@ -67,6 +67,33 @@ func TestWindows(t *testing.T) {
 	}
 }
 
+// A part may have more than at its start what it keeps by design, and a little: one more is growth. D keeps connections to each P and to the
+// relay, a node those for its tiers, and events for replays.
+func TestBeyond(t *testing.T) {
+	o := options{redis: "cluster", master: "mooncake_master"}
+	v := variant{"TP 2 to 1", 2, 1, false}
+	base := size{Goroutines: 40, Descriptors: 30, Mappings: 100, ResidentMiB: 60}
+	for _, c := range []struct {
+		kind           string
+		pooled, caches int
+	}{{"d", 20, 100}, {"node", 48 + 9 + 8, 228}, {"p", 0, 100}, {"proxy", 0, 100}} {
+		p := part{kind: c.kind}
+		if p.pooled(&o, v) != c.pooled || p.cachesMiB() != c.caches {
+			t.Errorf("%s: %d connections and %d MiB, want %d and %d", c.kind, p.pooled(&o, v), p.cachesMiB(), c.pooled, c.caches)
+		}
+		most := size{base.Goroutines + c.pooled + 20, base.Descriptors + c.pooled + 16, base.Mappings + 60, base.ResidentMiB + c.caches}
+		if what := most.beyond(base, c.pooled, c.caches); what != "" {
+			t.Errorf("%s: what is allowed is growth: %s", c.kind, what)
+		}
+		for i, more := range []size{{Goroutines: 1}, {Descriptors: 1}, {Mappings: 1}, {ResidentMiB: 1}} {
+			z := size{most.Goroutines + more.Goroutines, most.Descriptors + more.Descriptors, most.Mappings + more.Mappings, most.ResidentMiB + more.ResidentMiB}
+			if z.beyond(base, c.pooled, c.caches) == "" {
+				t.Errorf("%s: one more of figure %d is no growth", c.kind, i)
+			}
+		}
+	}
+}
+
 // Answers are judged by their form: what is neither an answer nor a named error is wrong.
 func TestJudge(t *testing.T) {
 	f := func(status int, body, want string) {

@@ -91,13 +91,9 @@ func findMaster() (string, error) {
 	if path, err := exec.LookPath("mooncake_master"); err == nil {
 		paths = append(paths, path)
 	}
-	cache := os.Getenv("KVASIR_CACHE")
-	if cache == "" {
-		base, err := os.UserCacheDir()
-		if err != nil {
-			return "", err
-		}
-		cache = filepath.Join(base, "kvasir")
+	cache, err := cacheDir()
+	if err != nil {
+		return "", err
 	}
 	found, _ := filepath.Glob(filepath.Join(cache, "*", "venv", "lib", "python*", "site-packages", "mooncake", "mooncake_master")) // the pattern is well formed
 	paths = append(paths, found...)
@@ -108,6 +104,15 @@ func findMaster() (string, error) {
 		}
 	}
 	return "", fmt.Errorf("no mooncake_master that runs, in PATH or below %s", cache)
+}
+
+// cacheDir is where the interop scripts keep their environments.
+func cacheDir() (string, error) {
+	if dir := os.Getenv("KVASIR_CACHE"); dir != "" {
+		return dir, nil
+	}
+	base, err := os.UserCacheDir()
+	return filepath.Join(base, "kvasir"), err
 }
 
 // tierParts describes the servers of the tiers, in the order of starting.
