@@ -87,14 +87,17 @@ func (plan *PushPlan) memory() uint64 {
 }
 
 const (
-	doneFor = 30 * time.Second // how long a Sender remembers a finished transfer
-	maxDone = 4096             // finished transfers that it remembers
+	doneFor  = 30 * time.Second // how long a Sender remembers what it delivered of a transfer
+	endedFor = 10 * time.Minute // how long it remembers that a transfer ended
+	maxDone  = 4096             // ended transfers that it remembers
 )
 
-// doneTransfers remembers transfers whose blocks P freed because every worker of D has
-// them. If D loses the connection before the last reply, it pulls the same blocks at
-// the same addresses again; they are filled already. While the connection stands, D
-// has the reply. Guarded by Sender.mu. The zero value is ready.
+// doneTransfers remembers transfers that ended: every worker of D has the blocks, no D
+// pulled in time, or P aborted. A pull of such a transfer fails at once, where vLLM's P
+// lets D wait for AbortTimeout, with D's blocks held. There is one exception. If D loses
+// the connection before the last reply, it pulls the same blocks at the same addresses
+// again; they are filled already. While the connection stands, D has the reply. Guarded
+// by Sender.mu. The zero value is ready.
 type doneTransfers struct {
 	byID  map[string]*doneTransfer
 	order []*doneTransfer // oldest first
@@ -102,7 +105,7 @@ type doneTransfers struct {
 
 type doneTransfer struct {
 	id   string
-	sent map[dWorker]delivery
+	sent map[dWorker]delivery // nil unless all workers of D have the blocks
 	at   time.Time
 }
 
@@ -123,13 +126,19 @@ func (d *doneTransfers) add(id string, sent map[dWorker]delivery) {
 	t := &doneTransfer{id, sent, time.Now()}
 	d.byID[id] = t
 	d.order = append(d.order, t)
-	for len(d.order) > maxDone || time.Since(d.order[0].at) > doneFor {
+	for len(d.order) > maxDone || time.Since(d.order[0].at) > endedFor {
 		if old := d.order[0]; d.byID[old.id] == old {
 			delete(d.byID, old.id)
 		}
 		d.order[0] = nil
 		d.order = d.order[1:]
 	}
+}
+
+// has reports whether a transfer ended, and P has not begun another one of that id.
+func (d *doneTransfers) has(id string) bool {
+	t := d.byID[id]
+	return t != nil && time.Since(t.at) <= endedFor
 }
 
 func (d *doneTransfers) forget(id string) { delete(d.byID, id) }

@@ -319,7 +319,7 @@ func TestDuplicatePulls(t *testing.T) {
 	if ok == 0 {
 		t.Fatal("nobody got the transfer")
 	}
-	if err := x.pull(t, "c", "x", []int{3}); !errors.Is(err, ErrUnknownTransfer) {
+	if err := x.pull(t, "c", "x", []int{3}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), errGaveUp.Error()) {
 		t.Fatal(err)
 	}
 	x.sender.Offer("q", "y", [][]int{{6}})
@@ -501,4 +501,53 @@ func TestRandomMessages(t *testing.T) {
 	}
 	testkit.Eventually(t, "sender idle", func() bool { x.sender.Finished(); s := x.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
 	t.Logf("%d messages, %d answers, %d refused", n, answers.Load(), x.sender.Stats().Refused)
+}
+
+// A pull of a transfer that has ended fails at once, whichever way it ended: D would wait for its own timeout and hold its blocks.
+// Another transfer of the same pull is not touched, and one that P begins again under the id is served.
+func TestPullOfAnEndedTransferFailsAtOnce(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{})
+	x.sender.Offer("p1", "expired", [][]int{{1}})
+	x.sender.mu.Lock()
+	x.sender.mu.transfers["expired"].expires = time.Now().Add(-time.Second)
+	x.sender.mu.Unlock()
+	if got := x.sender.Finished(); !slices.Equal(got, []string{"p1"}) {
+		t.Fatalf("finished %v", got)
+	}
+	x.sender.Offer("p2", "aborted", [][]int{{2}})
+	x.sender.Abort("aborted")
+	x.sender.Expect("p3", "not processed")
+	x.sender.Abort("not processed")
+	x.sender.Offer("p4", "delivered", [][]int{{3}})
+	if err := x.pull(t, "d4", "delivered", []int{3}); err != nil {
+		t.Fatal(err)
+	}
+	w, err := x.receiver.windows.open(x.from)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.receiver.windows.withdraw(w)
+	pull := func(transfers ...string) *wire.Reply {
+		p := &wire.Pull{Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, PPSize: 1, Regions: w.regions, DeadlineMillis: 30000, Wanted: map[string]wire.Wanted{}}
+		for _, id := range transfers {
+			p.Wanted["of "+id] = wire.Wanted{TransferID: id, Blocks: [][]int{{4}}}
+		}
+		_, replies := ask(t, x.sender.Addr(), p)
+		return next(t, replies)
+	}
+	for _, id := range []string{"expired", "aborted", "not processed", "delivered"} {
+		if y := pull(id); y.Status != wire.StatusFinish || len(y.Failed) != 1 || y.Message != errGaveUp.Error() {
+			t.Errorf("%s: %+v", id, y)
+		}
+		if y := pull(id, "to come"); y.Status != wire.StatusContinue || !slices.Equal(y.Failed, []string{"of " + id}) {
+			t.Errorf("%s and another one: %+v", id, y)
+		}
+		x.sender.Offer("again "+id, id, [][]int{{5}})
+		if y := pull(id); len(y.OK) != 1 {
+			t.Errorf("%s, which P has begun again: %+v", id, y)
+		}
+	}
+	if y := pull("never heard of"); len(y.Unknown) != 1 {
+		t.Errorf("a transfer that P may come to know: %+v", y)
+	}
 }

@@ -341,6 +341,7 @@ func (s *Sender) abortLocked(e *offer) {
 		s.mu.unknown--
 	}
 	delete(s.mu.transfers, e.id)
+	s.mu.done.add(e.id, nil)
 	e.gone = true
 	s.finishLocked(e)
 	e.wakeLocked()
@@ -363,6 +364,7 @@ func (s *Sender) Finished() []string {
 	for id, e := range s.mu.transfers {
 		if e.ready && e.busy == 0 && now.After(e.expires) {
 			delete(s.mu.transfers, id)
+			s.mu.done.add(id, nil)
 			e.gone = true
 			s.finishLocked(e)
 			s.stats.expired.Add(1)

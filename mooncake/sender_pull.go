@@ -76,6 +76,7 @@ type pullAnswer struct {
 	refilled    []string          // filled by an earlier pull, whose answer D did not hear
 	lostReplies []string          // the same, found out later; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
+	ended       []string          // requests whose transfer P does not have any more
 	unknown     map[string]bool   // of them, not yet P's
 	spent       time.Duration     // planning
 }
@@ -204,7 +205,7 @@ func (p *pullAnswer) waitLimit() time.Duration {
 func (p *pullAnswer) pushRounds(ctx context.Context) {
 	timer := time.NewTimer(p.waitLimit())
 	defer timer.Stop()
-	if p.answerEarly(p.empty, false) {
+	if p.answerEarly(p.empty, p.ended, false) {
 		return
 	}
 	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
@@ -216,7 +217,7 @@ func (p *pullAnswer) pushRounds(ctx context.Context) {
 		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
 			p.reply(&wire.Reply{Status: wire.StatusContinue, Known: known})
 		}
-		if len(p.refilled) > 0 && p.answerEarly(nil, len(ready)+len(gone) > 0) {
+		if len(p.refilled) > 0 && p.answerEarly(nil, nil, len(ready)+len(gone) > 0) {
 			return
 		}
 		if len(ready)+len(gone) > 0 {
@@ -241,20 +242,27 @@ func (p *pullAnswer) pushRounds(ctx context.Context) {
 	}
 }
 
-// answerEarly answers requests that need no push: those that were filled before, and
-// those without a transfer id. more says that others are about to be pushed. all says
-// that the pull has ended.
-func (p *pullAnswer) answerEarly(empty []string, more bool) (all bool) {
-	y := wire.Reply{Status: wire.StatusContinue, OK: p.refilled, Failed: empty}
+// answerEarly answers requests that need no push: those that were filled before, those
+// without a transfer id, and those whose transfer has ended. more says that others are
+// about to be pushed. all says that the pull has ended.
+func (p *pullAnswer) answerEarly(empty, ended []string, more bool) (all bool) {
+	failed := slices.Concat(empty, ended)
+	y := wire.Reply{Status: wire.StatusContinue, OK: p.refilled, Failed: failed}
 	p.refilled = nil
 	if all = len(p.waiting) == 0 && !more; all {
 		y.Status = wire.StatusFinish
 	}
-	if len(empty) > 0 {
+	switch {
+	case len(empty) > 0:
 		y.Message = "no transfer_id"
-		p.s.stats.failedPulls.Add(int64(len(empty)))
+	case len(ended) > 0:
+		y.Message = errGaveUp.Error()
 	}
-	if all || len(y.OK)+len(empty) > 0 {
+	p.s.stats.failedPulls.Add(int64(len(failed)))
+	if len(ended) > 0 {
+		p.s.warn.Warn(p.s.log, "mooncake: pull of transfers that P does not have any more", "from", p.peer.RemoteAddr(), "requests", SomeNames(ended))
+	}
+	if all || len(y.OK)+len(failed) > 0 {
 		p.reply(&y)
 	}
 	return all
@@ -282,6 +290,9 @@ func (p *pullAnswer) joinTransfers() error {
 					continue
 				}
 				s.wg.Go(func() { p.awaitDisconnect(id, before) })
+			} else if s.mu.done.has(w.TransferID) {
+				p.ended = append(p.ended, id)
+				continue
 			}
 			if mine++; s.mu.unknown >= s.o.MaxTransfers || mine > max(1, s.o.MaxTransfers/4) {
 				p.leaveTransfersLocked()

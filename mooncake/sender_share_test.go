@@ -288,8 +288,8 @@ func TestLostLastReply(t *testing.T) {
 	}
 	stranger := *pull
 	stranger.Port++
-	if _, replies := ask(t, x.sender.Addr(), &stranger); len(next(t, replies).Unknown) != 1 {
-		t.Fatal("another D is told that its blocks are filled")
+	if _, replies := ask(t, x.sender.Addr(), &stranger); len(next(t, replies).Failed) != 1 {
+		t.Fatal("another D hears that its blocks are filled")
 	}
 	x.sender.Offer("p2", "x", [][]int{{5, 6}}) // the id comes again, with another prompt
 	d, replies := ask(t, x.sender.Addr(), pull)

@@ -76,8 +76,11 @@ func patched(ctx context.Context, patch, dir string, changed map[string]string) 
 	return nil
 }
 
-// collectSignal makes such a build collect and return free memory to the kernel.
+// collectSignal makes such a build collect, return free memory to the kernel, and write what its heap has.
 const collectSignal = syscall.SIGUSR2
+
+// heapEnv names the file of that profile, which go tool pprof reads. FILE.first is that of the first time in a life.
+const heapEnv = "KVASIR_SOAK_HEAP"
 
 const collectFile = `package main
 
@@ -85,15 +88,29 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"runtime/pprof"
 	"syscall"
 )
 
 func init() {
 	c := make(chan os.Signal, 1)
 	signal.Notify(c, syscall.SIGUSR2)
+	path, first := os.Getenv("` + heapEnv + `"), ".first"
 	go func() {
 		for range c {
 			debug.FreeOSMemory()
+			if path == "" {
+				continue
+			}
+			for _, name := range []string{path + first, path} {
+				f, err := os.Create(name)
+				if err != nil {
+					continue
+				}
+				pprof.Lookup("heap").WriteTo(f, 0)
+				f.Close()
+			}
+			first = ""
 		}
 	}()
 }

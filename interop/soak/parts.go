@@ -294,7 +294,7 @@ func makeParts(o *options, v variant) (parts []*part) {
 		p.log = filepath.Join(o.dir, p.name+".log")
 		if !p.foreign { // by the environment: the previous release has no such flag
 			p.clock = filepath.Join(o.dir, p.name+".clock")
-			p.env = append(p.env, clockEnv+"="+p.clock, "KVASIR_"+strings.ToUpper(strings.ReplaceAll(p.args[1], "-", "_"))+"_ALLOW_FROM="+network)
+			p.env = append(p.env, clockEnv+"="+p.clock, heapEnv+"="+filepath.Join(o.dir, p.name+".heap"), "KVASIR_"+strings.ToUpper(strings.ReplaceAll(p.args[1], "-", "_"))+"_ALLOW_FROM="+network)
 		}
 		parts = append(parts, p)
 		return p

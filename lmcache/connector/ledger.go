@@ -11,7 +11,7 @@ import (
 
 // maxAnnounced bounds the ended requests that are remembered, so that each end is
 // reported once.
-const maxAnnounced = 1 << 16
+const maxAnnounced = 1 << 13
 
 // ledger knows which requests have operations in progress, and which ends are still
 // to be reported. Its owner guards it.
