@@ -102,11 +102,7 @@ func init() {
 			if path == "" {
 				continue
 			}
-			for _, name := range []string{path + first, path} {
-				f, err := os.Create(name)
-				if err != nil {
-					continue
-				}
+			if f, err := os.Create(path + first); err == nil {
 				pprof.Lookup("heap").WriteTo(f, 0)
 				f.Close()
 			}

@@ -37,15 +37,9 @@ const (
 
 // measure takes a sample. The build has a handler that collects; without it no sample is taken.
 func (s *soak) measure(ctx context.Context) {
-	if !s.o.collects || ctx.Err() != nil {
+	if !s.collect(ctx) {
 		return
 	}
-	for _, p := range s.parts {
-		if pid := p.pid(); pid != 0 && !p.foreign && !p.isOld() {
-			_ = syscall.Kill(pid, collectSignal) // it may have ended
-		}
-	}
-	wait(ctx, time.Second)
 	now := sample{At: time.Now().UTC(), KiB: map[string]int{}}
 	for _, p := range s.parts {
 		anon, all, err := residentKiB(p.pid())
@@ -61,6 +55,20 @@ func (s *soak) measure(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.record.Memory = append(s.record.Memory, now)
+}
+
+// collect lets all parts of the build collect, and waits until they have. It reports whether the build can.
+func (s *soak) collect(ctx context.Context) bool {
+	if !s.o.collects || ctx.Err() != nil {
+		return false
+	}
+	for _, p := range s.parts {
+		if pid := p.pid(); pid != 0 && !p.foreign && !p.isOld() {
+			_ = syscall.Kill(pid, collectSignal) // it may have ended
+		}
+	}
+	wait(ctx, 2*time.Second)
+	return ctx.Err() == nil
 }
 
 // residentKiB reads what a process has in memory: private to it, and in all.

@@ -179,6 +179,19 @@ func (s *soak) spared(p *part, f fault) error {
 	return nil
 }
 
+// awaitRealEngines waits until all real engines are well.
+func (s *soak) awaitRealEngines(ctx context.Context) error {
+	for _, p := range s.parts {
+		if !p.isRealEngine() {
+			continue
+		}
+		if err := p.await(ctx, realStart); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // reviveEngines restarts the real engines that do not answer, or keep blocks in use while nothing is in progress: such faults are theirs.
 func (s *soak) reviveEngines(ctx context.Context) {
 	for _, p := range s.parts {

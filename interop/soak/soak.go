@@ -335,6 +335,11 @@ func (s *soak) start(ctx context.Context) error {
 			}
 			clustered = true
 		}
+		if p.kind == "proxy" { // it is not well before an engine is
+			if err := s.awaitRealEngines(ctx); err != nil {
+				return err
+			}
+		}
 		if err := p.start(s.alone); err != nil {
 			return err
 		}
