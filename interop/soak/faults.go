@@ -291,7 +291,7 @@ func (s *soak) applyAround(ctx context.Context, f fault) error {
 	case "leave":
 		s.load.leaving.Store(true)
 		defer s.load.leaving.Store(false)
-		wait(ctx, f.For)
+		s.load.hurry(ctx, f.For, uint64(f.At))
 	default:
 		return fmt.Errorf("unknown kind %q", f.Kind)
 	}

@@ -92,7 +92,7 @@ func (l *load) start(ctx context.Context, clients int) {
 					continue
 				}
 				l.flying.Add(1)
-				ok := l.one(ctx, rnd)
+				ok := l.one(ctx, rnd, false)
 				l.flying.Add(-1)
 				pause := 200
 				if !ok { // as a client that tries again does
@@ -101,6 +101,21 @@ func (l *load) start(ctx context.Context, clients int) {
 				wait(ctx, time.Duration(rnd.IntN(pause))*time.Millisecond)
 			}
 		})
+	}
+}
+
+// hurry sends requests of clients who leave, besides the others: most are given up while they are looked up, wait for blocks, load or compute.
+func (l *load) hurry(ctx context.Context, d time.Duration, seed uint64) {
+	const each = 150 * time.Millisecond
+	rnd := rand.New(rand.NewPCG(l.s.schedule.Seed, seed))
+	for end := time.Now().Add(d); time.Now().Before(end) && ctx.Err() == nil && !l.paused.Load(); {
+		of := rand.New(rand.NewPCG(rnd.Uint64(), seed))
+		l.flying.Add(1)
+		l.wg.Go(func() {
+			defer l.flying.Add(-1)
+			l.one(ctx, of, true)
+		})
+		wait(ctx, time.Duration(rnd.Int64N(int64(2*each))))
 	}
 }
 
@@ -148,8 +163,9 @@ type outcome struct {
 	usage  usage
 }
 
-// one sends one request and judges its end. It reports whether there was an answer.
-func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
+// one sends one request and judges its end. It reports whether there was an answer. In a hurry the client leaves soon, and hears errors
+// that are of so many requests at a time.
+func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 	i := int(l.next.Add(1) - 1)
 	chat := &l.chats[i%len(l.chats)]
 	tokens, n := chat.Tokens(), 1+i%6
@@ -181,6 +197,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	if rnd.IntN(2) == 0 {
 		latest = 5000
 	}
+	if hurry {
+		leaves, latest = true, 100
+	}
 	strict, began := l.strict.Load(), time.Now()
 	deadline, slowest, grace := l.s.o.patience(deadline), l.s.o.patience(slowest), l.s.o.patience(grace)
 	rctx, cancel := context.WithTimeout(ctx, deadline)
@@ -208,6 +227,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 		if what := l.differs(ctx, i, &r, &got); what != "" && ctx.Err() == nil {
 			l.s.violation("%s: %s", id, what)
 		}
+	case hurry:
 	case strict:
 		l.s.violation("%s failed in a quiet time: %s: %s", id, got.kind, got.text)
 	case got.kind == "cut":
@@ -221,9 +241,10 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	if got.kind == "ok" && took > slowest && !l.s.windows.during(began, ends, grace, fault.hurts) {
 		l.s.violation("%s: only nodes and tiers had faults, at most %v is allowed", id, slowest)
 	}
-	if got.kind != "ok" {
+	switch {
+	case got.kind != "ok" && !hurry:
 		l.s.logf("%s: %s: %.300s", id, got.kind, got.text)
-	} else {
+	case got.kind == "ok":
 		if r.salt == "" && r.n == 1 {
 			l.done(tokens)
 		}

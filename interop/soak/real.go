@@ -135,6 +135,7 @@ func realPart(o *options, name, kind, host string, port int, transfer string) *p
 		o.real, "-m", "vllm.entrypoints.cli.main", "serve", o.model(), "--served-model-name", "m", "--host", addr, "--port", fmt.Sprint(port),
 		"--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--block-size", fmt.Sprint(realBlockTokens), "--seed", "0", "--max-num-seqs", "8",
 		"--generation-config", "vllm", "--num-gpu-blocks-override", fmt.Sprint(blocks), "--enable-prompt-tokens-details",
+		"--disable-log-stats", // vLLM 0.32 ends at the first transfer: its metrics do not know the MooncakeConnector inside a MultiConnector
 	}
 	if transfer != "" {
 		args = append(args, "--kv-transfer-config", transfer)
