@@ -176,7 +176,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 	}
 	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
 	if rnd.IntN(6) == 0 { // a long answer, which faults meet in its middle
-		r.tokens = 100 + rnd.IntN(200)
+		r.tokens = 200 + rnd.IntN(500)
 	}
 	switch rnd.IntN(8) {
 	case 0: // a list: the proxy splits it
@@ -199,6 +199,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 	}
 	if hurry {
 		leaves, latest = true, 100
+	}
+	if l.s.o.real != "" {
+		leaves = false // vLLM 0.32 ends when a client leaves while its KV arrives
 	}
 	strict, began := l.strict.Load(), time.Now()
 	deadline, slowest, grace := l.s.o.patience(deadline), l.s.o.patience(slowest), l.s.o.patience(grace)

@@ -70,6 +70,9 @@ func (p *part) start(alone func(p *part, err error, lived time.Duration)) error 
 	cmd := exec.Command(args[0], args[1:]...)
 	cmd.Env = append(withoutFlags(os.Environ()), p.env...)
 	cmd.Stdout, cmd.Stderr = f, f
+	if p.isRealEngine() { // it has processes of its own, which outlive kill -9 of the first one
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	}
 	p.mu.lives++
 	fmt.Fprintf(f, "--- life %d at %s\n", p.mu.lives, time.Now().UTC().Format(time.TimeOnly))
 	if err := cmd.Start(); err != nil {
@@ -81,6 +84,9 @@ func (p *part) start(alone func(p *part, err error, lived time.Duration)) error 
 	p.mu.began = began
 	go func() {
 		err := cmd.Wait()
+		if p.isRealEngine() {
+			_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // nothing may be left of it
+		}
 		p.mu.Lock()
 		wanted := p.mu.wanted && p.mu.cmd == cmd
 		if p.mu.cmd == cmd {
@@ -119,6 +125,9 @@ func (p *part) end(sig syscall.Signal, limit time.Duration) bool {
 	p.mu.wanted = false
 	if p.mu.stopped {
 		_ = cmd.Process.Signal(syscall.SIGCONT)
+		if p.isRealEngine() {
+			_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGCONT) // it may have ended
+		}
 	}
 	_ = cmd.Process.Signal(sig) // it may have ended
 	p.mu.Unlock()
@@ -167,6 +176,10 @@ func (p *part) pause(on bool) {
 		sig = syscall.SIGSTOP
 	}
 	p.mu.stopped = on
+	if p.isRealEngine() {
+		_ = syscall.Kill(-p.mu.cmd.Process.Pid, sig) // it may have ended
+		return
+	}
 	_ = p.mu.cmd.Process.Signal(sig)
 }
 

@@ -164,6 +164,8 @@ func (s *soak) spared(p *part, f fault) error {
 	switch {
 	case p == nil && (f.Kind == "late" || f.Kind == "slow") && f.Target != "r":
 		return fmt.Errorf("%w: bytes that reach D after it gave up are written by its transfer engine", errRealEngine)
+	case f.Kind == "leave":
+		return fmt.Errorf("%w: vLLM 0.32 ends when a client leaves while its KV arrives", errRealEngine)
 	case p == nil || !p.isRealEngine():
 		return nil
 	}

@@ -66,6 +66,7 @@ func TestSpared(t *testing.T) {
 		{nil, fault{Kind: "late", Target: "h1"}, true},
 		{nil, fault{Kind: "slow", Target: "h2"}, true},
 		{nil, fault{Kind: "slow", Target: "r"}, false},
+		{nil, fault{Kind: "leave", Target: "clients"}, true},
 		{nil, fault{Kind: "cut", Target: "h1"}, false},
 		{started, fault{Kind: "kill", Target: "p1"}, true},
 		{started, fault{Kind: "stop", Target: "p1"}, false},
