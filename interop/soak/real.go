@@ -28,7 +28,7 @@ const (
 	realBlockTokens = 32
 	alonePort       = 8103
 	realPatience    = 3 // times what simulated engines have
-	realStart       = 5 * time.Minute
+	realStart       = 10 * time.Minute
 	realClients     = 2
 	realRest        = 3 * time.Minute // between two faults that end one real engine
 	realAbort       = 30              // seconds after which P frees the blocks that D has not asked for

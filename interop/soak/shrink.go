@@ -56,6 +56,10 @@ func shrink(ctx context.Context, o *options) error {
 		}
 		tries++
 		what, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
+		if err != nil && ctx.Err() == nil { // a busy machine: a part was not well in time, or did not answer
+			fmt.Printf("try %d is played again: %v\n", tries, err)
+			what, err = try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
+		}
 		if err != nil {
 			unplayed = fmt.Errorf("try %d could not be played: %w", tries, err)
 			return false
