@@ -384,7 +384,7 @@ func enginePart(o *options, v variant, kind, host string, i, port int) *part {
 		mode = "lmcache_driven"
 	}
 	cache := fmt.Sprintf(`{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{
-		"lmcache.mp.server_urls":"tcp://127.0.0.1:%d","lmcache.mp.mp_transfer_mode":%q,"lmcache.mp.mq_timeout":3,"lmcache.mp.heartbeat_interval":0.5}}`, nodePort, mode)
+		"lmcache.mp.server_urls":"tcp://127.0.0.1:%d","lmcache.mp.mp_transfer_mode":%q,"lmcache.mp.mq_timeout":%d,"lmcache.mp.heartbeat_interval":0.5}}`, nodePort, mode, o.nodePatience())
 	moon := `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`
 	if kind == "p" {
 		moon = fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","kv_connector_extra_config":{"bootstrap_server_address":"%s:%d"}}`, bridgeAddr, 8998+i)

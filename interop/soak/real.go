@@ -112,6 +112,15 @@ func (o *options) patience(d time.Duration) time.Duration {
 	return d
 }
 
+// nodePatience is how many seconds an engine waits for an answer of its node. A real one ends when a store is not answered in time
+// (LMCacheTimeoutError), a simulated one counts a miss.
+func (o *options) nodePatience() int {
+	if o.real != "" {
+		return 60
+	}
+	return 3
+}
+
 // startLimit is how long a part may take until it is well.
 func (p *part) startLimit(d time.Duration) time.Duration {
 	if p.isRealEngine() {
