@@ -231,7 +231,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 			l.s.violation("%s: %s", id, what)
 		}
 	case hurry:
-	case strict:
+	case strict && !l.engineEnded(ctx, began, ends):
 		l.s.violation("%s failed in a quiet time: %s: %s", id, got.kind, got.text)
 	case got.kind == "cut":
 		name := fmt.Sprintf("proxy%d", proxy+1)

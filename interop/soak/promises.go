@@ -78,7 +78,11 @@ func (s *soak) killNow(ctx context.Context, p *part) {
 		s.violation("%v", err)
 	}
 	// Engines notice by their heartbeat; a prefetch needs a registered worker.
-	if err := eventually(ctx, s.o.patience(20*time.Second), func() error { return s.workers(ctx, p) }); err != nil {
+	limit := 20 * time.Second
+	if s.o.real != "" { // one may have ended by itself, and start
+		limit = realStart
+	}
+	if err := eventually(ctx, limit, func() error { return s.workers(ctx, p) }); err != nil {
 		s.violation("%s: engines do not come back after kill -9: %v", p.name, err)
 	}
 }

@@ -312,6 +312,15 @@ func askEngine(ctx context.Context, p *part, r *ask, limit time.Duration) ([]cho
 	return got.tokens[0], nil
 }
 
+// engineEnded reports whether a real engine ended by itself near a request.
+func (l *load) engineEnded(ctx context.Context, began, ends time.Time) bool {
+	if l.s.o.real == "" {
+		return false
+	}
+	wait(ctx, time.Second) // until its end is noticed
+	return l.s.windows.during(began, ends.Add(time.Second), l.s.o.patience(grace), func(f fault) bool { return f.Kind == "kill" && f.hurts() })
+}
+
 // differsFromReal names the first answer that is not what a real engine without peers gives.
 func (l *load) differsFromReal(ctx context.Context, r *ask, got map[int][]chosen) string {
 	if len(got) != len(r.prompts) {
