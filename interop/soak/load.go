@@ -163,18 +163,16 @@ type outcome struct {
 	usage  usage
 }
 
-// one sends one request and judges its end. It reports whether there was an answer. In a hurry the client leaves soon, and hears errors
-// that are of so many requests at a time.
-func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
-	i := int(l.next.Add(1) - 1)
+// draw makes request number i.
+func (l *load) draw(i int, rnd *rand.Rand) ask {
 	chat := &l.chats[i%len(l.chats)]
-	tokens, n := chat.Tokens(), 1+i%6
+	tokens := chat.Tokens()
 	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
 	tokens = tokens[:min(len(tokens), maxPrompt)]
 	if l.s.o.real != "" {
 		tokens = vocabulary(tokens)
 	}
-	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
+	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: 1 + i%6, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
 	if rnd.IntN(6) == 0 { // a long answer, which faults meet in its middle
 		r.tokens = 200 + rnd.IntN(500)
 	}
@@ -188,27 +186,42 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 			r.n = 2
 		}
 	}
-	// Most clients that leave do so while the prompt is looked up or computed; some have the patience of seconds, and leave while a pull waits
-	// for a slow link or an engine that stands still.
-	proxy, leaves, latest := i%2, rnd.IntN(8) == 0, 200
+	return r
+}
+
+// leaves draws whether a client leaves before its answer, and after how long. Most do so while the prompt is looked up or computed. Some have
+// the patience of seconds, and leave while a pull waits for a slow link or an engine that stands still.
+func (l *load) leaves(rnd *rand.Rand, hurry bool) (leaves bool, after time.Duration) {
+	leaves = rnd.IntN(8) == 0
+	latest := 200 * time.Millisecond
 	if l.leaving.Load() {
-		leaves, latest = leaves || rnd.IntN(2) == 0, 40
+		leaves, latest = leaves || rnd.IntN(2) == 0, 40*time.Millisecond
 	}
 	if rnd.IntN(2) == 0 {
-		latest = 5000
+		latest = 5 * time.Second
 	}
-	if hurry {
-		leaves, latest = true, 100
+	switch {
+	case l.s.o.real != "": // vLLM 0.32 ends when a client leaves while its KV arrives
+		return false, 0
+	case hurry:
+		leaves, latest = true, 100*time.Millisecond
 	}
-	if l.s.o.real != "" {
-		leaves = false // vLLM 0.32 ends when a client leaves while its KV arrives
-	}
+	return leaves, time.Duration(rnd.Int64N(int64(latest)))
+}
+
+// one sends one request and judges its end. It reports whether there was an answer. In a hurry the client leaves soon, and hears errors
+// that are of so many requests at a time.
+func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
+	i := int(l.next.Add(1) - 1)
+	r := l.draw(i, rnd)
+	leaves, after := l.leaves(rnd, hurry)
+	proxy := i % 2
 	strict, began := l.strict.Load(), time.Now()
 	deadline, slowest, grace := l.s.o.patience(deadline), l.s.o.patience(slowest), l.s.o.patience(grace)
 	rctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	if leaves {
-		time.AfterFunc(time.Duration(rnd.IntN(latest*1000))*time.Microsecond, cancel)
+		time.AfterFunc(after, cancel)
 	}
 	got := l.send(rctx, i, proxy, &r)
 	took := time.Since(began)
@@ -249,7 +262,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 		l.s.logf("%s: %s: %.300s", id, got.kind, got.text)
 	case got.kind == "ok":
 		if r.salt == "" && r.n == 1 {
-			l.done(tokens)
+			l.done(r.prompts[0])
 		}
 		l.hit(got.usage, !l.s.windows.during(began, ends, calmAfter, nil))
 	}

@@ -55,11 +55,7 @@ func shrink(ctx context.Context, o *options) error {
 			return false
 		}
 		tries++
-		what, err := try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
-		if err != nil && ctx.Err() == nil { // a busy machine: a part was not well in time, or did not answer
-			fmt.Printf("try %d is played again: %v\n", tries, err)
-			what, err = try(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
-		}
+		what, err := tryTwice(ctx, o, t, filepath.Join(o.dir, fmt.Sprintf("try%d", tries)))
 		if err != nil {
 			unplayed = fmt.Errorf("try %d could not be played: %w", tries, err)
 			return false
@@ -155,6 +151,15 @@ func bounds(s *schedule, failed int) error {
 		return fmt.Errorf("not shrunk: %d replays fail, %d of %d are wanted", failed, mustFail, replays)
 	}
 	return nil
+}
+
+// tryTwice plays a schedule, and once more if that says nothing about its faults: on a busy machine a part may not be well in time.
+func tryTwice(ctx context.Context, o *options, t *schedule, dir string) (what string, err error) {
+	if what, err = try(ctx, o, t, dir); err == nil || ctx.Err() != nil {
+		return what, err
+	}
+	fmt.Printf("played again: %v\n", err)
+	return try(ctx, o, t, dir)
 }
 
 // try plays a schedule in a directory of its own, and returns the first promise that it breaks.
