@@ -77,7 +77,7 @@ type pullAnswer struct {
 	lostReplies []string          // the same, found out later; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
 	ended       []string          // requests whose transfer P does not have any more
-	unknown     map[string]bool   // of them, not yet P's
+	unknown     map[string]bool   // those of waiting whose transfer P does not know yet
 	spent       time.Duration     // planning
 }
 
@@ -205,7 +205,7 @@ func (p *pullAnswer) waitLimit() time.Duration {
 func (p *pullAnswer) pushRounds(ctx context.Context) {
 	timer := time.NewTimer(p.waitLimit())
 	defer timer.Stop()
-	if p.answerEarly(p.empty, p.ended, false) {
+	if p.answerEarly(false) {
 		return
 	}
 	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
@@ -217,7 +217,7 @@ func (p *pullAnswer) pushRounds(ctx context.Context) {
 		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
 			p.reply(&wire.Reply{Status: wire.StatusContinue, Known: known})
 		}
-		if len(p.refilled) > 0 && p.answerEarly(nil, nil, len(ready)+len(gone) > 0) {
+		if len(p.refilled) > 0 && p.answerEarly(len(ready)+len(gone) > 0) {
 			return
 		}
 		if len(ready)+len(gone) > 0 {
@@ -245,10 +245,11 @@ func (p *pullAnswer) pushRounds(ctx context.Context) {
 // answerEarly answers requests that need no push: those that were filled before, those
 // without a transfer id, and those whose transfer has ended. more says that others are
 // about to be pushed. all says that the pull has ended.
-func (p *pullAnswer) answerEarly(empty, ended []string, more bool) (all bool) {
+func (p *pullAnswer) answerEarly(more bool) (all bool) {
+	empty, ended := p.empty, p.ended
 	failed := slices.Concat(empty, ended)
 	y := wire.Reply{Status: wire.StatusContinue, OK: p.refilled, Failed: failed}
-	p.refilled = nil
+	p.refilled, p.empty, p.ended = nil, nil, nil // each is answered once
 	if all = len(p.waiting) == 0 && !more; all {
 		y.Status = wire.StatusFinish
 	}

@@ -345,9 +345,7 @@ func (s *soak) endAndStart(ctx context.Context, p *part, f fault) error {
 	}
 	err := p.start(s.alone)
 	if err == nil && p.isRealEngine() { // the fault lasts until it is well
-		if err := p.await(ctx, realStart); err != nil && ctx.Err() == nil {
-			s.logf("%v", err)
-		}
+		s.awaitRealEngine(ctx, p)
 	}
 	return err
 }

@@ -106,7 +106,7 @@ func (l *load) start(ctx context.Context, clients int) {
 
 // hurry sends requests of clients who leave, besides the others: most are given up while they are looked up, wait for blocks, load or compute.
 func (l *load) hurry(ctx context.Context, d time.Duration, seed uint64) {
-	const each = 150 * time.Millisecond
+	const longest = 300 * time.Millisecond // between two of them
 	rnd := rand.New(rand.NewPCG(l.s.schedule.Seed, seed))
 	for end := time.Now().Add(d); time.Now().Before(end) && ctx.Err() == nil && !l.paused.Load(); {
 		of := rand.New(rand.NewPCG(rnd.Uint64(), seed))
@@ -115,7 +115,7 @@ func (l *load) hurry(ctx context.Context, d time.Duration, seed uint64) {
 			defer l.flying.Add(-1)
 			l.one(ctx, of, true)
 		})
-		wait(ctx, time.Duration(rnd.Int64N(int64(2*each))))
+		wait(ctx, time.Duration(rnd.Int64N(int64(longest))))
 	}
 }
 
@@ -209,8 +209,8 @@ func (l *load) leaves(rnd *rand.Rand, hurry bool) (leaves bool, after time.Durat
 	return leaves, time.Duration(rnd.Int64N(int64(latest)))
 }
 
-// one sends one request and judges its end. It reports whether there was an answer. In a hurry the client leaves soon, and hears errors
-// that are of so many requests at a time.
+// one sends one request and judges its end. It reports whether there was an answer. In a hurry the client leaves soon, and an
+// error is no violation: so many requests at a time may be refused.
 func (l *load) one(ctx context.Context, rnd *rand.Rand, hurry bool) bool {
 	i := int(l.next.Add(1) - 1)
 	r := l.draw(i, rnd)

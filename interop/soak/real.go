@@ -22,7 +22,7 @@ import (
 )
 
 // Real engines: with -real the two P and two D are vLLM's (CPU builds), and a fifth one, which no fault reaches, computes each answer.
-// They are others' programs: their own ends, hangs and blocks that stay in use are counted (Alone) and mended by a restart. What is
+// They are others' programs: their own ends and hangs are counted (Alone) and mended by a restart. What is
 // Kvasir's is judged as with simulated engines. They start in a minute where simulated ones take a moment, so all patience is longer.
 const (
 	realBlockTokens = 32
@@ -59,13 +59,9 @@ func (o *options) findEngines(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	clients := o.clients
-	flag.Visit(func(f *flag.Flag) {
-		if f.Name == "clients" {
-			clients = 0
-		}
-	})
-	if clients > 0 {
+	given := false
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "clients" })
+	if !given {
 		o.clients = min(o.clients, realClients)
 	}
 	if err := o.paths(); err != nil {
@@ -204,22 +200,20 @@ func (s *soak) awaitRealEngines(ctx context.Context) error {
 	return nil
 }
 
-// reviveEngines restarts the real engines that do not answer, or keep blocks in use while nothing is in progress: such faults are theirs.
+// awaitRealEngine waits until an engine is well, and logs why it is not: that is no violation.
+func (s *soak) awaitRealEngine(ctx context.Context, p *part) {
+	if err := p.await(ctx, realStart); err != nil && ctx.Err() == nil {
+		s.logf("%v", err)
+	}
+}
+
+// reviveEngines restarts the real engines that do not answer: that fault is theirs.
 func (s *soak) reviveEngines(ctx context.Context) {
 	for _, p := range s.parts {
 		if !p.isRealEngine() || ctx.Err() != nil {
 			continue
 		}
-		_, err := askEngine(ctx, p, &ask{prompts: [][]uint32{{realTokenFirst, realTokenFirst + 1}}, n: 1, tokens: 1}, time.Minute)
-		if err == nil {
-			err = eventually(ctx, 2*realAbort*time.Second, func() error {
-				f, err := p.figures(ctx)
-				if err == nil && f["vllm:kv_cache_usage_perc"] > 0 {
-					err = fmt.Errorf("%.0f %% of its blocks are in use while nothing is in progress", 100*f["vllm:kv_cache_usage_perc"])
-				}
-				return err
-			})
-		}
+		_, err := askEngine(ctx, p, []uint32{realTokenFirst, realTokenFirst + 1}, 1, time.Minute)
 		if err == nil || ctx.Err() != nil {
 			continue
 		}
@@ -232,9 +226,7 @@ func (s *soak) reviveEngines(ctx context.Context) {
 			s.violation("%v", err)
 			return
 		}
-		if err := p.await(ctx, realStart); err != nil && ctx.Err() == nil {
-			s.logf("%v", err)
-		}
+		s.awaitRealEngine(ctx, p)
 	}
 }
 
@@ -276,14 +268,14 @@ func vocabulary(tokens []uint32) []uint32 {
 	return out
 }
 
-// realFields make a request that has one answer, and says how likely each token is.
+// realFields adds what makes an answer the same each time, and makes it say how likely each token is.
 func realFields(fields map[string]any) {
 	fields["temperature"], fields["ignore_eos"], fields["logprobs"], fields["return_tokens_as_token_ids"] = 0, true, 1, true // bytes have no text of their own
 }
 
-// askEngine asks an engine itself for the one answer to one prompt.
-func askEngine(ctx context.Context, p *part, r *ask, limit time.Duration) ([]chosen, error) {
-	fields := map[string]any{"model": "m", "prompt": r.prompts[0], "max_tokens": r.tokens}
+// askEngine asks an engine itself, without a proxy, for n tokens after a prompt.
+func askEngine(ctx context.Context, p *part, prompt []uint32, n int, limit time.Duration) ([]chosen, error) {
+	fields := map[string]any{"model": "m", "prompt": prompt, "max_tokens": n}
 	realFields(fields)
 	body, err := json.Marshal(fields)
 	if err != nil {
@@ -327,7 +319,7 @@ func (l *load) differsFromReal(ctx context.Context, r *ask, got map[int][]chosen
 		return fmt.Sprintf("%d answers, want %d", len(got), len(r.prompts))
 	}
 	for j, prompt := range r.prompts {
-		want, err := askEngine(ctx, l.s.part("alone"), &ask{prompts: [][]uint32{prompt}, n: 1, tokens: r.tokens}, realStart)
+		want, err := askEngine(ctx, l.s.part("alone"), prompt, r.tokens, realStart)
 		if err != nil {
 			return fmt.Sprintf("what it must be is not known: %v", err)
 		}

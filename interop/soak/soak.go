@@ -220,9 +220,7 @@ func (s *soak) alone(p *part, err error, lived time.Duration) {
 		return
 	}
 	if p.isRealEngine() {
-		if err := p.await(context.Background(), realStart); err != nil {
-			s.logf("%v", err)
-		}
+		s.awaitRealEngine(context.Background(), p)
 	}
 }
 
