@@ -302,7 +302,11 @@ func TestLoadErrors(t *testing.T) {
 		s, p := newFakeServer(t), newPaged(paged.PlanesNHD, 1, 16, 4, 1, 8)
 		asked := make(chan struct{}) // the first Finished was called
 		s.set(lmcache.OpPrepareRetrieve, func([][]byte) []byte { <-asked; return answer(p) })
-		a := openAdapter(t, s, p, func(o *connector.WorkerOptions) { o.CallTimeout = 200 * time.Millisecond })
+		a := openAdapter(t, s, p, func(o *connector.WorkerOptions) {
+			if what == "silence" {
+				o.CallTimeout = 200 * time.Millisecond
+			}
+		})
 		load := op(lmcache.Retrieve, "r", 0, 16, 9, 3, 5, 7)
 		load.SkipFirst = 4
 		a.Load([]lmcache.LoadStore{load, op(lmcache.Store, "r", 0, 8, 1, 2)})
@@ -316,13 +320,17 @@ func TestLoadErrors(t *testing.T) {
 		if !slices.Equal(slices.Concat(first.Received, last.Received), []string{"r"}) || len(last.Sent) > 0 {
 			t.Errorf("%s: %+v, then %+v", what, first, last)
 		}
+		if n := s.count(lmcache.OpPrepareRetrieve); n != 1 && what != "silence" {
+			t.Errorf("%s: %d prepares", what, n)
+		}
 		if e := a.LoadErrors(); !slices.Equal(e.Requests, []string{"r"}) || !slices.Equal(e.Blocks, []int{3, 5, 7}) {
 			t.Errorf("%s: %+v", what, e)
 		}
 		if e := a.LoadErrors(); len(e.Requests)+len(e.Blocks) > 0 {
 			t.Errorf("%s: told twice: %+v", what, e)
 		}
-		testkit.Eventually(t, "commit", func() bool { return s.count(lmcache.OpCommitRetrieve) == 1 })
+		// On a busy machine CallTimeout can pass before the prepare is sent: then no commit is owed.
+		testkit.Eventually(t, what+": a commit for the prepare", func() bool { return s.count(lmcache.OpCommitRetrieve) == s.count(lmcache.OpPrepareRetrieve) })
 		for _, b := range p.Layers[0] {
 			if b != 0 {
 				t.Fatalf("%s: something was written", what)
