@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 )
 
@@ -77,7 +78,14 @@ func shrink(ctx context.Context, o *options) error {
 		}
 		return false
 	}
-	_, ok := fewest(faults, fails)
+	ok := fewest(faults, fails, func() bool {
+		fmt.Println("each fault alone, as often as the bounds allow")
+		one := alone(&s, faults, where, play)
+		if one != nil {
+			last = *one
+		}
+		return one != nil
+	})
 	switch {
 	case ctx.Err() != nil || unplayed != nil:
 		return errors.Join(ctx.Err(), unplayed)
@@ -112,6 +120,28 @@ func shrink(ctx context.Context, o *options) error {
 		t = repeated(&last, times+1)
 	}
 	return bounds(&last, failed)
+}
+
+// alone returns a schedule that fails and has only one of the faults, as often as the bounds allow, or nil. What fails now and then with many
+// faults may be what one of them does, if it has enough chances. The faults right before the failure are tried first, each kind once a part.
+func alone(s *schedule, faults []fault, where failure, fails func(*schedule) bool) *schedule {
+	var tried []fault
+	for _, f := range slices.Backward(faults) {
+		if slices.ContainsFunc(tried, func(o fault) bool { return o.Kind == f.Kind && o.Target == f.Target }) {
+			continue
+		}
+		tried = append(tried, f)
+		t, err := shorter(s, []fault{f}, where)
+		for times := maxShrunk; err == nil && times > 0; times-- {
+			if many := repeated(t, times); many != nil {
+				if fails(many) {
+					return many
+				}
+				break
+			}
+		}
+	}
+	return nil
 }
 
 // repeated makes a schedule with its faults so many times, one after the other, so that a failure that needs luck has more chances. It
@@ -194,7 +224,8 @@ func try(ctx context.Context, o *options, t *schedule, dir string) (what string,
 }
 
 // failedCycle returns the faults of the cycle that failed, as those of cycle 0, and where in it the run failed: that which the record
-// beside the schedule names, else the last one that has faults. Faults that began after the failure are left out.
+// beside the schedule names, else the last one that has faults. Faults that began after the failure are left out,
+// and kinds that the machine could not make.
 func failedCycle(s *schedule, dir string) (out []fault, where failure) {
 	cycle, until := 0, time.Duration(1<<62)
 	for _, f := range s.Faults {
@@ -212,7 +243,8 @@ func failedCycle(s *schedule, dir string) (out []fault, where failure) {
 		}
 	}
 	for _, f := range s.Faults {
-		if f.Cycle == cycle && f.At <= until {
+		never := r.LeftOut[f.Kind] > 0 && r.Faults[f.Kind] == 0
+		if f.Cycle == cycle && f.At <= until && !never {
 			f.Cycle = 0
 			out = append(out, f)
 		}
@@ -247,21 +279,29 @@ func shorter(s *schedule, faults []fault, where failure) (*schedule, error) {
 	return t, nil
 }
 
-// fewest returns the fewest faults that still fail: none, else a part of the last five, ten and so on.
-func fewest(faults []fault, fails func([]fault) bool) ([]fault, bool) {
+// fewest looks for the fewest faults that still fail, and reports whether some do: none, the last five or ten, one of them many times, all. Those
+// that fails saw last are it, or what one found.
+func fewest(faults []fault, fails func([]fault) bool, one func() bool) bool {
 	if fails(nil) {
-		return nil, true
+		return true
 	}
+	asked := false
 	for n := maxShrunk; len(faults) > 0; n *= 2 {
+		if n > 2*maxShrunk && !asked {
+			if asked = true; one() {
+				return true
+			}
+		}
 		last := faults[max(0, len(faults)-n):]
 		if fails(last) {
-			return minimal(last, fails), true
+			minimal(last, fails)
+			return true
 		}
 		if n >= len(faults) {
 			break
 		}
 	}
-	return nil, false
+	return !asked && one()
 }
 
 // minimal returns a part of the faults that still fails, from which no half, quarter and so on can be left out.

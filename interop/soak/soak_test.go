@@ -161,6 +161,33 @@ func TestRepeated(t *testing.T) {
 	}
 }
 
+// What fails now and then with many faults may fail with one of them, as often as the bounds allow: each kind once a part, the last one first.
+func TestAlone(t *testing.T) {
+	s := &schedule{Cycle: time.Minute, For: 10 * time.Minute, Quiet: 20 * time.Second}
+	faults := []fault{
+		{Kind: "late", Target: "h1", At: time.Second, For: 14 * time.Second},
+		{Kind: "kill", Target: "d1", At: 2 * time.Second, For: time.Second},
+		{Kind: "kill", Target: "d2", At: 3 * time.Second, For: time.Second},
+		{Kind: "kill", Target: "d1", At: 30 * time.Second, For: time.Second},
+		{Kind: "stop", Target: "p1", At: 39 * time.Second, For: 50 * time.Second},
+	}
+	var played []string
+	got := alone(s, faults, failure{after: 50 * time.Second, quiet: true}, func(t *schedule) bool {
+		f := t.Faults[0]
+		played = append(played, fmt.Sprint(f.Kind, " ", f.Target, " ", len(t.Faults)))
+		return f.Kind == "late"
+	})
+	if want := []string{"stop p1 1", "kill d1 5", "kill d2 5", "late h1 5"}; !slices.Equal(played, want) {
+		t.Errorf("%q were played, want %q", played, want)
+	}
+	if got == nil || bounds(got, mustFail) != nil || len(got.Faults) != 5 {
+		t.Errorf("%+v", got)
+	}
+	if got := alone(s, faults, failure{after: 50 * time.Second, quiet: true}, func(*schedule) bool { return false }); got != nil {
+		t.Errorf("nothing fails: %+v", got)
+	}
+}
+
 // What is left out makes the run pass; all else is left out.
 func TestMinimal(t *testing.T) {
 	var all []fault
@@ -269,6 +296,7 @@ func TestFailedCycle(t *testing.T) {
 	}
 	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}, "a", failure{after: 3 * time.Second})
 	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second}, "ab", failure{after: 50 * time.Second, quiet: true})
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second, LeftOut: map[string]int{"a": 1, "b": 2}, Faults: map[string]int{"b": 1}}, "b", failure{after: 50 * time.Second, quiet: true})
 	f(record{Cycles: 3, CycleBegan: 130 * time.Second, FailedAt: 210 * time.Second}, "", failure{after: 80 * time.Second, quiet: true, end: true})
 }
 
@@ -303,18 +331,20 @@ func TestFewest(t *testing.T) {
 	}
 	f := func(needs []time.Duration, want int, ok bool) {
 		t.Helper()
-		tries := 0
-		got, found := fewest(all, func(faults []fault) bool {
+		tries, ones := 0, 0
+		var got []fault
+		found := fewest(all, func(faults []fault) bool {
 			tries++
 			for _, n := range needs {
 				if !slices.ContainsFunc(faults, func(f fault) bool { return f.At == n }) {
 					return false
 				}
 			}
+			got = faults
 			return true
-		})
-		if len(got) != want || found != ok || tries > 60 {
-			t.Errorf("%v: %v %v after %d tries", needs, got, found, tries)
+		}, func() bool { ones++; return false })
+		if len(got) != want || found != ok || tries > 60 || ones > 1 || !ok && ones == 0 {
+			t.Errorf("%v: %v %v after %d tries, and %d of one fault", needs, got, found, tries, ones)
 		}
 	}
 	f(nil, 0, true)
@@ -322,6 +352,11 @@ func TestFewest(t *testing.T) {
 	f([]time.Duration{31, 38}, 2, true)
 	f([]time.Duration{0, 39}, 2, true)
 	f([]time.Duration{99}, 0, false)
+	all = all[:7]
+	f([]time.Duration{99}, 0, false)
+	if one := false; !fewest(all, func([]fault) bool { return false }, func() bool { one = true; return true }) || !one {
+		t.Error("one fault, many times, was not tried")
+	}
 }
 
 // A shrunk schedule that is too long, has too many faults, or fails too rarely is none.
