@@ -27,6 +27,7 @@ const (
 
 // failure is where in a run a promise was broken.
 type failure struct {
+	cycle int
 	after time.Duration // the begin of its cycle
 	quiet bool          // in the quiet time of the cycle
 	end   bool          // after all cycles: what is left behind was compared
@@ -242,6 +243,7 @@ func failedCycle(s *schedule, dir string) (out []fault, where failure) {
 			cycle = r.Cycles
 		}
 	}
+	where.cycle = cycle
 	for _, f := range s.Faults {
 		never := r.LeftOut[f.Kind] > 0 && r.Faults[f.Kind] == 0
 		if f.Cycle == cycle && f.At <= until && !never {
@@ -255,10 +257,10 @@ func failedCycle(s *schedule, dir string) (out []fault, where failure) {
 var errTooFar = errors.New("its faults and its failure are too far apart for two minutes")
 
 // shorter makes a schedule of one short cycle with some of the faults: the first one comes at once, and the quiet time soon after the
-// moment of the failure. What is left behind at the end is compared only if that is how the run failed.
+// moment of the failure, with the checks of that cycle. What is left behind at the end is compared only if that is how the run failed.
 func shorter(s *schedule, faults []fault, where failure) (*schedule, error) {
 	const quiet = 20 * time.Second
-	t := &schedule{Seed: s.Seed, Quiet: quiet, NoEnd: !where.end}
+	t := &schedule{Seed: s.Seed, Quiet: quiet, NoEnd: !where.end, Checks: s.Checks + where.cycle}
 	begin, ends := where.after-firstFault-afterwards, firstFault
 	if len(faults) > 0 {
 		begin = faults[0].At

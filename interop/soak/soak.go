@@ -119,6 +119,7 @@ func newSoak(o *options) (*soak, error) {
 	if err := writeJSON(at, s.schedule); err != nil {
 		return nil, err
 	}
+	s.checks = s.schedule.Checks + s.record.Cycles
 	s.record.Lacks = o.lacks
 	for _, what := range slices.Sorted(maps.Keys(o.lacks)) {
 		s.logf("left out of the deployment: %s: %s", what, o.lacks[what])

@@ -294,18 +294,18 @@ func TestFailedCycle(t *testing.T) {
 			t.Errorf("%q %+v, want %q %+v", names, where, faults, want)
 		}
 	}
-	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}, "a", failure{after: 3 * time.Second})
-	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second}, "ab", failure{after: 50 * time.Second, quiet: true})
-	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second, LeftOut: map[string]int{"a": 1, "b": 2}, Faults: map[string]int{"b": 1}}, "b", failure{after: 50 * time.Second, quiet: true})
-	f(record{Cycles: 3, CycleBegan: 130 * time.Second, FailedAt: 210 * time.Second}, "", failure{after: 80 * time.Second, quiet: true, end: true})
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 73 * time.Second}, "a", failure{cycle: 1, after: 3 * time.Second})
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second}, "ab", failure{cycle: 1, after: 50 * time.Second, quiet: true})
+	f(record{Cycles: 1, CycleBegan: 70 * time.Second, FailedAt: 120 * time.Second, LeftOut: map[string]int{"a": 1, "b": 2}, Faults: map[string]int{"b": 1}}, "b", failure{cycle: 1, after: 50 * time.Second, quiet: true})
+	f(record{Cycles: 3, CycleBegan: 130 * time.Second, FailedAt: 210 * time.Second}, "", failure{cycle: 2, after: 80 * time.Second, quiet: true, end: true})
 }
 
 // A shrunk schedule begins with its first fault, reaches beyond the moment of the failure, and has at most two minutes.
 func TestShorter(t *testing.T) {
 	s := &schedule{Seed: 9, Cycle: 10 * time.Minute}
 	faults := []fault{{At: 300 * time.Second, For: 4 * time.Second}, {At: 310 * time.Second, For: 2 * time.Second}}
-	got, err := shorter(s, faults, failure{after: 320 * time.Second})
-	if err != nil || got.Faults[0].At != time.Second || got.Faults[1].At != 11*time.Second || got.For != 56*time.Second || got.cycles() != 1 || !got.NoEnd || got.Seed != 9 {
+	got, err := shorter(s, faults, failure{cycle: 4, after: 320 * time.Second})
+	if err != nil || got.Checks != 4 || got.Faults[0].At != time.Second || got.Faults[1].At != 11*time.Second || got.For != 56*time.Second || got.cycles() != 1 || !got.NoEnd || got.Seed != 9 {
 		t.Errorf("%+v, %v", got, err)
 	}
 	if got.Cycle-got.Quiet < 21*time.Second {
