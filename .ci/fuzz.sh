@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # fuzz.sh SECONDS [FOLDER]: gives each fuzz target of a rotating half of them an equal share of SECONDS. Inputs are not made
 # small for long: a target with goroutines of its own would do nothing else. Which half follows from the day, so that all are
-# fuzzed in two days. FOLDER has the test binaries that fuzz.sh build FOLDER made before; without it they are made first.
+# fuzzed in two days. FOLDER has the test binaries that fuzz.sh build FOLDER made before, and the names of their targets, since a new day
+# may have begun; without it they are made first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CGO_ENABLED=0 # as make test: one compilation of the dependencies serves both
@@ -13,6 +14,7 @@ picked=$(echo "$targets" | awk -v h=$half 'NR % 2 == h')
 # build FOLDER: one binary a package, with the fuzzer's instrumentation. Its name is the package's, with dashes.
 build() {
 	local pkg
+	echo "$picked" >"$1/targets"
 	for pkg in $(echo "$picked" | awk '{ print $1 }' | uniq); do
 		"$go" test -c -vet=off -fuzz=. -o "$1/${pkg//\//-}" "./$pkg"
 	done
@@ -29,6 +31,7 @@ if [ -z "$folder" ]; then
 	trap 'rm -rf "$folder"' EXIT
 	build "$folder"
 fi
+picked=$(cat "$folder/targets")
 n=$(echo "$picked" | wc -l)
 each=$((total / n > 0 ? total / n : 1))
 cache=$("$go" env GOCACHE)/fuzz/$("$go" list -m) # where go test -fuzz has the inputs that it found
