@@ -189,7 +189,7 @@ func (e *lifeEngine) kill() {
 	if e.cmd == nil {
 		return
 	}
-	if e.pids[1] != e.pids[0] && e.loads[1] {
+	if e.pids[1] != e.pids[0] { // a child that runs, registered or not
 		_ = syscall.Kill(e.pids[1], syscall.SIGKILL)
 	}
 	_ = e.cmd.Process.Kill()
