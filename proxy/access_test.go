@@ -347,7 +347,7 @@ func TestRegistryAsSource(t *testing.T) {
 	registry := mockRegistry(t, `{"0":{"engine_id":"e0","worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}},"1":{"engine_id":"e1","worker_addr":{"0":{"0":"tcp://127.0.0.2:2"}}}}`)
 	url, s := startProxy(t, proxy.Options{Sources: []proxy.Source{{Role: "prefill", URL: "registry+" + registry + "?port=" + u.Port()}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
 	testkit.Eventually(t, "both hosts are known", func() bool { return len(s.Stats().Well) == 3 })
-	reach(t, url)
+	reachSome(t, url)
 	for range 3 {
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 {
 			t.Fatal(status, text)

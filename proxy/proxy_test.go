@@ -147,9 +147,6 @@ func (x *deployment) start(o proxy.Options) {
 	x.t.Helper()
 	x.url, x.proxy = startProxy(x.t, o)
 	x.well()
-	for url := range x.proxy.Stats().Well { // well is who has one engine; tests count on all
-		testkit.Eventually(x.t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
-	}
 }
 
 func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
@@ -160,11 +157,15 @@ func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 		t.Fatal(err)
 	}
 	s := httptest.NewServer(p)
-	t.Cleanup(func() { http.DefaultClient.CloseIdleConnections(); s.Close(); p.Close() })
+	proxies.Store(s.URL, p)
+	t.Cleanup(func() { proxies.Delete(s.URL); http.DefaultClient.CloseIdleConnections(); s.Close(); p.Close() })
 	return s.URL, p
 }
 
-// well waits until the proxy has found its engines.
+// proxies are those that run, by their URLs.
+var proxies sync.Map
+
+// well waits until the proxy has found all of its engines: tests count on each.
 func (x *deployment) well() {
 	x.t.Helper()
 	testkit.Eventually(x.t, "engines are found", func() bool {
@@ -174,6 +175,17 @@ func (x *deployment) well() {
 		}
 		r.Body.Close()
 		return r.StatusCode == 200
+	})
+	testkit.Eventually(x.t, "all engines are well", func() bool { // the proxy is once a request finds engines
+		if x.proxy == nil {
+			return true
+		}
+		for _, well := range x.proxy.Stats().Well {
+			if well == 0 {
+				return false
+			}
+		}
+		return true
 	})
 }
 
@@ -364,7 +376,18 @@ func mock(t testing.TB, handler http.HandlerFunc) string {
 	return s.URL
 }
 
+// reach waits until the proxy of a URL has found all of its engines.
 func reach(t testing.TB, url string) {
+	t.Helper()
+	x := &deployment{t: t, url: url}
+	if p, ok := proxies.Load(url); ok {
+		x.proxy = p.(*proxy.Proxy)
+	}
+	x.well()
+}
+
+// reachSome waits until a proxy has found engines for a request; others of them may not be well.
+func reachSome(t testing.TB, url string) {
 	t.Helper()
 	x := &deployment{t: t, url: url}
 	x.well()

@@ -378,7 +378,7 @@ func TestSGLangHalfRegistered(t *testing.T) {
 		t.Errorf("%d %s", status, answer)
 	}
 	boot.Register()
-	reach(t, url)
+	reachSome(t, url)
 	if status, answer := askSGLang(t, url, "/generate", `{"text":"x"}`); status != 200 || s.Stats().Well[o.Prefill[1].URL] != 0 {
 		t.Errorf("%d %s", status, answer)
 	}
