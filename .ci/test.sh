@@ -10,8 +10,9 @@ go=${GO:-go}
 read -rd "" -a packages <<<"$1" || true # by spaces and lines
 shift
 
-# All that tests start inherits this. This shell was started without it.
+# All processes that tests start inherit this variable. /proc shows what a process was started with: this shell does not have it.
 export OF_TEST_RUN="$$-$RANDOM"
+# left names and ends the processes that have the variable, and fails if there are some.
 left() {
 	local pid pids
 	for _ in $(seq 50); do # the last ones may just be ending

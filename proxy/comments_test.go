@@ -67,8 +67,7 @@ func TestPFailsBehindComments(t *testing.T) {
 	})
 	registry := mockRegistry(t, oneRank)
 	url, s := startProxy(t, proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: registry}, {URL: good, Registry: registry}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
-	x := &deployment{t: t, url: url, proxy: s}
-	x.well()
+	reach(t, url)
 	retried := false
 	for range 4 { // the P that fails has its turn in the first two
 		computed.Store(false)

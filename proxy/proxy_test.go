@@ -176,7 +176,7 @@ func (x *deployment) well() {
 		r.Body.Close()
 		return r.StatusCode == 200
 	})
-	testkit.Eventually(x.t, "all engines are well", func() bool { // the proxy is once a request finds engines
+	testkit.Eventually(x.t, "all engines are well", func() bool { // /health answers 200 as soon as a request finds engines
 		if x.proxy == nil {
 			return true
 		}

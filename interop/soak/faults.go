@@ -40,7 +40,7 @@ type schedule struct {
 	Calm   time.Duration // before the quiet time, with load and without faults: hit rates are compared then
 	Quiet  time.Duration // the end of each cycle
 	NoEnd  bool          // what is left behind after all cycles is not compared
-	Checks int           // of promises, which are checked in turns: so many come before those of this schedule
+	Checks int           // promises are checked in turns: as many checks count as done before the first one
 	Faults []fault
 }
 

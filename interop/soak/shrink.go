@@ -124,7 +124,7 @@ func shrink(ctx context.Context, o *options) error {
 }
 
 // alone returns a schedule that fails and has only one of the faults, as often as the bounds allow, or nil. What fails now and then with many
-// faults may be what one of them does, if it has enough chances. The faults right before the failure are tried first, each kind once a part.
+// faults may be what one of them does, if it has enough chances. The faults right before the failure are tried first, and each kind of fault once for each part.
 func alone(s *schedule, faults []fault, where failure, fails func(*schedule) bool) *schedule {
 	var tried []fault
 	for _, f := range slices.Backward(faults) {
@@ -281,8 +281,8 @@ func shorter(s *schedule, faults []fault, where failure) (*schedule, error) {
 	return t, nil
 }
 
-// fewest looks for the fewest faults that still fail, and reports whether some do: none, the last five or ten, one of them many times, all. Those
-// that fails saw last are it, or what one found.
+// fewest looks for the fewest faults that still fail, and reports whether some do. It tries no fault, the last five, the last ten; then one, which
+// tries single faults; then the last twenty and so on. The schedule that failed last is the result.
 func fewest(faults []fault, fails func([]fault) bool, one func() bool) bool {
 	if fails(nil) {
 		return true
