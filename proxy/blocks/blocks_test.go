@@ -284,6 +284,29 @@ func TestFollowerWithReplay(t *testing.T) {
 	wants(t, f, "a replay that never comes", 8, false)
 }
 
+// A message that a replay has brought already changes nothing when it comes: replays have a connection of their own. A publisher that
+// begins again behind a forwarder, which keeps the connection, makes void what was known.
+func TestMessageAfterItsReplayChangesNothing(t *testing.T) {
+	p := blockstest.Start(t, "127.0.0.1", 0, 0)
+	p.Publish(false, stored("a", ada, 0, 2))
+	p.Publish(true, stored("a", ada, 2, 3))
+	f := follow(t, p, true)
+	wants(t, f, "a replay", 3, true)
+	p.Deliver()
+	p.Publish(false, stored("a", ada, 3, 4))
+	wants(t, f, "the last of the replay, and the next one", 4, true)
+	p.Publish(true, stored("a", ada, 4, 5))
+	p.Publish(false, stored("a", ada, 5, 6))
+	wants(t, f, "a gap", 6, true)
+	p.Deliver() // twice on one connection: a publisher whose only message so far had this number
+	wants(t, f, "a number that came on this connection", 0, false)
+	p.BeginAgain()
+	p.Publish(false, stored("a", eve, 0, 2))
+	wants(t, f, "another life behind a forwarder", 2, true)
+	p.Publish(false, stored("a", eve, 2, 3))
+	wants(t, f, "the next one", 3, true)
+}
+
 // Without replays a gap, and a beginning that nobody heard, make that not all is known.
 func TestFollowerWithoutReplay(t *testing.T) {
 	p := blockstest.Start(t, "127.0.0.1", 0, 0)

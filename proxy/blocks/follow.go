@@ -53,6 +53,7 @@ type Follower struct {
 		sync.Mutex
 		begun  bool
 		next   uint64 // sequence
+		live   uint64 // what follows the last message of this connection; replays do not count
 		epoch  uint64 // of the publisher; 0: it has none
 		asking bool   // a replay is under way, and began where
 		from   uint64
@@ -123,7 +124,7 @@ func (f *Follower) state(connected bool, _ error) {
 	if !connected {
 		f.endLocked()
 		f.voidLocked(false)
-		f.mu.begun = false
+		f.mu.begun, f.mu.live = false, 0
 		return
 	}
 	from := uint64(0)
@@ -184,10 +185,15 @@ func (f *Follower) goOnLocked() {
 	late := f.mu.late
 	f.endLocked()
 	for i := range late {
-		if m := &late[i]; !f.mu.begun || m.seq >= f.mu.next {
+		if m := &late[i]; !f.knownLocked(m) {
 			f.takeLocked(m)
 		}
 	}
+}
+
+// knownLocked reports whether a replay has brought m already.
+func (f *Follower) knownLocked(m *message) bool {
+	return f.mu.begun && m.seq < f.mu.next && !f.restartedLocked(&m.batch)
 }
 
 // published takes a message of the publisher.
@@ -198,12 +204,17 @@ func (f *Follower) published(m zmtp.Message) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	// A connection brings ascending numbers: one that is lower than the last one is of a publisher that has begun again.
+	again := got.seq < f.mu.live
+	f.mu.live = got.seq + 1
 	switch {
-	case f.mu.asking && len(f.mu.late) < maxLate:
+	case f.mu.asking && !again && len(f.mu.late) < maxLate:
 		f.mu.late = append(f.mu.late, got)
 		return
-	case f.mu.asking: // too many wait
+	case f.mu.asking: // too many wait, or what is asked for is of an earlier life
 		f.goOnLocked()
+	case !again && f.knownLocked(&got): // the replay was faster than the connection
+		return
 	case f.mu.begun && got.seq > f.mu.next && !f.restartedLocked(&got.batch):
 		if f.askLocked(f.mu.next); f.mu.asking {
 			f.mu.late = append(f.mu.late, got)

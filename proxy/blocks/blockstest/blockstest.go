@@ -85,6 +85,20 @@ func (p *Publisher) Publish(lose bool, events ...event.Event) {
 	p.seq++
 }
 
+// Deliver sends the last batch again: one that was published as lost comes after all.
+func (p *Publisher) Deliver() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.pub.Publish([]byte{}, binary.BigEndian.AppendUint64(nil, p.seq-1), p.past[len(p.past)-1])
+}
+
+// BeginAgain gives the next batch the sequence 0, as a publisher behind a forwarder that starts again.
+func (p *Publisher) BeginAgain() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seq, p.past, p.first = 0, nil, 0
+}
+
 // Forget lets replays begin with what comes now.
 func (p *Publisher) Forget() {
 	p.mu.Lock()
