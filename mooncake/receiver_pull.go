@@ -329,9 +329,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 	}
 	connect := time.NewTimer(t.r.o.ConnectTimeout)
 	defer connect.Stop()
-	unknown := time.NewTimer(0)
-	defer unknown.Stop()
-	unknown.Stop()
+	var unknown <-chan time.Time // since P has not known a transfer
 	var refused error
 	for len(t.left) > 0 {
 		select {
@@ -345,7 +343,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 					return ended, err
 				}
 				if before == 0 && len(t.unknown) > 0 {
-					unknown.Reset(t.r.o.UnknownTimeout)
+					unknown = time.After(t.r.o.UnknownTimeout)
 				}
 			case e.up:
 				connected = true
@@ -364,7 +362,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 				}
 				return false, fmt.Errorf("%w: %w", ErrUnreachable, errors.Join(refused, errNoAnswer))
 			}
-		case <-unknown.C:
+		case <-unknown:
 			for _, id := range slices.Collect(maps.Keys(t.unknown)) {
 				t.recordResult(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
 			}

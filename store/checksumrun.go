@@ -19,15 +19,8 @@ type checksumWork struct {
 // a time.
 func runChecksums(ctx context.Context, rate int64, work checksumWork, log *slog.Logger) {
 	const burst = 16 << 20
-	rest := time.NewTimer(0)
-	defer rest.Stop()
 	differed := uint64(0)
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-rest.C:
-		}
+	for ctx.Err() == nil {
 		read, more := int64(0), true
 		for more && read < burst {
 			n := work.next()
@@ -42,6 +35,9 @@ func runChecksums(ctx context.Context, rate int64, work checksumWork, log *slog.
 		if !more {
 			wait = max(wait, work.idle())
 		}
-		rest.Reset(wait)
+		select {
+		case <-ctx.Done():
+		case <-time.After(wait):
+		}
 	}
 }

@@ -284,8 +284,6 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	defer wg.Wait()
 	defer context.AfterFunc(p.ctx, p.waiting.end)()
 	var t turns
-	timer := time.NewTimer(0)
-	defer timer.Stop()
 	read := 0
 	for r, err := range requests {
 		i := read
@@ -296,9 +294,8 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 			return err
 		}
 		if wait := time.Until(p.began.Add(r.Arrival)); wait > 0 {
-			timer.Reset(wait)
 			select {
-			case <-timer.C:
+			case <-time.After(wait):
 			case <-p.ctx.Done():
 			}
 		}

@@ -46,14 +46,7 @@ func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 			return
 		}
 	}
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for from, end := 0, n.Slots(); from < end; {
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			return
-		}
+	for from, end := 0, n.Slots(); from < end && ctx.Err() == nil; {
 		keys, of, next := n.Recorded(from, end, recheckBatch)
 		wait := recheckPause
 		if len(keys) > 0 {
@@ -63,7 +56,12 @@ func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 				next, wait = from, recheckRetryDelay
 			}
 		}
-		from = next
-		timer.Reset(wait)
+		if from = next; from >= end {
+			return
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+		}
 	}
 }

@@ -141,27 +141,30 @@ func (d *Dir) statfs() {
 func (d *Dir) watch(ctx context.Context) {
 	free := time.NewTicker(time.Second)
 	defer free.Stop()
-	scan := time.NewTimer(0)
+	scan := time.NewTimer(d.scanFor(ctx, false))
 	defer scan.Stop()
 	for {
-		evict := false
 		select {
 		case <-ctx.Done():
 			return
 		case <-free.C:
 			d.statfs()
-			continue
 		case <-scan.C:
+			scan.Reset(d.scanFor(ctx, false))
 		case <-d.usage.changed:
-			evict = d.o.EvictAt > 0
+			scan.Reset(d.scanFor(ctx, d.o.EvictAt > 0))
 		}
-		began := time.Now()
-		next := time.Minute
-		if d.scan(ctx, evict) {
-			next = time.Second
-		}
-		scan.Reset(max(next, 100*time.Since(began)))
 	}
+}
+
+// scanFor scans, and returns how long the next scan has to wait.
+func (d *Dir) scanFor(ctx context.Context, evict bool) time.Duration {
+	began := time.Now()
+	next := time.Minute
+	if d.scan(ctx, evict) {
+		next = time.Second
+	}
+	return max(next, 100*time.Since(began))
 }
 
 // found is a file that a scan has seen.
