@@ -97,6 +97,46 @@ func TestRequestsWaitForTheLookAfterTrouble(t *testing.T) {
 	}
 }
 
+// An engine that was well stays in doubt after one look that fails: requests wait for the next look.
+func TestRequestsWaitForTheLookAfterAFailedOne(t *testing.T) {
+	t.Parallel()
+	for status, want := range map[int]int{200: 200, 500: 503} {
+		t.Run(fmt.Sprint(status), func(t *testing.T) {
+			t.Parallel()
+			e := &doubted{looked: make(chan struct{}, 100), answer: make(chan int, 100)}
+			var looks atomic.Int64
+			mux := http.NewServeMux()
+			mux.HandleFunc("/health", func(w http.ResponseWriter, r *http.Request) {
+				switch looks.Add(1) {
+				case 2:
+					w.WriteHeader(500)
+				case 3:
+					e.looked <- struct{}{}
+					select {
+					case status := <-e.answer:
+						w.WriteHeader(status)
+					case <-r.Context().Done():
+					}
+				}
+			})
+			mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"ok":1}`) })
+			s := httptest.NewServer(mux)
+			t.Cleanup(s.Close)
+			url, p := startProxy(t, proxy.Options{Engines: []string{s.URL}, HealthInterval: 5 * time.Second, QueueTimeout: time.Hour})
+			reach(t, url)
+			<-e.looked
+			answers := e.ask(t, url, 3)
+			testkit.Eventually(t, "all wait", func() bool { return p.Stats().Queued == 3 })
+			e.answer <- status
+			for _, got := range answers() {
+				if got != want {
+					t.Errorf("status %d, want %d", got, want)
+				}
+			}
+		})
+	}
+}
+
 // Where D may compute alone, nobody waits for a P in doubt.
 func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 	e := startDoubted(t)

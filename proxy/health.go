@@ -24,7 +24,10 @@ import (
 // finishes them.
 const silentLooks = 10
 
-var errSilent = errors.New("the engine is silent")
+var (
+	errSilent = errors.New("the engine is silent")
+	errUnwell = errors.New("a health check failed")
+)
 
 // watch looks after an engine until ctx ends: whether it is well, who it is, what it serves.
 func (p *Proxy) watch(ctx context.Context, b *backend) {
@@ -39,7 +42,8 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 	}
 }
 
-// look asks an engine how it is. all: also what models it has, if it was well before.
+// look asks an engine how it is. all: also what models it has, if it was well before. An engine that was well before is looked at a
+// second time when a look fails: it may have stood still for some seconds, or have been started again since the look began.
 func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	b.looking.Lock()
 	defer b.looking.Unlock()
@@ -65,11 +69,13 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	if ctx.Err() != nil && !well && p.ctx.Err() != nil {
 		return
 	}
-	if was := b.well.Swap(well); was != well {
-		if well {
-			b.id.Store(p.instanceIDs.Add(1)) // what it had in its memory may be gone
-		}
-		p.o.Log.Info("an engine's health changed", "engine", b.url, "well", well)
+	if !well {
+		p.trouble(b, errUnwell)
+		return
+	}
+	if !b.well.Swap(true) {
+		b.id.Store(p.instanceIDs.Add(1)) // what it had in its memory may be gone
+		p.o.Log.Info("an engine's health changed", "engine", b.url, "well", true)
 		p.fleet.dispatch()
 	}
 }
@@ -205,7 +211,7 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 // out to HealthInterval.
 const doubtTime = 5 * time.Second
 
-// trouble notes that a call failed: the engine is looked at before it is used again, and requests that
+// trouble notes that a call or a look failed: the engine is looked at before it is used again, and requests that
 // need it wait for that, doubtTime at most.
 func (p *Proxy) trouble(b *backend, err error) {
 	if !p.fleet.doubt(b) {
@@ -222,6 +228,8 @@ func (p *Proxy) trouble(b *backend, err error) {
 		end := sync.OnceFunc(func() { p.fleet.certain(b) })
 		defer end()
 		defer time.AfterFunc(doubtTime, end).Stop()
-		p.look(p.ctx, b, false)
+		if p.look(p.ctx, b, false); !b.well.Load() {
+			p.o.Log.Info("an engine's health changed", "engine", b.url, "well", false)
+		}
 	})
 }
