@@ -329,7 +329,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 	}
 	connect := time.NewTimer(t.r.o.ConnectTimeout)
 	defer connect.Stop()
-	var unknown <-chan time.Time // since P has not known a transfer
+	var unknown <-chan time.Time // is over UnknownTimeout after P first did not know a transfer
 	var refused error
 	for len(t.left) > 0 {
 		select {

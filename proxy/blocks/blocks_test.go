@@ -284,8 +284,8 @@ func TestFollowerWithReplay(t *testing.T) {
 	wants(t, f, "a replay that never comes", 8, false)
 }
 
-// A message that a replay has brought already changes nothing when it comes: replays have a connection of their own. A publisher that
-// begins again behind a forwarder, which keeps the connection, makes void what was known.
+// Replays have a connection of their own. A message that a replay has brought already changes nothing when it comes. What is known
+// becomes void when a publisher begins again behind a forwarder, which keeps the connection.
 func TestMessageAfterItsReplayChangesNothing(t *testing.T) {
 	p := blockstest.Start(t, "127.0.0.1", 0, 0)
 	p.Publish(false, stored("a", ada, 0, 2))
@@ -298,7 +298,7 @@ func TestMessageAfterItsReplayChangesNothing(t *testing.T) {
 	p.Publish(true, stored("a", ada, 4, 5))
 	p.Publish(false, stored("a", ada, 5, 6))
 	wants(t, f, "a gap", 6, true)
-	p.Deliver() // twice on one connection: a publisher whose only message so far had this number
+	p.Deliver() // its number came on this connection before, so the publisher has begun again
 	wants(t, f, "a number that came on this connection", 0, false)
 	p.BeginAgain()
 	p.Publish(false, stored("a", eve, 0, 2))

@@ -53,7 +53,7 @@ type Follower struct {
 		sync.Mutex
 		begun  bool
 		next   uint64 // sequence
-		live   uint64 // what follows the last message of this connection; replays do not count
+		live   uint64 // the number after that of the last message on this connection, replays left out
 		epoch  uint64 // of the publisher; 0: it has none
 		asking bool   // a replay is under way, and began where
 		from   uint64

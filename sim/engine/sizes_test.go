@@ -163,10 +163,14 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 	if s.ResidentBytes > sizedPool || s.EvictedChunks == 0 {
 		t.Errorf("%d bytes in a pool of %d, %d evicted", s.ResidentBytes, sizedPool, s.EvictedChunks)
 	}
-	lost := askAll(tokens, 100, "")
-	for i, e := range engines {
-		if lost[i] == int64(tokens/e.chunk*e.chunk) {
-			t.Errorf("engine %d: nothing of its oldest prompt was evicted", i)
+	evicted := map[int]bool{} // by chunk size: one of two engines with the same chunks may load what the other has just stored again
+	for i, loaded := range askAll(tokens, 100, "") {
+		chunk := engines[i].chunk
+		evicted[chunk] = evicted[chunk] || loaded < int64(tokens/chunk*chunk)
+	}
+	for chunk, some := range evicted {
+		if !some {
+			t.Errorf("chunks of %d tokens: nothing of the oldest prompt was evicted", chunk)
 		}
 	}
 }

@@ -293,14 +293,14 @@ func TestCallsEndWithTheirContext(t *testing.T) {
 		x := open(t, redis.Options{Addrs: []string{f.addr}, Password: "p", Workers: 1, Lookups: 1, Timeout: time.Hour, DialTimeout: time.Hour})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 2)
-		for range 2 { // the second one waits for the connection of the first
+		for i := range 2 { // the second one waits for the connection of the first
 			go func() {
-				b, meta := tiertest.Object(1, 100)
+				b, meta := tiertest.Object(i, 100)
 				if silent == "SET" {
-					ended <- x.Write(ctx, tiertest.Key(1), meta, b)
+					ended <- x.Write(ctx, tiertest.Key(i), meta, b)
 					return
 				}
-				_, err := x.Read(ctx, tiertest.Key(1), b)
+				_, err := x.Read(ctx, tiertest.Key(i), b)
 				ended <- err
 			}()
 		}
