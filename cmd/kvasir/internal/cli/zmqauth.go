@@ -277,6 +277,9 @@ func (c *curveKeyCmd) Run(e *env) error {
 		return usagef("--name is one word, which does not begin with #")
 	}
 	secret := zmtp.NewKey()
+	for strings.HasPrefix(secret.Public().Z85(), "-") { // a shell would pass it as a flag
+		secret = zmtp.NewKey()
+	}
 	if c.Public {
 		var err error
 		if secret, err = zmtp.ReadKeyFile(c.File); err != nil {
