@@ -282,11 +282,15 @@ func (k *Keeper) collectSome(dst []chunk, from, files int) (_ []chunk, next int)
 	return dst, end
 }
 
-// endCollect returns whether chunks are there of which a file came or went since beginCollect.
+// endCollect returns whether chunks are there of which a file came or went since beginCollect. The number is 0 where that found
+// nothing to collect, although the keeper may know all files by now: that is change 1.
 func (k *Keeper) endCollect() (moved map[chunk]bool, names []string, last uint64) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	c := k.changes
+	if c.moved == nil {
+		return nil, c.names, 0
+	}
 	moved, c.moved = c.moved, nil
 	for x := range moved {
 		moved[x] = c.files[c.key(&x)] >= x.need

@@ -221,6 +221,25 @@ func TestChunksOfLMCacheNeedAllRanks(t *testing.T) {
 	}
 }
 
+// The first look may end while a reader collects all chunks. What the reader did not get then is lost to it: it asks again.
+func TestChunksWhileTheFirstLookEnds(t *testing.T) {
+	k := &Keeper{books: newBooks(1), changes: newChanges(4, 1)}
+	k.books.changes = k.changes
+	k.books.dirs = append(k.books.dirs, &directory{root: &rootDir{}, model: "m"})
+	k.books.add(0, id{hash: [32]byte{1}, bytes: 32}, "", 1, 1)
+	if n := k.beginCollect(); n != 0 {
+		t.Fatalf("file %d is the first", n)
+	}
+	k.changes.begin()
+	_, _, last := k.endCollect()
+	if _, _, lost := k.Changes(last, 1); !lost {
+		t.Errorf("a reader without chunks goes on from number %d", last)
+	}
+	if all, last := k.Chunks(); all.Len() != 1 || last != 1 {
+		t.Errorf("%d chunks, number %d", all.Len(), last)
+	}
+}
+
 // What Chunks returns is of one moment although files come and go while it reads them: with the changes after it a reader knows all.
 func TestChunksAreOfOneMoment(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(1<<17, 1)}
