@@ -128,18 +128,29 @@ func TestKeeperPublishesItsFiles(t *testing.T) {
 		if err := c.Start(); err != nil {
 			t.Fatal(err)
 		}
+		said := make(chan string, 1)
 		t.Cleanup(func() {
 			if c.ProcessState == nil {
+				if t.Failed() {
+					_, page := fetch(t, fmt.Sprintf("http://127.0.0.1:%d/metrics", http))
+					t.Log(page)
+				}
 				_ = c.Process.Kill()
 				_ = c.Wait()
+			}
+			if t.Failed() {
+				t.Log(<-said)
 			}
 		})
 		lines := bufio.NewScanner(stderr)
 		for lines.Scan() && !strings.Contains(lines.Text(), "the keeper watches") {
 		}
 		go func() {
+			var all strings.Builder
 			for lines.Scan() {
+				all.WriteString(lines.Text() + "\n")
 			}
+			said <- all.String()
 		}()
 		return c
 	}

@@ -45,17 +45,17 @@ func TestTransfersNeedTheSecret(t *testing.T) {
 		flags []string
 		want  int
 	}{{nil, 1}, {[]string{"--transfer-secret-file", wrong}, 1}, {[]string{"--transfer-secret-file", right}, 0}} {
-		if code, errs := stdin(t, "hello", append([]string{"store", "put", fmt.Sprint("k", i), "--master", master.Addr, "--timeout", "5s"}, f.flags...)...); code != f.want {
+		if code, errs := stdin(t, "hello", append([]string{"store", "put", fmt.Sprint("k", i), "--master", master.Addr, "--timeout", "1m"}, f.flags...)...); code != f.want {
 			t.Errorf("put with %v: exit %d, %s", f.flags, code, errs)
 		}
-		if code, errs := stdin(t, "hello", append([]string{"transfer", "write", "--peer-file", peer, "--timeout", "5s"}, f.flags...)...); code != f.want {
+		if code, errs := stdin(t, "hello", append([]string{"transfer", "write", "--peer-file", peer, "--timeout", "1m"}, f.flags...)...); code != f.want {
 			t.Errorf("write with %v: exit %d, %s", f.flags, code, errs)
 		}
-		code, got, errs := run(t, append([]string{"transfer", "read", "--peer-file", peer, "--bytes", "5", "--timeout", "5s"}, f.flags...)...)
+		code, got, errs := run(t, append([]string{"transfer", "read", "--peer-file", peer, "--bytes", "5", "--timeout", "1m"}, f.flags...)...)
 		if code != f.want || got != strings.Repeat("hello", 1-f.want) {
 			t.Errorf("read with %v: exit %d, %q, %s", f.flags, code, got, errs)
 		}
-		code, got, errs = run(t, append([]string{"store", "get", "k2", "--master", master.Addr, "--timeout", "5s"}, f.flags...)...)
+		code, got, errs = run(t, append([]string{"store", "get", "k2", "--master", master.Addr, "--timeout", "1m"}, f.flags...)...)
 		if code != f.want || got != strings.Repeat("hello", 1-f.want) {
 			t.Errorf("get with %v: exit %d, %q, %s", f.flags, code, got, errs)
 		}
