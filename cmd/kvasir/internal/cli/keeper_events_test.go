@@ -9,7 +9,9 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -114,11 +116,11 @@ func (r *eventReader) apply(payload []byte) {
 func TestKeeperPublishesItsFiles(t *testing.T) {
 	d, sockets := newFSTier(t), t.TempDir()
 	endpoint, replay := "ipc://"+sockets+"/events", "ipc://"+sockets+"/replay"
-	http := testkit.FreePort(t)
+	port := testkit.FreePort(t)
 	start := func(more ...string) *exec.Cmd {
 		t.Helper()
 		c := command(append([]string{
-			"keeper", d.root, "--ttl", "1h", "--http-port", fmt.Sprint(http), "--kv-events", endpoint, "--kv-events-replay", replay,
+			"keeper", d.root, "--ttl", "1h", "--http-port", fmt.Sprint(port), "--kv-events", endpoint, "--kv-events-replay", replay,
 			"--kv-events-topic", "kv@here@{model}",
 		}, more...)...)
 		stderr, err := c.StderrPipe()
@@ -132,14 +134,13 @@ func TestKeeperPublishesItsFiles(t *testing.T) {
 		t.Cleanup(func() {
 			if c.ProcessState == nil {
 				if t.Failed() {
-					_, page := fetch(t, fmt.Sprintf("http://127.0.0.1:%d/metrics", http))
-					t.Log(page)
+					t.Log(figures(port))
 				}
 				_ = c.Process.Kill()
 				_ = c.Wait()
 			}
 			if t.Failed() {
-				t.Log(<-said)
+				t.Logf("%v: %s", c.ProcessState, <-said)
 			}
 		})
 		lines := bufio.NewScanner(stderr)
@@ -192,7 +193,7 @@ func TestKeeperPublishesItsFiles(t *testing.T) {
 	if !maps.Equal(missed.has, late.has) {
 		t.Errorf("the replay socket tells of %d rows", len(missed.has))
 	}
-	_, page := fetch(t, fmt.Sprintf("http://127.0.0.1:%d/metrics", http))
+	_, page := fetch(t, fmt.Sprintf("http://127.0.0.1:%d/metrics", port))
 	for _, figure := range []string{"kvasir_kv_event_subscribers 2", "kvasir_keeper_unannounced_total 0"} {
 		if !strings.Contains(page, figure) {
 			t.Errorf("no %s", figure)
@@ -209,6 +210,17 @@ func TestKeeperPublishesItsFiles(t *testing.T) {
 	drop(3)
 	drop(4)
 	knows(late, 32)
+}
+
+// figures returns the page of a keeper, or why there is none.
+func figures(port int) string {
+	res, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/metrics", port))
+	if err != nil {
+		return err.Error()
+	}
+	defer res.Body.Close()
+	page, err := io.ReadAll(res.Body)
+	return fmt.Sprintf("%s%v", page, err)
 }
 
 // replayed asks a replay socket for all messages.
