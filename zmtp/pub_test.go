@@ -254,9 +254,10 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 		return true
 	})
 	body := strings.Repeat("b", size)
-	for i := 0; p.Dropped() == 0; i++ {
-		if i == 10_000 {
-			t.Fatal("nothing was dropped")
+	// What is queued may still find room in the kernel once nothing more is published: then nobody is slow.
+	for i, end := 0, time.Now().Add(pubWait); p.Dropped() == 0 || p.Stats().Closed["slow"] == 0; i++ {
+		if time.Now().After(end) {
+			t.Fatalf("%d dropped: %+v", p.Dropped(), p.Stats())
 		}
 		publish(p, fmt.Sprint(i), body)
 		wantNext(t, in, fmt.Sprint(i)+"|"+body) // one at a time, so that this one never has a queue
@@ -264,11 +265,6 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 			if n := peer.queued.Load(); n > queue+2*size {
 				t.Fatalf("%d bytes are queued", n)
 			}
-		}
-	}
-	for end := time.Now().Add(pubWait); p.Stats().Closed["slow"] == 0; time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never closed: %+v", p.Stats())
 		}
 	}
 	if n := publish(p, "after", "x"); n != 1 {
