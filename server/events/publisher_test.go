@@ -232,9 +232,21 @@ func (r *router) replay(from uint64) {
 		if w.sequence != from+uint64(i) {
 			r.t.Fatalf("a replay from %d has %d as number %d", from, w.sequence, i)
 		}
+		if from > 0 && r.decode(w).Epoch != r.epoch { // of another life: the first live message of that begins it
+			return
+		}
 		r.apply(w)
 		r.expected = w.sequence + 1
 	}
+}
+
+func (r *router) decode(w wire) event.Batch {
+	r.t.Helper()
+	batch, err := event.Decode(w.payload)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return batch
 }
 
 // snapshot replaces what the router knows. It stands before the first number that it tells.
@@ -252,10 +264,7 @@ func (r *router) snapshot() {
 func (r *router) read() {
 	r.t.Helper()
 	w := next(r.t, r.live)
-	batch, err := event.Decode(w.payload)
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	batch := r.decode(w)
 	switch {
 	case batch.Epoch < r.epoch: // an earlier life's, that waited in the socket
 	case batch.Epoch != r.epoch:
@@ -270,10 +279,7 @@ func (r *router) read() {
 
 func (r *router) apply(w wire) {
 	r.t.Helper()
-	batch, err := event.Decode(w.payload)
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	batch := r.decode(w)
 	r.epoch = batch.Epoch
 	for _, e := range batch.Events {
 		if e.Kind == event.Cleared {
@@ -304,7 +310,8 @@ func (r *router) until(n *publishing, prompts []prompt) {
 	}
 	for end := time.Now().Add(routerWait); !maps.Equal(r.has, want); r.read() {
 		if time.Now().After(end) {
-			r.t.Fatalf("the router has %d chunks, the store %d; %+v, %+v", len(r.has), len(want), n.p.Stats(), n.book.Stats())
+			all, _ := n.book.Everything()
+			r.t.Fatalf("the router has %d chunks, the book %d, the store %d; %+v, %+v", len(r.has), len(all), len(want), n.p.Stats(), n.book.Stats())
 		}
 	}
 }
