@@ -154,13 +154,14 @@ func TestCompressedBodies(t *testing.T) {
 
 // What P refuses with the error of SGLang's OpenAI routes reaches a client whose stream has begun: of a list of prompts, and by comments.
 func TestSGLangRefusalsInStreams(t *testing.T) {
-	began := make(chan struct{})
+	began := make(chan struct{})   // closed once D streams the answer to the short prompt
+	streams := make(chan struct{}) // has a value once the client's stream has begun: then P refuses
 	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{KeepAlive: 5 * time.Millisecond}, func(w http.ResponseWriter, r *http.Request) {
 		text, _ := io.ReadAll(r.Body)
 		if strings.Contains(string(text), `"long"`) {
 			select {
-			case <-began:
-			case <-time.After(20 * time.Millisecond): // a single request: comments are sent meanwhile
+			case <-streams:
+			case <-r.Context().Done():
 			}
 			w.Header().Set("Content-Type", "application/json")
 			w.WriteHeader(400)
@@ -182,10 +183,25 @@ func TestSGLangRefusalsInStreams(t *testing.T) {
 		close(began)
 		<-r.Context().Done()
 	})
+	client := &http.Client{Timeout: time.Minute}
 	for _, body := range []string{`{"prompt":"long","stream":true}`, `{"prompt":["short","long"],"stream":true}`} {
-		status, answer := askSGLang(t, url, "/v1/completions", body)
-		if status != 200 || !strings.Contains(answer, `"message":"The input is too long"`) || !strings.Contains(answer, `"code":400`) {
-			t.Errorf("%s: %d %.200s … %s", body, status, answer, answer[max(0, len(answer)-300):])
+		r, err := client.Post(url+"/v1/completions", "application/json", strings.NewReader(body)) // returns with the first comment
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			if strings.Contains(body, "short") {
+				<-began
+			}
+			select {
+			case streams <- struct{}{}:
+			case <-t.Context().Done():
+			}
+		}()
+		text, _ := io.ReadAll(r.Body) // a stream that ends with an error is cut
+		r.Body.Close()
+		if answer := string(text); r.StatusCode != 200 || !strings.Contains(answer, `"message":"The input is too long"`) || !strings.Contains(answer, `"code":400`) {
+			t.Errorf("%s: %d %.200s … %s", body, r.StatusCode, answer, answer[max(0, len(answer)-300):])
 		}
 	}
 }
