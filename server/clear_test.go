@@ -63,7 +63,7 @@ func (n *clearNode) start() {
 	below := n.open(names)
 	st := store.New(p, store.Options{
 		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(below), Place: "below", Moment: book.Moment,
-		DropRestored: book.Lost(),
+		DropRestored: book.Lost(), LoadTimeout: time.Minute,
 	})
 	if err := book.Repair(); err != nil {
 		n.t.Fatal(err)

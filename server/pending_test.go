@@ -199,7 +199,7 @@ func TestEngineVanishesWhileItsLookupIsPending(t *testing.T) {
 
 // The same after the result was there and before it was asked for.
 func TestEngineVanishesBeforeItTakesItsResult(t *testing.T) {
-	n, run := restartedNode(t, 1, store.Options{}, server.Options{})
+	n, run := restartedNode(t, 1, store.Options{LoadTimeout: time.Hour}, server.Options{})
 	c := socketClient{t, newClient(t, n.url)}
 	c.lookup(0)
 	defer run()()

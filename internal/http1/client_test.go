@@ -358,14 +358,16 @@ func TestWholeRequest(t *testing.T) {
 		go func() {
 			<-begun
 			cancel()
-			if !whole {
-				time.Sleep(50 * time.Millisecond) // the client is to see it first
+			if whole {
+				close(left)
 			}
-			close(left)
 		}()
 		body := make([]byte, 32<<20) // more than sockets hold
 		if _, err := n.Do(ctx, &Request{Method: "POST", Target: "/", Body: [][]byte{body}, Whole: whole}, time.Time{}); !errors.Is(err, context.Canceled) || errors.Is(err, ErrCut) == whole {
 			t.Fatal(err)
+		}
+		if !whole {
+			close(left)
 		}
 		if n := <-got; (n == int64(len(body))) != whole {
 			t.Errorf("whole %v: %d bytes arrived", whole, n)

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/takeover"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // An address that is in use is asked for again for 3 s, other errors are told at once; who is told to end waits for nothing.
@@ -57,11 +58,14 @@ func TestTCP(t *testing.T) {
 	}
 	port := l.Addr().(*net.TCPAddr).Port
 	time.AfterFunc(200*time.Millisecond, func() { _ = l.Close() })
-	next, err := takeover.ListenTCP(t.Context(), "127.0.0.1", port)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = next.Close()
+	testkit.Eventually(t, "the port is listened on", func() bool { // the timer may be later than ListenTCP waits
+		next, err := takeover.ListenTCP(t.Context(), "127.0.0.1", port)
+		if err != nil {
+			return false
+		}
+		_ = next.Close()
+		return true
+	})
 }
 
 // 0.0.0.0 is all IPv4 addresses and no IPv6 one; an IPv6 address may have the brackets of a URL.

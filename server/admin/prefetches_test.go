@@ -190,7 +190,7 @@ func TestPrefetchesAreOfOneTenant(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{Below: below})
+		st := store.New(p, store.Options{Below: below, LoadTimeout: time.Minute})
 		s := server.New(st, server.Options{ChunkTokens: 16, Lifetimes: evict.NewLifetimes(), Log: slog.New(slog.DiscardHandler)})
 		t.Cleanup(func() { _, _ = s.Close(), st.Close() })
 		ctx, stop := context.WithCancel(context.Background())

@@ -143,7 +143,7 @@ func TestFrozenNode(t *testing.T) {
 	if _, _, err := a.client.Store("", "s", keysOf(20, 22), 50*time.Millisecond); !errors.Is(err, vllm.ErrSlow) {
 		t.Errorf("%v", err)
 	}
-	if took := time.Since(began); took > 5*time.Second {
+	if took := time.Since(began); took > time.Minute {
 		t.Errorf("a frozen node kept its engine for %v", took)
 	}
 	if err := cmd.Process.Signal(syscall.SIGCONT); err != nil {

@@ -70,6 +70,7 @@ func start(t *testing.T, dir string, s setup) *node {
 	if s.store.ChecksumRate == 0 {
 		s.store.ChecksumRate, s.store.SumAtOnce = 1<<30, true
 	}
+	s.store.LoadTimeout, s.offload.Patience = cmp.Or(s.store.LoadTimeout, time.Minute), cmp.Or(s.offload.Patience, time.Minute)
 	n := &node{t: t, dir: dir, store: store.New(p, s.store), ran: make(chan struct{})}
 	s.offload.Dir, s.offload.Grace = dir, cmp.Or(s.offload.Grace, 20*time.Millisecond)
 	n.server = offload.New(n.store, s.offload)

@@ -217,7 +217,7 @@ func TestRefusals(t *testing.T) {
 
 // A client that leaves ends its request, in both phases; its blocks are free.
 func TestClientLeaves(t *testing.T) {
-	e, url := serve(t, engine.Options{StepTime: 20 * time.Millisecond})
+	e, url := serve(t, engine.Options{StepTime: 200 * time.Millisecond}) // no request ends by itself
 	for _, tokens := range []int64{0, 3} {
 		before := e.Stats().Generated
 		ctx, cancel := context.WithCancel(t.Context())

@@ -43,7 +43,7 @@ func TestConnectorFigures(t *testing.T) {
 // An engine that ends all requests ends their streams with a reason, of clients that wait for a
 // whole answer too, and goes on.
 func TestAbortAll(t *testing.T) {
-	e, url := serve(t, engine.Options{StepTime: 10 * time.Millisecond})
+	e, url := serve(t, engine.Options{StepTime: 200 * time.Millisecond}) // no request ends by itself
 	var bodies []io.ReadCloser
 	for range 2 {
 		r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a b","max_tokens":500,"stream":true}`))

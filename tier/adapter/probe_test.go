@@ -16,7 +16,7 @@ import (
 // has the error.
 func TestUnreachableTierShowsAtTheStart(t *testing.T) {
 	for _, text := range []string{
-		`{"type":"s3_native","s3_endpoint":"http://127.0.0.1:1","s3_bucket":"b","aws_access_key_id":"i","aws_secret_access_key":"s","request_timeout":2}`,
+		`{"type":"s3_native","s3_endpoint":"http://127.0.0.1:1","s3_bucket":"b","aws_access_key_id":"i","aws_secret_access_key":"s","request_timeout":60}`,
 		`{"type":"redis","host":"127.0.0.1","port":1}`,
 		`{"type":"resp","host":"127.0.0.1","port":1}`,
 	} {

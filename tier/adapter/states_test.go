@@ -227,7 +227,7 @@ func TestStatesOfTiers(t *testing.T) {
 		})
 		row(kind+" over_budget", func(t *testing.T) { at(t, 0, "", `,"s3_puts_per_hour":1`).wants(tier.OverBudget, "PUTs") })
 		row(kind+" unreachable", func(t *testing.T) {
-			text := fmt.Sprintf(`{"type":%q,"s3_endpoint":"http://127.0.0.1:%d","s3_bucket":"kv","aws_access_key_id":"i","aws_secret_access_key":"s","request_timeout":2}`, kind, testkit.FreePort(t))
+			text := fmt.Sprintf(`{"type":%q,"s3_endpoint":"http://127.0.0.1:%d","s3_bucket":"kv","aws_access_key_id":"i","aws_secret_access_key":"s","request_timeout":60}`, kind, testkit.FreePort(t))
 			openState(t, text, disk.Options{}).wants(tier.Unreachable, "refused")
 		})
 		if kind == "s3" {

@@ -265,14 +265,14 @@ func TestCallsToASilentServerEnd(t *testing.T) {
 		return nil, false
 	})
 	defer close(release)
-	x := open(t, redis.Options{Addrs: []string{f.addr}, Lookups: 1, Timeout: 200 * time.Millisecond, Pause: time.Minute})
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Lookups: 1, Timeout: time.Second, Pause: time.Minute})
 	began := time.Now()
 	var wg sync.WaitGroup
 	for i := range 40 {
 		wg.Go(func() { _ = x.Stat(t.Context(), []kv.Key{tiertest.Key(i)}, make([]tier.Meta, 1)) })
 	}
 	wg.Wait()
-	if took := time.Since(began); took > 4*time.Second { // 40 in a row take 8 s
+	if took := time.Since(began); took > 30*time.Second { // 40 in a row take 40 s
 		t.Errorf("the last of 40 calls ended after %v", took)
 	}
 }
