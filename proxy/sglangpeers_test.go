@@ -454,7 +454,7 @@ func TestSGLangServerInfoIsBounded(t *testing.T) {
 	url, _ := startProxy(t, proxy.Options{Detect: true, HealthInterval: 20 * time.Millisecond, Engines: []string{s.URL}, FirstByte: 50 * time.Millisecond})
 	reach(t, url)
 	busy.Store(true)
-	client := http.Client{Timeout: 5 * time.Second}
+	client := http.Client{Timeout: time.Minute}
 	r, err := client.Get(url + "/server_info")
 	if err != nil {
 		t.Fatal(err)

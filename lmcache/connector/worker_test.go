@@ -139,7 +139,7 @@ func openAdapter(t *testing.T, s *fakeServer, p *connector.Paged, change func(*c
 		t.Fatal(err)
 	}
 	o := connector.WorkerOptions{
-		Model: "m", Cache: p, ChunkTokens: 8, ShmDir: s.dir, NoHeartbeat: true, CallTimeout: 2 * time.Second,
+		Model: "m", Cache: p, ChunkTokens: 8, ShmDir: s.dir, NoHeartbeat: true, CallTimeout: time.Minute,
 		Log: slog.New(slog.NewTextHandler(io.Discard, nil)),
 	}
 	if change != nil {
@@ -426,7 +426,7 @@ func TestHealth(t *testing.T) {
 	testkit.Eventually(t, "registration on a new connection", func() bool {
 		b.Save([]lmcache.LoadStore{op(lmcache.Store, "x", 0, 8, 1, 2)})
 		flushWorker(t, b)
-		return b.Stats().Registrations == 1
+		return b.Stats().Registrations >= 1
 	})
 	if n := s.count(lmcache.OpRegisterEngineDriven); n <= before {
 		t.Errorf("%d registrations, %d before", n, before)
@@ -437,7 +437,7 @@ func TestHealth(t *testing.T) {
 	idle := openAdapter(t, s, p, func(o *connector.WorkerOptions) { o.NoHeartbeat, o.Heartbeat = false, 300*time.Millisecond })
 	s.router.Close()
 	s.listen(s.url)
-	testkit.Eventually(t, "registration of an idle worker", func() bool { return idle.Stats().Registrations == 1 })
+	testkit.Eventually(t, "registration of an idle worker", func() bool { return idle.Stats().Registrations >= 1 })
 }
 
 // Slots that were named before the worker registered again are places in another

@@ -15,7 +15,7 @@ import (
 // Each transfer is told by itself, the last one first: two of one id, one from memory, one that D cannot
 // have, one that P did not send in time. A pull for nothing is none. What was sent is counted on both hops.
 func TestTransfers(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 300 * time.Millisecond})
+	w := newWorld(t, relay.Options{Timeout: 5 * time.Second})
 	w.sender.Offer("p", "x", [][]int{{3, 4, 5}, {10, 11, 12, 13}})
 	for _, id := range []string{"x", "x#2"} {
 		if err := w.pull(id, []int{0, 1, 2}, []int{7, 8, 9, 20}); err != nil {

@@ -111,11 +111,12 @@ func TestPutAndGet(t *testing.T) {
 
 // A put waits for room that an eviction makes, and gives up in time where none comes.
 func TestNoRoom(t *testing.T) {
-	c := newCluster(t, 1, ClientOptions{RoomTimeout: 200 * time.Millisecond})
+	c := newCluster(t, 1, ClientOptions{RoomTimeout: time.Minute})
 	c.master.Set(func() { c.master.NoRoom = 2 })
 	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}); errs[0] != nil || errs[1] != nil {
 		t.Fatal(errs)
 	}
+	c = newCluster(t, 1, ClientOptions{RoomTimeout: 200 * time.Millisecond})
 	c.master.Set(func() { c.master.NoRoom = 1 << 30 })
 	if errs := c.client.Put(t.Context(), []Object{{"c", [][]byte{{1}}}}); errs[0] != NoRoom {
 		t.Fatal(errs)
