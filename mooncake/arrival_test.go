@@ -189,7 +189,7 @@ func TestUnwrittenModel(t *testing.T) {
 // Nothing says yet which engine P has, and not a byte has come when it says done. Of
 // two such requests the one whose bytes come has arrived when they have, the other fails.
 func TestUnknownEngineSaysDoneBeforeItsFirstByte(t *testing.T) {
-	x := newPair(t, testCache(2, 8, 4096), testCache(2, 8, 4096), SenderOptions{}, ReceiverOptions{ArrivalTimeout: time.Second})
+	x := newPair(t, testCache(2, 8, 4096), testCache(2, 8, 4096), SenderOptions{}, ReceiverOptions{ArrivalTimeout: 4 * time.Second})
 	old := x.oldEngine(t)
 	full := bytes.Repeat([]byte{0xCC}, 4096)
 	late := make(chan struct{})

@@ -202,7 +202,7 @@ func TestAnswerTimeout(t *testing.T) {
 			time.Sleep(5 * time.Millisecond)
 		}
 	})
-	url, s := startProxy(t, proxy.Options{Engines: []string{slow}, AnswerTimeout: 100 * time.Millisecond, HealthInterval: time.Hour})
+	url, s := startProxy(t, proxy.Options{Engines: []string{slow}, AnswerTimeout: time.Second, HealthInterval: time.Hour})
 	reach(t, url)
 	if _, text, err := hear(t, url+"/v1/completions", `{"prompt":"a","stream":true}`); err == nil || !strings.Contains(text, token) || !strings.Contains(text, `"error"`) {
 		t.Errorf("%q %v", text[max(0, len(text)-200):], err)
