@@ -528,7 +528,7 @@ func TestEngineScript(t *testing.T) {
 	for _, form := range []paged.Form{paged.PlanesNHD, paged.BlocksNHD, paged.FusedNHD} {
 		dir := t.TempDir()
 		url, st, stop := startMini(t, dir, "tcp://127.0.0.1:*")
-		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, form: form, heartbeat: 50 * time.Millisecond})
+		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, form: form, heartbeat: 500 * time.Millisecond})
 		miniScript(e)
 		e.compare(miniStory)
 		if s := st.Stats(); s.Transfers != 0 {
