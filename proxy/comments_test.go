@@ -207,6 +207,7 @@ func TestKeepAlive(t *testing.T) {
 		if comments == 0 {
 			proceed <- struct{}{}
 		}
+		began := time.Now()
 		r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(body))
 		r.Header.Set(field, "text/event-stream")
 		resp, err := http.DefaultClient.Do(r)
@@ -229,6 +230,9 @@ func TestKeepAlive(t *testing.T) {
 		rest, err := io.ReadAll(lines)
 		if text += string(rest); err != nil || !strings.HasPrefix(text, prefix) || !strings.HasSuffix(text, suffix) || comments == 0 && strings.Contains(text, ping) {
 			t.Errorf("%s %s: %q, %v", body, field, text, err)
+		}
+		if n, took := strings.Count(text, ping), time.Since(began); n > 1+int(took/(10*time.Millisecond)) {
+			t.Errorf("%s %s: %d comments in %v", body, field, n, took)
 		}
 	}
 	f(`{"prompt":"a","stream":true}`, "Accept", ping, token+done, 3)

@@ -130,6 +130,7 @@ func TestSGLangLateAnswerOfPHoldsNoTokens(t *testing.T) {
 			}
 		}
 	})
+	start := time.Now()
 	r, err := http.Post(url+"/generate", "application/json", strings.NewReader(`{"text":"x","stream":true}`))
 	if err != nil {
 		t.Fatal(err)
@@ -145,6 +146,9 @@ func TestSGLangLateAnswerOfPHoldsNoTokens(t *testing.T) {
 			i++
 			got <- struct{}{}
 		}
+	}
+	if took := time.Since(start); took > 1900*time.Millisecond { // one wait for P's answer is longer
+		t.Errorf("three tokens took %v", took)
 	}
 	close(release)
 	if rest, err := io.ReadAll(events); err != nil || !strings.Contains(string(rest), `"cached_tokens":7`) || !strings.Contains(string(rest), "[DONE]") {

@@ -355,20 +355,23 @@ func TestWholeRequest(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		ended := make(chan struct{})
 		go func() {
 			<-begun
 			cancel()
-			if whole {
-				close(left)
+			if !whole {
+				select {
+				case <-ended: // the client saw it before the server read
+				case <-time.After(time.Minute):
+				}
 			}
+			close(left)
 		}()
 		body := make([]byte, 32<<20) // more than sockets hold
 		if _, err := n.Do(ctx, &Request{Method: "POST", Target: "/", Body: [][]byte{body}, Whole: whole}, time.Time{}); !errors.Is(err, context.Canceled) || errors.Is(err, ErrCut) == whole {
 			t.Fatal(err)
 		}
-		if !whole {
-			close(left)
-		}
+		close(ended)
 		if n := <-got; (n == int64(len(body))) != whole {
 			t.Errorf("whole %v: %d bytes arrived", whole, n)
 		}

@@ -59,8 +59,11 @@ func TestTCP(t *testing.T) {
 	port := l.Addr().(*net.TCPAddr).Port
 	time.AfterFunc(200*time.Millisecond, func() { _ = l.Close() })
 	testkit.Eventually(t, "the port is listened on", func() bool { // the timer may be later than ListenTCP waits
+		began := time.Now()
 		next, err := takeover.ListenTCP(t.Context(), "127.0.0.1", port)
-		if err != nil {
+		if took := time.Since(began); err != nil && took < 3*time.Second {
+			t.Fatalf("after %v: %v", took, err)
+		} else if err != nil {
 			return false
 		}
 		_ = next.Close()

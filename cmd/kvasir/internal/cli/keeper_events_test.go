@@ -214,13 +214,17 @@ func TestKeeperPublishesItsFiles(t *testing.T) {
 
 // figures returns the page of a keeper, or why there is none.
 func figures(port int) string {
-	res, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/metrics", port))
+	client := http.Client{Timeout: 10 * time.Second}
+	res, err := client.Get(fmt.Sprintf("http://127.0.0.1:%d/metrics", port))
 	if err != nil {
 		return err.Error()
 	}
 	defer res.Body.Close()
 	page, err := io.ReadAll(res.Body)
-	return fmt.Sprintf("%s%v", page, err)
+	if err != nil {
+		return err.Error()
+	}
+	return string(page)
 }
 
 // replayed asks a replay socket for all messages.

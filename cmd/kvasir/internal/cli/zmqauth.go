@@ -277,7 +277,7 @@ func (c *curveKeyCmd) Run(e *env) error {
 		return usagef("--name is one word, which does not begin with #")
 	}
 	secret := zmtp.NewKey()
-	for strings.HasPrefix(secret.Public().Z85(), "-") { // a shell would pass it as a flag
+	for strings.HasPrefix(secret.Public().Z85(), "-") { // --curve-server KEY would take it for a flag
 		secret = zmtp.NewKey()
 	}
 	if c.Public {
