@@ -53,7 +53,7 @@ func TestCloseBesideAnEngineThatDoesNotRead(t *testing.T) {
 	}()
 	select {
 	case <-ended:
-	case <-time.After(time.Minute):
+	case <-time.After(8 * time.Second): // below HelloTime
 		t.Error("the server does not end")
 		_ = c.Close() // so that it does
 		<-ended
