@@ -174,7 +174,7 @@ func hostsOf(e bootstrap.Engine) map[string]bool {
 func (p *Proxy) discover(ctx context.Context, f *finder) {
 	known := make(map[string]*backend)
 	for {
-		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 5*time.Second))
+		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 5*time.Second)+p.o.patience)
 		found, err := f.find(look, p.o.resolve)
 		if err == nil {
 			found = p.selectFound(look, f, known, found)

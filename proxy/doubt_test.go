@@ -157,7 +157,7 @@ func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 func TestASilentEngineEndsADoubt(t *testing.T) {
 	t.Parallel()
 	e := startDoubted(t)
-	url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+	url, p := startImpatient(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
 	reach(t, url)
 	first := e.ask(t, url, 1)
 	<-e.looked

@@ -382,7 +382,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 	if !n.Fresh() || !b.registered() {
 		return n, who, nil
 	}
-	look, cancel := context.WithTimeout(ctx, 2*time.Second)
+	look, cancel := context.WithTimeout(ctx, 2*time.Second+e.p.o.patience)
 	defer cancel()
 	if !e.p.refresh(look, b) {
 		n.Close()

@@ -20,6 +20,12 @@ func WithModelLooks(o Options, d time.Duration) Options {
 	return o
 }
 
+// WithPatience returns o with more time for each look, and for who waits for one.
+func WithPatience(o Options, d time.Duration) Options {
+	o.patience = d
+	return o
+}
+
 // StoreID is under what the cache server stands in the index now.
 func (p *Proxy) StoreID() uint32 { return p.fleet.store.ids()[0] }
 

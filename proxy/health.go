@@ -47,7 +47,7 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	b.looking.Lock()
 	defer b.looking.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
+	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second)+p.o.patience)
 	defer cancel()
 	well, heard := p.answers(ctx, b)
 	b.missed = !well
@@ -227,7 +227,7 @@ func (p *Proxy) trouble(b *backend, err error) {
 	p.wg.Go(func() {
 		end := sync.OnceFunc(func() { p.fleet.certain(b) })
 		defer end()
-		defer time.AfterFunc(doubtTime, end).Stop()
+		defer time.AfterFunc(doubtTime+p.o.patience, end).Stop()
 		if p.look(p.ctx, b, false); !b.well.Load() {
 			p.o.Log.Info("an engine's health changed", "engine", b.url, "well", false)
 		}

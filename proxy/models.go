@@ -63,7 +63,7 @@ func (p *Proxy) lookForModels(ctx context.Context) bool {
 	}
 	m.last = time.Now()
 	m.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second+p.o.patience)
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, b := range p.fleet.engines() {

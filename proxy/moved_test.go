@@ -15,17 +15,24 @@ func TestFirstRequestAfterPRestarts(t *testing.T) {
 	x := deploy(t, 1, 0)
 	alone := serve(t, "", "", 0)
 	defer alone.stop(t)
-	for i := range 3 {
-		x.wantAsked("before", 1, body(i, 4, ""), alone)
+	for i, late := 0, 0; i < 3; i++ {
+		x.wantAsked("before", 1, body(i+10*late, 4, ""), alone)
 		addr := x.p[0].web.Listener.Addr().String()
 		x.p[0].stop(t)
 		x.p[0] = serve(t, addr, producer(x.registry, "p0"), 0)
 		testkit.Eventually(t, "P is found again", func() bool { return x.proxy.Stats().Well[x.p[0].web.URL] == 1 })
 		time.Sleep(100 * time.Millisecond) // looks
-		retries, began := x.proxy.Stats().Retries, time.Now()
-		x.wantAsked("the first request", 1, body(100+i, 4, ""), alone)
-		if s, d := x.proxy.Stats(), x.d[0].Stats(); s.Retries != retries || d.FailedLoads != 0 || time.Since(began) > 4*time.Second {
-			t.Errorf("%d retries, %d failed loads, %v", s.Retries-retries, d.FailedLoads, time.Since(began))
+		retries, failed, began := x.proxy.Stats().Retries, x.d[0].Stats().FailedLoads, time.Now()
+		asked := x.asked(body(100+i+10*late, 4, ""), alone)
+		took := time.Since(began)
+		retries, failed = x.proxy.Stats().Retries-retries, x.d[0].Stats().FailedLoads-failed
+		if took > 4*time.Second && late < 3 { // a machine may stand still for so long, but not each time
+			late++
+			i--
+			continue
+		}
+		if asked != 1 || retries != 0 || failed != 0 || took > 4*time.Second {
+			t.Errorf("P was asked %d times, %d retries, %d failed loads, %v, %d late requests", asked, retries, failed, took, late)
 		}
 	}
 }

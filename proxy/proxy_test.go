@@ -149,7 +149,16 @@ func (x *deployment) start(o proxy.Options) {
 	x.well()
 }
 
+// startProxy starts a proxy that waits a minute longer for an engine than the product: a machine that stands still for some seconds makes
+// no engine unwell.
 func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
+	t.Helper()
+	o.DialTimeout = cmp.Or(o.DialTimeout, time.Minute)
+	return startImpatient(t, proxy.WithPatience(o, time.Minute))
+}
+
+// startImpatient starts a proxy with the limits of the product, for a test of an engine that is silent.
+func startImpatient(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 	t.Helper()
 	o.Log = testLog()
 	p, err := proxy.New(o)
@@ -324,8 +333,9 @@ func TestClientLeaves(t *testing.T) {
 // A D that dies in the middle of a stream cuts the client's stream, which does not end well;
 // requests in future go to the other one.
 func TestDDies(t *testing.T) {
-	x := deploy(t, 2, 10*time.Millisecond)
-	r, err := http.Post(x.url+"/v1/completions", "application/json", strings.NewReader(body(0, 500, `,"stream":true`)))
+	x := deploy(t, 2, 20*time.Millisecond)
+	// The stream lasts half a minute: D does not end it before the test stops D, although the machine stands still meanwhile.
+	r, err := http.Post(x.url+"/v1/completions", "application/json", strings.NewReader(body(0, 1500, `,"stream":true`)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -340,6 +350,9 @@ func TestDDies(t *testing.T) {
 			x.d = append(x.d[:i:i], x.d[i+1:]...)
 			break
 		}
+	}
+	if len(x.d) != 1 {
+		t.Fatal("no D had the request")
 	}
 	rest, err := io.ReadAll(lines)
 	if err == nil || bytes.Contains(rest, []byte("[DONE]")) || !bytes.Contains(rest, []byte("broke off")) {

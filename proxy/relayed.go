@@ -72,7 +72,7 @@ func (e *exchange) relayedParams() []byte {
 
 // relayKeeps asks a relay whether it still has a transfer.
 func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
-	ctx, cancel := context.WithTimeout(ctx, askRelay)
+	ctx, cancel := context.WithTimeout(ctx, askRelay+p.o.patience)
 	defer cancel()
 	text, status := readBy(ctx, p.relayClient, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
 	return status == http.StatusOK && string(text) == `{"kept":true}`

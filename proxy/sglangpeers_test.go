@@ -276,7 +276,7 @@ func TestSGLangBusyAfterAMissedLook(t *testing.T) {
 		fmt.Fprint(w, `{"disaggregation_mode":"null"}`)
 	})
 	e := serveMux(t, mux)
-	url, s := startProxy(t, proxy.Options{Detect: true, HealthInterval: 20 * time.Millisecond, Engines: []string{e}})
+	url, s := startImpatient(t, proxy.Options{Detect: true, HealthInterval: 20 * time.Millisecond, Engines: []string{e}})
 	reach(t, url)
 	busy.Store(true)
 	ready.Store(false)

@@ -148,7 +148,7 @@ func (s *store) has(marks []prefix.Mark) (t stored) {
 // watchStore looks after the cache server until ctx ends.
 func (p *Proxy) watchStore(ctx context.Context) {
 	for {
-		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
+		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second)+p.o.patience)
 		text, status := p.read(look, p.o.Store+"/status", p.o.StoreToken)
 		cancel()
 		var st *storeStatus
