@@ -16,11 +16,14 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 )
 
+// lateBeat is between two heartbeats, and how long each may take: a machine that stands still for some seconds makes no server unhealthy.
+const lateBeat = 20 * time.Second
+
 // miniRanks lets two ranks of one engine store and load: with MLA rank 0 stores
 // for both, otherwise each keeps a shard. The first rank has the scheduler.
 func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 	t.Helper()
-	o := miniOptions{url: url, shmDir: shmDir, model: fmt.Sprint("ranks-", mla, time.Now().UnixNano()), heartbeat: time.Second}
+	o := miniOptions{url: url, shmDir: shmDir, model: fmt.Sprint("ranks-", mla, time.Now().UnixNano()), heartbeat: lateBeat}
 	if mla {
 		o.form = paged.FusedNHD
 	}
@@ -128,7 +131,7 @@ func TestEngineRandom(t *testing.T) {
 	var mu sync.Mutex
 	loads := 0
 	for id := range 2 {
-		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, model: "shared", form: paged.PlanesNHD, heartbeat: time.Second})
+		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, model: "shared", form: paged.PlanesNHD, heartbeat: lateBeat})
 		wg.Go(func() {
 			defer e.close()
 			rnd := rand.New(rand.NewPCG(seed, uint64(id)))
