@@ -275,15 +275,24 @@ func TestDeadlines(t *testing.T) {
 	})
 	url, s = startProxy(t, proxy.Options{Engines: []string{half}, Stall: 50 * time.Millisecond, HealthInterval: 20 * time.Millisecond})
 	reach(t, url)
-	r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
-	if err != nil {
-		t.Fatal(err)
+	var text []byte
+	for range 4 { // a machine that stands still at the wrong moment makes the first byte late: 504
+		r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		status := r.StatusCode
+		text, err = io.ReadAll(r.Body)
+		r.Body.Close()
+		if status == 504 {
+			continue
+		}
+		if err == nil || !bytes.Contains(text, []byte("broke off")) || s.Stats().Requests["broken_off"] != 1 {
+			t.Errorf("%v %s", err, text)
+		}
+		return
 	}
-	defer r.Body.Close()
-	text, err := io.ReadAll(r.Body)
-	if err == nil || !bytes.Contains(text, []byte("broke off")) || s.Stats().Requests["broken_off"] != 1 {
-		t.Errorf("%v %s", err, text)
-	}
+	t.Errorf("four times %s", text)
 }
 
 // A stream that ends in the middle of an event, of a rune, or without [DONE] does not end well for

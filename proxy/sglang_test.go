@@ -387,7 +387,7 @@ func TestSGLangHalfRegistered(t *testing.T) {
 
 // Clients that leave, and a P and a D that are killed, leave nothing behind, and every other request is answered right.
 func TestSGLangUnderLoad(t *testing.T) {
-	x := deploySGLang(t, 2, 2, proxy.Options{Dialect: proxy.SGLang}, engine.Options{StepTime: time.Millisecond})
+	x := deploySGLang(t, 2, 2, proxy.Options{Dialect: proxy.SGLang}, engine.Options{StepTime: time.Millisecond, Getenv: keepFor("3")}) // clients leave: the test waits for the KV to go
 	f := func(i int) {
 		path, body := "/generate", fmt.Sprintf(`{"text":"request %d %s","sampling_params":{"max_new_tokens":20}`, i, strings.Repeat("tell me more ", 40))
 		if i%2 == 0 {

@@ -48,18 +48,25 @@ func startSGLang(t testing.TB, mode string, o engine.Options) *sgl {
 		t.Cleanup(func() { web.CloseClientConnections(); web.Close(); registry.Close() })
 		config = producer("http://"+x.at, x.at)
 	}
-	o.Getenv = func(name string) (string, bool) {
-		v, ok := map[string]string{"VLLM_HOST_IP": "127.0.0.1", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "3"}[name]
-		return v, ok
+	if o.Getenv == nil {
+		o.Getenv = keepFor("15") // longer than a machine stands still
 	}
 	x.served = serveWith(t, "", config, o)
-	x.api = api.NewSGLang(x.Engine, api.SGLangOptions{Version: "0.5.23", Mode: mode, Bootstrap: x.port, Timeout: 3 * time.Second})
+	x.api = api.NewSGLang(x.Engine, api.SGLangOptions{Version: "0.5.23", Mode: mode, Bootstrap: x.port, Timeout: 15 * time.Second})
 	x.web.Config.Handler = x.api
 	if x.boot != nil {
 		x.boot.Register()
 	}
 	t.Cleanup(x.api.Close)
 	return x
+}
+
+// keepFor is the environment of an engine whose P keeps the KV for so many seconds that no D takes.
+func keepFor(seconds string) func(name string) (string, bool) {
+	return func(name string) (string, bool) {
+		v, ok := map[string]string{"VLLM_HOST_IP": "127.0.0.1", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": seconds}[name]
+		return v, ok
+	}
 }
 
 // sglDeployment is P's, D's and a proxy of SGLang.
