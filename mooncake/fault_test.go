@@ -195,6 +195,7 @@ func TestUnreachable(t *testing.T) {
 	}
 	x.dir.show(from.EngineID, x.sender.Addr())
 	x.from = from
+	x.receiver.o.ConnectTimeout = time.Minute // no pull runs; on a late machine this one may need more time
 	x.sender.Offer("p", "x", [][]int{{5}})
 	if err := x.pull(t, "d", "x", []int{1}); err != nil {
 		t.Fatal(err)

@@ -106,7 +106,8 @@ func TestPRestartsWithOtherRanks(t *testing.T) {
 // P. D's next pull is right.
 func TestOldSideChannelOfAnother(t *testing.T) {
 	f := func(t *testing.T, silent bool) {
-		x := small(t, SenderOptions{}, ReceiverOptions{ConnectTimeout: 300 * time.Millisecond, UnknownTimeout: 300 * time.Millisecond})
+		const connect, unknown = 300 * time.Millisecond, 300 * time.Millisecond
+		x := small(t, SenderOptions{}, ReceiverOptions{ConnectTimeout: time.Minute, UnknownTimeout: unknown})
 		x.sender.Offer("p0", "x0", [][]int{{3}})
 		if err := x.pull(t, "d0", "x0", []int{1}); err != nil {
 			t.Fatal(err)
@@ -140,16 +141,25 @@ func TestOldSideChannelOfAnother(t *testing.T) {
 		second := start(SenderOptions{Engine: Engine{ID: x.from.EngineID}})
 		x.dir.show(second.EngineID(), second.Addr())
 		if silent { // P moves after D has begun: it learns of that when nothing answers
-			at := addr
+			at, wait := addr, connect
 			x.receiver.o.Find = func(context.Context, Source) (bootstrap.Engine, error) {
 				e := bootstrap.Engine{ID: x.from.EngineID, Workers: map[int]map[int]string{0: {0: at}}}
-				at = second.Addr()
+				x.receiver.o.ConnectTimeout = wait // the next connection is made later, after this call
+				at, wait = second.Addr(), time.Minute
 				return e, nil
 			}
 		}
 		second.Offer("p1", "x1", [][]int{{5}})
-		if err := x.pull(t, "d1", "x1", []int{2}); err != nil {
-			t.Fatal(err)
+		for try := 1; ; try++ {
+			began := time.Now()
+			err := x.pull(t, fmt.Sprint("d", try), "x1", []int{2})
+			if err == nil {
+				break
+			}
+			// Without the registry's answers in time, D goes by what it knows and asks another engine.
+			if took := time.Since(began); !errors.Is(err, ErrUnknownTransfer) || took < 2*askWithin || try == 5 {
+				t.Fatalf("after %v: %v", took, err)
+			}
 		}
 		x.target.Table().Observe()
 		if !bytes.Equal(block(x.d, 0, 2), block(x.p, 0, 5)) {

@@ -67,7 +67,7 @@ func TestSameIDAgainIsAskedOfP(t *testing.T) {
 // What P sent in a life that has ended is not served any more: its side channel broke,
 // under the same engine id and address as ever, or it left the registry.
 func TestKeptKVEndsWithItsP(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 3 * time.Second})
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
 	offer := func(id string, b int) {
 		t.Helper()
 		w.sender.Offer("p"+id, id, [][]int{{b}, {b}})
@@ -81,7 +81,17 @@ func TestKeptKVEndsWithItsP(t *testing.T) {
 	w.rewrite()
 	w.startP("e1")
 	time.Sleep(5 * time.Millisecond)
-	if err := w.pull("x#2", []int{1}, []int{2}); err == nil {
+	// P has no such transfer, so the pull ends when this D gives it up.
+	short, err := mooncake.NewReceiver(w.d, mooncake.ReceiverOptions{Target: w.target, Log: logger(), Timeout: 3 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer short.Close()
+	failed, err := short.Pull(t.Context(), w.source(), map[string]wire.Wanted{"d-x#2": {TransferID: "x#2", Blocks: [][]int{{1}, {2}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if failed["d-x#2"] == nil {
 		t.Fatal("an earlier life's KV was served")
 	}
 	offer("y", 6)
@@ -90,7 +100,7 @@ func TestKeptKVEndsWithItsP(t *testing.T) {
 	w.dir = "{}"
 	w.mu.Unlock()
 	testkit.Eventually(t, "the relay notices", func() bool { return w.relay.Stats().Kept == 0 && w.relay.Stats().Engines == 0 })
-	failed, err := w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "y#2", Blocks: [][]int{{3}, {4}}}})
+	failed, err = w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "y#2", Blocks: [][]int{{3}, {4}}}})
 	if err != nil || failed["d"] == nil || !strings.Contains(failed["d"].Error(), "not registered any more") {
 		t.Fatal(err, failed)
 	}
@@ -244,7 +254,7 @@ func TestPrefixHitOfTheFirstD(t *testing.T) {
 // The answer to D is lost with its connection; D asks again under the same request
 // id. P has forgotten the transfer, and D gets it all the same.
 func TestLostAnswerOfTheRelay(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
 	w.sender.Offer("p", "x", [][]int{{5}, {6}})
 	regions := memory(2 * payload)
 	published, err := w.target.Table().Publish(regions.Storages[0].Mem, regions.Storages[1].Mem, regions.Storages[2].Mem, regions.Storages[3].Mem)
