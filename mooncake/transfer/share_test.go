@@ -212,6 +212,7 @@ func TestUnaskedConnectionsGiveWay(t *testing.T) {
 		}
 		defer c.Close()
 	}
+	testkit.Eventually(t, "the target has all connections", func() bool { return target.Stats().DataConns == 4 }) // their time begins there
 	time.Sleep(requestlessFor + 50*time.Millisecond)
 	for range 3 {
 		if err := client(t, Options{Conns: 1}).Write(t.Context(), target.Name(), entries); err != nil {

@@ -312,42 +312,50 @@ func TestFenceOfManyRangesDelaysNoOtherFence(t *testing.T) {
 	for i := range mems {
 		mems[i] = make([]byte, 2*blocks*64)
 	}
-	var lists [6][]Range // windows
-	for w := range lists {
+	var ranges []Range
+	for range 6 { // windows
 		regions, err := table.Publish(mems...)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, g := range regions {
 			for i := range uint64(blocks) {
-				lists[w] = append(lists[w], Range{g.Range().Addr + 2*i*64, 64})
+				ranges = append(ranges, Range{g.Range().Addr + 2*i*64, 64})
 			}
 		}
 	}
+	for try := 1; ; try++ {
+		others, longest, took := besideFence(table, ranges)
+		t.Logf("a fence of %v, %d others, the longest took %v", took, others, longest)
+		if others >= 10 && longest < took/4 {
+			return
+		}
+		if try == 10 { // a late machine may hold up anything
+			t.Fatalf("%d others beside a fence of %v, one of them was held up for %v", others, took, longest)
+		}
+		table.Reopen(ranges...)
+	}
+}
+
+// besideFence fences ranges, and has connections come and go meanwhile. It returns how many did, and how long the slowest of them took.
+func besideFence(table *Table, ranges []Range) (others int, longest, took time.Duration) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		for _, l := range lists {
-			table.Fence(context.Background(), l...)
-		}
+		began := time.Now()
+		table.Fence(context.Background(), ranges...)
+		took = time.Since(began)
 	}()
-	longest := time.Duration(0)
-	for others := 0; ; others++ {
-		select {
-		case <-done:
-			if others == 0 {
-				t.Fatal("nothing was done meanwhile")
-			}
-			t.Logf("%d others, the longest took %v", others, longest)
-			if longest > time.Second {
-				t.Fatalf("held up for %v", longest)
-			}
-			return
-		default:
-		}
+	for {
 		start := time.Now()
 		table.newClaims(func() {}).drop()
 		longest = max(longest, time.Since(start))
+		select {
+		case <-done:
+			return others, longest, took
+		default:
+		}
+		others++
 		time.Sleep(100 * time.Microsecond)
 	}
 }
