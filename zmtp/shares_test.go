@@ -8,6 +8,7 @@ import (
 	"net"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -54,50 +55,74 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 	testkit.Eventually(t, "peers beyond the limit are closed", func() bool { s := r.Stats(); return s.Peers <= 8 && s.Closed["too_many_peers"] >= 50 })
 }
 
-// A message that stops coming ends its connection; one that comes slowly, and a
-// peer that is silent between messages, are left alone.
+// A message that stops coming ends its connection; a peer that is silent between
+// messages is left alone.
 func TestStalledMessage(t *testing.T) {
-	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 3 * time.Second})
-	stalled, slow, silent := dialReady(t, addr), dialReady(t, addr), dialReady(t, addr)
-	body := strings.Repeat("x", 20*stallProgress)
-	long := frames(body)
-	stalled.send(long[:1000])
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for at := 0; at < len(long); at += 2 * stallProgress {
-			slow.send(long[at:min(at+2*stallProgress, len(long))])
-			time.Sleep(400 * time.Millisecond)
-		}
-	}()
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 3 * time.Second, HandshakeTimeout: testWait})
+	stalled, silent := dialReady(t, addr), dialReady(t, addr)
+	stalled.send(frames(strings.Repeat("x", stallProgress))[:1000])
 	stalled.wantEnd()
 	if err := recv(t, ends); Reason(err) != "stalled" {
 		t.Fatalf("ended with %v", err)
 	}
-	<-done
-	slow.want(body)
 	silent.send(frames("here"))
 	silent.want("here")
+}
+
+// A message that comes slowly, but more than stallProgress in each ReceiveTimeout, is left alone; one that comes more slowly is not.
+func TestSlowMessage(t *testing.T) {
+	f := func(n int, every time.Duration, whole bool) {
+		t.Helper()
+		synctest.Test(t, func(t *testing.T) {
+			conn, r := pipePeer(RouterOptions{ReceiveTimeout: 3 * time.Second})
+			defer r.Close()
+			defer conn.Close()
+			c := &client{t, conn, bufio.NewReaderSize(conn, 1<<16)}
+			c.hello()
+			body := strings.Repeat("x", 20*stallProgress)
+			long := frames(body)
+			for at := 0; at < len(long); at += n {
+				if _, err := c.Write(long[at:min(at+n, len(long))]); err != nil {
+					break
+				}
+				time.Sleep(every)
+			}
+			if whole {
+				c.want(body)
+			}
+			synctest.Wait()
+			if s := r.Stats(); whole != (s.Closed["stalled"] == 0) {
+				t.Errorf("%d bytes every %v: %v", n, every, s.Closed)
+			}
+		})
+	}
+	f(2*stallProgress, 400*time.Millisecond, true)
+	f(2*stallProgress, 2*time.Second, true)
+	f(stallProgress/8, time.Second, false)
 }
 
 // Messages that each end in time end no connection, also where the next one has always
 // begun when one ends.
 func TestMessagesThatOverlapAreNotStalled(t *testing.T) {
-	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 3 * time.Second})
-	c := dialReady(t, addr)
-	message := frames("hello")
-	half := len(message) / 2
-	c.send(message[:half])
-	for range 40 {
-		c.send(append(append([]byte{}, message[half:]...), message[:half]...))
-		c.want("hello")
-		time.Sleep(100 * time.Millisecond)
-		select {
-		case err := <-ends:
-			t.Fatalf("ended with %v", err)
-		default:
+	synctest.Test(t, func(t *testing.T) {
+		conn, r := pipePeer(RouterOptions{ReceiveTimeout: 3 * time.Second})
+		defer r.Close()
+		defer conn.Close()
+		c := &client{t, conn, bufio.NewReaderSize(conn, 1<<16)}
+		c.hello()
+		message := frames("hello")
+		half := len(message) / 2
+		c.send(message[:half])
+		for range 100 {
+			c.send(append(append([]byte{}, message[half:]...), message[:half]...))
+			c.want("hello")
+			time.Sleep(100 * time.Millisecond)
 		}
-	}
+		synctest.Wait()
+		if s := r.Stats(); s.Peers != 1 || len(s.Closed) != 0 {
+			t.Errorf("%d peers, %v", s.Peers, s.Closed)
+		}
+	})
 }
 
 // Unfinished messages of all peers together are bounded: the host that holds most
