@@ -135,58 +135,77 @@ func watches(t *testing.T) []Watch {
 
 // While threads write, the files never take more than the limit, and the room is used. (Real vLLM's 16 threads: make interop.)
 func TestLimitHoldsUnderWriters(t *testing.T) {
-	const row, limit = 64 << 10, 64 << 20
 	for _, w := range watches(t) {
 		if w == WatchLook {
 			continue // it promises no moment
 		}
-		x := newTier(t, row)
-		k := open(t, Options{Roots: []string{x.root}, Limit: limit, Watch: w, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
-		var next atomic.Int64
-		var writers sync.WaitGroup
-		const end = 1600
-		for range 4 {
-			writers.Go(func() {
-				for i := next.Add(8); i < end; i = next.Add(8) {
-					time.Sleep(40 * time.Millisecond) // 50 MB/s in all: a busy machine is to show no fault
-					x.store(int(i), int(i)+1, int(i)+2, int(i)+3, int(i)+4, int(i)+5, int(i)+6, int(i)+7)
-				}
-			})
+		for try := 1; ; try++ {
+			over, late := writeOver(t, w)
+			if over <= 0 || w != WatchFanotify { // inotify hears of files in new directories later
+				break
+			}
+			if late < 100*time.Millisecond || try == 5 { // on a late machine the threads may write and the keeper not
+				t.Fatalf("%s: the files took %d bytes more than the limit; the machine was %v late", w, over, late)
+			}
+			t.Logf("%s: %d bytes more than the limit on a machine that was %v late", w, over, late)
 		}
-		// A walk through the directories is no moment: what the writers made and the keeper did not remove yet is.
-		worst := int64(0)
-		stop := make(chan struct{})
-		var watcher sync.WaitGroup
-		watcher.Go(func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					if d := k.Stats().Directories; len(d) > 0 {
-						worst = max(worst, x.stored.Load()*row-d[0].EvictedBytes)
-					}
-					time.Sleep(time.Millisecond)
+	}
+}
+
+// writeOver has threads write more than a keeper's limit. It returns by how many bytes the files were over it at most, and how late this
+// process was at most to look at them or to write.
+func writeOver(t *testing.T, w Watch) (over int64, late time.Duration) {
+	t.Helper()
+	const row, limit, end = 64 << 10, 64 << 20, 1600
+	x := newTier(t, row)
+	k := open(t, Options{Roots: []string{x.root}, Limit: limit, Watch: w, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	defer closed(t, k)
+	var next, slowest atomic.Int64
+	var writers sync.WaitGroup
+	for range 4 {
+		writers.Go(func() {
+			for i := next.Add(8); i < end; i = next.Add(8) {
+				time.Sleep(40 * time.Millisecond) // 50 MB/s in all: a busy machine is to show no fault
+				began := time.Now()
+				x.store(int(i), int(i)+1, int(i)+2, int(i)+3, int(i)+4, int(i)+5, int(i)+6, int(i)+7)
+				took := int64(time.Since(began))
+				for old := slowest.Load(); took > old && !slowest.CompareAndSwap(old, took); old = slowest.Load() {
 				}
 			}
 		})
-		writers.Wait()
-		close(stop)
-		watcher.Wait()
-		if worst > limit && w == WatchFanotify { // inotify hears of files in new directories later
-			t.Errorf("%s: the files took %d bytes, the limit is %d", w, worst, limit)
-		}
-		testkit.Eventually(t, "the books are those of the directory", func() bool {
-			files, n := x.there()
-			s := k.Stats()
-			return s.Total == n && s.Directories[0].Files == int64(files) && n <= limit-s.Reserve
-		})
-		s := k.Stats()
-		if d := s.Directories[0]; d.Model != "org/model" || d.Writes < d.Evicted || d.Evicted == 0 || s.Total < limit/2 {
-			t.Errorf("%s: %+v", w, s)
-		}
-		closed(t, k)
 	}
+	// A walk through the directories is no moment: what the writers made and the keeper did not remove yet is.
+	over = -limit
+	stop := make(chan struct{})
+	var watcher sync.WaitGroup
+	watcher.Go(func() {
+		for last := time.Now(); ; {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			if d := k.Stats().Directories; len(d) > 0 {
+				over = max(over, x.stored.Load()*row-d[0].EvictedBytes-limit)
+			}
+			time.Sleep(time.Millisecond)
+			now := time.Now()
+			late, last = max(late, now.Sub(last)), now
+		}
+	})
+	writers.Wait()
+	close(stop)
+	watcher.Wait()
+	testkit.Eventually(t, "the books are those of the directory", func() bool {
+		files, n := x.there()
+		s := k.Stats()
+		return s.Total == n && s.Directories[0].Files == int64(files) && n <= limit-s.Reserve
+	})
+	s := k.Stats()
+	if d := s.Directories[0]; d.Model != "org/model" || d.Writes < d.Evicted || d.Evicted == 0 || s.Total < limit/2 {
+		t.Errorf("%s: %+v", w, s)
+	}
+	return over, max(late, time.Duration(slowest.Load()))
 }
 
 // clock is the time of a keeper that a test plays.
