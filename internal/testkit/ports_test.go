@@ -5,6 +5,7 @@ package testkit
 import (
 	"net"
 	"os"
+	"runtime"
 	"strings"
 	"testing"
 )
@@ -38,5 +39,27 @@ func TestFree(t *testing.T) {
 	defer c.Close()
 	if from := c.LocalAddr().(*net.TCPAddr).Port; from < lastPort {
 		t.Errorf("a client has port %d", from)
+	}
+}
+
+// Two processes that try the same ports at the same time get different ones, and a port is free again after its test.
+func TestPortsOfTwoProcesses(t *testing.T) {
+	if runtime.GOOS != "linux" {
+		t.Skip("ports are reserved on Linux alone")
+	}
+	next := nextPort.Load()
+	first := FreePort(t)
+	nextPort.Store(next) // as another process that begins at the same port
+	if port := FreePort(t); port == first {
+		t.Errorf("port %d twice", port)
+	}
+	mine := 1<<20 + os.Getpid() // no process tries it
+	t.Run("a test", func(t *testing.T) {
+		if !reserve(t, mine) || reserve(t, mine) {
+			t.Error("a port is reserved twice, or not at all")
+		}
+	})
+	if !reserve(t, mine) {
+		t.Error("a port stays reserved after its test")
 	}
 }

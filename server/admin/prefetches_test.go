@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -23,40 +24,47 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
+// tokenList returns n tokens, as a body has them.
+func tokenList(n int) string { return strings.TrimSuffix(strings.Repeat("0,", n), ",") }
+
+// postPrefetch asks for a prefetch and returns the answer, whose code is want.
+func postPrefetch(t *testing.T, h http.Handler, body string, want int) (got map[string]any) {
+	t.Helper()
+	code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json")
+	if code != want || json.Unmarshal([]byte(text), &got) != nil {
+		t.Fatalf("%.100s: %d %s", body, code, text)
+	}
+	return got
+}
+
+// endOfPrefetch waits for a prefetch and returns its end.
+func endOfPrefetch(t *testing.T, h http.Handler, id any) map[string]any {
+	t.Helper()
+	for limit := time.Now().Add(90 * time.Second); time.Now().Before(limit); time.Sleep(time.Millisecond) {
+		code, text := ask(h, "GET", fmt.Sprintf("http://localhost/cache/prefetches/%v", id), "")
+		var got map[string]any
+		if code != http.StatusOK || json.Unmarshal([]byte(text), &got) != nil {
+			t.Fatalf("%d %s", code, text)
+		}
+		if got["status"] != "pending" {
+			return got
+		}
+	}
+	t.Fatal("it does not end")
+	return nil
+}
+
 // A prefetch ends with as many objects as the pool has then, and its end is told once.
 func TestPrefetches(t *testing.T) {
 	s := newServer(t)
 	h := admin.Handler(s, admin.Options{})
-	tokens := func(n int) string { return strings.TrimSuffix(strings.Repeat("0,", n), ",") }
-	post := func(body string, want int) (got map[string]any) {
-		t.Helper()
-		code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json")
-		if code != want || json.Unmarshal([]byte(text), &got) != nil {
-			t.Fatalf("%.100s: %d %s", body, code, text)
-		}
-		return got
-	}
-	end := func(id any) map[string]any {
-		t.Helper()
-		for limit := time.Now().Add(90 * time.Second); time.Now().Before(limit); time.Sleep(time.Millisecond) {
-			code, text := ask(h, "GET", fmt.Sprintf("http://localhost/cache/prefetches/%v", id), "")
-			var got map[string]any
-			if code != http.StatusOK || json.Unmarshal([]byte(text), &got) != nil {
-				t.Fatalf("%d %s", code, text)
-			}
-			if got["status"] != "pending" {
-				return got
-			}
-		}
-		t.Fatal("it does not end")
-		return nil
-	}
+	post := func(body string, want int) map[string]any { t.Helper(); return postPrefetch(t, h, body, want) }
 	for n, want := range map[int][3]float64{32: {2, 2, 2}, 63: {3, 2, 3}} {
-		got := post(`{"model_name": "m", "world_size": 1, "token_ids": [`+tokens(n)+`]}`, http.StatusAccepted)
+		got := post(`{"model_name": "m", "world_size": 1, "token_ids": [`+tokenList(n)+`]}`, http.StatusAccepted)
 		if got["chunks"] != want[0] || got["status"] != "submitted" {
 			t.Errorf("%d tokens: %v", n, got)
 		}
-		done := end(got["request_id"])
+		done := endOfPrefetch(t, h, got["request_id"])
 		if done["status"] != "completed" || done["found_keys"] != want[1] || done["total_keys"] != want[2] || done["request_id"] != got["request_id"] {
 			t.Errorf("%d tokens: %v", n, done)
 		}
@@ -77,31 +85,40 @@ func TestPrefetches(t *testing.T) {
 		`{"model_name": "n", "world_size": 1, "token_ids": [1]}`:                                                   http.StatusServiceUnavailable,
 		`{"model_name": "m", "world_size": 2, "token_ids": [1]}`:                                                   http.StatusServiceUnavailable,
 		`{"model_name": "m", "world_size": 1, "token_ids": [1], "source_tier": "l1"}`:                              http.StatusBadRequest,
-		`{"model_name": "m", "world_size": 1, "token_ids": [` + tokens(1_000_001) + `]}`:                           http.StatusBadRequest,
+		`{"model_name": "m", "world_size": 1, "token_ids": [` + tokenList(1_000_001) + `]}`:                        http.StatusBadRequest,
 		`{"model_name": "m", "world_size": 1, "token_ids": [1], "cache_salt": "` + strings.Repeat("x", 129) + `"}`: http.StatusBadRequest,
 	} {
 		if got := post(body, want); got["detail"] == nil {
 			t.Errorf("%.100s: %v", body, got)
 		}
 	}
-
-	// Of 256 whose ends no client asks for, the one that ended first makes room.
-	one := `{"model_name": "m", "world_size": 1, "token_ids": [` + tokens(16) + `]}`
-	var last any
-	first := post(one, http.StatusAccepted)["request_id"]
-	time.Sleep(50 * time.Millisecond) // it ends first
-	for range 255 {
-		last = post(one, http.StatusAccepted)["request_id"]
-	}
-	time.Sleep(50 * time.Millisecond)
-	end(post(one, http.StatusAccepted)["request_id"])
-	end(last)
-	if code, _ := ask(h, "GET", fmt.Sprint("http://localhost/cache/prefetches/", first), ""); code != http.StatusNotFound {
-		t.Errorf("the prefetch that ended first is still known: %d", code)
-	}
-	if code, _ := ask(h, "POST", "http://attacker.example/cache/prefetches", one, "Content-Type", "application/json"); code != http.StatusForbidden {
+	if code, _ := ask(h, "POST", "http://attacker.example/cache/prefetches", `{"model_name": "m", "world_size": 1, "token_ids": [1]}`, "Content-Type", "application/json"); code != http.StatusForbidden {
 		t.Errorf("under a foreign name: %d", code)
 	}
+}
+
+// Of 256 prefetches whose ends no client asks for, the one that ended first makes room.
+func TestFirstEndedPrefetchMakesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := admin.Handler(newServer(t), admin.Options{})
+		one := `{"model_name": "m", "world_size": 1, "token_ids": [` + tokenList(16) + `]}`
+		begin := func() any {
+			t.Helper()
+			id := postPrefetch(t, h, one, http.StatusAccepted)["request_id"]
+			time.Sleep(time.Second)
+			synctest.Wait() // it has ended
+			return id
+		}
+		first, second := begin(), begin()
+		for range 254 {
+			begin()
+		}
+		endOfPrefetch(t, h, begin())
+		if code, _ := ask(h, "GET", fmt.Sprint("http://localhost/cache/prefetches/", first), ""); code != http.StatusNotFound {
+			t.Errorf("the prefetch that ended first is still known: %d", code)
+		}
+		endOfPrefetch(t, h, second)
+	})
 }
 
 // A prefetch of a model whose engines have unlike chunk sizes is in each of them.

@@ -154,7 +154,7 @@ func TestHTTPSAndCertificatesOfEachCommand(t *testing.T) {
 
 // isHTTPS reports whether a port speaks TLS. Side channels and transfer ports do not.
 func isHTTPS(port int) bool {
-	d := net.Dialer{Timeout: 2 * time.Second}
+	d := net.Dialer{Timeout: time.Minute}                                                                             // the other ports close at once
 	c, err := tls.DialWithDialer(&d, "tcp", fmt.Sprintf("127.0.0.1:%d", port), &tls.Config{InsecureSkipVerify: true}) // only whether it speaks TLS
 	if err != nil {
 		return false

@@ -276,10 +276,7 @@ func (c *curveKeyCmd) Run(e *env) error {
 	if strings.ContainsFunc(c.Name, func(r rune) bool { return r <= ' ' }) || strings.HasPrefix(c.Name, "#") {
 		return usagef("--name is one word, which does not begin with #")
 	}
-	secret := zmtp.NewKey()
-	for strings.HasPrefix(secret.Public().Z85(), "-") { // --curve-server KEY would take it for a flag
-		secret = zmtp.NewKey()
-	}
+	secret := newCurveKey()
 	if c.Public {
 		var err error
 		if secret, err = zmtp.ReadKeyFile(c.File); err != nil {
@@ -294,6 +291,15 @@ func (c *curveKeyCmd) Run(e *env) error {
 	}
 	_, err := fmt.Fprintf(e.stdout, "%s %s\n", c.Name, public)
 	return err
+}
+
+// newCurveKey makes a key whose public key does not begin with "-": --curve-server KEY would take it for a flag.
+func newCurveKey() zmtp.Key {
+	for {
+		if secret := zmtp.NewKey(); !strings.HasPrefix(secret.Public().Z85(), "-") {
+			return secret
+		}
+	}
 }
 
 // writeNew writes a file with a secret that is not there yet.

@@ -19,7 +19,7 @@ import (
 type Options struct {
 	URL      string        // of the server's HTTP interface
 	Asker    *Asker        // asks it
-	Interval time.Duration // between two questions; each may take as long
+	Interval time.Duration // between two questions
 	In, Out  *os.File      // a terminal; In need not be one
 	Color    bool
 	View     View // to begin with
@@ -50,7 +50,7 @@ func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 				return ctx.Err()
 			}
 		}
-		snap, err := take(ctx, o, "", time.Now())
+		snap, err := take(ctx, o, "", time.Now(), onceLimit)
 		if err != nil {
 			return err
 		}
@@ -59,11 +59,17 @@ func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	return nil
 }
 
+// A question may take at least so long, else an interval. Top asks again after a failed question, Once does not.
+const (
+	topLimit  = 2 * time.Second
+	onceLimit = 10 * time.Second
+)
+
 // onceWidth is the width of Once, columns: scripts want whole lines.
 const onceWidth = 200
 
-func take(ctx context.Context, o *Options, request string, at time.Time) (*Snapshot, error) {
-	ctx, cancel := context.WithTimeout(ctx, max(o.Interval, 2*time.Second))
+func take(ctx context.Context, o *Options, request string, at time.Time, limit time.Duration) (*Snapshot, error) {
+	ctx, cancel := context.WithTimeout(ctx, max(o.Interval, limit))
 	defer cancel()
 	return o.Asker.Take(ctx, o.URL, request, at)
 }
@@ -100,7 +106,7 @@ func Top(ctx context.Context, o Options) error {
 	ask := func() {
 		at, request := time.Now(), s.Chosen()
 		go func() { // ends with ctx or its timeout; answers has room for it
-			snap, err := take(ctx, &o, request, at)
+			snap, err := take(ctx, &o, request, at, topLimit)
 			answers <- answer{snap, err, at}
 		}()
 	}

@@ -109,6 +109,23 @@ func take(t *testing.T, url string, at time.Time) *topview.Snapshot {
 	return s
 }
 
+// A script has one try: top --once and top --json wait longer for an answer than the screen, which asks again.
+func TestOnceWaitsForALateServer(t *testing.T) {
+	f := new(fake)
+	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if f.step.Load() == 0 && r.URL.Path == "/status" {
+			time.Sleep(2500 * time.Millisecond)
+		}
+		f.ServeHTTP(w, r)
+	}))
+	defer web.Close()
+	var out strings.Builder
+	o := topview.Options{URL: web.URL, Asker: new(topview.Asker), Interval: 10 * time.Millisecond}
+	if err := topview.Once(t.Context(), o, &out); err != nil || !strings.Contains(out.String(), "v1") {
+		t.Errorf("%v, %s", err, &out)
+	}
+}
+
 // see returns the lines after two questions, two seconds apart.
 func see(t *testing.T, f *fake, width, height int) []string {
 	t.Helper()
