@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
@@ -41,6 +42,8 @@ type fanotify struct {
 	f      *os.File
 	buffer []byte
 	own    func(thread int32) bool
+
+	missed atomic.Bool // a file of unknown place appeared or went
 
 	mu      sync.Mutex
 	systems map[unix.Fsid][]*rootDir // under mu
@@ -169,6 +172,9 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 	for _, r := range w.rootsOf(system) {
 		dir, err := w.path(r, unix.NewFileHandle(kind, b[:size]))
 		if err != nil {
+			if !errors.Is(err, errElsewhere) && mask&^unix.FAN_OPEN != 0 && named(string(text)) {
+				w.missed.Store(true)
+			}
 			continue
 		}
 		e := event{root: r, dir: dir, name: string(text), thread: thread}
@@ -190,7 +196,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 
 var errElsewhere = errors.New("not below the root")
 
-// path returns where a directory is below the root.
+// path returns where a directory is below the root. It fails for one that was removed since.
 func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	fd, err := unix.OpenByHandleAt(int(r.dir.Fd()), h, unix.O_PATH|unix.O_CLOEXEC)
 	if err != nil {
@@ -200,6 +206,9 @@ func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	path, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd))
 	if err != nil {
 		return "", err
+	}
+	if strings.HasSuffix(path, " (deleted)") { // some process still has it open: proc(5)
+		return "", unix.ENOENT
 	}
 	below, found := strings.CutPrefix(path, r.place())
 	if !found || below != "" && below[0] != '/' {

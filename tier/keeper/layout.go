@@ -115,6 +115,13 @@ func idIn(rank, leaf, name string) (id, bool) {
 	return k.inLeaf(leaf)
 }
 
+// named reports whether a file has a name that engines give, wherever it lies.
+func named(name string) bool {
+	_, vllm := vllmID(name)
+	_, lmcache := lmcacheID(name)
+	return vllm || lmcache
+}
+
 // isChunkHash reports whether a part of an LMCache file's name is a hash.
 func isChunkHash(s string) bool { return len(s) >= 2*leastHash && isHexUpTo(s, 128) }
 

@@ -49,6 +49,9 @@ func (k *Keeper) anyMoved() (moved bool) {
 	return moved
 }
 
+// anyMissed reports whether a file appeared or went where its directory could not be found out: it was removed before the event was read.
+func (k *Keeper) anyMissed() bool { return k.fan != nil && k.fan.missed.Swap(false) }
+
 func (k *Keeper) hasLMCache(r *rootDir) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -56,7 +59,7 @@ func (k *Keeper) hasLMCache(r *rootDir) bool {
 	return ok && k.books.dirs[n].count > 0
 }
 
-// restOfLooks is the time between two looks that entries of roots ask for.
+// restOfLooks is the time between two looks that entries of roots, or files of unknown place, ask for.
 func (k *Keeper) restOfLooks() time.Duration {
 	k.mu.Lock()
 	defer k.mu.Unlock()

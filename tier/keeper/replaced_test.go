@@ -4,6 +4,7 @@ package keeper
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -77,6 +78,45 @@ func TestDirectoryOfARankThatIsMoved(t *testing.T) {
 		}
 		testkit.Eventually(t, "the files are there again", func() bool { return k.Stats().Total == 3000 })
 		closed(t, k)
+	}
+}
+
+// A directory inside a rank's is removed with its files, before the keeper reads what happened to them: the kernel says only that a file
+// went from a directory that is there no more, or that has no place and is still open. The files count no more soon, not after the next look.
+func TestDirectoryInsideARankThatIsRemoved(t *testing.T) {
+	f := func(w Watch, held bool) {
+		x := newTier(t, 1000)
+		x.store(1, 2, 3)
+		k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, pathsEvery: 5 * time.Millisecond})
+		testkit.Eventually(t, "the first look is over", func() bool { k.mu.Lock(); defer k.mu.Unlock(); return k.arranged })
+		leaves := []string{filepath.Dir(x.path(1)), filepath.Dir(x.path(2))}
+		for _, leaf := range leaves {
+			dir, err := os.Open(leaf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !held {
+				dir.Close()
+			}
+			defer dir.Close()
+		}
+		func() {
+			k.mu.Lock() // the keeper reads one event, and waits
+			defer k.mu.Unlock()
+			x.store(4)
+			time.Sleep(50 * time.Millisecond)
+			for _, leaf := range leaves {
+				if err := os.RemoveAll(filepath.Dir(leaf)); err != nil {
+					t.Error(err)
+				}
+			}
+		}()
+		testkit.Eventually(t, fmt.Sprintf("%s, held open: %v: two files of four are gone", w, held), func() bool { return k.Stats().Total == 2000 })
+		closed(t, k)
+	}
+	for _, w := range watches(t) {
+		f(w, false)
+		f(w, true)
 	}
 }
 
