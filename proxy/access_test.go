@@ -222,7 +222,7 @@ func TestKeyLimits(t *testing.T) {
 	limited("s1")
 	leave()
 	running(0)
-	testkit.Eventually(t, "it has left", func() bool { return s.Stats().InFlight == 0 })
+	testkit.Eventually(t, "it has left", func() bool { return s.Stats().Requests["client_left"] == 1 })
 	ask(t.Context(), "s1")
 	ask(t.Context(), "s2")
 	ask(t.Context(), "s3")

@@ -32,11 +32,18 @@ func streaming(t testing.TB, f func(write func(string), r *http.Request)) string
 // hear posts a request and returns what comes until the answer ends.
 func hear(t testing.TB, url, body string) (status int, text string, err error) {
 	t.Helper()
+	return hearFirst(t, url, body, func() {})
+}
+
+// hearFirst is hear, and calls begun when the answer has begun.
+func hearFirst(t testing.TB, url, body string, begun func()) (status int, text string, err error) {
+	t.Helper()
 	r, err := http.Post(url, "application/json", strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer r.Body.Close()
+	begun()
 	all, err := io.ReadAll(r.Body)
 	return r.StatusCode, string(all), err
 }
@@ -51,8 +58,12 @@ const (
 // answer.
 func TestPFailsBehindComments(t *testing.T) {
 	var computed atomic.Bool // by the good P: D has tokens
-	p := mock(t, func(http.ResponseWriter, *http.Request) {
-		time.Sleep(50 * time.Millisecond)
+	heard := make(chan bool, 1)
+	p := mock(t, func(_ http.ResponseWriter, r *http.Request) {
+		select {
+		case <-heard: // the client has a comment
+		case <-r.Context().Done():
+		}
 		panic(http.ErrAbortHandler)
 	})
 	good := mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -72,7 +83,13 @@ func TestPFailsBehindComments(t *testing.T) {
 	retried := false
 	for range 4 { // the P that fails has its turn in the first two
 		computed.Store(false)
-		status, text, err := hear(t, url+"/v1/completions", `{"prompt":"a","stream":true}`)
+		select {
+		case <-heard: // of a request that the good P had
+		default:
+		}
+		status, text, err := hearFirst(t, url+"/v1/completions", `{"prompt":"a","stream":true}`, func() {
+			heard <- true
+		})
 		if status != 200 || err != nil || !strings.HasSuffix(text, token+done) && !strings.Contains(text, `"error"`) {
 			t.Fatalf("%d %q %v", status, text, err)
 		}

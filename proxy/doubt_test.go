@@ -104,13 +104,17 @@ func TestRequestsWaitForTheLookAfterAFailedOne(t *testing.T) {
 		t.Run(fmt.Sprint(status), func(t *testing.T) {
 			t.Parallel()
 			e := &doubted{looked: make(chan struct{}, 100), answer: make(chan int, 100)}
-			var looks atomic.Int64
+			var armed atomic.Bool
+			var looks atomic.Int64 // since
 			mux := http.NewServeMux()
 			mux.HandleFunc("/health", func(w http.ResponseWriter, r *http.Request) {
+				if !armed.Load() {
+					return
+				}
 				switch looks.Add(1) {
-				case 2:
+				case 1:
 					w.WriteHeader(500)
-				case 3:
+				case 2:
 					e.looked <- struct{}{}
 					select {
 					case status := <-e.answer:
@@ -124,6 +128,7 @@ func TestRequestsWaitForTheLookAfterAFailedOne(t *testing.T) {
 			t.Cleanup(s.Close)
 			url, p := startProxy(t, proxy.Options{Engines: []string{s.URL}, HealthInterval: 5 * time.Second, QueueTimeout: time.Hour})
 			reach(t, url)
+			armed.Store(true)
 			<-e.looked
 			answers := e.ask(t, url, 3)
 			testkit.Eventually(t, "all wait", func() bool { return p.Stats().Queued == 3 })

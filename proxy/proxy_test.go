@@ -312,6 +312,7 @@ func TestClientLeaves(t *testing.T) {
 	atP := func() bool { s := x.p[0].Stats(); return s.Running+s.Waiting > 0 || x.d[0].Stats().Running > 0 }
 	atD := func() bool { return x.d[0].Stats().Running > 0 }
 	for i, when := range []func() bool{atP, atD} {
+		x.idle() // no engine has the request before
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() {
 			for ctx.Err() == nil && !when() {

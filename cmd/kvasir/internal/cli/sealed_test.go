@@ -137,7 +137,6 @@ func TestServerEncryptsItsDisk(t *testing.T) {
 	stop(s)
 
 	s, status = start("--tier-key-file", keys)
-	objects := status().Below.Tiers[0].Objects
 	setKeys(two, one)
 	code, out, errs := run(t, "tier", "rekey", "disk", "--url", fmt.Sprintf("http://127.0.0.1:%d", s.http), "--json")
 	var end struct {
@@ -145,7 +144,8 @@ func TestServerEncryptsItsDisk(t *testing.T) {
 		Rewritten, Failed int64
 	}
 	lines := strings.Split(strings.TrimSpace(out), "\n")
-	if err := json.Unmarshal([]byte(lines[len(lines)-1]), &end); err != nil || code != 0 || end.Status != "ok" || end.Rewritten != objects || end.Failed != 0 {
+	objects := status().Below.Tiers[0].Objects // the index has been read
+	if err := json.Unmarshal([]byte(lines[len(lines)-1]), &end); err != nil || objects == 0 || code != 0 || end.Status != "ok" || end.Rewritten != objects || end.Failed != 0 {
 		t.Errorf("exit %d, of %d objects: %s%s", code, objects, out, errs)
 	}
 	note(out + errs)

@@ -70,6 +70,9 @@ func TestServerPublishesRowsOfVLLM(t *testing.T) {
 		if err := c.Release(vllm.Released{ID: id}); err != nil {
 			t.Fatal(err)
 		}
+		if _, _, err := c.Lookup("", "after", nil, 10*time.Second); err != nil { // the release has been read
+			t.Fatal(err)
+		}
 		return n
 	}
 
