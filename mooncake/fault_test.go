@@ -332,6 +332,7 @@ func TestDuplicatePulls(t *testing.T) {
 		t.Fatal("wrong bytes")
 	}
 	x.idle(t)
+	x.sender.Expect("p2", "z") // P knows of the transfer, so the pull waits
 	if err := x.receiver.Start(x.from, map[string]wire.Wanted{"g": {TransferID: "z", Blocks: [][]int{{1}}}}); err != nil {
 		t.Fatal(err)
 	}

@@ -330,8 +330,8 @@ func TestShutdownGivesUp(t *testing.T) {
 func TestConcurrent(t *testing.T) {
 	var sent atomic.Int64
 	r, addr, _ := startRouter(t, func(p *Peer, m Message) {
-		_ = p.Send(m...)
 		sent.Add(1)
+		_ = p.Send(m...)
 	}, RouterOptions{})
 	var wg sync.WaitGroup
 	for range 8 {

@@ -5,6 +5,7 @@ package bootstrap
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -87,6 +88,12 @@ func TestRetries(t *testing.T) {
 			h(w, r)
 		}), ClientOptions{Timeout: limit})
 		err := call(c)
+		if limit < time.Minute { // the requests of a late machine may not arrive in their time
+			if n.Load() > want || !check(err) || !strings.Contains(err.Error(), fmt.Sprint("attempt ", want)) {
+				t.Errorf("%s: %d requests, want %d at most, error %v", name, n.Load(), want, err)
+			}
+			return
+		}
 		testkit.Eventually(t, "the requests arrive", func() bool { return n.Load() >= want })
 		if n.Load() != want || !check(err) {
 			t.Errorf("%s: %d requests, want %d, error %v", name, n.Load(), want, err)

@@ -74,8 +74,9 @@ func (r *Relay) refreshLoop() {
 	}
 }
 
-// directory returns the directory of P's engines for D, at most RefreshEvery old.
+// directory returns the directory of P's engines for D. It is at most RefreshEvery older than the call.
 func (r *Relay) directory(ctx context.Context) ([]byte, error) {
+	called := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, r.o.RefreshTimeout)
 	defer cancel()
 	select {
@@ -85,14 +86,15 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 		return nil, fmt.Errorf("relay: ask %s: %w", r.o.Upstream, ctx.Err())
 	}
 	r.mu.Lock()
-	text, fresh := r.mu.text, time.Since(r.mu.asked) < r.o.RefreshEvery
+	text, fresh := r.mu.text, called.Sub(r.mu.asked) < r.o.RefreshEvery
 	r.mu.Unlock()
 	if fresh {
 		return text, nil
 	}
+	asked := time.Now()
 	d, err := r.up.Query(ctx)
 	if err == nil {
-		text, err = r.updateDirectory(d)
+		text, err = r.updateDirectory(d, asked)
 	}
 	r.mu.Lock()
 	changed := r.mu.failing != (err != nil)
@@ -121,9 +123,9 @@ func (r *Relay) lastDirectory(failed error) ([]byte, error) {
 	return r.mu.text, nil
 }
 
-// updateDirectory applies what P's registry lists and returns the directory for D. The
+// updateDirectory applies what P's registry lists, which was asked at a time, and returns the directory for D. The
 // caller holds the refresh token.
-func (r *Relay) updateDirectory(d bootstrap.Directory) ([]byte, error) {
+func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte, error) {
 	type entry struct {
 		EngineID   string                 `json:"engine_id"`
 		WorkerAddr map[int]map[int]string `json:"worker_addr"`
@@ -143,7 +145,7 @@ func (r *Relay) updateDirectory(d bootstrap.Directory) ([]byte, error) {
 		return nil, fmt.Errorf("relay: directory: %w", err)
 	}
 	r.mu.Lock()
-	r.mu.asked, r.mu.text = time.Now(), text
+	r.mu.asked, r.mu.text = asked, text
 	var old []*engine
 	var logs []func()
 	for id, e := range r.mu.engines {

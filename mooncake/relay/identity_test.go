@@ -339,3 +339,26 @@ func TestWebPagesAreRefused(t *testing.T) {
 	f(403, func(r *http.Request) { r.Header.Set("Sec-Fetch-Site", "cross-site") })
 	f(200, func(r *http.Request) { r.Header.Set("Sec-Fetch-Site", "none") })
 }
+
+// An answer of the registry counts from when it was asked: a slow one that was overtaken by a change is no answer to who asks later.
+func TestSlowAnswerOfTheRegistryIsOld(t *testing.T) {
+	w := newWorld(t, relay.Options{})
+	before, hold := w.source(), make(chan bool)
+	w.mu.Lock()
+	w.hold = hold
+	w.mu.Unlock()
+	<-hold // an answer without the change is under way
+	w.mu.Lock()
+	w.hold = nil
+	w.mu.Unlock()
+	w.sender.Close()
+	w.startP("e2")
+	time.Sleep(5 * time.Millisecond) // RefreshEvery
+	after := make(chan string)
+	go func() { after <- w.source().EngineID }()
+	time.Sleep(20 * time.Millisecond) // it waits for that answer
+	hold <- true
+	if got := <-after; got == before.EngineID {
+		t.Errorf("still %s", got)
+	}
+}

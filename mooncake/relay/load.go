@@ -95,7 +95,7 @@ func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTrans
 // await waits for k to be loaded. On failure it releases k.
 func (e *engine) await(ctx context.Context, k *savedTransfer, source string, seen *transferlog.Entry) (*savedTransfer, string, error) {
 	err := error(nil)
-	if !isDone(k.done) {
+	if source == fromP || !isDone(k.done) { // P may have sent all of it already
 		seen.Receiving("P sends", func() (time.Time, uint64) { return k.arrived.First(), k.arrived.Bytes() })
 	}
 	select {

@@ -75,8 +75,9 @@ type world struct {
 	target   *transfer.Target
 	receiver *mooncake.Receiver
 
-	mu  sync.Mutex
-	dir string
+	mu   sync.Mutex
+	dir  string
+	hold chan bool // answers of the registry wait for two messages; nil: none does
 }
 
 func logger() *slog.Logger {
@@ -94,8 +95,13 @@ func newWorld(t *testing.T, o relay.Options) *world {
 	}
 	w.upstream = httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
 		w.mu.Lock()
-		defer w.mu.Unlock()
-		io.WriteString(rw, w.dir)
+		dir, hold := w.dir, w.hold
+		w.mu.Unlock()
+		if hold != nil {
+			hold <- true
+			<-hold
+		}
+		io.WriteString(rw, dir)
 	}))
 	t.Cleanup(w.upstream.Close)
 	w.startP("e1")
