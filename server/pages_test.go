@@ -169,9 +169,8 @@ func TestWorkerWithADeviceIsOfferedThePagesThatItHasPinned(t *testing.T) {
 			if !w.register() {
 				t.Fatal("a worker that registers again is not offered the same pool")
 			}
-			conns := w.c.Connections()
 			c.restart(r)
-			testkit.Eventually(t, "the client is connected again", func() bool { return w.c.Connections() > conns })
+			answered(t, w.c)
 			if known := w.ping(); known != c.pings {
 				t.Errorf("the worker is known: %v", known)
 			}
@@ -182,10 +181,9 @@ func TestWorkerWithADeviceIsOfferedThePagesThatItHasPinned(t *testing.T) {
 				w.ping()
 			}
 			r.cold = false
-			conns = w.c.Connections()
 			r.stop()
 			r.start(int(r.store.Files().Bytes() / 4096))
-			testkit.Eventually(t, "the client is connected again", func() bool { return w.c.Connections() > conns })
+			answered(t, w.c)
 			if offered := w.register(); offered != c.offered {
 				t.Errorf("after one more restart: offered %v, want %v", offered, c.offered)
 			}

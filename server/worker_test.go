@@ -89,6 +89,18 @@ func newClient(t *testing.T, url string) *lmcache.Client {
 	return c
 }
 
+// answered waits for an answer of the server that was started last: a client may have been connected to one before, and calls over
+// that connection fail.
+func answered(t *testing.T, c *lmcache.Client) {
+	t.Helper()
+	testkit.Eventually(t, "the server answers", func() bool {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		_, err := c.ChunkTokens(ctx)
+		return err == nil
+	})
+}
+
 func tokens(n, seed int) []uint32 {
 	out := make([]uint32, n)
 	for i := range out {
@@ -251,8 +263,7 @@ func restart(t *testing.T, cold bool) {
 	if _, err := again.Listen(ctx, "tcp://127.0.0.1"+port); err != nil {
 		t.Fatal(err)
 	}
-	// An attempt of before that fails now would end a call.
-	testkit.Eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
+	answered(t, c)
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
 	if cold {
 		if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {
