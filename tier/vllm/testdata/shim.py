@@ -490,8 +490,8 @@ def test_frames_that_are_cut_cost_misses(module):
         if upto is not None:
             conn.shutdown(socket.SHUT_RDWR)
             raise OSError
+        welcomed.append(conn)  # first: the client goes on at once
         node.welcome(conn)
-        welcomed.append(conn)
 
     node = Node(greet)
     b = Bench(module, node, connected=False)
