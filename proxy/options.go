@@ -121,7 +121,7 @@ type Options struct {
 
 	resolve    func(ctx context.Context, host string) ([]string, error) // DNS
 	modelLooks time.Duration                                            // from one question for models that no engine lists to the next; default 1 s
-	patience   time.Duration                                            // more time for a look at an engine, a registry or the cache server, and for who waits for one; default none
+	patience   time.Duration                                            // what looks at engines, registries and the cache server, and requests that wait for them, may take longer; default 0
 }
 
 // Validate returns everything that is wrong with o.

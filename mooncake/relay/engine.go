@@ -123,7 +123,7 @@ func (r *Relay) lastDirectory(failed error) ([]byte, error) {
 	return r.mu.text, nil
 }
 
-// updateDirectory applies what P's registry lists, which was asked at a time, and returns the directory for D. The
+// updateDirectory applies what P's registry lists, and returns the directory for D. asked is when the registry was asked. The
 // caller holds the refresh token.
 func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte, error) {
 	type entry struct {

@@ -43,7 +43,7 @@ type fanotify struct {
 	buffer []byte
 	own    func(thread int32) bool
 
-	missed atomic.Bool // a file of unknown place appeared or went
+	missed atomic.Bool // a file appeared or was removed in a directory that is not found
 
 	mu      sync.Mutex
 	systems map[unix.Fsid][]*rootDir // under mu
@@ -196,7 +196,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 
 var errElsewhere = errors.New("not below the root")
 
-// path returns where a directory is below the root. It fails for one that was removed since.
+// path returns where a directory is below the root. It fails for a directory that was removed after the event.
 func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	fd, err := unix.OpenByHandleAt(int(r.dir.Fd()), h, unix.O_PATH|unix.O_CLOEXEC)
 	if err != nil {
@@ -207,7 +207,7 @@ func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if strings.HasSuffix(path, " (deleted)") { // some process still has it open: proc(5)
+	if strings.HasSuffix(path, " (deleted)") { // removed, and still open in some process: proc(5)
 		return "", unix.ENOENT
 	}
 	below, found := strings.CutPrefix(path, r.place())

@@ -451,8 +451,8 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 	}
 }
 
-// wait waits until it is time to look again: after a pause, when events were lost or have no place, or when a directory was replaced. It
-// reports false when the keeper ends.
+// wait waits until it is time to look again: after a pause, when events were lost, when the directory of a file was not found, or when a
+// directory was replaced. It reports false when the keeper ends.
 func (k *Keeper) wait(ctx context.Context, pause time.Duration) bool {
 	next := time.NewTimer(pause)
 	defer next.Stop()

@@ -49,7 +49,8 @@ func (k *Keeper) anyMoved() (moved bool) {
 	return moved
 }
 
-// anyMissed reports whether a file appeared or went where its directory could not be found out: it was removed before the event was read.
+// anyMissed reports whether a file appeared or was removed in a directory that is not found, since the last call. Mostly the directory
+// was removed before the keeper read the event.
 func (k *Keeper) anyMissed() bool { return k.fan != nil && k.fan.missed.Swap(false) }
 
 func (k *Keeper) hasLMCache(r *rootDir) bool {
@@ -59,7 +60,7 @@ func (k *Keeper) hasLMCache(r *rootDir) bool {
 	return ok && k.books.dirs[n].count > 0
 }
 
-// restOfLooks is the time between two looks that entries of roots, or files of unknown place, ask for.
+// restOfLooks is the time between two looks that entries of roots, or files whose directory is not found, ask for.
 func (k *Keeper) restOfLooks() time.Duration {
 	k.mu.Lock()
 	defer k.mu.Unlock()

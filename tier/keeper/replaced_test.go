@@ -39,8 +39,8 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 			for n := range 20 {
 				x.store(100*i + n)
 			}
-			// Until the look at the new directory is over, what the books have of the old one counts, too, and files go for it. So the
-			// engine writes on.
+			// Until the look at the new directory is over, the files of the old one count, too, and the keeper may unlink more than the
+			// limit needs. The engine writes on.
 			more := 20
 			testkit.Eventually(t, "the limit holds in the new directory, and the room is used", func() bool {
 				files, bytes := x.there()

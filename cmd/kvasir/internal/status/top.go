@@ -59,7 +59,7 @@ func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	return nil
 }
 
-// A question may take at least so long, else an interval. Top asks again after a failed question, Once does not.
+// How long a question may take, where the interval is not longer. Top asks again after a question that failed. Once does not.
 const (
 	topLimit  = 2 * time.Second
 	onceLimit = 10 * time.Second
