@@ -223,7 +223,7 @@ func TestSlowClient(t *testing.T) {
 		}
 		left <- true
 	})
-	url, s := startProxy(t, proxy.Options{Engines: []string{e}, SendTimeout: 300 * time.Millisecond, HealthInterval: 20 * time.Millisecond})
+	url, s := startProxy(t, proxy.Options{Engines: []string{e}, SendTimeout: time.Second, HealthInterval: 20 * time.Millisecond})
 	reach(t, url)
 	nc, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
 	if err != nil {

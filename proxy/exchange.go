@@ -355,7 +355,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 		case <-done:
 			abort()
 		default: // it goes on beside the next requests
-			time.AfterFunc(prefillGrace, abort)
+			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
 	outcome, err = e.answerOf(ctx, c.engine, params, begin)
@@ -484,7 +484,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	pieces, held := e.prefillPieces(encode(ask))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	defer abort()
-	defer context.AfterFunc(ctx, func() { time.AfterFunc(prefillGrace, abort) })()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(e.p.o.prefillGrace, abort) })()
 	defer context.AfterFunc(e.p.ctx, abort)()
 	l, err := e.prefill(prefilling, n, c.prefill, e.legFields(c.prefill, who), pieces, held)
 	e.p.fleet.leave(c.prefill, c.lacks[1])

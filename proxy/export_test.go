@@ -26,6 +26,12 @@ func WithPatience(o Options, d time.Duration) Options {
 	return o
 }
 
+// WithPrefillGrace returns o with d for P's leg to end after D's.
+func WithPrefillGrace(o Options, d time.Duration) Options {
+	o.prefillGrace = d
+	return o
+}
+
 // StoreID is under what the cache server stands in the index now.
 func (p *Proxy) StoreID() uint32 { return p.fleet.store.ids()[0] }
 

@@ -76,7 +76,7 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 	default:
 	}
 	if !e.p.goBackground(func() {
-		late := time.NewTimer(prefillGrace)
+		late := time.NewTimer(e.p.o.prefillGrace)
 		defer late.Stop()
 		select {
 		case <-done:

@@ -287,7 +287,7 @@ func TestPFailsAfterDBegan(t *testing.T) {
 			})
 			o := proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: mockRegistry(t, oneRank)}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond}
 			if how == "is late" {
-				o.PrefillTimeout = time.Second
+				o.PrefillTimeout = 3 * time.Second // D begins before
 			}
 			at, s := startProxy(t, o)
 			reach(t, at)

@@ -119,9 +119,10 @@ type Options struct {
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug
 
-	resolve    func(ctx context.Context, host string) ([]string, error) // DNS
-	modelLooks time.Duration                                            // from one question for models that no engine lists to the next; default 1 s
-	patience   time.Duration                                            // what looks at engines, registries and the cache server, and requests that wait for them, may take longer; default 0
+	resolve      func(ctx context.Context, host string) ([]string, error) // DNS
+	modelLooks   time.Duration                                            // from one question for models that no engine lists to the next; default 1 s
+	prefillGrace time.Duration                                            // what P's leg has to end after D's; default 2 s
+	patience     time.Duration                                            // what looks at engines, registries and the cache server, and requests that wait for them, may take longer; default 0
 }
 
 // Validate returns everything that is wrong with o.
@@ -251,6 +252,7 @@ func (o Options) withDefaults() Options {
 	o.BodyTimeout = cmp.Or(o.BodyTimeout, time.Minute)
 	o.HealthInterval = cmp.Or(o.HealthInterval, time.Second)
 	o.modelLooks = cmp.Or(o.modelLooks, time.Second)
+	o.prefillGrace = cmp.Or(o.prefillGrace, prefillGrace)
 	o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
 	if o.resolve == nil {
 		o.resolve = net.DefaultResolver.LookupHost

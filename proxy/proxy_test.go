@@ -150,11 +150,11 @@ func (x *deployment) start(o proxy.Options) {
 }
 
 // startProxy starts a proxy that waits a minute longer for an engine than the product: a machine that stands still for some seconds makes
-// no engine unwell.
+// no engine unwell, and no answer of P too late for its cached tokens.
 func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 	t.Helper()
 	o.DialTimeout = cmp.Or(o.DialTimeout, time.Minute)
-	return startImpatient(t, proxy.WithPatience(o, time.Minute))
+	return startImpatient(t, proxy.WithPrefillGrace(proxy.WithPatience(o, time.Minute), time.Minute))
 }
 
 // startImpatient starts a proxy with the limits of the product, for a test of an engine that is silent.

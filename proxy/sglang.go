@@ -308,7 +308,7 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 		case <-done:
 			abort()
 		default: // it goes on beside the next requests
-			time.AfterFunc(prefillGrace, abort)
+			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
 	outcome, err = e.answer(ctx, c.engine, 0, nil, begin)

@@ -147,7 +147,7 @@ func TestSGLangLateAnswerOfPHoldsNoTokens(t *testing.T) {
 			got <- struct{}{}
 		}
 	}
-	if took := time.Since(start); took > 1900*time.Millisecond { // one wait for P's answer is longer
+	if took := time.Since(start); took > 30*time.Second { // one wait for P's answer takes a minute here
 		t.Errorf("three tokens took %v", took)
 	}
 	close(release)

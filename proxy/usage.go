@@ -25,7 +25,7 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 		if e.prefillEnded != nil && !waited && openai.HasCached(data) && !(stream && openai.GoesOn(data)) {
 			// P has computed all that D has; only its answer may still be on its way. The client waits for it once.
 			waited = true
-			late := time.NewTimer(prefillGrace)
+			late := time.NewTimer(e.p.o.prefillGrace)
 			defer late.Stop()
 			select {
 			case <-e.prefillEnded:
