@@ -400,8 +400,8 @@ func formOf(frame []byte) keyForm {
 	return form
 }
 
-// Early names the releases, all without a path for CPU tensors, whose first
-// request looks like m; empty when it is none of theirs.
+// Early names the releases, all without a path for CPU tensors, whose first request looks like m;
+// empty when there is none.
 func Early(m [][]byte) string {
 	id, rest, err := readInt(m[1])
 	if err != nil || len(rest) != 0 || len(m) != 2 {

@@ -273,8 +273,8 @@ func (s *Store) Await(ctx context.Context, session []byte, owner lease.Owner) Lo
 }
 
 // FreePins gives back readers readers of the chunks [from, to) that the newest lookup
-// of owner's session pinned, of all shards and groups. While that one is pending there
-// is nothing to give back.
+// of owner's session pinned, of all shards and groups. While that lookup is pending
+// there is nothing to give back.
 func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
 	for more := true; more; {
 		to, more = s.freeSome(session, owner, from, to, readers)

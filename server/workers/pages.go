@@ -41,7 +41,7 @@ func (p *pages) note(who workerID, is page) {
 	p.of[who] = is
 }
 
-// firstOfMost returns the position of the first worker of whoever has most of them.
+// firstOfMost returns the position of the first worker of the user or address with most workers.
 func firstOfMost(order []workerID) (first int) {
 	type owned struct{ n, first int }
 	by, most := make(map[access.Principal]owned), 0

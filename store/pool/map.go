@@ -18,7 +18,7 @@ type Map struct {
 	Quarantined []int64 `json:"quarantined"`
 	Sampled     bool    `json:"sampled"` // one slot in several was looked at, and stands for the others
 
-	Owner  []int   `json:"owner"` // of each cell, who has about the most of it: a place in Owners, -1 where there is no chunk
+	Owner  []int   `json:"owner"` // of each cell, the namespace that has about the most of it, as an index of Owners; -1 where there is no chunk
 	Owners []Owner `json:"-"`     // of the chunks that are resident or staged, MaxOwners at most; more share the last one
 
 	bytes int64 // of the pool

@@ -43,7 +43,7 @@ var (
 	ErrExists = errors.New("pool: key exists")
 	// ErrInUse means that another server has the pool of that name.
 	ErrInUse = errors.New("pool: in use")
-	// ErrForeign means that a file of the pool's name is not ours.
+	// ErrForeign means that a file of the pool's name is no pool of Kvasir.
 	ErrForeign = errors.New("pool: file exists and is not a Kvasir pool")
 	// ErrNoSpace means that the shared-memory file system is too small.
 	ErrNoSpace = errors.New("pool: shared memory too small")

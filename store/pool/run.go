@@ -38,7 +38,7 @@ func (p *Pool) CheapestRun(n int64, places int, order func(func(slot uint32) boo
 			return true
 		}
 		looked[at] = true
-		near, end := p.slotsNear(nil, (at-1)*n, (at+2)*n) // every run that one of the place is in
+		near, end := p.slotsNear(nil, (at-1)*n, (at+2)*n) // every run with a slot of this place lies in these regions
 		places, seen = places-1, seen+len(near)
 		if r := p.cheapestOf(near, end, n, busy); r.Bytes >= 0 && (best.Bytes < 0 || r.Bytes < best.Bytes) {
 			best = r
