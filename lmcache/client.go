@@ -35,10 +35,10 @@ var (
 type Client struct {
 	dealer      *zmtp.Dealer
 	connections atomic.Uint64
-	announced   atomic.Uint64 // connections on which a ping has shown what we are
+	announced   atomic.Uint64 // value of connections when the announcing ping was last sent
 	packed      atomic.Bool   // the server is of 0.5.7: keys have packed tokens
-	alignment   atomic.Int64  // that was negotiated; 0: none was
-	size        atomic.Int64  // tokens per chunk, by that
+	alignment   atomic.Int64  // alignment that was negotiated; 0: none
+	size        atomic.Int64  // tokens per chunk that the server answered then
 	misfit      atomic.Bool   // the server of the present connection has another size
 
 	mu struct {
@@ -82,7 +82,7 @@ func OpenClient(url string, o ClientOptions) (*Client, error) {
 	c.mu.pending, c.mu.next = make(map[string]*call), make(chan struct{})
 	c.dealer = zmtp.NewDealer(endpoint(url), zmtp.DealerOptions{
 		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second, Curve: o.Curve, Plain: o.Plain,
-		NoWaiting: true, // the next server must not get what this one's clients gave up: a store, say, of blocks that others have by then
+		NoWaiting: true, // a later server must not get calls that were given up: a store, for example, of blocks that the engine has reused since
 	})
 	if err := c.dealer.Start(); err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", url, err)
@@ -198,9 +198,9 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	}
 }
 
-// announce sends a ping on a new connection and does not wait for an answer. A server
-// derives the client's generation from its first messages, and a ping shows it where
-// others do not.
+// announce sends a ping on a new connection and does not wait for an answer. A server derives the
+// client's generation from its first messages. A ping shows the generation where other messages do
+// not.
 func (c *Client) announce() {
 	if n := c.connections.Load(); c.announced.Swap(n) != n {
 		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
@@ -252,8 +252,8 @@ func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 // time, and once it has answered another call.
 const negotiateFirst, negotiateAgain = 2 * time.Second, 500 * time.Millisecond
 
-// Negotiate returns the server's tokens per chunk, a multiple of alignment, and finds out whether it is of 0.5.7: only
-// then the client's keys have packed tokens. A size that is no multiple is an error.
+// Negotiate returns the server's tokens per chunk, a multiple of alignment, and finds out whether the server is of 0.5.7: only then the
+// client's keys have packed tokens. A size that is no multiple is an error.
 func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 	n, ok := c.negotiate(ctx, alignment, negotiateFirst)
 	if !ok {
@@ -279,7 +279,7 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 // ErrChunkSize means that the server, after a new connection, has another chunk size than was negotiated.
 var ErrChunkSize = errors.New("lmcache: the server has another chunk size since it was started again")
 
-// renegotiated takes the answer to announce's negotiate_chunk_size, which comes before those to later calls.
+// renegotiated records the answer to the negotiate_chunk_size that announce sent. It comes before the answers to later calls.
 func (c *Client) renegotiated(m zmtp.Message) {
 	if op, err := ParseOp(m[1]); err == nil && op == OpNegotiateChunkSize && len(m) == 3 {
 		n, err := DecodeInt(m[2])
@@ -395,11 +395,11 @@ func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (boo
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), AppendBytes(nil, nil))
 }
 
-// Enveloped reports whether the server is of 0.5.7, which takes and gives objects in envelopes where it offers no shared memory.
-// Earlier releases have pickles.
+// Enveloped reports whether the server is of 0.5.7. Such a server sends and receives objects in envelopes when it offers no shared memory;
+// earlier releases use pickles.
 func (c *Client) Enveloped() bool { return c.packed.Load() }
 
-// CommitEnvelope sends the objects of k's range, whose layouts are by object group, to a server without shared memory. A message
+// CommitEnvelope sends the objects of k's range to a server without shared memory. layouts has one layout for each object group. A message
 // carries less than 4 GiB: more is an error that wraps ErrEnvelope, and nothing is sent.
 func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, layouts []kv.Layout, e *Envelope) (bool, error) {
 	if n := EnvelopeBytes(layouts, e); n > math.MaxUint32 {
@@ -419,7 +419,7 @@ func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (
 	return result(ctx, c, DecodeBool, OpCommitRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
-// Clear drops what nothing needs, and with force everything.
+// Clear drops the chunks that no request needs, and with force all chunks.
 func (c *Client) Clear(ctx context.Context, force bool) error {
 	return c.none(ctx, OpClear, AppendBool(nil, force))
 }
@@ -435,15 +435,15 @@ func (c *Client) UnregisterKVCache(ctx context.Context, instanceID int64) error 
 	return c.none(ctx, OpUnregisterKVCache, AppendInt(nil, instanceID))
 }
 
-// StoreBlocks has the server copy the blocks of k's range out of the worker's
-// memory; blocks are by KV group.
+// StoreBlocks asks the server to copy the blocks of k's range out of the worker's memory. blocks
+// are by KV group.
 func (c *Client) StoreBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int) (Copied, error) {
 	return result(ctx, c, DecodeCopied, OpStore, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)))
 }
 
-// RetrieveBlocks has the server copy k's range into the worker's blocks, but for
-// the first skipTokens tokens of the range.
+// RetrieveBlocks asks the server to copy k's range into the worker's blocks, except for the first
+// skipTokens tokens of the range.
 func (c *Client) RetrieveBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int, skipTokens int) (Copied, error) {
 	return result(ctx, c, DecodeCopied, OpRetrieve, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)), AppendInt(nil, int64(skipTokens)))

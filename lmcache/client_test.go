@@ -114,7 +114,8 @@ func TestClientRefusesRepliesOutOfBounds(t *testing.T) {
 	}
 }
 
-// What is no reply to a call, or the second one, ends nothing: the call's own reply does.
+// A message that is no reply to a call, or a second reply, ends no call. Only the call's own reply
+// does.
 func TestClientIgnoresForeignAndDuplicateReplies(t *testing.T) {
 	s, c := newScripted(t)
 	ctx := patience(t)

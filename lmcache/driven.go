@@ -233,7 +233,7 @@ const (
 
 var errLongName = errors.New("a name is too long")
 
-// withType gives ext the type that the extension at b has, as msgp asks for.
+// withType gives ext the type of the extension at b: msgp wants it set before it reads.
 func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
 	switch {
 	case len(b) > 1 && b[0] >= 0xd4 && b[0] <= 0xd8: // fixext
@@ -386,7 +386,7 @@ func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
 	return ids, nil
 }
 
-// AppendBlockIDs appends that payload.
+// AppendBlockIDs appends the third payload of store and retrieve.
 func AppendBlockIDs(b []byte, ids [][]int) []byte {
 	b = msgp.AppendArrayHeader(b, uint32(len(ids)))
 	for _, of := range ids {
@@ -410,7 +410,7 @@ func (c Copied) Append(b []byte) []byte {
 	return msgp.AppendBool(msgp.AppendBytes(msgp.AppendArrayHeader(b, 2), []byte(c.Event)), c.OK)
 }
 
-// DecodeCopied reads that frame.
+// DecodeCopied reads the result frame of store and retrieve.
 func DecodeCopied(frame []byte) (c Copied, err error) {
 	n := 0
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {

@@ -32,8 +32,8 @@ type EnvelopeGroup struct {
 
 const envelopeVersion = 1
 
-// DecodeEnvelope reads an envelope whose objects are of layouts, one for each object group, of a range of chunks
-// chunks. Everything is checked before it returns: nothing else than these fields, types, shapes and lengths is taken.
+// DecodeEnvelope reads an envelope for a range of chunks chunks. layouts has one layout for each object group. An envelope with any other
+// field, type, shape or length is an error.
 func DecodeEnvelope(data []byte, layouts []kv.Layout, chunks int) (e Envelope, err error) {
 	several := len(layouts) > 1
 	version, seen := 0, 0

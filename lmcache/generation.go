@@ -305,8 +305,8 @@ func addReading(into []Reading, op Op, g Generation) []Reading {
 	return append(into, Reading{op, 1 << g})
 }
 
-// firstCall decides between get_chunk_size and other operations without payloads.
-// Every client counts its requests from 0 and asks for the chunk size first, once.
+// firstCall decides between get_chunk_size and other operations without payloads. Every client
+// counts its requests from 0, and its first request, only once, is get_chunk_size.
 func firstCall(readings []Reading, uid []byte) []Reading {
 	first := IsFirst(uid)
 	n := 0
@@ -400,8 +400,8 @@ func formOf(frame []byte) keyForm {
 	return form
 }
 
-// Early names the releases, all without a path for CPU tensors, whose first
-// request looks like m; empty when it is none of theirs.
+// Early names the releases, all without a path for CPU tensors, whose first request looks like m;
+// empty when there is none.
 func Early(m [][]byte) string {
 	id, rest, err := readInt(m[1])
 	if err != nil || len(rest) != 0 || len(m) != 2 {
@@ -410,7 +410,7 @@ func Early(m [][]byte) string {
 	return early[id]
 }
 
-// Alike reports whether a client of one set can be one of the other, or numbers its operations alike.
+// Alike reports whether a client of set s can also be of set o, or whether both sets number their operations alike.
 func (s Generations) Alike(o Generations) bool { return s&o != 0 || s&modern != 0 && o&modern != 0 }
 
 // PickleOnly reports whether a client of the set may know no shared memory: its
@@ -420,9 +420,9 @@ func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
 // PingsWithoutID reports whether no client of the set sends its id with a ping.
 func (s Generations) PingsWithoutID() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047) == 0 }
 
-// NeedsEvent reports whether every client of the set opens the event handle of
-// each answer about lent KV, also of a negative one: such an answer ends it. For
-// KV on CPUs 0.5.3 has an event without meaning.
+// NeedsEvent reports whether every client of the set opens the event handle of each answer about
+// lent KV, also of a negative answer: a negative answer ends such a client. For KV on CPUs 0.5.3
+// has an event without meaning.
 func (s Generations) NeedsEvent(onCPU bool) bool {
 	opens := Generations(1<<Gen046 | 1<<Gen047 | 1<<Gen050)
 	if !onCPU {
@@ -445,7 +445,7 @@ func (o Op) Names(p [][]byte) (instance int64, model []byte, world int) {
 	case row == nil || len(p) == 0 || row.payloads == "":
 	case row.payloads[:1] == "w" && len(p) > 1:
 		instance, _, _ = readInt(p[1])
-	case row.payloads[:1] == "i" && o != OpReportBlockAllocation: // that is a scheduler's
+	case row.payloads[:1] == "i" && o != OpReportBlockAllocation: // that integer is a scheduler's
 		instance, _, _ = readInt(p[0])
 	case row.payloads[:1] == "k" || row.payloads[:1] == "m":
 		_, _ = readMap(p[0], func(name, b []byte) (rest []byte, err error) {

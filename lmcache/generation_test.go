@@ -144,7 +144,7 @@ func TestNoMessageIsMisread(t *testing.T) {
 	if alone == 0 || shared == 0 {
 		t.Errorf("%d messages with one reading, %d with several", alone, shared)
 	}
-	// With num_kv_readers, which clients have since 0.5.5, nothing of theirs is.
+	// A message with a key of 0.5.5, which has num_kv_readers, has one reading only.
 	requests(t, "0.5.5", func(socket, i int, m [][]byte) {
 		if r, _ := lmcache.AllGenerations.Read(m, nil); len(r) > 1 && len(m) > 3 {
 			t.Errorf("request %d of socket %d: %v", i, socket, r)

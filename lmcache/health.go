@@ -93,8 +93,8 @@ func (h *Health) Run(ctx context.Context) {
 	}
 }
 
-// Beat pings once and settles what follows. Only one goroutine may call it: the
-// one that would call Run.
+// Beat pings once and updates the state. Only one goroutine may call it: the one that would call
+// Run.
 func (h *Health) Beat(ctx context.Context) {
 	err := h.beat(ctx)
 	if ctx.Err() != nil {

@@ -80,7 +80,7 @@ type KeyView struct {
 	NumTokens int
 	Chunks    int       // complete chunks of the token list
 	Hashes    []kv.Hash // of the leading chunks: those remembered, or asked for with Memo.Hash
-	Start     int       // of a lookup and of free_lookup_locks it may be above End; -1 for any below 0
+	Start     int       // in a lookup and a free_lookup_locks it may be above End; -1 stands for any negative number
 	End       int
 	Packed    bool // the tokens came as token_bytes, as 0.5.7 sends them
 	RequestID []byte
@@ -118,10 +118,10 @@ const (
 // 0.5.5 send it.
 const ReadersUnsaid = -1
 
-// ReadersOf returns how many pins per object a lookup takes, or a
-// free_lookup_locks gives back. Clients before 0.5.5 send the size of their tensor
-// parallelism beside the key. It counts where the ranks of one shard share its
-// objects: with a single plane (MLA), or when there are fewer shards than ranks.
+// ReadersOf returns how many pins per object a lookup takes, or a free_lookup_locks gives back.
+// Clients before 0.5.5 send the size of their tensor parallelism beside the key. That size counts
+// where the ranks of one shard share its objects: with a single plane (MLA), or when there are
+// fewer shards than ranks.
 func (k *KeyView) ReadersOf(tensorParallel int64, singlePlane bool) int {
 	if k.Readers != ReadersUnsaid {
 		return k.Readers
@@ -147,13 +147,12 @@ const (
 	seenAll = 1<<iota - 1
 )
 
-// DecodeKey reads a key frame into k. It checks the whole token list, and hashes
-// only the leading chunks that the Memo remembers: what else a caller needs, Hash
-// computes.
+// DecodeKey reads a key frame into k. It checks the whole token list, and hashes only the leading
+// chunks that the Memo remembers. Hash computes the other hashes that a caller needs.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error { return m.decodeKey(frame, k, true) }
 
-// decodeKey is DecodeKey; hashed says whether the caller needs hashes. Without them packed tokens are not compared with
-// those that the Memo remembers. Msgpack integers are, since that checks them at less cost than reading each.
+// decodeKey is DecodeKey; hashed says whether the caller needs hashes. Without them packed tokens are not compared with those that the Memo
+// remembers. Msgpack integers are compared: a comparison checks them at less cost than reading each.
 func (m *Memo) decodeKey(frame []byte, k *KeyView, hashed bool) error {
 	*k = KeyView{Hashes: k.Hashes[:0], ends: k.ends[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid, unasked: !hashed}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
@@ -310,7 +309,7 @@ func (k *KeyView) check() error {
 		return fmt.Errorf("%w: worker_id %d of world_size %d", ErrKey, k.Worker, k.WorldSize)
 	case len(k.Model) > maxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
 		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
-	case !utf8.Valid(k.Model) || !utf8.Valid(k.RequestID) || !utf8.Valid(k.Salt): // as LMCache; and events have them
+	case !utf8.Valid(k.Model) || !utf8.Valid(k.RequestID) || !utf8.Valid(k.Salt): // LMCache requires this, too; and events carry these texts
 		return fmt.Errorf("%w: model_name, request_id or cache_salt is not UTF-8", ErrKey)
 	}
 	if len(k.Salt) > 0 {

@@ -17,7 +17,7 @@ const KVEventStream = "kv_event_stream"
 // MaxKVEvents bounds the events of one batch, as 0.5.6 does.
 const MaxKVEvents = 1024
 
-// The frame that follows an empty operation frame, of a stream's uid.
+// What a client sends under a stream's uid: an empty operation frame, then one of these.
 const (
 	StreamAck    = "ack"    // a batch was consumed: the next may come
 	StreamCancel = "cancel" // no more

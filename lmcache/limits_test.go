@@ -310,7 +310,7 @@ func TestCopiedHasTwoElements(t *testing.T) {
 	}
 }
 
-// Slots and chunks of a prepared store are as many.
+// A prepared store has as many slots as chunks.
 func TestPreparedStoreNamesAChunkForEachSlot(t *testing.T) {
 	s := lmcache.Slots{Layouts: []kv.Layout{{Layers: 1, Slots: 2, Hidden: 3, DType: "float16"}}, Lengths: []int64{24}, Offsets: []int64{0, 4096}, Indices: []int{0, 1}}
 	for n := range 4 {
@@ -341,8 +341,8 @@ func TestReadersFollowFromTensorParallelism(t *testing.T) {
 	f(lmcache.ReadersUnsaid, 1000, true, lmcache.MaxKVReaders)
 }
 
-// Where the number of an operation could mean several, its payloads tell: each type that
-// a client sends is one of it, and no other.
+// Where the number could mean several operations, the types of the payloads identify the operation:
+// they fit it, and no other one.
 func TestPayloadTypesIdentifyOperations(t *testing.T) {
 	float, null := msgp.AppendFloat64(nil, 1.5), []byte{0xc0}
 	f := func(id int64, want lmcache.Op, payloads ...[]byte) {
@@ -380,8 +380,8 @@ func TestPayloadTypesIdentifyOperations(t *testing.T) {
 	f(1, lmcache.OpUnknown, kv...)
 }
 
-// What clients of a generation do holds for a set only where all of it do so, and of no
-// set of none.
+// A set of generations has a behaviour only if all generations of the set have it. The empty set
+// has none.
 func TestGenerationSetHasCommonBehaviour(t *testing.T) {
 	f := func(s lmcache.Generations, settled, pickles, pings, event, eventGPU bool) {
 		t.Helper()

@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// What a client gave up while there was no server does not reach the next one: it could be a
-// store of blocks that others have by then. What is called later does.
+// A call that a client gave up while there was no server does not reach the next server: it could
+// be a store of blocks that the engine has reused since. Later calls do.
 func TestGivenUpCallsDoNotReachTheNextServer(t *testing.T) {
 	l := testkit.Listen(t)
 	addr := l.Addr().String()

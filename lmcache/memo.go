@@ -20,11 +20,10 @@ import (
 // turn longer under a new request id, so most of a token list is bytes seen
 // before: comparing them costs a fortieth of decoding and hashing them.
 //
-// An entry is one chunk: the hash of the chunk before it, its msgpack or packed bytes
-// and its own hash. A walk compares all bytes of one entry per chunk, the one that
-// followed last time or else the one that a hash finds, until the first that is
-// not there. Entries are replaced by the clock algorithm.
-// Safe for concurrent use; the lock is a leaf.
+// An entry is one chunk: the hash of the chunk before it, its msgpack or packed bytes and its own
+// hash. A walk compares all bytes of one entry per chunk, the one that followed last time or else
+// the one that a hash finds, until the first chunk without an entry. Entries are replaced by the
+// clock algorithm. Safe for concurrent use; the lock is a leaf.
 type Memo struct {
 	chunkTokens int
 	head        []byte // of a msgpack array of a chunk's tokens
@@ -124,8 +123,8 @@ func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 	return b
 }
 
-// afterLocked is findLocked that tries first what followed last time: most chunks
-// have one successor, which then needs no hash.
+// afterLocked is findLocked that first tries the entry that followed last time: most chunks have
+// one successor, which then needs no hash.
 func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte, packed bool) *memoEntry {
 	if before != nil {
 		if i := int(before.follower.Load()); i != 0 {

@@ -168,8 +168,8 @@ func (p *EngineDriven) decodeGroups(b []byte) ([]byte, error) {
 	})
 }
 
-// decodeEngineDriven reads that frame. Clients before 0.5.5 leave
-// num_physical_slots out.
+// decodeEngineDriven reads the payload frame of register_kv_cache_engine_driven_context. Clients
+// before 0.5.5 leave num_physical_slots out.
 func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 	var p EngineDriven
 	seen := 0
@@ -247,7 +247,7 @@ func (p Pool) Append(b []byte) []byte {
 	return b
 }
 
-// DecodePool reads that frame.
+// DecodePool reads the result frame of register_kv_cache_engine_driven_context.
 func DecodePool(frame []byte) (p Pool, err error) {
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
 		switch string(name) {
@@ -511,10 +511,10 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 // maxReason bounds the reason of AppendFailure, bytes.
 const maxReason = 512
 
-// AppendFailure appends the operation of an answer that declines a request of that
-// operation whose answer has no result. A client of 0.5.6 fails where the answer names
-// another operation than its request, and logs both. ok is false for clients before it,
-// which take any answer for success: they are to get none.
+// AppendFailure appends the operation frame of an answer that declines a request whose normal
+// answer has no result. op is the operation frame of the request. A client of 0.5.6 fails when the
+// answer names another operation than its request, and logs both names. ok is false for earlier
+// clients, which take any answer for success: they must get no answer.
 func AppendFailure(b, op []byte, reason string) (_ []byte, ok bool) {
 	name, _, err := msgp.ReadStringZC(op)
 	if err != nil {
@@ -524,9 +524,9 @@ func AppendFailure(b, op []byte, reason string) (_ []byte, ok bool) {
 	return msgp.AppendString(b, string(name)+" failed: "+reason), true
 }
 
-// AppendAmbiguous appends a result frame that declines a message with several readings
-// and that the clients of all of them can decode. safe is false when no frame is such.
-// result is false when the right answer has no result frame.
+// AppendAmbiguous appends a result frame that declines a message with several readings and that the
+// clients of all of them can decode. safe is false when no such frame exists. result is false when
+// the right answer has no result frame.
 func AppendAmbiguous(b []byte, readings []Reading) (_ []byte, result, safe bool) {
 	prepares, others := 0, 0
 	for _, r := range readings {

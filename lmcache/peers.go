@@ -99,8 +99,8 @@ func readUint32(b []byte) (int64, []byte, error) {
 	return n, rest, err
 }
 
-// PeerPlace is where a peer finds an object: bytes from the pool's start. Of what is not
-// held Offset is -1 and Size 0.
+// PeerPlace is where a peer finds an object: bytes from the pool's start. For an object that the
+// pool does not have, Offset is -1 and Size 0.
 type PeerPlace struct{ Offset, Size int64 }
 
 // NotHeld is the place of an object that is not held.

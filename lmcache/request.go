@@ -34,13 +34,13 @@ type (
 	PrepareRetrieveRequest struct{ KeyRange }
 	CommitRetrieveRequest  struct{ KeyRange }
 
-	// StoreRequest has the server copy blocks out of the memory that a worker
-	// lends. The event handle that follows is of devices and is not read.
+	// StoreRequest asks the server to copy blocks out of the memory that a worker lends. The event
+	// handle that follows is of devices and is not read.
 	StoreRequest struct {
 		KeyRange
 		Blocks [][]int // engine block ids by KV group
 	}
-	// RetrieveRequest has the server copy chunks into blocks.
+	// RetrieveRequest asks the server to copy chunks into blocks.
 	RetrieveRequest struct {
 		KeyRange
 		Blocks     [][]int
@@ -64,8 +64,9 @@ type (
 		Wait      bool
 		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a negative or absurd one
 	}
-	// FreeLookupLocksRequest gives back the pins of a range of chunks. The key's range ends at a block of the engine, so a chunk that
-	// it has in part at its end is not of the range. A key with packed tokens has no Hashes: a session knows its pins.
+	// FreeLookupLocksRequest gives back the pins of a range of chunks. The key's range ends at a block of the engine. A chunk that the
+	// key's range covers only in part, at its end, is not in From to To. A key with packed tokens has no Hashes: the session knows its
+	// pins.
 	FreeLookupLocksRequest struct {
 		Key            *KeyView
 		TensorParallel int64
@@ -195,7 +196,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		if err == nil && len(p) > 2 {
 			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
 		}
-		if err == nil { // both ends are the engine's, which may lie inside of a chunk: that one has a reader still
+		if err == nil { // both ends are multiples of the engine's block and may lie inside a chunk: the chunk of the end still has a reader
 			d.free.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
 			d.free.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.free.To)
 		}
@@ -228,7 +229,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 	return d.decodeRare(memo, op, p)
 }
 
-// decodeRare decodes what engines ask for once, and what carries long lists.
+// decodeRare decodes operations that an engine calls once, and operations with long lists.
 func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err error) {
 	switch op {
 	case OpStore:
@@ -307,7 +308,7 @@ func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
 	return nil
 }
 
-// readers decodes [key, tp_size]; hashed as of Memo.decodeKey.
+// readers decodes [key, tp_size]; hashed is that of Memo.decodeKey.
 func (d *Decoder) readers(memo *Memo, p [][]byte, tensorParallel *int64, hashed bool) (err error) {
 	if err = memo.decodeKey(p[0], &d.key, hashed); err == nil {
 		*tensorParallel, err = named("tp_size", DecodeInt, p[1])

@@ -5,7 +5,7 @@ package lmcache
 // KeyOf returns the key of a request about chunks of one prompt; nil for the other requests. Requests of peers name objects by keys of
 // another kind, ObjectKey.
 func KeyOf(r Request) *KeyView {
-	switch r := r.(type) { // not by an interface: the search for one that a type lacks takes a microsecond
+	switch r := r.(type) { // not by an interface: a type assertion that fails takes a microsecond
 	case *LookupRequest:
 		return r.Key
 	case *FreeLookupLocksRequest:

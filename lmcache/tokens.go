@@ -104,8 +104,8 @@ const (
 	laneTail   = 512  // bytes at the end of a frame where other fields may be
 )
 
-// skipInLanes checks the first tokens of a list of n tokens and returns how many
-// bytes and how many tokens that were. What it leaves, skipTokens checks.
+// skipInLanes checks the first tokens of a list of n tokens and returns how many bytes and how many
+// tokens that were. skipTokens checks the rest.
 //
 // Four lanes go through a quarter of b each, so that four loads are under way
 // instead of one. Each lane but the first begins where a token probably does:
@@ -272,9 +272,9 @@ func (m *Memo) Hash(k *KeyView, n int) {
 	m.learn(start, s.widths, k, known)
 }
 
-// Tokens returns the tokens of the chunks in k.Hashes as msgpack integers, one after the other: as the client wrote them,
-// unless a chunk takes more than 5 bytes for each or they are packed. Chunk i ends at ends[i], and with head it is an array. All
-// alias k and its frame, mostly. k must come from m's DecodeKey, and its frame be unchanged.
+// Tokens returns the tokens of the chunks in k.Hashes as msgpack integers, one after the other. They are as the client wrote them, unless
+// they are packed or a chunk takes more than 5 bytes per token. Chunk i ends at ends[i]; head and a chunk together are a msgpack array. The
+// results may alias k and its frame. k must come from m's DecodeKey, and its frame be unchanged.
 func (m *Memo) Tokens(k *KeyView) (head, text []byte, ends []int) {
 	from := 0
 	for _, end := range k.ends {
@@ -306,8 +306,8 @@ func (m *Memo) narrow(k *KeyView) (text []byte, ends []int) {
 	return text, ends
 }
 
-// AppendTokens appends to dst the tokens of whole chunks from a chunk on, at most most. It hashes the chunks before it, where that
-// was not done. k must come from m's DecodeKey, and its frame be unchanged.
+// AppendTokens appends to dst at most most tokens of whole chunks, from chunk on. It hashes the chunks before that where that was not done.
+// k must come from m's DecodeKey, and its frame be unchanged.
 func (m *Memo) AppendTokens(dst []uint32, k *KeyView, chunk, most int) []uint32 {
 	n := min(most, (k.Chunks-chunk)*m.chunkTokens)
 	if chunk < 0 || n <= 0 {

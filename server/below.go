@@ -191,10 +191,11 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 	}
 }
 
-// TierEnds returns them by tier.
+// TierEnds returns the lookups that the tier with that name ended.
 func (s *Server) TierEnds(name string) explain.TierEnds { return s.n.tierMisses.Stats(name) }
 
-// TierNames are the tiers that lookups can be ended by.
+// TierNames are the names for TierEnds: those of the tiers, and explain.AnyTier where there are
+// several.
 func (s *Server) TierNames() (out []string) {
 	for _, t := range s.opts.Tiers {
 		out = append(out, t.Name())

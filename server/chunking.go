@@ -78,7 +78,7 @@ func (s *Server) chunking(tokens int) *chunking {
 	return c
 }
 
-// tell notes that an engine goes by a size, and reports whether that is news.
+// tell records that an engine uses a chunk size, and reports whether the size is new.
 func (x *sizes) tell(tokens int) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -90,7 +90,7 @@ func (x *sizes) tell(tokens int) bool {
 	return true
 }
 
-// announced returns the sizes that engines of this server and of earlier ones may go by, besides the server's own.
+// announced returns the sizes that engines of this server and of earlier ones may use, besides the server's own.
 func (x *sizes) announced() []int {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -120,7 +120,7 @@ func (s *Server) base(c *connection) *chunking {
 	return s.own
 }
 
-// current returns the size that a connection goes by as far as it is known.
+// current returns the size of a connection, that of its listener while its own is not known.
 func (s *Server) current(c *connection) *chunking {
 	if c.chunk != nil {
 		return c.chunk
@@ -128,10 +128,10 @@ func (s *Server) current(c *connection) *chunking {
 	return s.base(c)
 }
 
-// chunkOf returns the size of a connection whose request names a worker, or a model and a world size. A connection that
-// has not asked may belong to an engine that asked an earlier server, or this one over a connection that broke. It goes by the size of
-// its worker's registration, or that of its model's where an earlier server knew that. Of several it is that of the workers of its own
-// process and its relatives. Else it is an error: the engine would count hits in chunks of another size.
+// chunkOf returns the size of a connection whose request names a worker, or a model and a world size. A connection that has not asked for
+// its size may belong to an engine that asked an earlier server, or this one over a connection that broke. Its size is that of its worker's
+// registration, or that of its model's workers where an earlier server knew one of them. If these have several, it is that of the workers
+// of the client's own process and its relatives. Otherwise it is an error: the engine would count hits in chunks of another size.
 func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (*chunking, error) {
 	c := sc.conn
 	if c.chunk != nil {
@@ -167,8 +167,8 @@ func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (
 		errChunkSize, model, known)
 }
 
-// sendToAsk reports, once for a connection whose requests were declined because it has not asked for its chunk size, that its
-// heartbeat is to be answered false. A client of 0.5.7 then asks, once the next one is answered true.
+// sendToAsk reports, once, whether the connection's heartbeat must be answered false: its requests were declined because it has not asked
+// for its chunk size. A client of 0.5.7 asks after the next heartbeat that is answered true.
 func (c *connection) sendToAsk() bool {
 	if !c.mustAsk || c.sentToAsk || c.fixed || !c.generations.Has(lmcache.Gen057) {
 		return false
@@ -177,7 +177,7 @@ func (c *connection) sendToAsk() bool {
 	return true
 }
 
-// opened notes the requests of a connection whose size may still change.
+// opened records the open requests of a connection whose size may still change.
 func (c *connection) opened(r lmcache.Request) {
 	if c.fixed {
 		return
@@ -206,9 +206,9 @@ func (s *Server) fix(c *connection, to *chunking) {
 	}
 }
 
-// negotiate answers negotiate_chunk_size: with the connection's size, or as long as nothing has fixed it and no request is
-// open, with the next multiple of the alignment above the listener's size. What cannot be met is answered with the connection's
-// size: the client sees that it does not fit, and says so.
+// negotiate answers negotiate_chunk_size with the connection's size. While nothing has fixed that size and no request is open, the size
+// becomes the next multiple of the alignment, not below the listener's size. An alignment that cannot be met is answered with the
+// connection's size: the client sees that it does not fit, and reports that.
 func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	c := sc.conn
 	now, base := s.current(c), s.base(c).tokens
@@ -228,8 +228,8 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 		answer(fmt.Sprintf("the alignment is outside 1 to %d", limit))
 		return
 	}
-	up := (base + a - 1) / a * a         // what an engine with such blocks was answered while the listener had its size
-	presumed := !c.fixed && size != base // from registrations: the engine's own, or another one's
+	up := (base + a - 1) / a * a         // the answer to an engine with such blocks over this listener
+	presumed := !c.fixed && size != base // from registrations, of this engine or of another one
 	switch {
 	case size%a == 0 && (!presumed || size == up || len(s.former.sizes) > 0):
 		s.fix(c, now)

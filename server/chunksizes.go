@@ -8,21 +8,20 @@ import (
 	"time"
 )
 
-// An engine asks for the chunk size when it starts and counts hits in such chunks
-// for life. Where a server takes over whose chunks have another size, an engine of
-// before would take each chunk that hits for one of the old size: tokens that were
-// never stored. So as long as such engines may be there, only connections that
-// asked this server are served.
+// An engine asks for the chunk size when it starts and counts hits in such chunks for life. When a
+// server takes over whose chunks have another size, an engine that asked the earlier server would
+// take each chunk that hits for one of the old size: tokens that were never stored. So as long as
+// such engines may be there, only connections that asked this server are served.
 
 // formerSizes has the chunk sizes that earlier servers of this pool announced to engines.
 type formerSizes struct {
 	sizes  []int // immutable; empty: nothing to look for
 	active atomic.Bool
-	heard  atomic.Int64 // when a connection that did not ask last spoke, since the start
+	heard  atomic.Int64 // time of the last request from a connection that did not ask, since the start
 }
 
-// forgetAfter is how long nothing must have come from engines of before until they
-// count as gone. They send heartbeats every 10 s.
+// forgetAfter is how long no request may come from engines of earlier servers until they count as
+// gone. Engines send heartbeats every 10 s.
 const forgetAfter = 10 * time.Minute
 
 func (s *Server) recallSizes() {
@@ -46,7 +45,7 @@ func (s *Server) sameChunks(sc *scratch) error {
 		errChunkSize, s.former.sizes, s.opts.ChunkTokens, s.former.sizes[0])
 }
 
-// forgetSizes ends the caution once the engines of before are gone.
+// forgetSizes serves all connections again once the engines of earlier servers are gone.
 func (s *Server) forgetSizes(now time.Time) {
 	if s.former.active.Load() && now.Sub(s.started)-time.Duration(s.former.heard.Load()) >= forgetAfter {
 		s.former.active.Store(false)

@@ -117,8 +117,8 @@ func TestMoreSlotsThanTokensAreRefused(t *testing.T) {
 	}
 }
 
-// The caution ends when nothing came from such engines for a while, also for later
-// servers.
+// A server, and later ones, serve all connections again when no request came from such engines for
+// a while.
 func TestFormerChunkSizesAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDesk(t, server.Options{})

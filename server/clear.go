@@ -57,7 +57,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	if c.Tier == ClearAll {
 		s.store.BeginForget()
 	}
-	s.clearing.Lock() // what is stored between two clears at once is of neither
+	s.clearing.Lock() // one clear at a time: an object stored between two that overlap would belong to the generation of neither
 	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
 		var commit func()
 		if commit, err = below.Prepare(c.Models); err != nil {
@@ -137,9 +137,9 @@ func (s *Server) followClear(commit func()) {
 	s.log.Warn("the cache was cleared", "by", "another server that shares a tier", "tier", string(ClearAll), "chunks", n)
 }
 
-// clearFor is the clear of a client: of the tiers, the models whose workers its user
-// registered. It fails where there is none, as just after a start of the server, and
-// something could be left there.
+// clearFor clears for a client: the pool, and in the tiers the models whose workers its user
+// registered. It fails if the user has registered none, as just after a start of the server, while
+// the tiers may have objects.
 func (s *Server) clearFor(who *caller, force bool) error {
 	models := []string{}
 	for _, in := range s.registry.List() {

@@ -99,7 +99,7 @@ func nothingToStore(sc *scratch, in *workers.Worker) {
 	sc.out = lmcache.AppendPrepareStore(sc.out[:0], &lmcache.Slots{Layouts: in.Objects})
 }
 
-// placed takes the places of a transfer into sc.slots, by group and then by chunk.
+// placed copies the places of a transfer into sc.slots, by group and then by chunk.
 func (sc *scratch) placed(in *workers.Worker) {
 	sc.slots = lmcache.Slots{Layouts: in.Objects, Lengths: sc.slots.Lengths[:0], Offsets: sc.place.Offsets, Indices: sc.place.Indices, Groups: sc.place.Groups}
 	for g := range in.Objects {
@@ -268,7 +268,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
 	asked, tokens := r.To, sc.chunk.tokens
 	q := s.query(sc, k)
-	if q.Named { // it is a request of that worker, and wakes it
+	if q.Named { // the lookup counts as a request of that worker, and wakes it
 		_, _ = s.registry.Get(q.Worker, q.By) // whether it may be served is seen below
 	}
 	s.settleReaders(sc, k, r.TensorParallel)
@@ -298,7 +298,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
 		ended.LookupResult, ended.Searched, ended.Text = got, true, lookup.Text{Memo: sc.chunk.memo, Key: k}
 		s.lookupEnded(&ended)
-	} else { // who asks for its result does not name model and salt
+	} else { // the request for its result will name neither model nor salt
 		s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	}
 	s.announceFound(sc.chunk, k, &sh)
@@ -311,8 +311,9 @@ type promptNote struct {
 	repeated *lookup.Repeated
 }
 
-// noteOf returns the note of a lookup that begins. Where tiers lie below the pool a miss is pending, and its tokens are gone when it ends. So
-// the prompt is compared now, from the first chunk on that the memo does not remember: if it misses there, it is new.
+// noteOf returns the note of a lookup that begins. Where tiers lie below the pool a miss is pending, and the tokens of the prompt are gone
+// when the lookup ends. So noteOf compares the prompt now, from the first chunk that the memo does not remember: if the prompt misses
+// there, that chunk is new.
 func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked, from int) any {
 	tags := s.tally.Tagged(sc.caller().Name, k.Tags)
 	if fresh := max(len(k.Hashes), from); s.store.AsksBelow() && fresh < asked {
@@ -372,8 +373,8 @@ func (s *Server) ExplainTo(request string, most int, limit *auth.Limit) explain.
 	return s.ended.ExplainTo(request, most, limit.Allows)
 }
 
-// nameSpace notes which model and salt a namespace is of: the one book of that, and the store for
-// the tenant. A known one costs no allocation.
+// nameSpace records the model and salt of a namespace in the server's names, and its tenant in the
+// store. It allocates nothing for a known namespace.
 func (s *Server) nameSpace(ns kv.Namespace, model, salt []byte) {
 	s.store.NameTenant(ns, salt)
 	if _, ok := s.names.Of(ns); !ok {
@@ -381,8 +382,8 @@ func (s *Server) nameSpace(ns kv.Namespace, model, salt []byte) {
 	}
 }
 
-// nameShard lets the tiers below know by what names others call the chunks of a shard, and
-// the store whose they are.
+// nameShard tells the tiers below by which model and salt others name the chunks of a shard, and
+// the store the tenant of that shard.
 func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	if s.opts.Names == nil && !s.store.NamesTenants() {
 		return
@@ -422,7 +423,7 @@ func (s *Server) ShardsOf(model, salt string, world, chunk int) []object.Shard {
 // Registry has the registered workers.
 func (s *Server) Registry() *workers.Registry { return s.registry }
 
-// Options are those that it was started with, and the defaults of the others.
+// Options are those that the server was started with, defaults filled in.
 func (s *Server) Options() Options { return s.opts }
 
 // lookupEnded passes the end of a lookup to all that read it.
@@ -437,7 +438,7 @@ func (s *Server) lookupEnded(o *lookup.Outcome) {
 	if !o.Searched {
 		return
 	}
-	s.n.askedTokens.Add(uint64(o.AskedTokens())) // before the hit, and with it: see askedAndHit
+	s.n.askedTokens.Add(uint64(o.AskedTokens())) // before hitTokens: see askedAndHit
 	s.n.hitTokens.Add(uint64(o.HitTokens()))
 	if o.Hit > o.From {
 		s.n.hits.Add(1)

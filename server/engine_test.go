@@ -523,7 +523,7 @@ func startMiniSized(t *testing.T, dir, endpoint string, poolBytes int64) (url st
 	}
 }
 
-// Tracker and worker drive our server, in every form of paged KV.
+// Scheduler and worker drive our server, in every form of paged KV.
 func TestEngineScript(t *testing.T) {
 	for _, form := range []paged.Form{paged.PlanesNHD, paged.BlocksNHD, paged.FusedNHD} {
 		dir := t.TempDir()

@@ -81,7 +81,7 @@ func (s *Server) Fingerprint(id int64) string {
 	return ""
 }
 
-// CopiesElsewhere is what follows a commit of a worker that left marks; it returns that for the registration of now.
+// CopiesElsewhere returns the function that a server calls after a commit that left marks, for the registration that a worker has now.
 func (s *Server) CopiesElsewhere(id int64) func() {
 	for _, in := range s.registry.List() {
 		if in.ID == id {
@@ -91,6 +91,6 @@ func (s *Server) CopiesElsewhere(id int64) func() {
 	return nil
 }
 
-// ProcessesUseNoDevice makes that the default of Options.UsesDevice: most workers of tests are nobody's process, and commit places
-// that they did not write.
+// ProcessesUseNoDevice makes "no device" the default of Options.UsesDevice: most workers of tests have no process, and commit places that
+// they did not write.
 func ProcessesUseNoDevice() { usesDevice = func(int) (bool, bool) { return false, true } }

@@ -22,7 +22,7 @@ type Finding struct {
 	Normal bool   `json:"normal,omitempty"` // nothing needs to be done as long as it is expected
 }
 
-// normally begins what to do about a finding that is normal.
+// normally begins the advice of a finding that is normal.
 const normally = "normal "
 
 // findings explains a Status: what comes first in the way of a hit comes first.

@@ -29,7 +29,7 @@ type connection struct {
 	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
 	worker      int64               // the worker that it named last; lookups are in its layout
 	named       bool
-	asksAsPeer  bool // it is another node's
+	asksAsPeer  bool // it belongs to another node
 	local       net.Addr
 	limit       *auth.Limit // of tenants; nil until it is asked for
 	doubted     bool        // its ping without an id was answered false
@@ -80,8 +80,8 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 	}
 	s.recognise(c, of)
 	ambiguous := &ambiguousError{readings: append([]lmcache.Reading(nil), readings...)}
-	// Connectors ask for the chunk size first: what has the number of a first request
-	// here is of no client that outlived another server.
+	// Connectors ask for the chunk size first. So an ambiguous message with the number of a first
+	// request is not of a client that outlived another server, and is not held.
 	if _, _, safe := lmcache.AppendAmbiguous(nil, readings); !safe && !lmcache.IsFirst(m[0]) && s.hold(sc.peer, m) {
 		return lmcache.OpUnknown, errHeld
 	}
@@ -145,7 +145,8 @@ func (s *Server) refuseEarly(c *connection, m [][]byte) {
 	}
 }
 
-// warnNewer logs, at most once a minute, that a client asks for what no served release has.
+// warnNewer logs, at most once a minute, that a client asks for an operation that no served release
+// has.
 func (s *Server) warnNewer(sc *scratch) {
 	name := lmcache.NameOfOp(sc.frames[1])
 	now := time.Now().Unix()

@@ -207,8 +207,8 @@ func TestPingWithoutID(t *testing.T) {
 	}
 }
 
-// A restored worker whose heartbeats name nobody is not silent before it has moved
-// anything: none can be told to be its own.
+// A restored worker whose heartbeats have no id does not count as silent before its first transfer:
+// until then no heartbeat is known to be its own.
 func TestRestoredWorkerWithoutID(t *testing.T) {
 	dir := t.TempDir()
 	n, stop := startNode(t, dir, 64, server.Options{})

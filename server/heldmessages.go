@@ -13,7 +13,7 @@ import (
 const (
 	maxHeldMessages   = 16       // of one connection
 	maxHeldBytes      = 2 << 20  // of one connection
-	maxHeldBytesOfOne = 16 << 20 // of who is behind connections
+	maxHeldBytesOfOne = 16 << 20 // of all connections of one owner
 	maxHeldBytesInAll = 64 << 20
 	maxHeldTime       = 15 * time.Second // of the oldest
 )
@@ -29,7 +29,7 @@ type heldMessages[C, O comparable] struct {
 	of    map[C]*heldConnection[O]
 }
 
-// heldConnection is what one of them has waiting.
+// heldConnection is what is kept of one connection.
 type heldConnection[O comparable] struct {
 	owner    O
 	messages [][][]byte // oldest first

@@ -42,7 +42,7 @@ func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
 	}
 }
 
-// mark keeps the connection when a new one needs its place.
+// mark keeps the connection open when a new connection needs its place.
 func (sc *scratch) mark() {
 	if sc.peer != nil {
 		sc.peer.Mark()

@@ -107,7 +107,8 @@ func TestConnectionsInUseAreKept(t *testing.T) {
 	}
 }
 
-// What is said every ten seconds, and of the last five minutes, is what came since.
+// The summary of ten seconds, and the figures of the last five minutes, count only what came in
+// that time.
 func TestSummariesCoverTheirInterval(t *testing.T) {
 	var log strings.Builder
 	s, _ := newBareServerWith(t, &log, 8*4096, Options{ChunkTokens: 4})

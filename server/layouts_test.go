@@ -246,8 +246,8 @@ func TestPingWakesAWorker(t *testing.T) {
 	})
 }
 
-// A server that stood still, or whose wall clock jumped, holds that against no
-// worker.
+// After a standstill of the server, or a jump of its wall clock, no worker counts as silent for
+// that.
 func TestStandstillDropsNoWorker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second, RegistrationGrace: 5 * time.Second})

@@ -59,7 +59,7 @@ func TestSegmentsOfOthersAreNotMapped(t *testing.T) {
 	f(unseenUser, false)
 	f(remoteHost, false)
 
-	// Who is not seen does not make the server look for files either.
+	// A peer whose user is not known does not make the server look for files either.
 	absent := n.newEngine()
 	absent.reg.Descriptors[0].ShmName = "/lmcache_kv_1_absent"
 	n.AnswerAs(remoteHost, append([][]byte{{7}, lmcache.AppendOp(nil, lmcache.OpRegisterKVCache)}, absent.reg.Frames()...))

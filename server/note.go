@@ -18,12 +18,12 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// noteEvery is the least time between two writes of the note. One that takes long
-// makes the next wait longer.
+// noteEvery is the least time between two writes of the note. A write that takes long makes the
+// next one wait longer.
 const noteEvery = 100 * time.Millisecond
 
-// noteState is what the last write of the note left to say; guarded by Server.saving,
-// which never writes twice at a time.
+// noteState is the outcome of the last write of the note, so that the next one logs only what is
+// new; guarded by Server.saving, which never writes twice at a time.
 type noteState struct {
 	failed bool
 	left   int // workers that did not fit
@@ -84,7 +84,7 @@ func (s *Server) restore() {
 			s.registry.NotTaken(w, cmp.Or(w.Chunk, s.opts.ChunkTokens))
 			if errors.Is(err, errGrown) {
 				s.registry.PinsOther(w.ID, w.By)
-				defer s.save() // the next server cannot tell any more: the pool has this size then
+				defer s.save() // the next server could not find this out: it finds the pool at its present size
 			}
 			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
@@ -116,7 +116,7 @@ func (s *Server) restore() {
 		if s.opts.Publisher != nil {
 			s.opts.Publisher.Know(in.Model)
 		}
-		// Its chunks may be written below before anybody asks for them.
+		// Its chunks may be written to the tiers before any request names the model.
 		s.names.Add(in.NamespaceOf(nil), in.Model, nil)
 	}
 	if st := s.store.Stats(); st.RestoredChunks > 0 || len(n.Workers) > 0 {
@@ -152,7 +152,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		}
 		mapped := min(cmp.Or(w.Mapped, s.store.Files().FormerBytes()), s.store.Files().Bytes())
 		pins := s.mayPin(w.Process.PID)
-		if pins { // what a smaller pool gave back, its device has still
+		if pins { // its device still has the pages that a smaller pool gave back
 			mapped = min(mapped, s.store.Files().FormerBytes())
 		}
 		if w.Side != workers.Pickle && mapped < s.store.Files().Bytes() {

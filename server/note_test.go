@@ -222,8 +222,8 @@ func TestSweepRemovesLentSegmentsOnly(t *testing.T) {
 	}
 }
 
-// After a restart tiers know by what names others call the chunks that were kept, although
-// nobody has asked for them yet: else what was not written below could not be.
+// After a restart tiers know the model names of the chunks that were kept, although no request has
+// named them yet: else what was not written below could not be.
 func TestNamesAreKnownAfterARestart(t *testing.T) {
 	dir := t.TempDir()
 	n, stop := startNode(t, dir, 16, server.Options{})

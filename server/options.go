@@ -49,7 +49,7 @@ type Options struct {
 	ShmDir            string                // where workers' segments are; default shm.Dir
 	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
 	Clients           zmtp.Authentication   // how they prove who they are; the clients of LMCache cannot
-	Salts             *auth.SaltSecrets     // whose signature a salt must have, which then counts as its tenant; without a memo. nil: any salt
+	Salts             *auth.SaltSecrets     // that sign salts: a signed salt counts as its tenant, another is refused (but see CountUnsigned); without a memo. nil: any salt
 	Tenants           *auth.TenantLimits    // that clients may use, by their listener, user, key or token; without a memo. nil: all
 	CountUnsigned     bool                  // requests without such a signature are counted and served under the salt that they have
 	Log               *slog.Logger          // nil discards
@@ -99,7 +99,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// usesDevice is what Options.UsesDevice is by default.
+// usesDevice is the default of Options.UsesDevice.
 var usesDevice = peercred.UsesDevice
 
 // withDefaults fills in what is zero.
@@ -108,7 +108,7 @@ func (o Options) withDefaults() Options {
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
 	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
 	o.MemoBytes = cmp.Or(o.MemoBytes, 64<<20)
-	if o.NoMemo || o.Salts != nil && !o.CountUnsigned || o.Tenants != nil { // a prompt of another tenant would be hashed faster
+	if o.NoMemo || o.Salts != nil && !o.CountUnsigned || o.Tenants != nil { // a memo would hash a prompt faster that another tenant has sent, and so show it
 		o.MemoBytes = 0
 	}
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)

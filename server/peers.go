@@ -34,9 +34,9 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 }
 
-// keysFor finds objects of models that have one layout of each chunk size, those that are asleep included: names of objects do not say of
-// which layout they are. Their
-// hashes are of one chunk size, so of several sizes it is the one that has the object.
+// keysFor returns the function that finds an object by the name that a peer uses. It finds objects of models that have one layout of each
+// chunk size, layouts whose workers are asleep included: the name of an object does not say its layout. A hash is of one chunk size, so of
+// several sizes it takes the one that has the object in the pool.
 func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 	c, limit, foreign := sc.caller(), s.limitOf(sc), false
 	may := c.MayOpen() == nil

@@ -40,7 +40,7 @@ type waits struct {
 	}
 }
 
-// wait is one of them. What it keeps of the request is its own.
+// wait is a request that is answered later. It has its own copy of what it needs of the request.
 type wait struct {
 	peer    *zmtp.Peer
 	owner   lease.Owner
@@ -144,7 +144,7 @@ func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 	return lmcache.AppendInt(b, int64(got.Hit))
 }
 
-// waitForLookup has a wait_prefetch_status answered when the lookup has its result or
+// waitForLookup answers a wait_prefetch_status from a goroutine, when the lookup has its result or
 // the time that the client gave is over.
 func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) error {
 	w := &wait{

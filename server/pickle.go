@@ -85,7 +85,8 @@ type inline struct {
 // They are visible before the reply is sent.
 func (s *Server) commitInline(sc *scratch, in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) error {
 	ok := s.pickles(in, r.Key.Packed)
-	// Of a worker that was offered the pool and took places there. It has not written them.
+	// The worker may have taken places in the pool, if it was offered the pool. It has not written
+	// them.
 	s.store.CommitStore(t, r.Key.RequestID, r.Key.Hashes, false)
 	if !ok && !r.Key.Packed {
 		return errSide

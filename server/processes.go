@@ -9,9 +9,9 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// An engine that was killed says nothing, and silence proves nothing for minutes.
-// But where its process can be seen, its end can: of who made the segments that a
-// worker lends (package lent), of who has the connection open over which it registered.
+// A killed engine sends nothing, and silence proves nothing for minutes. But the server sees when a
+// process ends that it knows: the one that made the segments that a worker lends (package lent),
+// and the one that has the connection open over which the worker registered.
 
 // dropDead drops the workers whose process has ended.
 func (s *Server) dropDead(now time.Time) {

@@ -133,10 +133,9 @@ func TestKilledEngineIsDroppedAtOnce(t *testing.T) {
 	}
 }
 
-// What a killed worker was told of is free at once where its process was seen to map
-// the pool, and nobody maps it now who is not known. Where the pool is mapped by
-// somebody else, who may have inherited it, or the worker was never seen to map it, it
-// stays in quarantine. A living worker keeps what it was told of.
+// The slots of a killed worker are free at once where its process was seen to map the pool, and only known processes map it now. They stay
+// in quarantine where another process, which may have inherited the mapping, maps the pool, or where the worker was never seen to map it. A
+// living worker keeps its slots.
 func TestMemoryOfAKilledWorker(t *testing.T) {
 	f := func(name string, free bool, before func(n *node, pool string) (worker func())) {
 		t.Helper()

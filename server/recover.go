@@ -11,9 +11,9 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// contain calls f, which answers one request, and turns its panic into errPanic.
-// Builds that check themselves let the panic go on. A panic while the store's
-// books change never arrives here: it ends the process.
+// contain calls f, which answers one request, and turns its panic into errPanic. Builds with -tags
+// invariants let the panic go on. A panic while the store's books change never arrives here: it
+// ends the process.
 func (s *Server) contain(op lmcache.Op, f func() error) (err error) {
 	if !invariant.Enabled {
 		defer func() {

@@ -50,13 +50,13 @@ var (
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
-// refusals are ours, all of them.
+// refusals are all reasons of this package.
 var refusals = []*refusal{
 	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide, errElsewhere,
 	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTenant, errTokens,
 }
 
-// others are reasons that other packages give.
+// others are the reasons of other packages.
 var others = []struct {
 	err   error
 	label string

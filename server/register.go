@@ -102,8 +102,8 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	return nil
 }
 
-// admit adds a worker and settles what an earlier registration left. A worker that
-// is not admitted is one that never was: its memory is closed.
+// admit adds a worker and settles what an earlier registration left. If it fails it closes the
+// worker's memory: the worker was never registered.
 func (s *Server) admit(in *workers.Worker) error {
 	s.makeRoom(in)
 	old, lender, err := s.registry.Add(in)
@@ -115,7 +115,7 @@ func (s *Server) admit(in *workers.Worker) error {
 		if in.Lent != nil {
 			err = errors.Join(err, in.Lent.Close())
 		}
-		s.registry.ForgetUnknown(in.ID, in.By) // it may try again after its next pings
+		s.registry.ForgetUnknown(in.ID, in.By) // its next ping counts as its first, and makes it register again
 		return err
 	}
 	if old != nil {
@@ -136,7 +136,7 @@ func (s *Server) admit(in *workers.Worker) error {
 	return nil
 }
 
-// logLayouts says what it means that the model of a worker that has registered has other layouts, too.
+// logLayouts logs what follows when the model of a worker that has registered has other layouts, too.
 func (s *Server) logLayouts(in *workers.Worker) {
 	u := s.registry.Unlike(in)
 	switch {
@@ -158,7 +158,7 @@ func (s *Server) mixLayouts(in *workers.Worker) {
 	}
 }
 
-// makeRoom drops a worker for in where too many are registered.
+// makeRoom drops another worker to make room for in, where too many are registered.
 func (s *Server) makeRoom(in *workers.Worker) {
 	if silent := s.registry.Crowd(in); silent != nil {
 		s.drop(silent, fmt.Sprintf("%d workers are registered, most of them by %v", s.opts.MaxInstances, silent.By))
@@ -271,7 +271,7 @@ func (s *Server) drop(in *workers.Worker, why string) {
 	s.save()
 }
 
-// detachWorker settles what a worker leaves that is no longer registered.
+// detachWorker settles what a worker leaves behind when its registration has ended.
 func (s *Server) detachWorker(in *workers.Worker, how string) {
 	if n := s.store.Detach(in.Key); n > 0 {
 		s.log.Warn("a worker left transfers in progress: their slots are in quarantine", "worker", in.ID, "how", how, "transfers", n)

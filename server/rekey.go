@@ -46,7 +46,7 @@ func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by stri
 // bytePace keeps a rate of bytes a second.
 type bytePace struct {
 	rate int64
-	next time.Time // when so many bytes were moved that more may be
+	next time.Time // from then on more bytes may be moved
 }
 
 // wait waits until n more bytes may be moved.

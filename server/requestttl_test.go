@@ -73,7 +73,8 @@ func TestRequestTTLEndsWhatIsStored(t *testing.T) {
 	})
 }
 
-// What is no TTL is counted and said once, and what such a request stores has no end; nil is no TTL. A lookup's TTL is not looked at.
+// A value that is no TTL is counted and logged once, and what such a request stores has no end; nil is no TTL. The TTL of a lookup is
+// ignored.
 func TestRequestTTLOfAnyValue(t *testing.T) {
 	d := newDesk(t, server.Options{})
 	d.register(1, 1, 2)

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// takeTenant replaces the signed salt of a request by its tenant, where salts must be signed, and looks whether the client may use it. A
-// lookup that may not be becomes a miss with that reason; every other request is refused.
+// takeTenant replaces the signed salt of a request by its tenant, where salts must be signed, and checks whether the client may use that
+// tenant. A lookup that is not allowed becomes a miss with that reason; every other request is refused.
 func (s *Server) takeTenant(sc *scratch, r lmcache.Request) error {
 	sc.denied = nil
 	if s.opts.Salts == nil && s.opts.Tenants == nil {

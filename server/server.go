@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package server is the node: it answers LMCache clients over a store whose
-// chunks live in shared memory.
+// Package server is the node: it answers LMCache clients, and engines of vLLM with tiered
+// offloading, over a store whose chunks live in shared memory.
 //
-// Every request gets an answer. What cannot be done is declined with the value
-// that the client survives, counted and logged with its reason; the protocol has
-// no error frame. Only names and offsets pass through here: workers copy chunk
-// bytes in and out of the pool themselves.
+// Every request gets an answer. What cannot be done is declined with the value that the client
+// survives, counted and logged with its reason; the protocol has no error frame. Mostly only names
+// and offsets pass through here, and workers copy chunk bytes in and out of the pool themselves.
+// The server copies for workers that lend their KV, and chunks of workers that cannot map the pool
+// may pass through the socket.
 //
 // Requests are answered on the goroutine that read them. None waits, but for copies
 // that the server makes itself; what a lookup waits for is asked for again, or answered
@@ -251,7 +252,7 @@ func (s *Server) Close() error {
 // scratch is what answering one request needs; reused.
 type scratch struct {
 	peer      *zmtp.Peer // who asks; nil in-process
-	inProcess *caller    // then who it is taken for, of tests; nil is this process
+	inProcess *caller    // for a nil peer: the caller that a test sets; nil is this process
 	conn      *connection
 	chunk     *chunking // of the request
 	silent    bool      // the request gets no answer
@@ -444,7 +445,7 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		s.unregister(sc, r.InstanceID)
 		return nil
 	case *lmcache.ClearRequest:
-		if s.limitOf(sc).Limited() { // it would be of all tenants
+		if s.limitOf(sc).Limited() { // the clear would drop chunks of all tenants
 			return errTenant
 		}
 		return s.clearFor(sc.caller(), r.Force)

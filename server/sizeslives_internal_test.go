@@ -258,7 +258,8 @@ func TestSizeOfAWorkerThatIsNotTakenOver(t *testing.T) {
 	}
 }
 
-// What a connection was taken for does not decide what its client negotiates: an engine is told the size that it was told when it started.
+// The size that a connection was taken to have does not decide what its client negotiates: an engine gets the size that it got when it
+// started.
 func TestNegotiationAfterAnotherEnginesSize(t *testing.T) {
 	dir, p := t.TempDir(), prompt57(96)
 	s, end := startLife(t, dir, 4<<20, io.Discard)

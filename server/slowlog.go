@@ -51,8 +51,8 @@ func newSlowLog(from time.Duration) *slowLog {
 // SetFrom sets what counts as slow.
 func (l *slowLog) SetFrom(from time.Duration) { l.from.Store(int64(from)) }
 
-// Note takes a request that began then and was answered at a time. What is not slow costs two atomic
-// loads. The id is copied.
+// Note takes a request that was received at began; at is the time of its answer. A request that is not slow costs two atomic loads. The id
+// is copied.
 func (l *slowLog) Note(operation fmt.Stringer, id []byte, began, at time.Time) {
 	took := at.Sub(began)
 	if int64(took) < l.from.Load() || int64(took) < l.floor.Load() {
@@ -76,8 +76,8 @@ func (l *slowLog) pruneLocked(now time.Time) {
 	l.floor.Store(floor)
 }
 
-// Latest returns what is remembered, the slowest first. It also makes room that old
-// requests took: who never asks keeps what was slowest.
+// Latest returns what is remembered, the slowest first. It also removes requests that are too old:
+// until then they keep faster ones out.
 func (l *slowLog) Latest(now time.Time) []SlowRequest {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -311,8 +311,8 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	}
 }
 
-// wants reports whether the client gets a record. One that knows some tenants alone is told of each of theirs; of the others it does not
-// learn that they have a chunk, too.
+// wants reports whether the client gets a record. A client that is limited to some tenants gets the records of each of them, and must not
+// learn from one that another tenant has the chunk, too.
 func (st *stream) wants(r *events.Record) bool {
 	if r.Medium != events.InPool || r.Model != st.model || r.Group >= 0 { // engines with LMCache look for no rows of vLLM
 		return false
@@ -397,8 +397,8 @@ func (s *Server) announce(chunk *chunking, k *lmcache.KeyView, sh *object.Shard,
 	}
 }
 
-// announceFound is announce for a lookup: it has news only of what an earlier server kept, of what
-// was stored before anybody subscribed, and of shards with unlike layouts.
+// announceFound is announce for a lookup. Only chunks that an earlier server kept, or that were
+// stored before anybody subscribed, and shards with unlike layouts are news.
 func (s *Server) announceFound(chunk *chunking, k *lmcache.KeyView, sh *object.Shard) {
 	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
 		s.announce(chunk, k, sh, len(k.Hashes), len(k.Hashes))

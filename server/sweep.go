@@ -77,10 +77,10 @@ func (s *Server) noTier(name string) error {
 	return fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
 }
 
-// DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It
-// returns how many objects it removed, also with an error. Subscribers of KV events learn that the tier has none of those
-// chunks; any that stay are announced again when they are seen. Chunks in the pool do not count as being in the tier any more
-// once it was asked for them: an engine that loads one has it written there again.
+// DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It returns how many
+// objects it removed, also with an error. Subscribers of KV events learn that the tier has none of those chunks; any that stay are
+// announced again when they are seen. Then the store asks the tier for the chunks of the pool that were recorded as being there. A chunk
+// that the tier lacks is written there again when an engine loads it.
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {
@@ -109,8 +109,8 @@ func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed 
 	return removed, err
 }
 
-// belongsTo returns whether a name that a tier has for a model stands for this one: in any revision and generation, and as a
-// digest where a request has used the model since the start.
+// belongsTo returns a function that reports whether a name of a model in a tier stands for this model: in any revision and generation, and
+// as a digest where a request has used the model since the start.
 func (s *Server) belongsTo(model string) func(name string) bool {
 	digests := make(map[string]bool)
 	s.names.Each(func(_ kv.Namespace, n tier.Name) {

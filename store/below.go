@@ -16,10 +16,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Where a tier lies below the pool, a lookup that the pool cannot serve whole is pending
-// while the tier is asked for the rest and objects are read, head first, straight into
-// their slots. Each has a flight, as what is to be compared has: one for all who want it.
-// What the tier's checksum does not fit is dropped. What comes after LoadTimeout stays.
+// Where a tier lies below the pool, a lookup that the pool cannot serve whole is pending while the
+// tier is asked for the rest and objects are read, head first, straight into their slots. Each
+// object that is read, and each that must be compared, has one flight for all lookups that want it.
+// An object that differs from the tier's checksum is dropped. An object that comes after
+// LoadTimeout stays.
 
 const (
 	maxLoads = 32 // reads at once; a user or address has half of what others leave
@@ -51,7 +52,8 @@ type search struct {
 	next int // object; those before it were taken
 }
 
-// fetch has a pending lookup wait for what the pool has, and for what the tier has.
+// fetch waits for what a pending lookup needs: objects of the pool that are not ready, and objects
+// of the tier.
 func (s *Store) fetch(pf *prefetch) {
 	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, pf.prompt.From, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
@@ -65,7 +67,7 @@ type places struct {
 
 // InPool implements tiering.Places.
 func (p places) InPool(keys []kv.Key, there []bool) {
-	for ; len(keys) > dropBatch; keys, there = keys[dropBatch:], there[dropBatch:] { // each may have expired, and goes
+	for ; len(keys) > dropBatch; keys, there = keys[dropBatch:], there[dropBatch:] { // an object that has expired is dropped here
 		p.InPool(keys[:dropBatch], there[:dropBatch])
 	}
 	p.lock()
@@ -95,9 +97,8 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.mu.n.BelowFailures++
 }
 
-// take has the lookup wait for the objects of a hit that it has not taken yet, head first: objects in the pool are
-// pinned or their flights joined, objects in the tier get a flight. It reports false where the prefix cannot get
-// longer.
+// take takes the objects of a hit that the lookup has not taken yet, head first. It pins objects in the pool, or joins their flights, and
+// begins a flight for each object in the tier. It reports false where the prefix cannot get longer.
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
 	for i := x.next; i < hit*x.Rows(); i++ {

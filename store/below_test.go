@@ -490,8 +490,8 @@ func TestLoadedObjectsKeepTheirChecksum(t *testing.T) {
 	}
 }
 
-// What others have within their quotas does not go for who has none: then no_room is the reason
-// though nothing is pinned.
+// Chunks within the quotas of others are not evicted for a tenant without a quota: then no_room is
+// the reason, though nothing is pinned.
 func TestNoRoomBesideQuotas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newTiered(t, 16, "", store.Options{})

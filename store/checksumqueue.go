@@ -48,8 +48,8 @@ func (b *checksumQueue) Trust(slot uint32) {
 // did not compare.
 func (b *checksumQueue) Return(slot uint32) { b.order = append(b.order, slot) }
 
-// NextSuspect returns the suspect noted last of those for which taken answers false.
-// Those for which it answers true are left to who has taken them.
+// NextSuspect returns the suspect noted last of those for which taken answers false. The others are
+// left to the goroutine that has taken them.
 func (b *checksumQueue) NextSuspect(taken func(slot uint32) bool) (slot uint32, ok bool) {
 	for len(b.order) > 0 {
 		slot = b.order[len(b.order)-1]
@@ -61,7 +61,7 @@ func (b *checksumQueue) NextSuspect(taken func(slot uint32) bool) (slot uint32, 
 	return 0, false
 }
 
-// Sum has an object get a checksum from then on: what a slot has of that generation.
+// Sum queues the object that a slot has in that generation: it gets a checksum, not before at.
 func (b *checksumQueue) Sum(slot, generation uint32, at time.Time) {
 	if b.due.Len() < maxDueChecksums {
 		b.due.Push(dueChecksum{slot, generation, at})

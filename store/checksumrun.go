@@ -15,7 +15,7 @@ type checksumWork struct {
 	corrupt func() uint64        // how many objects differed so far
 }
 
-// runChecksums has checksums computed and compared until ctx ends, at no more than rate bytes per second, several small ones at
+// runChecksums computes and compares checksums by work.next until ctx ends, at no more than rate bytes per second, several small objects at
 // a time.
 func runChecksums(ctx context.Context, rate int64, work checksumWork, log *slog.Logger) {
 	const burst = 16 << 20

@@ -69,7 +69,7 @@ func TestCommitPublishesOnlyWhatItsRequestWrote(t *testing.T) {
 	f("the same request after a detachment", "r", "r", detach)
 }
 
-// A commit of nobody, or one sent twice, ends no transfer in progress.
+// A commit that no worker owes, or one sent twice, ends no transfer in progress.
 func TestStrayCommitEndsNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench(t, t.TempDir(), 4, store.Options{})

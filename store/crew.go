@@ -13,7 +13,7 @@ type crew struct{ work chan struct{} }
 // newCrew returns a crew that sleeps.
 func newCrew() crew { return crew{make(chan struct{}, 1)} }
 
-// Wake has one of the crew look for work.
+// Wake makes one goroutine of the crew look for work.
 func (c crew) Wake() {
 	select {
 	case c.work <- struct{}{}:
@@ -21,8 +21,8 @@ func (c crew) Wake() {
 	}
 }
 
-// Run has n goroutines call do, once they are woken, until it reports that there is nothing
-// to do. It returns when ctx has ended and so have they.
+// Run starts n goroutines. Each sleeps until it is woken, and then calls do until do reports that
+// there is nothing to do. Run returns when ctx and all of them have ended.
 func (c crew) Run(ctx context.Context, n int, do func() bool) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -35,7 +35,7 @@ func (c crew) Run(ctx context.Context, n int, do func() bool) {
 				case <-c.work:
 				}
 				for ctx.Err() == nil && do() {
-					c.Wake() // there may be work for another one
+					c.Wake() // there may be work for another goroutine
 				}
 			}
 		})

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// One call of Wake has as many work at once as there are and as there is work for, and
-// all end with the context.
+// One call of Wake makes as many goroutines work at once as there are, and as there is work for.
+// All end with the context.
 func TestOneWakesTheOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

@@ -26,7 +26,7 @@ type curves struct {
 	seed  maphash.Seed
 	began time.Time
 
-	// Who has this mutex takes no other one but that of the hitcurve.Curves.
+	// A goroutine that holds this mutex takes no other but that of the hitcurve.Curves.
 	mu struct {
 		sync.Mutex
 		prompts [maxNamedPrompts / promptsPerSet][promptsPerSet]namedPrompt // by request; of each set the newest first
@@ -127,7 +127,7 @@ func (c *curves) stored(name *hold.Transfer, request []byte, hashes []kv.Hash, t
 	}
 	from := max(name.From, p.named)
 	p.named = max(p.named, name.To)
-	to := min(name.To, p.asked) // what is not of the prompt is an answer, and counts where it is new
+	to := min(name.To, p.asked) // chunks beyond the prompt are the answer's, and count only where one of them is new
 	if len(taken) > 0 {
 		to = name.To
 	}

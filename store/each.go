@@ -119,8 +119,8 @@ func (x *EachLookup) mayLend(n int64) bool {
 	return false
 }
 
-// Fetch waits until all that the tier below has and all that is to be compared is there, for Options.LoadTimeout at most, and
-// lends it. What comes later stays in the pool. Store.Go starts goroutines for it.
+// Fetch waits until all that the tier below has and all that is to be compared is there, for Options.LoadTimeout at most, and lends it.
+// What comes later stays in the pool. A goroutine for it must be started by Store.Go.
 func (x *EachLookup) Fetch(ctx context.Context) {
 	s, rest := x.store, x.rest
 	x.pf = &prefetch{objects: len(rest), landed: make(chan struct{}), began: time.Now()}

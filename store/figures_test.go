@@ -166,8 +166,8 @@ func TestDefaultsOfTime(t *testing.T) {
 	})
 }
 
-// What is given up of a session that has nothing, or is not there, or of a lookup that is
-// pending, is nothing: the pins of its lookups before stay.
+// FreePins changes nothing for a session that has no pins, or is not there, or whose lookup is
+// pending: the pins of its lookups before stay.
 func TestFreePinsWithoutPinsChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h, pinned := prompt(1, 4), prompt(2, 3)
@@ -248,7 +248,8 @@ func TestAnEighthIsLeftOfPoolsOfManyChunks(t *testing.T) {
 	}
 }
 
-// A miss says why it is none that everybody can serve: what is stored now, or was not.
+// A miss names the shard of the first missing chunk, and why it is missing: never stored, being
+// stored, or not committed.
 func TestReasonsNameTheShardAndTheChunk(t *testing.T) {
 	b := newBench(t, t.TempDir(), 16, store.Options{})
 	defer b.stop()

@@ -30,9 +30,9 @@ type Prompt struct {
 	Owner  lease.Owner // who asks: at the limits the owner with most pins gives way
 	Note   any         // the caller's, for the result
 
-	// Hashes returns the chunk hashes of the prompt, at least the first n. It is
-	// called without a lock, for more only as long as everything is kept: most
-	// misses end early, and what is not searched for need not be hashed.
+	// Hashes returns the chunk hashes of the prompt, at least the first n. It is called without a
+	// lock, and for more chunks only while all so far are found: most misses end early, and chunks
+	// that are not searched for need not be hashed.
 	Hashes func(n int) []kv.Hash
 }
 
@@ -122,7 +122,7 @@ func (s *Store) findWindows(sh object.Shard, hashes []kv.Hash, f *found) {
 	if !sh.Groups.Windows() {
 		return
 	}
-	columns := max(1, dropBatch/f.rows) // each may have expired, and goes
+	columns := max(1, dropBatch/f.rows) // an object that has expired is dropped here
 	for from := f.from; from < f.limit; from += columns {
 		s.findWindowColumns(sh, hashes, f, from, min(from+columns, f.limit))
 	}
@@ -198,9 +198,8 @@ func (f *found) has(g, world, c int) bool {
 	return true
 }
 
-// pin pins what a load of hit chunks needs. The lease takes over f's memory. When
-// something was dropped since the search, and is missing, f says so, nothing is
-// pinned, and it reports false.
+// pin pins what a load of hit chunks needs. The lease takes over f's memory. If an object of the
+// hit was dropped since the search, pin notes that in f, pins nothing and reports false.
 func (s *Store) pin(sh object.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
 	l := lease.Lease{From: f.from, Chunks: hit, Rows: f.rows}
 	if hit <= f.from {

@@ -19,7 +19,7 @@ type flight struct {
 	below    bool        // it comes from the tier; the slot is staged
 	removals uint64      // from the tier, when the read began
 	chunk    int         // of the prompts that joined it
-	peer     string      // who began that
+	peer     string      // the user or address that began the read
 	waiting  []*prefetch // that joined it and still wait
 }
 
@@ -29,8 +29,9 @@ type flights struct {
 	wanted fair.Turns[*prefetch] // with flights that have not begun
 }
 
-// joinFlightLocked has pf wait for the flight of an object: of one that is resident and
-// was not compared yet the first one to wait makes it. chunk is its place in the prompt.
+// joinFlightLocked makes pf wait for the flight of an object. If the object is resident and was not
+// compared yet, the first lookup that waits makes the flight. chunk is the object's place in the
+// prompt.
 func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 	fl := s.mu.flights.of[slot]
 	if fl == nil {
@@ -59,7 +60,8 @@ func (s *Store) newFlightLocked(slot pool.Slot) *flight {
 	return fl
 }
 
-// landFlightLocked ends a flight: who waits for it keeps its slot, if it may be served.
+// landFlightLocked ends a flight. It pins the slot for each lookup that waits for it, if the slot
+// may be served.
 func (s *Store) landFlightLocked(fl *flight, ok bool) {
 	delete(s.mu.flights.of, fl.slot)
 	for _, pf := range fl.waiting {
@@ -129,6 +131,6 @@ func (s *Store) nextWantedLocked() (next *flight) {
 	return next
 }
 
-// readers is how many goroutines read chunks at once: one processor is left to those who
-// answer requests, where there are two.
+// readers is how many goroutines read chunks at once: where there are two processors or more, one
+// is left to the goroutines that answer requests.
 func readers() int { return max(1, runtime.GOMAXPROCS(0)-1) }

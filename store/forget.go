@@ -79,8 +79,8 @@ func (s *Store) endPinLocked(slot pool.Slot) {
 	}
 }
 
-// dropOutdatedLocked drops the key of an outdated slot, so that its object can be stored anew. Transfers keep the slot's memory
-// until they end. It reports false for what lookups were promised: their loads find it by its key.
+// dropOutdatedLocked drops the key of an outdated slot, so that its object can be stored anew. Transfers keep the slot's memory until they
+// end. It reports false for a slot that lookups have pinned: their loads find it by its key.
 func (s *Store) dropOutdatedLocked(slot pool.Slot) bool {
 	s.endPinLocked(slot)
 	resident := s.mu.pool.StateOf(slot) == pool.Resident
@@ -107,7 +107,7 @@ func (s *Store) DropOutdated() bool {
 	}
 }
 
-// dropSomeOutdated looks at some slots. next is from where there are no more.
+// dropSomeOutdated looks at some slots. next is where to go on, or from when no slot is left.
 func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
 	s.lock()
 	defer s.unlock()
@@ -162,8 +162,8 @@ func (s *Store) outdatedLocked(slot pool.Slot) bool {
 	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot))&^survives != s.mu.epoch
 }
 
-// DeleteBelow deletes objects from the tier below, after the writes of them that go on. Those that are resident are written there
-// again when an engine loads them.
+// DeleteBelow deletes objects from the tier below, after it has waited for writes of them that are in progress. Resident objects are
+// written there again when an engine loads them.
 func (s *Store) DeleteBelow(keys []kv.Key) error {
 	if s.opts.Below == nil {
 		return nil
@@ -194,8 +194,8 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 	return err
 }
 
-// writeOf looks for a write of one of some keys from *from on, and returns what is closed when the next write has ended. Without one it
-// returns nil, and *from is behind those keys.
+// writeOf looks at a batch of keys from *from on. If one of them is being written, it returns a channel that is closed when the next write
+// has ended. Else it returns nil, and *from is behind the batch.
 func (s *Store) writeOf(from *int, keys []kv.Key) (ended chan struct{}) {
 	s.lock()
 	defer s.unlock()
@@ -242,7 +242,7 @@ func (s *Store) notBelowLocked(slot pool.Slot) {
 	}
 }
 
-// countRemoval has what is read or written below from now on not count as being there, if that began earlier.
+// countRemoval counts a removal from the tier: a read or write that began earlier does not record its object as being there.
 func (s *Store) countRemoval() {
 	s.lock()
 	defer s.unlock()

@@ -73,7 +73,7 @@ func (s *Store) giveBackLent(held []heldObject) {
 	}
 }
 
-// GiveBack ends the loan. Of one whose time is over it does nothing.
+// GiveBack ends the loan. It does nothing for a loan whose time is over.
 func (l *Loan) GiveBack() {
 	if l.take() {
 		l.store.end(l.hold, false)

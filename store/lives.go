@@ -59,7 +59,7 @@ func (l *lives) extend(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// postpone has a slot that is due looked at later.
+// postpone delays the next look at a slot that is due.
 func (l *lives) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
 
 // move makes a slot due at another time.
@@ -135,7 +135,8 @@ func (s *Store) limitLocked(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// prolongLocked has a staged or resident slot live until end, at least; 0: without an end. One that has none keeps none.
+// prolongLocked makes the end of a staged or resident slot at least as late as end; with 0 it takes the end away. A slot without an end
+// stays so.
 func (s *Store) prolongLocked(slot pool.Slot, end time.Duration) {
 	switch l := &s.mu.lives; {
 	case !l.limited(slot):
@@ -150,7 +151,7 @@ func (s *Store) prolongLocked(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// prolongHeads has the chunks before a transfer's range live as long as those in it: without them these are of no use.
+// prolongHeads prolongs the chunks before a transfer's range to the end of those in it: the chunks in the range are of no use without them.
 func (st *stage) prolongHeads() {
 	columns := max(1, batch/st.name.Shard.Groups.Len())
 	for from := 0; from < st.name.From; from += columns {
@@ -189,7 +190,7 @@ func (s *Store) endLifeLocked(slot pool.Slot) bool {
 	return true
 }
 
-// lookAgain is when a slot is looked at again whose end came while something kept it.
+// lookAgain is the time until the next look at a slot whose end came while something kept it.
 const lookAgain = time.Second
 
 // endLivesLocked drops slots whose end has come, at most most; more says that others may be due.

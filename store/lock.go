@@ -11,7 +11,7 @@ import (
 // lock begins a section that changes the books.
 func (s *Store) lock() {
 	s.mu.Lock()
-	if s.mu.policy.Mortal() { // however late Expire is, a use is noted when it is, and no sooner
+	if s.mu.policy.Mortal() { // so a use is noted at its own time, however late Expire is
 		s.mu.policy.Tick(time.Since(s.began))
 	}
 	if s.mu.lives.any() {
@@ -22,9 +22,9 @@ func (s *Store) lock() {
 	}
 }
 
-// unlock ends it; it must be deferred directly. A panic inside the section leaves
-// the books in an unknown state, from which wrong bytes could be served. So it
-// ends the process, even where a caller recovers from panics.
+// unlock ends the section; it must be deferred directly. A panic inside the section leaves the
+// books in an unknown state, from which wrong bytes could be served. So it ends the process, even
+// where a caller recovers from panics.
 func (s *Store) unlock() {
 	if v := recover(); v != nil {
 		exit(fmt.Sprintf("BUG: store: panic while the books change: %v\n%s", v, debug.Stack()))

@@ -19,9 +19,9 @@ type LookupState uint8
 // The states of a lookup.
 const (
 	Unknown LookupState = iota // there was none, or its session ended
-	Pending                    // what it hopes for is not ready to be served yet
+	Pending                    // objects that it found are not ready to be served yet
 	Ready                      // its result was not taken
-	Taken                      // it was
+	Taken                      // its result was taken
 )
 
 // session is an engine's request with its last lookup, which Store.mu guards.
@@ -32,7 +32,7 @@ type lastLookup struct {
 	state   LookupState
 	from    int       // chunks that it did not ask for
 	hit     int       // chunks that it found
-	pending *prefetch // of one that was pending, until its result is taken
+	pending *prefetch // the pending lookup, until its result is taken
 }
 
 // LookupResult is the outcome of a lookup. Only in state Ready the rest counts.
@@ -46,7 +46,7 @@ type LookupResult struct {
 	Shard  int         // where the first missing chunk is missing
 	Waited bool        // the lookup was pending before
 	Below  int         // of Hit, chunks that came from the tier below for it
-	Tier   string      // which one Why is about, where that is known
+	Tier   string      // the tier that Why is about, where that is known
 
 	Note         any          // Prompt.Note
 	Namespace    kv.Namespace // that was searched, of the first shard
@@ -100,7 +100,7 @@ func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) L
 	l, hit := s.pinHit(&q, &f, hashes)
 	out, given := s.grant(&q, hashes, l, hit)
 	s.giveBack(given)
-	if below { // else it would have been asked
+	if below { // a tier could have more, and was not asked
 		out.Why, out.Gone = out.Why.Because(why, out.Gone)
 	}
 	s.curves.lookup(&q, hashes, &out)
@@ -273,8 +273,8 @@ func (s *Store) Await(ctx context.Context, session []byte, owner lease.Owner) Lo
 }
 
 // FreePins gives back readers readers of the chunks [from, to) that the newest lookup
-// of owner's session pinned, of all shards and groups. While that one is pending there
-// is nothing to give back.
+// of owner's session pinned, of all shards and groups. While that lookup is pending
+// there is nothing to give back.
 func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
 	for more := true; more; {
 		to, more = s.freeSome(session, owner, from, to, readers)
@@ -300,9 +300,9 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 	return begin, begin > from
 }
 
-// FreeAbandoned gives back readers readers of the chunks [from, to) that a lookup of owner's session pinned and no load
-// needs. That is the oldest lookup that began at from, found the chunks up to to, and has readers left; else, of one chunk, the
-// newest lookup, if it found the chunks up to to: an engine that computes the end of a prompt itself leaves the hit's last chunk.
+// FreeAbandoned gives back readers readers of the chunks [from, to) that a lookup of owner's session pinned and no load needs. That lookup
+// is the oldest one that began at from, found the chunks up to to, and has readers left. Without one, and for a range of one chunk, it is
+// the newest lookup, if it found the chunks up to to: an engine that computes the end of a prompt itself leaves the hit's last chunk.
 func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
 	for at, more := to, true; more; {
 		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)
@@ -342,7 +342,7 @@ func abandonedOf(leases []lease.Lease, from, to, at int) *lease.Lease {
 
 // touchAll makes what is kept of chunks the most recently used, of all shards and groups, the first chunk last.
 func (s *Store) touchAll(sh object.Shard, hashes []kv.Hash) {
-	columns := max(1, dropBatch/(sh.Groups.Len()*sh.World)) // each may have expired, and goes
+	columns := max(1, dropBatch/(sh.Groups.Len()*sh.World)) // an object that has expired is dropped here
 	for to := len(hashes); to > 0; to -= columns {
 		s.touchColumns(sh, hashes, max(0, to-columns), to)
 	}

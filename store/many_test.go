@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// Who found all of its prompt computes none of it: what it stores later, of its answer, is no measure of
-// how fast engines compute prompts.
+// A request whose whole prompt hit computes none of it: what it stores later, of its answer, is no measure of how fast engines compute
+// prompts.
 func TestWholeHitsMeasureNoComputing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, found := range []int{1, 2} {

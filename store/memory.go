@@ -7,7 +7,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// backed is the pool as pool.Memory sees it: what changes books takes the lock.
+// backed is the pool as pool.Memory sees it: methods that change books take the store's lock.
 type backed struct {
 	*pool.Pool
 	store *Store

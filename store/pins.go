@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// SetPinLimit says how many bytes of the pool may be pinned of a cache salt, 0 for none; what is pinned beyond that is
-// so no more. Errors: tenant.ErrTooMany, ErrSum, ErrQuota.
+// SetPinLimit says how many bytes of the pool may be pinned of a cache salt, 0 for none. Pins beyond that end. Errors: tenant.ErrTooMany,
+// ErrSum, ErrQuota.
 func (s *Store) SetPinLimit(salt string, bytes int64) error {
 	err := s.setPinLimit(salt, bytes)
 	s.endPins(false)
@@ -23,9 +23,9 @@ func (s *Store) setPinLimit(salt string, bytes int64) error {
 	return s.mu.policy.SetPinLimit(salt, bytes)
 }
 
-// Pin keeps resident objects of a cache salt from being evicted, dropped by Clear without force or expiring, for so
-// long; what is pinned for longer already stays so. All are pinned at once, those of a chunk or two; where one may not be, none
-// that was not before. It returns how many are pinned now. Errors: tenant.ErrNoPins, ErrPinLimit, ErrTooManyPins.
+// Pin keeps resident objects of a cache salt from being evicted, dropped by Clear without force or expiring, for life. An object that is
+// pinned for longer already stays so. keys are those of a chunk or two: Pin pins all at once. If one may not be pinned, it pins none that
+// was not pinned before. It returns how many are pinned now. Errors: tenant.ErrNoPins, ErrPinLimit, ErrTooManyPins.
 func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int, err error) {
 	var fresh []pool.Slot
 	s.eachResident(keys, len(keys), func(slot pool.Slot) bool {

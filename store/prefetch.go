@@ -109,7 +109,7 @@ func (s *Store) run(pf *prefetch) {
 	switch {
 	case s.AsksBelow():
 		s.fetch(pf)
-	case s.below != nil: // it has stopped to answer since the lookup began
+	case s.below != nil: // the tier does not answer any more since the lookup began
 		s.belowFailed(pf, miss.BelowSlow, "")
 		s.join(pf)
 	default:
@@ -132,8 +132,8 @@ func (s *Store) plannedAll(pf *prefetch) {
 	s.landedLocked(pf)
 }
 
-// join pins what the hoped-for hit needs and is ready, and joins the flights of what
-// is not, head first, a batch at a time.
+// join takes the objects that the expected hit needs, head first, a batch at a time: it pins those
+// that are ready, and joins the flights of the others.
 func (s *Store) join(pf *prefetch) {
 	hit := pf.found.hit(pf.shard)
 	columns := max(1, batch/pf.found.rows)
@@ -175,7 +175,7 @@ func (s *Store) pinForLocked(pf *prefetch, slot pool.Slot) {
 	pf.pins = append(pf.pins, slot)
 }
 
-// landedLocked notices that a prefetch waits for nothing any more.
+// landedLocked closes landed once a prefetch joins no further flights and waits for none.
 func (s *Store) landedLocked(pf *prefetch) {
 	if pf.planned && pf.waiting == 0 && !pf.done {
 		pf.done = true

@@ -243,7 +243,8 @@ func TestQuotasAreKept(t *testing.T) {
 	}
 }
 
-// Where the quotas take the whole pool, who has none finds no place, and says so.
+// Where the quotas take the whole pool, a tenant without a quota finds no place, and the result
+// says so.
 func TestNothingIsLeftForOthers(t *testing.T) {
 	b := newBench(t, t.TempDir(), 8, store.Options{})
 	defer b.stop()

@@ -61,8 +61,8 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 	return objects, miss.None
 }
 
-// CommitLoad ends the transfer that BeginLoad began, or forgets its refusal (no
-// chunks). Of several transfers of one name and request it is as with CommitStore.
+// CommitLoad ends the transfer that BeginLoad began, or forgets its refusal (no chunks). Several
+// transfers of one name and request end as CommitStore says.
 func (s *Store) CommitLoad(name hold.Transfer, requestID []byte) Committed {
 	ended, _, out := s.commit(name, requestID)
 	for _, h := range ended {

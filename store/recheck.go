@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// RecheckBelow has the tier asked for each resident object that is recorded as being there, because objects were removed from
-// it. What the tier lacks is written there again when an engine loads it.
+// RecheckBelow makes the store ask the tier for each resident object that is recorded as being there, because objects were removed from the
+// tier. An object that the tier lacks is written there again when an engine loads it.
 func (s *Store) RecheckBelow() {
 	s.countRemoval()
 	select {
@@ -34,8 +34,8 @@ func (s *Store) runRechecks(ctx context.Context) {
 	}
 }
 
-// recordBelowLocked records that a slot's object is in the tier, which was read or written there while removals was the
-// number of removals: one that came since may have removed it.
+// recordBelowLocked records that a slot's object, which was just read or written there, is in the tier. removals is the number of removals
+// when that began. If there was one since, nothing is recorded: it may have removed the object.
 func (s *Store) recordBelowLocked(slot pool.Slot, removals uint64) {
 	if s.mu.removals == removals {
 		s.mu.pool.SetBelow(slot, s.place)
@@ -45,7 +45,7 @@ func (s *Store) recordBelowLocked(slot pool.Slot, removals uint64) {
 // notes is the store as tiering.Recheck sees it.
 type notes struct {
 	*Store
-	write bool // what the tier lacks, at once
+	write bool // write what the tier lacks at once
 }
 
 // Slots implements tiering.Notes.

@@ -21,7 +21,7 @@ import (
 // the lock first.
 var errAgain = errors.New("store: continue after releasing the lock")
 
-// addLocked makes a resident slot known to the policy, and to who watches.
+// addLocked makes a resident slot known to the policy, and to readers of the events.
 func (s *Store) addLocked(slot pool.Slot) {
 	k := s.mu.pool.KeyOf(slot)
 	parent := uint64(0)
@@ -65,8 +65,8 @@ func (s *Store) letGoLocked(slot pool.Slot) {
 	}
 }
 
-// letGoUnusedLocked ends a promise that was no use of the slot, unless the policy would not look at it
-// again without one. It reports false when the slot was dropped meanwhile.
+// letGoUnusedLocked ends a promise without a use of the slot, unless the policy needs a use to look at the slot again. It reports false
+// when the slot was dropped meanwhile.
 func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 	n := s.mu.kept.At(int(slot))
 	*n--
@@ -83,7 +83,7 @@ func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 // useLocked notes a use of a resident slot, also for the order after a restart.
 func (s *Store) useLocked(slot pool.Slot) {
 	s.mu.policy.Use(uint32(slot))
-	if !s.outdatedLocked(slot) && !s.mu.lives.limited(slot) { // a later server must see that it is
+	if !s.outdatedLocked(slot) && !s.mu.lives.limited(slot) { // without a stamp a later server sees that the slot is outdated or has an end
 		s.mu.pool.Stamp(slot)
 	}
 	if int(slot) < s.mu.passed.Len() && !s.keptLocked(slot) {
@@ -119,7 +119,7 @@ const neighbourhoods = 16
 func (s *Store) evictNearLocked(n int64) bool {
 	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.untouchable)
 	for _, slot := range best.Slots {
-		if s.mu.policy.Any() && s.mu.policy.Spared(uint32(slot)) { // by now: others of its tenant went
+		if s.mu.policy.Any() && s.mu.policy.Spared(uint32(slot)) { // Spared now: other slots of its tenant were just evicted
 			return false
 		}
 		s.evictLocked(slot, miss.Evicted)

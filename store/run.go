@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Run does the store's background work until ctx ends: sessions and holds expire,
-// pool memory is provided ahead of use, chunks get checksums, and those of an earlier
-// server are compared with theirs, and looked for in the tier below. Without it what a lookup waits for does not come.
+// Run does the store's background work until ctx ends: sessions and holds expire, pool memory is provided ahead of use, chunks get
+// checksums, and those of an earlier server are compared with theirs, and looked for in the tier below. Without Run no object comes that a
+// pending lookup waits for.
 func (s *Store) Run(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()

@@ -72,7 +72,7 @@ type Options struct {
 	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
 	TenantPolicy func(quota int64) evict.Policy
 
-	// Curves has the store estimate what other amounts of memory would find (Store.Curves); nil: it does not. Bytes and Teach are the
+	// Curves makes the store estimate what other amounts of memory would find (Store.Curves); nil: it does not. Bytes and Teach are the
 	// store's own.
 	Curves *hitcurve.Options
 
@@ -81,7 +81,7 @@ type Options struct {
 
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
-	OwnNames  bool      // a lookup does not look for its chunk under other names, as those of other tenants: it would take another time
+	OwnNames  bool      // a lookup does not look for its chunk under other names: its time would show which chunks other tenants have
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
 
 	// Moment says at which generation of Below a write begins (generation.Book); nil for
@@ -92,7 +92,7 @@ type Options struct {
 
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
-	// LoadIfFaster has lookups ask the tier only as long as it is expected to be faster than
+	// LoadIfFaster makes lookups ask the tier only as long as it is expected to be faster than
 	// computing: see tiering.Rates.
 	LoadIfFaster bool
 
@@ -117,8 +117,8 @@ type Store struct {
 	memory *pool.Memory
 	busy   func(slot uint32) bool // keptLocked, for the policy
 
-	// untouchable also answers true for what stays within the quota of a tenant that the room
-	// is not for.
+	// untouchable also answers true for slots within the quota of a tenant other than the one that
+	// needs room.
 	untouchable func(slot uint32) bool
 
 	flyers   crew            // compare the checksums that lookups wait for
@@ -376,7 +376,7 @@ func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
 	s.mu.leases.Each(func(sess *session) {
-		if st := sess.Note.state; st == Pending || st == Ready { // of nothing that is left
+		if st := sess.Note.state; st == Pending || st == Ready { // its result is now an empty hit
 			abandonLocked(sess)
 			sess.Note.state = Ready
 		}

@@ -42,7 +42,7 @@ func (s *Store) taskLocked(slot pool.Slot) sumTask {
 
 func (s *Store) suspectedLocked(slot pool.Slot) bool { return s.mu.sums.Suspected(uint32(slot)) }
 
-// unsummedLocked has a committed object written below, and get a checksum.
+// unsummedLocked queues a committed object to be written below, and to get a checksum.
 func (s *Store) unsummedLocked(slot pool.Slot) {
 	if s.answerLocked(slot) {
 		s.mu.n.AnswerChunks++

@@ -13,8 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// quotas let one change of them follow another; while no tenant has a quota or a TTL of its own, requests do nothing
-// more than look at the flag.
+// quotas orders changes of quotas. While no tenant has a quota or a TTL of its own, requests only read named.
 type quotas struct {
 	changing sync.Mutex // taken before Store.mu
 	named    atomic.Bool
@@ -47,8 +46,8 @@ func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
 	return err
 }
 
-// DropQuota ends a tenant's quota, and reports whether it had one. Its objects stay, and may
-// go for whoever needs room.
+// DropQuota ends a tenant's quota, and reports whether it had one. Its objects stay, and may be
+// evicted for anyone.
 func (s *Store) DropQuota(salt string) bool {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()
@@ -80,8 +79,8 @@ func (s *Store) Tenants() []tenant.Usage {
 // NamesTenants reports whether NameTenant does anything. It takes no lock.
 func (s *Store) NamesTenants() bool { return s.quotas.named.Load() }
 
-// NameTenant says whose namespaces are: the objects of a tenant with a quota are its own from
-// then on, and its TTL is theirs. While no tenant has either it does nothing.
+// NameTenant sets the tenant of a namespace: from then on the objects in it count for the tenant's
+// quota and have its TTL. While no tenant has either it does nothing.
 func (s *Store) NameTenant(space kv.Namespace, salt []byte) {
 	if !s.quotas.named.Load() || !s.nameTenant(space, salt) {
 		return
@@ -144,7 +143,7 @@ func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, erro
 	return slot, err
 }
 
-// makeRoomForLocked says for whom victims are asked from now on.
+// makeRoomForLocked sets the object for which the next victims make room.
 func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	if s.mu.policy.Any() {
 		s.mu.policy.For(k.Namespace, s.mu.pool.Round(n))

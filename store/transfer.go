@@ -11,15 +11,15 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// Transfer is what BeginStore and BeginLoad are asked for and what they tell. One value may be used for
-// many transfers of workers; a transfer of this process needs its own until Done.
+// Transfer has the parameters of BeginStore and BeginLoad, and their results. One value may be used for many transfers of workers; a
+// transfer of this process needs its own until Done.
 type Transfer struct {
 	// Own means that this process moves the bytes itself, until Done. Else a worker does, until its commit.
 	Own bool
 	// Lasting means that the worker's hold of a store has no deadline: it ends with its commit, or once the worker's process has
 	// ended (Detach, EndQuarantine).
 	Lasting bool
-	// Marked has the places of a worker marked, so that a commit whose bytes did not reach the pool is noticed (Committed.Unwritten).
+	// Marked asks to mark the places of a worker, so that a commit whose bytes did not reach the pool is noticed (Committed.Unwritten).
 	Marked bool
 	// Skip says of which chunks of a group a store takes no place; nil wants all.
 	Skip func(group, chunk int) bool
@@ -111,7 +111,7 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 	if s.mu.closed {
 		return st.out, ErrBusy
 	}
-	s.mu.holds.Count(&name, -st.counted) // the hold counts
+	s.mu.holds.Count(&name, -st.counted) // h counts them from here on
 	s.mu.holds.Add(h)
 	return st.out, nil
 }

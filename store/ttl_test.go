@@ -278,8 +278,8 @@ func (x *tenantOf) keys(numbers ...int) (out []kv.Key) {
 	return out
 }
 
-// What is pinned survives the pressure of others, a clear and its TTL, until its time is over; never more than the tenant may
-// pin is.
+// Pinned objects survive the pressure of others, a clear and their TTL, until the time of the pin is over. Never more is pinned than the
+// tenant may pin.
 func TestPins(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench(t, t.TempDir(), 8, store.Options{TTL: time.Minute})

@@ -16,7 +16,7 @@ import (
 // A new server finds nothing in its pool. With Options.WarmBytes it reads what is the hottest in the tier
 // below, in the background, into memory that nothing else has: nothing is evicted for it, and lookups go first.
 
-const warmPeer = "warming" // whose these reads are among all
+const warmPeer = "warming" // the reads of Warm count under this name, like others under a user or address
 
 // warmer is the store as tiering.Warm sees it.
 type warmer struct{ *Store }

@@ -109,7 +109,7 @@ func (st *stage) sharesLocked() {
 	st.limit, st.first, st.most = s.mu.holds.MayStage(&st.name, st.counted, bytes, st.name.Shard.Groups.Bytes(0), may)
 }
 
-// countLocked has what is staged so far count as the worker's.
+// countLocked counts what is staged so far as the worker's.
 func (st *stage) countLocked() {
 	if st.by.Name != 0 {
 		st.store.mu.holds.Count(&st.name, st.used-st.counted)
@@ -361,7 +361,7 @@ func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Ha
 	return out
 }
 
-// committed ends what a commit ends.
+// committed ends the transfers that a commit ends.
 func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
 	ended, marked, out := s.commit(name, requestID)
 	out.Unwritten = ok && s.unwritten(marked)
@@ -374,7 +374,7 @@ func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committ
 	return out
 }
 
-// computed lets the estimate know what a request has computed and stored.
+// computed tells the rates what a request has computed and stored.
 func (s *Store) computed(h *hold.Hold, objects int) {
 	if s.below != nil && objects > 0 {
 		s.rates.Stored([]byte(h.RequestID), h.Bytes*int64(objects)/int64(len(h.Slots)))

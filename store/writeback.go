@@ -30,7 +30,7 @@ const (
 // writers is how many objects are written at once.
 const writers = 8
 
-// offerLocked has a resident object written below, unless it is there.
+// offerLocked queues a resident object to be written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
 	if s.answerLocked(slot) {
 		return
@@ -41,14 +41,14 @@ func (s *Store) offerLocked(slot pool.Slot) {
 	}
 }
 
-// offerNewLocked has an object written that became resident.
+// offerNewLocked queues an object that became resident, if objects are written at their commit.
 func (s *Store) offerNewLocked(slot pool.Slot) {
 	if s.opts.Write == WriteAtCommit {
 		s.offerLocked(slot)
 	}
 }
 
-// beginWriting has one object written, on a goroutine that Close waits for.
+// beginWriting starts the write of one object, on a goroutine that Close waits for.
 func (s *Store) beginWriting(it tiering.WriteItem) (ended chan tiering.WriteOutcome, ok bool) {
 	ended = make(chan tiering.WriteOutcome, 1)
 	return ended, s.Go(func() { ended <- s.write(it) })
@@ -65,7 +65,7 @@ func (s *Store) nextLanding() chan struct{} {
 	return s.mu.loading.Next()
 }
 
-// write writes one object, if it is still what was meant.
+// write writes one object, if its slot still has it.
 func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
 	w, ok := s.beginWrite(it)
 	if !ok {
@@ -77,11 +77,11 @@ func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
 
 // belowWrite is a write below that has begun.
 type belowWrite struct {
-	ctx   context.Context // says at which moment
+	ctx   context.Context // carries the generation of Options.Moment
 	key   kv.Key
 	view  []byte
 	sum   uint64
-	known bool   // the sum is
+	known bool   // sum is known
 	end   uint32 // of its life: see tier.Meta
 }
 

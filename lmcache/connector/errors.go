@@ -7,18 +7,18 @@ import "fmt"
 // Code says which rule an Error comes from.
 type Code uint8
 
-// The codes of an Error. Those up to CodeGroups carry the original's message.
+// The codes of an Error. Errors with a code up to CodeGroups carry the message of vLLM's connector.
 const (
 	CodeUnknown Code = iota + 1 // no tracker for the request
 	CodeHit                     // a hit that is not whole chunks
 	CodeHashes                  // fewer block hashes than hit blocks
 	CodeGroups                  // KV cache groups that the release, or the engine, does not have
-	CodeOptions                 // sizes that do not fit; the text is ours
-	CodeBlocks                  // fewer blocks than are to be loaded; ours
+	CodeOptions                 // sizes that do not fit; vLLM has no message for it
+	CodeBlocks                  // fewer blocks than are to be loaded; vLLM has no message for it
 )
 
-// Error is a refusal. Its text is the original's, letter by letter, where the
-// original has one; Class is the Python exception's name.
+// Error is a refusal. Its text is that of vLLM's connector, letter by letter, where the connector
+// has one. Class is the name of the Python exception.
 type Error struct {
 	Code  Code
 	Class string
@@ -43,7 +43,7 @@ func (e *Error) Is(target error) bool {
 const (
 	assertion    = "AssertionError"
 	runtimeError = "RuntimeError"
-	valueError   = "ValueError" // the class of refusals that are ours alone
+	valueError   = "ValueError" // the class of refusals that vLLM's connector does not have
 )
 
 // Refusals that callers may branch on.

@@ -10,9 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// grouped is the KV of a hybrid model whose worker copies it itself (engine_driven, since lmcache 0.5.7): one object of each chunk
-// and group. Of a group with a window that is smaller than a chunk, and of one with states, an object has the last blocks of
-// its chunk alone.
+// grouped is the KV of a hybrid model whose worker copies it itself (engine_driven, since lmcache 0.5.7). Each chunk has one object for
+// each group. For a group with states, or with a window smaller than a chunk, the object contains only the last blocks of its chunk.
 type grouped struct {
 	layouts []lmcache.GroupLayout
 	memory  []*paged.Group
@@ -48,7 +47,8 @@ func newGrouped(o *WorkerOptions) *grouped {
 	return x
 }
 
-// blocks returns the blocks of chunk i of an operation that an object of a group has.
+// blocks returns the ids of the blocks that the object of a group and of chunk i of an operation
+// contains.
 func (x *grouped) blocks(j *job, group, i int) []int {
 	m := x.memory[group]
 	end := (i + 1) * m.PerChunk

@@ -65,8 +65,8 @@ func slotsOf(layouts []kv.Layout, objects []placed) *lmcache.Slots {
 
 var hybridKey = lmcache.Key{Tokens: make([]uint32, 48), End: 48, RequestID: "r"}
 
-// A load of a hybrid model takes each object that a hit needs, once, and of a window the last chunks alone. What a server names
-// otherwise is refused, and nothing is taken.
+// A load of a hybrid model reads each object that a hit needs, once, and of a window only the last chunks. It refuses any other objects
+// from the server, and reads none.
 func TestLoadOfGroups(t *testing.T) {
 	s := newFakeServer(t)
 	w, layouts := hybridClient(t, s)

@@ -37,7 +37,7 @@ type lentClient struct {
 	}
 }
 
-// layoutName is LMCache's name of a form whose dimensions a shape does not tell.
+// layoutName returns LMCache's name for a form whose order of dimensions the shape does not show.
 func layoutName(f paged.Form) string {
 	switch f {
 	case paged.PlanesHND, paged.BlocksHND, paged.FusedHND:
@@ -80,7 +80,7 @@ func openLentClient(ctx context.Context, client *lmcache.Client, o *WorkerOption
 		info := lmcache.EngineGroup{ID: i, TokensPerBlock: p.BlockTokens, WindowTokens: -1, Recurrent: g.State}
 		switch {
 		case g.State:
-			info.WindowTokens = p.BlockTokens // the last block's
+			info.WindowTokens = p.BlockTokens // only the last block is needed
 		case g.Window > 0:
 			info.WindowTokens = g.Window
 		}
@@ -89,7 +89,7 @@ func openLentClient(ctx context.Context, client *lmcache.Client, o *WorkerOption
 			layers = all
 		}
 		for _, l := range layers {
-			info.Layers = append(info.Layers, describe(l)) // memory of several groups has a description in each
+			info.Layers = append(info.Layers, describe(l)) // layers that several groups share have a descriptor in each group
 		}
 		if hybrid(o.Groups) {
 			w.reg.Groups = append(w.reg.Groups, info)
@@ -98,7 +98,7 @@ func openLentClient(ctx context.Context, client *lmcache.Client, o *WorkerOption
 	return w, w.Register(ctx)
 }
 
-// shape is a layer's, in elements.
+// shape returns the shape of a layer, in elements.
 func (p *Paged) shape() ([]int64, error) {
 	blocks, slots, heads, size := int64(p.Blocks), int64(p.BlockTokens), int64(p.Heads), int64(p.HeadSize)
 	switch p.Form {
@@ -136,7 +136,7 @@ func (w *lentClient) Register(ctx context.Context) error {
 	return w.register(ctx)
 }
 
-// EnsureRegistered is PoolClient's.
+// EnsureRegistered does the same as PoolClient.EnsureRegistered.
 func (w *lentClient) EnsureRegistered(ctx context.Context) (again bool, err error) {
 	return ensure(&w.registering, w.stale, func() error { return w.register(ctx) })
 }
@@ -146,7 +146,7 @@ func (w *lentClient) register(ctx context.Context) error {
 	if err := w.client.RegisterKVCache(ctx, &w.reg); err != nil {
 		return err
 	}
-	if connection == 0 { // this call made the first one
+	if connection == 0 { // this call made the first connection
 		connection = w.client.Connections()
 	}
 	w.mu.Lock()
@@ -166,13 +166,13 @@ func (w *lentClient) key(k lmcache.Key) *lmcache.Key {
 	return &k
 }
 
-// store has the server copy blocks, by group those of k's tokens [Start, End).
+// store asks the server to copy blocks: for each group, the blocks of k's tokens [Start, End).
 func (w *lentClient) store(ctx context.Context, k lmcache.Key, blocks [][]int) (bool, error) {
 	c, err := w.client.StoreBlocks(ctx, w.key(k), w.instance, blocks)
 	return c.OK, err
 }
 
-// load has the server copy into blocks, but for the first skip tokens.
+// load asks the server to copy into blocks, except for the first skip tokens.
 func (w *lentClient) load(ctx context.Context, k lmcache.Key, blocks [][]int, skip int) (bool, error) {
 	c, err := w.client.RetrieveBlocks(ctx, w.key(k), w.instance, blocks, skip)
 	return c.OK, err

@@ -79,7 +79,7 @@ func (p *Paged) group() *paged.Group {
 	return g
 }
 
-// Gather copies the blocks ids into chunk, whose layout is Layout's for as many
+// Gather copies the blocks ids into chunk. chunk has the layout that Layout returns for as many
 // tokens. The ids passed CheckIDs.
 func (p *Paged) Gather(ids []int, chunk []byte) { p.group().Gather(chunk, ids) }
 

@@ -56,7 +56,7 @@ type PoolClient struct {
 	mu struct {
 		sync.RWMutex // held for reading while a transfer uses the mapping
 		pool         *shm.Segment
-		inline       bool   // the server offers none: chunks travel in messages
+		inline       bool   // the server offers no pool: chunks travel in messages
 		epoch        uint64 // registrations so far
 		connection   uint64 // of the client, at the last registration
 		closed       bool
@@ -110,7 +110,8 @@ func (w *PoolClient) EnsureRegistered(ctx context.Context) (again bool, err erro
 	return ensure(&w.registering, w.stale, func() error { return w.register(ctx) })
 }
 
-// ensure registers what is stale, once for all who ask at a time.
+// ensure calls register when stale reports true. Callers that wait at the same time share one
+// registration.
 func ensure(registering *sync.Mutex, stale func() bool, register func() error) (again bool, err error) {
 	if !stale() {
 		return false, nil
@@ -228,17 +229,16 @@ func (w *PoolClient) key(k lmcache.Key) *lmcache.Key {
 	return &k
 }
 
-// Store keeps the chunks of k's tokens [Start, End): fill writes chunk i of the
-// range into b, which is exactly one chunk of the pool and valid until fill
-// returns. Chunks that are kept already are skipped. It returns the number of
-// chunks written; zero and no error when there was nothing to store or the
-// server has no room.
+// Store writes the chunks of k's tokens [Start, End) to the server: fill writes chunk i of the
+// range into b, which is exactly one chunk of the pool and valid until fill returns. Store skips
+// chunks that the server has already. It returns the number of chunks written; zero and no error
+// when there was nothing to store or the server has no room.
 func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
 	return w.StoreGroups(ctx, k, chunkTokens, nil, func(_, i int, b []byte) { fill(i, b) })
 }
 
-// StoreGroups is Store for the objects of several groups: fill writes that of chunk i and a group. Those that skip names, by
-// group positions in the range that rise, are not stored. It returns the number of objects written.
+// StoreGroups is Store for the objects of several groups: fill writes the object of chunk i and a group. skip lists for each group,
+// ascending, the positions in the range whose objects are not stored. It returns the number of objects written.
 func (w *PoolClient) StoreGroups(ctx context.Context, k lmcache.Key, chunkTokens int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
 	key, epoch := w.key(k), w.epoch()
 	n := (k.End - k.Start) / chunkTokens
@@ -271,7 +271,7 @@ func skips(skip [][]int, group, chunk int) bool {
 	return group < len(skip) && slices.Contains(skip[group], chunk)
 }
 
-// send stores the objects of n chunks in one message, those that are kept already too.
+// send stores the objects of n chunks in one message, also those that the server has already.
 func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
 	e, objects := lmcache.Envelope{Groups: make([]lmcache.EnvelopeGroup, len(w.layouts))}, 0
 	for g := range e.Groups {
@@ -302,8 +302,8 @@ func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens in
 	return w.RetrieveGroups(ctx, k, chunkTokens, func(_, i int, b []byte) { take(i, b) })
 }
 
-// RetrieveGroups is Retrieve for the objects of several groups: take reads that of chunk i and a group. Of a group with a window
-// the last chunks of the range come alone.
+// RetrieveGroups is Retrieve for the objects of several groups: take reads the object of chunk i and a group. Of a group with a window only
+// the last chunks of the range are read.
 func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTokens int, take func(group, i int, b []byte)) (bool, error) {
 	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
@@ -332,7 +332,7 @@ func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTok
 	return p.Success && err == nil, errors.Join(err, cerr)
 }
 
-// needs returns how many of the last of n chunks a hit needs of a group.
+// needs returns how many of the last chunks a group must have for a hit of n chunks.
 func (w *PoolClient) needs(group, n int) int {
 	if len(w.layouts) == 1 || w.opts.Groups[group].WindowChunks == 0 {
 		return n
@@ -340,7 +340,8 @@ func (w *PoolClient) needs(group, n int) int {
 	return min(n, w.opts.Groups[group].WindowChunks)
 }
 
-// expect checks that the slots of a hit of n chunks are those that it needs: each object once.
+// expect checks that the slots of a hit of n chunks are exactly the objects that the hit needs,
+// each once.
 func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	want := 0
 	for g := range w.layouts {
@@ -368,7 +369,7 @@ func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte
 	}
 	for g := range e.Groups {
 		need := w.needs(g, n)
-		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // they rise
+		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // the positions ascend
 			return fmt.Errorf("%w: chunks %v of group %d, the last %d of %d are needed", ErrSlot, got, g, need, n)
 		}
 	}
@@ -383,8 +384,8 @@ func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte
 // lateCommit bounds the commit of a load that failed or ran out of time.
 const lateCommit = 500 * time.Millisecond
 
-// with calls f with the bytes of each slot and its group, after checking all of them. Slots of
-// an earlier registration are places in another pool.
+// with calls f with the bytes of each slot and its group, after checking all of them. It refuses
+// slots of an earlier registration: they are places in another pool.
 func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f func(at, group int, b []byte) error) error {
 	w.mu.RLock()
 	defer w.mu.RUnlock()

@@ -63,7 +63,7 @@ func (c *pinCache) LookupResult(id string) (int, bool) {
 	return l.hit * c.chunk, true
 }
 
-func (c *pinCache) CleanupLookup(id string) { delete(c.lookups, id) } // untold pins go with it
+func (c *pinCache) CleanupLookup(id string) { delete(c.lookups, id) } // the pins of a hit that was not reported go with it
 
 func (c *pinCache) FreeLookupLocks(id string, tokens []uint32, start, end int, _ string) {
 	if start%c.chunk != 0 || end > len(tokens) {
@@ -111,7 +111,7 @@ type simRequest struct {
 	moved    [][2]int // ranges of operations since the last start
 }
 
-// sim drives a Tracker with random schedules and checks every operation.
+// sim drives a Scheduler with random schedules and checks every operation.
 type sim struct {
 	t         *testing.T
 	rnd       *rand.Rand
@@ -222,7 +222,7 @@ func (s *sim) loaded(r *simRequest) {
 		s.errorf(r, "waits for a load that nobody started")
 	}
 	if s.ours && s.rnd.IntN(5) == 0 {
-		if s.rnd.IntN(2) == 0 { // told, or noticed by being asked again
+		if s.rnd.IntN(2) == 0 { // the failure is reported, or the scheduler notices it when it is asked again
 			s.track.LoadFailed(r.ID)
 		}
 		r.state, r.own = "wait", 0

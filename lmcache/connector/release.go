@@ -2,8 +2,8 @@
 
 package connector
 
-// Release names a published version of vLLM whose scheduler's decisions are
-// repeated, call by call. The zero Release is ours, which is right.
+// Release names a published version of vLLM. A Scheduler with a Release repeats that version's
+// decisions, call by call, defects included. The zero Release decides without these defects.
 type Release uint8
 
 // The releases whose decisions are known.
@@ -25,8 +25,8 @@ func (r Release) String() string {
 	return "unknown"
 }
 
-// rule is something that a published version decides and we do not. A Scheduler
-// with a Release follows the rules of that release.
+// rule is a decision of a published version that differs from the decision of the zero Release. A
+// Scheduler with a Release follows the rules of that release.
 type rule uint32
 
 const (

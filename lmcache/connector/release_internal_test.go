@@ -4,8 +4,8 @@ package connector
 
 import "testing"
 
-// Every rule is in the table once, with a release that has it and both sides told;
-// every release differs from ours, and ours has no rule.
+// Every rule is in the table once, with a release that has it and with both texts. Every release
+// has rules of its own, and the zero Release has none.
 func TestDeparturesTable(t *testing.T) {
 	var all rule
 	has := map[Release]int{}

@@ -61,7 +61,7 @@ func (b *bench) calls() string {
 	return out
 }
 
-// departs plays a script as both releases and as we do.
+// departs plays a script as both releases and as the zero Release.
 func departs(t *testing.T, what string, play func(*bench) string, v018, v033, ours string) {
 	t.Helper()
 	for release, want := range map[connector.Release]string{connector.VLLM018: v018, connector.VLLM033: v033, 0: ours} {
@@ -171,7 +171,7 @@ func TestFailedLoadsCountOnce(t *testing.T) {
 	f("unknown", 0, func(b *bench) { b.tr.LoadFailed("other") })
 }
 
-// The same for what is asked of the cache, and for hits that do not fit.
+// Each departure that changes the calls of the cache, and hits that do not fit.
 func TestDeparturesOfCalls(t *testing.T) {
 	f := func(what string, play func(*bench) string, v018, v033, ours string) {
 		t.Helper()

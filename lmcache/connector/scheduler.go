@@ -16,8 +16,8 @@ type SchedulerOptions struct {
 	BlockTokens int // tokens per engine block
 	ChunkTokens int // tokens per cache chunk, a multiple of BlockTokens
 
-	// Groups are the engine's KV cache groups; default one of full attention. A hybrid engine
-	// needs workers that lend their memory, as LMCache has it.
+	// Groups are the engine's KV cache groups; default one of full attention. A hybrid engine needs
+	// workers that lend their memory, or several groups and a server of lmcache 0.5.7.
 	Groups []Group
 
 	// Release repeats the decisions of a published version, its defects included;
@@ -94,7 +94,7 @@ type entry struct {
 	seq      uint64  // order of creation
 	blocks   [][]int // by group
 	before   int     // tokens computed before the last step
-	computed int     // and by its end
+	computed int     // tokens computed by the end of the last step
 	loading  bool    // a Retrieve was emitted and the request has not run since
 }
 
@@ -114,8 +114,8 @@ func (e *entry) needsRetrieve() bool {
 	return e.CacheHitBlocks > e.VLLMHitBlocks && e.State != Ready
 }
 
-// Scheduler tracks the requests of one scheduler, on whose goroutine its methods
-// are called; only SchedulerStats and the Collector methods may be called from others.
+// Scheduler tracks the requests of one scheduler, on whose goroutine its methods are called; only
+// Stats may be called from other goroutines.
 type Scheduler struct {
 	o        SchedulerOptions // immutable
 	perChunk int              // blocks
@@ -243,7 +243,7 @@ func (t *Scheduler) matched(e *entry, hit, computed int) (Matched, error) {
 	e.StoredBlocks += hit / t.o.BlockTokens
 	e.VLLMHitBlocks = computed / t.o.BlockTokens
 	e.CacheHitBlocks = hit / t.o.BlockTokens
-	// Blocks of one token would leave the last one without a block to load to.
+	// With blocks of one token, the last token would have no block to load into.
 	if !t.follows(matchesWholePrompt) && t.o.BlockTokens > 1 {
 		hit = min(hit, len(e.req.Tokens)-1)
 	}
@@ -271,7 +271,7 @@ func (t *Scheduler) giveUp(e *entry) {
 	case Prefetching:
 		t.cache.CleanupLookup(e.req.ID)
 		t.free(e, 0, e.CacheHitBlocks*bs)
-	case WaitingForLoad: // what lies below was freed by the allocation
+	case WaitingForLoad: // the allocation freed the pins of the chunks before that
 		t.free(e, t.loadStart(e)*bs, e.CacheHitBlocks*bs)
 	}
 }
@@ -303,13 +303,13 @@ func (t *Scheduler) saltOf(r *Request) string {
 	return r.Salt
 }
 
-// loadStart is the first block of e's Retrieve: the chunk that the engine's own
-// hit ends in.
+// loadStart is the first block of e's Retrieve: the beginning of the chunk in which the engine's
+// own hit ends.
 func (t *Scheduler) loadStart(e *entry) int { return e.VLLMHitBlocks / t.perChunk * t.perChunk }
 
-// Allocated says that r owns blocks: all its block ids so far, by KV cache group.
-// external is how many tokens the engine wants loaded: Matched.Tokens, or 0 when
-// it decided against it or asks after the load.
+// Allocated says that r owns blocks: all its block ids so far, by KV cache group. external is how
+// many tokens the engine wants loaded: Matched.Tokens, or 0 when the engine decided not to load, or
+// calls again after the load.
 //
 // vLLM: update_state_after_alloc.
 func (t *Scheduler) Allocated(r *Request, blocks [][]int, external int) error {
@@ -340,7 +340,8 @@ func (t *Scheduler) Allocated(r *Request, blocks [][]int, external int) error {
 	return nil
 }
 
-// checkGroups refuses block ids of another number of groups; none is no ids.
+// checkGroups refuses block ids whose number of groups is not the engine's. It accepts an empty
+// list.
 func (t *Scheduler) checkGroups(blocks [][]int) error {
 	switch {
 	case len(blocks) == 0 || len(blocks) == len(t.o.Groups):

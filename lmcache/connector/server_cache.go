@@ -50,7 +50,7 @@ type ServerCache struct {
 		sync.Mutex
 		closed  bool
 		lookups map[string]*lookup
-		leaving map[string]*lookup // by request: abandoned ones that still run, the last of each
+		leaving map[string]*lookup // by request: the last abandoned lookup that still runs
 		running int
 	}
 }
@@ -64,7 +64,7 @@ type lookup struct {
 	ended     bool // and end the session after that
 	hit       int  // tokens
 
-	before *lookup       // an abandoned one of the same request, whose calls come first; nil: none
+	before *lookup       // an abandoned lookup of the same request, whose calls must be sent first; nil: none
 	over   chan struct{} // closed when it has run
 }
 
@@ -179,8 +179,8 @@ func (s *ServerCache) run(l *lookup) {
 	close(l.over)
 }
 
-// follow waits until an abandoned lookup of the same request has run, and what it gives back has been sent: the server does not tell the
-// two apart.
+// follow waits until an abandoned lookup of the same request has run and the release of its pins has been sent. The server cannot tell the
+// two lookups apart.
 func (s *ServerCache) follow(ctx context.Context, l *lookup) error {
 	if l.before == nil {
 		return nil
@@ -212,7 +212,7 @@ func (s *ServerCache) LookupResult(id string) (hitTokens int, ok bool) {
 	return l.hit, true
 }
 
-// answered reports whether LookupResult has an answer. It takes nothing.
+// answered reports whether LookupResult has an answer. It does not consume the answer.
 func (s *ServerCache) answered(id string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -269,8 +269,8 @@ func (s *ServerCache) FreeLookupLocks(id string, tokens []uint32, start, end int
 	s.sendLocked("free_lookup_locks", func(ctx context.Context) error { return s.client.FreeLookupLocks(ctx, k) })
 }
 
-// EndSession implements Cache. A lookup that is still known is forgotten, and the
-// session ends after it, as after one that was cleaned up and still runs.
+// EndSession implements Cache. It forgets the request's lookup. While a lookup of the request still
+// runs, also one that was cleaned up, the session ends only after that lookup.
 func (s *ServerCache) EndSession(id string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -340,8 +340,8 @@ func (s *ServerCache) notify(n notice) error {
 	return n.call(ctx)
 }
 
-// Flush waits until what was to be sent before it is answered, or ctx ends. An
-// engine needs it before it closes.
+// Flush waits until all calls that were queued before it are answered, or ctx ends. An engine needs
+// it before it closes.
 func (s *ServerCache) Flush(ctx context.Context) error {
 	done := make(chan struct{})
 	select {

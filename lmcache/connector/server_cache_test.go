@@ -136,8 +136,8 @@ func expect(t *testing.T, s *lookupServer, want ...string) {
 	}
 }
 
-// Lookups go out once until they are cleaned up, and what they pin without being
-// told is given back, before the session ends.
+// A lookup is sent once until it is cleaned up. Pins of a hit that was never reported are given
+// back, before the session ends.
 func TestScheduler(t *testing.T) {
 	s, sch := newScheduler(t, nil)
 	tokens := make([]uint32, 30)
@@ -162,7 +162,7 @@ func TestScheduler(t *testing.T) {
 		t.Error("a result without a lookup")
 	}
 
-	// Given up while it runs, with and without the end of its session.
+	// A lookup is given up while it runs, with and without the end of its session.
 	s.set(true, false)
 	sch.SubmitLookup("b", tokens, "")
 	sch.SubmitLookup("c", tokens, "")
@@ -184,8 +184,7 @@ func TestScheduler(t *testing.T) {
 	}
 }
 
-// A lookup at two servers has a result once both have answered, with the look that finds that. It is what both have; the one that has
-// more gets the pins of the rest back.
+// A lookup at two servers has a result once both have answered. The hit is what both have. The pins of a longer hit beyond that are freed.
 func TestHitOfSeveralServersIsWhatAllHave(t *testing.T) {
 	s1, c1 := newScheduler(t, nil)
 	s2, c2 := newScheduler(t, nil)

@@ -40,7 +40,7 @@ func (s *Servers) SubmitLookup(id string, tokens []uint32, salt string) {
 	}
 }
 
-// LookupResult implements Cache. A server that has more than another one gets the pins of the rest back.
+// LookupResult implements Cache. The hit is the shortest of all servers; the pins of longer hits beyond it are freed.
 func (s *Servers) LookupResult(id string) (hitTokens int, ok bool) {
 	l := s.lookups[id]
 	switch {
@@ -51,7 +51,7 @@ func (s *Servers) LookupResult(id string) (hitTokens int, ok bool) {
 	}
 	for _, c := range s.list {
 		if !c.answered(id) {
-			return 0, false // no result is taken: CleanupLookup would not release its pins
+			return 0, false // it takes no result yet: CleanupLookup would not release the pins of a result that was taken
 		}
 	}
 	hits := make([]int, len(s.list))

@@ -92,7 +92,7 @@ func (t *Scheduler) Step(s *Step) ([]lmcache.LoadStore, error) {
 	return ops, nil
 }
 
-// retrieve emits what e waits for.
+// retrieve emits the Retrieve that e waits for.
 func (t *Scheduler) retrieve(e *entry, ops *[]lmcache.LoadStore) error {
 	if e.CacheHitBlocks > e.VLLMHitBlocks {
 		from, to := t.loadStart(e), e.CacheHitBlocks
@@ -129,8 +129,8 @@ func (t *Scheduler) store(e *entry, ops *[]lmcache.LoadStore) {
 	t.n.storeTokens.Add(uint64(op.End - op.Start))
 }
 
-// computedBlocks is how many of e's blocks are computed by the end of the step, or
-// what the release takes for it.
+// computedBlocks is how many of e's blocks are computed by the end of the step, or the number that
+// the release uses instead.
 func (t *Scheduler) computedBlocks(e *entry) int {
 	switch {
 	case t.follows(sumsTotals):

@@ -21,8 +21,8 @@ type WorkerOptions struct {
 	Model       string
 	Parallel    lmcache.Parallel // this worker's place in its engine
 	Cache       *Paged           // the worker's KV
-	Groups      []Group          // of Cache's layers; default one of full attention, of all. One with a window or states alone needs Segments
-	ChunkTokens int              // of the server; default: it is asked
+	Groups      []Group          // of Cache's layers; default one group of full attention with all layers. A single group with a window or states needs Segments
+	ChunkTokens int              // of the server; default: OpenWorker asks the server
 	ShmDir      string           // default shm.Dir
 
 	// Segments are the names of the shared memory that holds Cache's layers, one each: the
@@ -156,7 +156,7 @@ func (a *Worker) Healthy() bool { return a.health.Healthy() }
 // InstanceID is the number under which the worker is registered.
 func (a *Worker) InstanceID() int64 { return a.w.InstanceID() }
 
-// ping asks the server; a new connection counts as not being known.
+// ping asks the server. After a new connection the worker counts as unknown to the server.
 func (a *Worker) ping(ctx context.Context) (bool, error) {
 	known, err := a.client.Ping(ctx, a.w.InstanceID())
 	return known && !a.w.stale(), err
@@ -249,7 +249,7 @@ func (a *Worker) mergeLocked(j *job) bool {
 			return false
 		}
 		q.Tokens, q.End, q.parts = j.Tokens, j.End, q.parts+1
-		blocks := make([][]int, len(q.Blocks)) // the lists are those of other ranks, too
+		blocks := make([][]int, len(q.Blocks)) // other ranks share these lists
 		for g := range blocks {
 			blocks[g] = slices.Concat(q.Blocks[g], j.Blocks[g])
 		}
@@ -475,7 +475,7 @@ func (a *Worker) Begin(id string) {
 // LoadErrors is what could not be loaded.
 type LoadErrors struct {
 	Requests []string // sorted
-	Blocks   []int    // sorted; all that a failed load might have written: those it was to skip are whole
+	Blocks   []int    // sorted; all that a failed load may have written. Blocks that it had to skip are intact
 }
 
 // LoadErrors returns the failed loads since the last call. A load that failed may

@@ -171,8 +171,8 @@ func flushWorker(t *testing.T, a *connector.Worker) {
 	}
 }
 
-// Stores of one request that wait become one; the request is told as sent when
-// all of them have ended, once; Flush waits for them.
+// Stores of one request that wait become one. The request is reported as sent once, when all of
+// them have ended. Flush waits for them.
 func TestBatching(t *testing.T) {
 	s, p := newFakeServer(t), newPaged(paged.PlanesNHD, 1, 16, 4, 1, 8)
 	for i := range p.Layers[0] {

@@ -90,7 +90,7 @@ var (
 	orderedDict = name{"collections", "OrderedDict"}
 )
 
-// storages are the classes of torch storages: what their elements are called.
+// storages are the torch storage classes, with the dtype and the size of their elements.
 var storages = map[string]struct {
 	dtype string
 	size  int
@@ -248,7 +248,7 @@ func (r *reader) get() (name, bool) {
 	return r.memo[i], true
 }
 
-// text reads a text of at most 255 bytes. It, or what the memo holds in its place.
+// text reads a text of at most 255 bytes, or a reference to a name in the memo.
 func (r *reader) text() name {
 	if v, ok := r.get(); ok || r.err != nil {
 		return v

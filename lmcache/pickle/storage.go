@@ -27,7 +27,8 @@ const (
 
 var errStorage = errors.New("not a storage that torch.save wrote")
 
-// readStorage takes a saved storage apart. count is what both places agree on.
+// readStorage splits a saved storage. count is the element count, the same in both places of the
+// stream.
 func readStorage(b []byte) (class string, count uint64, data []byte, err error) {
 	r := &reader{b: b}
 	r.literal(storageHead + idHead)

@@ -56,7 +56,7 @@ func New(p peercred.Peer, trust []netip.Prefix, number uint64) Caller {
 	case p.Known():
 		c.By = Principal{User: true, UID: p.UID}
 	case !p.Addr.IsValid():
-		c.By.UID = -1 // all of those are one
+		c.By.UID = -1 // all peers without a user and an address are one principal
 	}
 	c.Name = c.By.String()
 	return c

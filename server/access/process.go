@@ -18,16 +18,17 @@ import (
 // server: a container with the host's network. Under the pool's name it could find
 // a file that another server left there, and copy into that.
 
-// Finder looks for the processes behind connections, which reads all of /proc, and
-// spends at most half of the time on it. One look serves all who wait for it.
+// Finder looks for the processes behind connections. A look reads all of /proc, and looks take at
+// most half of the time. One look serves all callers that wait for it.
 type Finder struct {
 	mu    sync.Mutex
-	next  time.Time // not before it is looked again
+	next  time.Time // earliest time of the next look
 	uid   int       // whose sockets the last look found
 	found map[uint64]peercred.Process
 }
 
-// patience is how long a caller of Process waits for its turn, and for those before it.
+// patience bounds how long a caller of Process waits: for the callers before it, and for the next
+// look.
 const patience = 2 * time.Second
 
 // Process returns the process that has the other end of the connection open; 0 when that

@@ -27,11 +27,11 @@ type Options struct {
 	AllowHosts []string                // names of this machine that requests may ask for, besides its host name
 	Flags      map[string]string       // what the server was started with, shown in /status
 	Socket     string                  // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
-	AskSocket  lmcache.ClientOptions   // as whom it is asked
+	AskSocket  lmcache.ClientOptions   // the credentials with which /readyz asks the Socket
 	Profiles   bool                    // serve Go's profiles at /debug/pprof/
 	Sources    map[string]string       // where each of Flags is from
-	Terms      *tenant.Terms           // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
-	Access     auth.Options            // who may send requests; its Need and Refuse are the interface's own
+	Terms      *tenant.Terms           // settings of tenants, applied to the server's store; nil: none, and no file keeps settings that are made while the server runs
+	Access     auth.Options            // who may send requests; Handler sets Need and Refuse itself
 	Metrics    func(*metrics.Registry) // adds figures of other listeners; nil: none
 	Parts      *Parts                  // what runs beside the server in this process; nil: nothing
 	Cost       Cost                    // what a hit saves, for the page
@@ -47,9 +47,8 @@ type Cost struct {
 	GPUHourPrice  float64 `json:"gpu_hour_price"`       // in any currency; 0: no money is shown
 }
 
-// Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /transfers /version /metrics and
-// POST /cache/clear. Probes and metrics answer under any name of the host: they tell
-// nothing that a web page could use.
+// Handler answers the routes of docs/reference/http.md. Health, readiness, /version and /metrics answer under any name of the host: they
+// tell nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
 	version := s.Version()
 	reg := metrics.New(version)
@@ -145,17 +144,17 @@ type Status struct {
 	Flags map[string]string             `json:"flags,omitempty"`
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
 
-	Tenants []Tenant `json:"tenants,omitempty"` // those that have something of their own, by salt
+	Tenants []Tenant `json:"tenants,omitempty"` // tenants with settings of their own, by salt
 	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 
 // maxModelName bounds the name of a model, bytes.
 const maxModelName = 1024
 
-// maxExplained bounds the lookups of one answer, and defaultExplained is their number.
+// maxExplained bounds the lookups of one answer; defaultExplained is their number without ?limit=.
 const maxExplained, defaultExplained = 4096, 20
 
-// explainLookups says why lookups found no more: of ?request_id=, else the last ones, ?limit= of them.
+// explainLookups says why lookups found no more: the lookups of ?request_id=, or else the last ?limit= lookups.
 func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	most := defaultExplained

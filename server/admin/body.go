@@ -81,7 +81,7 @@ func readStrict(w http.ResponseWriter, r *http.Request, v any) error {
 	return nil
 }
 
-// because is the end of a sentence that err explains; empty without one.
+// because returns err's text as the end of a sentence; empty without an error.
 func because(err error) string {
 	if err == nil {
 		return ""

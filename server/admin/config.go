@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// config answers GET /config: the flags in effect, and with ?sources=true where each is from, and who set what for tenants.
+// config answers GET /config: the flags in effect; with ?sources=true their sources too, and the tenants' settings.
 type config struct {
 	flags, sources map[string]string
 	terms          *tenant.Terms

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// Where each value is from is told; what is set is kept where there is a file, and said to be in effect alone where that fails.
+// The answer names the source of each value. A setting is kept where there is a file, and said to be only in effect where the write fails.
 func TestSources(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "dir")
 	if err := os.Mkdir(dir, 0o700); err != nil {

@@ -13,9 +13,9 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 )
 
-// forHostAlone refuses what a page of another host's browser wants to change, where requests need no credential: a person who may look at the
-// page is not for that reason one who may clear the cache. Programs are no browsers: for them the networks count. Pages of other sites
-// are refused before, by the Guard of each route.
+// forHostAlone refuses changes that a browser on another host asks for, while requests need no credential: a person who may look at the
+// page may not for that reason clear the cache. It does not refuse programs, which the allowed networks limit. The Guard of each route has
+// refused pages of other sites already.
 func forHostAlone(gate *auth.Gate, h http.Handler) http.Handler {
 	if gate.WantsCredentials() {
 		return h
@@ -67,7 +67,8 @@ func CheckPeer(text string) error {
 // ErrNoEngine means that the proxy has no engine of that address.
 var ErrNoEngine = errors.New("the proxy has no such engine")
 
-// handleEngines serves what a proxy in this process says of its engines, and drains them: the routes that it has itself on --admin-port.
+// handleEngines serves the state of the engines of a proxy in this process, and drains them: the same routes as on the proxy's
+// --admin-port.
 func handleEngines(mux *http.ServeMux, guard httpserver.Guard, parts *Parts) {
 	mux.Handle("GET /engines", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		engines, _ := parts.proxy()

@@ -22,9 +22,9 @@ const (
 	recentPoints  = 2 // in each event after the first
 )
 
-// History is the last hour of a server, for the page and kvasir top: it is there when they open. Its points take 68 KiB
-// from the start on and never more, and while pages are open 90 KiB as JSON; the hours of tenants take 61 KiB more, and 60 KiB. All times in it
-// are since its start and monotonic, so a wall clock that is set changes nothing. Methods are safe for concurrent use.
+// History is the last hour of a server, for the page and kvasir top: it is there when they open. Its points take 68 KiB from the start on
+// and never more. The hours of tenants take 61 KiB more. While pages are open, their JSON takes 90 KiB and 60 KiB. All times in it are
+// since its start and monotonic, so a wall clock that is set changes nothing. Methods are safe for concurrent use.
 type History struct {
 	server *server.Server
 	began  time.Time
@@ -38,7 +38,7 @@ type History struct {
 	encodedN int    // n at that time
 
 	tenants        tenantHours
-	encodedTenants []byte // the same of the tenants
+	encodedTenants []byte // the hours of tenants, once a client asked for them
 	encodedHoursN  int
 }
 
@@ -168,14 +168,14 @@ func quantile(buckets []uint64, bounds []int64, q float64) float64 {
 	return from / 1e9
 }
 
-// Points are points of a History, one value for each in every column; what is not known is NaN, null in JSON.
+// Points are points of a History. Every column has one value for each point; an unknown value is NaN, null in JSON.
 type Points struct {
 	Last int `json:"last"` // number of the newest, from 1; 0: there is none yet
 
 	At        Column `json:"at_s"`   // when it ended, on the clock of the event's now_s
 	Took      Column `json:"took_s"` // how long it is
 	HitRate   Column `json:"hit_rate"`
-	Asked     Column `json:"asked_tokens"` // in a second, as the next ones
+	Asked     Column `json:"asked_tokens"` // per second, like the columns after it
 	Hit       Column `json:"hit_tokens"`
 	Lookups   Column `json:"lookups"`
 	Stored    Column `json:"stored_bytes"`

@@ -10,10 +10,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// perTenant are the routes that clients of some tenants may use: each of them shows and changes those alone.
+// perTenant are the routes that a client limited to some tenants may use: each shows and changes only those tenants.
 var perTenant = []string{"/explain", "/metrics", "/version", "/tenants", "/quota", "/cache/pins", "/cache/prefetches", "/cache/objects"}
 
-// limitTenants keeps clients of some tenants from the routes that are about all of them.
+// limitTenants refuses a client that is limited to some tenants on the routes that are about all
+// tenants.
 func limitTenants(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if auth.LimitOf(r) == nil {
@@ -39,7 +40,8 @@ func mayUse(w http.ResponseWriter, r *http.Request, salt string) bool {
 	return false
 }
 
-// limitMetrics answers clients of some tenants with the samples of those alone.
+// limitMetrics answers a client that is limited to some tenants with the samples of those tenants
+// only.
 func limitMetrics(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		limit := auth.LimitOf(r)
@@ -77,7 +79,7 @@ func (r *recorded) WriteHeader(code int) { r.code = code }
 // Write implements http.ResponseWriter.
 func (r *recorded) Write(b []byte) (int, error) { return r.body.Write(b) }
 
-// samplesOf returns the samples of a text of metrics with a tenant that the limit allows, and what describes them.
+// samplesOf returns the samples of a text of metrics whose tenant the limit allows, and their HELP and TYPE lines.
 func samplesOf(text []byte, limit *auth.Limit) []byte {
 	var out, about []byte
 	for line := range bytes.Lines(text) {
@@ -89,7 +91,7 @@ func samplesOf(text []byte, limit *auth.Limit) []byte {
 		default:
 			salt, ok := saltLabel(line)
 			if ok && bytes.HasPrefix(line, []byte("kvasir_tenant_")) {
-				salt = SaltOf(salt) // the others have the salt as it is
+				salt = SaltOf(salt) // other metrics have the salt itself, not its SaltName
 			}
 			if ok && limit.Allows(salt) {
 				out = append(append(out, about...), line...)

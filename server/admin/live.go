@@ -69,11 +69,11 @@ type Live struct {
 	TenantsAll  int                `json:"tenants_in_all"`
 	By          []Share            `json:"by"`           // hits by model and tenant, those that were asked for most first, 64 at most
 	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
-	Tenants     []Tenant           `json:"tenants"`      // those that have something of their own, 64 at most
+	Tenants     []Tenant           `json:"tenants"`      // tenants with settings of their own, 64 at most
 	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
 	PD          Transfers          `json:"pd"`           // single transfers from P to D
 
-	Owners  []PoolOwner   `json:"pool_owners"`       // by place in the map's owner
+	Owners  []PoolOwner   `json:"pool_owners"`       // the map's owner field is an index into it
 	Engines []ProxyEngine `json:"engines,omitempty"` // of a proxy in this process, 64 at most
 	Cost    Cost          `json:"cost"`
 	Peers   []string      `json:"peers"`         // pages of other nodes
@@ -160,7 +160,7 @@ func mustJSON(v any) []byte {
 	return body
 }
 
-// enter takes a listener, if there is room for one more.
+// enter admits a listener, if there is room for one more.
 func (l *live) enter() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -180,7 +180,7 @@ func (l *live) leave() {
 	}
 }
 
-// once answers with one event, as JSON: what a program needs that looks now and then.
+// once answers with one event, as JSON, for programs that look only now and then.
 func (l *live) once(w http.ResponseWriter, r *http.Request) {
 	event, _ := l.latest()
 	if r.URL.Query().Get("history") == "" {
@@ -254,7 +254,8 @@ func page(guard httpserver.Guard) http.Handler {
 	})
 }
 
-// hashOf returns the hash of the page's one element of a name, as a policy names it.
+// hashOf returns the hash of the page's only element with that name, as a Content-Security-Policy
+// writes it.
 func hashOf(element string) string {
 	_, after, _ := strings.Cut(string(pageHTML), "<"+element+">")
 	text, _, _ := strings.Cut(after, "</"+element+">")

@@ -12,9 +12,9 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// Parts are the parts of a node that run in the server's process: a registry, a relay, a
-// proxy. The zero Parts has none. Methods are safe for concurrent use; a nil *Parts takes
-// parts and has none.
+// Parts are the parts of a node that run in the server's process: a registry, a relay, a proxy. The
+// zero Parts has none. Methods are safe for concurrent use. A nil *Parts ignores what is added and
+// has none.
 type Parts struct {
 	mu        sync.Mutex
 	stats     map[string]func() any
@@ -122,7 +122,7 @@ func (p *Parts) lastTransfers() Transfers {
 	of, engines := maps.Clone(p.transfers), p.engines
 	p.mu.Unlock()
 	last := make(map[string][]transferlog.Transfer)
-	for name, list := range of { // without the lock: a part may wait for its own
+	for name, list := range of { // without the lock: a part may wait for its own lock
 		out.Seen, last[name] = append(out.Seen, name), list()
 	}
 	slices.Sort(out.Seen)
@@ -145,7 +145,7 @@ func (p *Parts) figures() map[string]map[string]float64 {
 		return nil
 	}
 	out := make(map[string]map[string]float64, len(stats))
-	for name, of := range stats { // without the lock: a part may wait for its own
+	for name, of := range stats { // without the lock: a part may wait for its own lock
 		out[name] = metrics.Values(of())
 	}
 	return out

@@ -26,8 +26,7 @@ const (
 	maxPinLifeSeconds   float64 = float64(tenant.MaxPinLife / time.Second)
 )
 
-// pinRequest is the body of POST and DELETE /cache/pins, as LMCache's coordinator has it (lmcache 0.5.6, PinRequest), with a
-// time of ours.
+// pinRequest is the body of POST and DELETE /cache/pins: that of LMCache's coordinator (lmcache 0.5.6, PinRequest), and ttl_seconds.
 type pinRequest struct {
 	Model  string
 	World  int
@@ -45,15 +44,15 @@ type pinResponse struct {
 	Error     string  `json:"error,omitempty"` // why it is not more
 }
 
-// handlePins serves pins in the shapes of LMCache's coordinator: there they keep the keys of a prompt in a shared tier, here what is in the
-// pool of it, for a time.
+// handlePins serves pins in the shapes of LMCache's coordinator. A pin of LMCache keeps the keys of a prompt in a shared tier. A pin here
+// keeps the prompt's objects in the pool, for a time.
 func handlePins(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
 	mux.Handle("POST /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { pinPrompt(s, w, r) })))
 	mux.Handle("DELETE /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { unpinPrompt(s, w, r) })))
 	mux.Handle("GET /cache/pins", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { listPins(s, w, r) })))
 }
 
-// readPin reads a body. It answers what cannot be used.
+// readPin reads a body. It answers a request whose body cannot be used.
 func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 	err := readBody(w, r, maxDeleteBody, map[string]func(*json.Decoder) error{
 		"model_name": value(&p.Model), "world_size": value(&p.World), "token_ids": list(&p.Tokens, maxPinTokens), "cache_salt": value(&p.Salt), "ttl_seconds": value(&p.Life),
@@ -100,7 +99,7 @@ func (p *pinRequest) eachOf(s *server.Server, hashes []kv.Hash, f func(keys []kv
 	return len(hashes)
 }
 
-// pinPrompt pins what is in the pool of a prompt, head first; a chunk in all its shards or not at all.
+// pinPrompt pins the chunks of a prompt that are in the pool, head first; a chunk in all its shards or not at all.
 func pinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	p, ok := readPin(w, r)
 	if !ok {
@@ -140,7 +139,7 @@ func unpinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, out)
 }
 
-// pinEntry is one pinned object. LMCache counts pins of a key; here one that is made again lasts longer.
+// pinEntry is one pinned object. LMCache counts the pins of a key; here a second pin only extends the time, so Count is 1.
 type pinEntry struct {
 	Key   objectKey `json:"key"`
 	Count int       `json:"pin_count"`
@@ -148,7 +147,7 @@ type pinEntry struct {
 	Left  float64   `json:"seconds_left"`
 }
 
-// listPins answers one page of what is pinned, ?cache_salt= and ?model_name= only theirs.
+// listPins answers one page of the pinned objects; ?cache_salt= and ?model_name= select some.
 func listPins(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	number := func(name string, or, least, most int) (int, bool) {

@@ -30,9 +30,9 @@ const (
 	maxSaltRunes      = 128
 )
 
-// prefetches reads chunks of prompts from the tiers into the pool before an engine looks them up: LMCache's POST
-// /cache/prefetches and GET /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). A prefetch is a lookup whose hit
-// no engine takes. It waits as long as the tiers take, in turns as long as a lookup may wait.
+// prefetches reads chunks of prompts from the tiers into the pool before an engine looks them up: LMCache's POST /cache/prefetches and GET
+// /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). A prefetch is a lookup whose hit no engine takes. It waits as long as the tiers
+// take, in rounds that each wait as long as a lookup may.
 type prefetches struct {
 	server *server.Server
 
@@ -171,7 +171,7 @@ func (p *prefetches) dropOldestEnded() bool {
 	return oldest != ""
 }
 
-// prefetchOwner is whose these sessions are among all.
+// prefetchOwner owns the sessions of prefetches.
 var prefetchOwner = lease.Owner{Peer: "prefetches"}
 
 func (p *prefetches) run(id string, job *prefetchJob, parts []prefetchPart) {

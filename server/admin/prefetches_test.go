@@ -54,7 +54,7 @@ func endOfPrefetch(t *testing.T, h http.Handler, id any) map[string]any {
 	return nil
 }
 
-// A prefetch ends with as many objects as the pool has then, and its end is told once.
+// A prefetch ends with as many objects as the pool has then, and its end is reported once.
 func TestPrefetches(t *testing.T) {
 	s := newServer(t)
 	h := admin.Handler(s, admin.Options{})
@@ -121,7 +121,7 @@ func TestFirstEndedPrefetchMakesRoom(t *testing.T) {
 	})
 }
 
-// A prefetch of a model whose engines have unlike chunk sizes is in each of them.
+// A prefetch of a model whose engines have unlike chunk sizes loads the prompt in each of them.
 func TestPrefetchInEachChunkSize(t *testing.T) {
 	s := newServer(t) // with a worker of 16 tokens
 	addr, err := s.ListenChunks(t.Context(), "tcp://127.0.0.1:*", 24)
@@ -167,7 +167,7 @@ func TestPrefetchesEndWithTheirServer(t *testing.T) {
 	}
 }
 
-// What has no checksums says why.
+// A request for checksums that cannot be made says why.
 func TestChecksumsRefused(t *testing.T) {
 	h := admin.Handler(newServer(t), admin.Options{})
 	for body, want := range map[string]int{

@@ -19,8 +19,8 @@ import (
 // noSalt stands for the empty salt in paths and answers, as in LMCache's quota routes.
 const noSalt = "_default"
 
-// SaltName writes a salt for a path, and for people. A salt that is itself noSalt, or that with underscores
-// before it, gets one more, so that every tenant has a name of its own.
+// SaltName writes a salt for a path, and for people. A salt that is itself noSalt, or noSalt with underscores before it, gets one more
+// underscore, so that every tenant has a name of its own.
 func SaltName(salt string) string {
 	switch {
 	case salt == "":
@@ -45,8 +45,8 @@ func SaltOf(name string) string {
 // gib is the unit of limit_gb: LMCache's counts in 1024.
 const gib = 1 << 30
 
-// EachSalt calls set for each of a list like team-a=20GiB, salts by name. flag is where the list is from, and value is what
-// stands behind the last equals sign, for example.
+// EachSalt calls set for each element of a list like team-a=20GiB, whose salts are written by SaltName. Errors name flag, where the list is
+// from, and value, an example of what stands behind the equals sign.
 func EachSalt(flag, value string, list []string, set func(salt, value string) error) error {
 	seen := make(map[string]bool)
 	for _, s := range list {

@@ -26,7 +26,7 @@ type readiness struct {
 	url    string // of the socket; empty: it is not asked
 	as     lmcache.ClientOptions
 
-	mu  sync.Mutex // who has it asks; the others wait for the answer
+	mu  sync.Mutex // the request that holds it asks the socket; the others wait for its answer
 	at  time.Time
 	why string
 }
@@ -60,7 +60,7 @@ func (r *readiness) ask() string {
 		return "its own socket does not answer within 5 s: " + err.Error()
 	}
 	held := make(chan struct{})
-	go func() { // who has the store's lock gives it back in microseconds
+	go func() { // whoever holds the store's lock releases it within microseconds
 		defer close(held)
 		_ = r.server.Store().Stats()
 	}()

@@ -63,7 +63,7 @@ type StorageShape struct {
 type L1Shape struct {
 	Healthy     bool             `json:"is_healthy"`
 	Objects     int              `json:"total_object_count"` // that are stored
-	ReadLocked  int              `json:"read_locked_count"`  // of them, those that something keeps
+	ReadLocked  int              `json:"read_locked_count"`  // of them, those that may not be evicted
 	StagingSize int64            `json:"staging_bytes"`
 	Used        int64            `json:"memory_used_bytes"`
 	Total       int64            `json:"memory_total_bytes"` // that has memory behind it
@@ -208,7 +208,8 @@ func storageOf(s *server.Server, st *store.Stats, healthy bool, flags map[string
 	return out
 }
 
-// seconds reads a flag that counts them; 600 is the default of those that are asked for.
+// seconds reads a flag that counts seconds. Without a number there it returns 600, the default of
+// the two flags that storageOf reads.
 func seconds(flags map[string]string, name string) float64 {
 	n, err := strconv.ParseFloat(flags[name], 64)
 	if err != nil {

@@ -45,10 +45,10 @@ type PoolOwner struct {
 	Chunks int    `json:"chunks"`
 }
 
-// maxPoolOwners bounds the owners of an event; those who have least share the last one.
+// maxPoolOwners bounds the owners of an event; the owners that have least share the last place.
 const maxPoolOwners = 12
 
-// ownersOf names the owners of a map, those who have most first, and changes the map's places accordingly.
+// ownersOf names the owners of a map, those who have most first, and makes m.Owner index them.
 func ownersOf(s *server.Server, m *pool.Map) []PoolOwner {
 	type name struct {
 		model, salt string
@@ -82,7 +82,7 @@ func ownersOf(s *server.Server, m *pool.Map) []PoolOwner {
 		all = append(all[:maxPoolOwners-1:maxPoolOwners-1], rest)
 	}
 	for k, o := range all {
-		at[name{o.Model, o.Salt, o.Known}] = -1 - k // places of the list
+		at[name{o.Model, o.Salt, o.Known}] = -1 - k // the place in all, as a negative number
 	}
 	for i, o := range m.Owner {
 		if o < 0 {

@@ -64,7 +64,7 @@ func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-h
 func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	slot := t.n % hourPoints
 	for i := range t.ends {
-		if i == slot || t.ends[i] <= at-time.Hour { // its place is taken, or points came late
+		if i == slot || t.ends[i] <= at-time.Hour { // the new point takes its place, or it is more than an hour old
 			t.clear(i)
 		}
 	}
@@ -77,7 +77,7 @@ func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 		}
 	}
 	for salt, h := range t.of {
-		if h[slot] = grown[salt]; h.asked() == 0 { // it is gone for an hour
+		if h[slot] = grown[salt]; h.asked() == 0 { // the tenant has asked for nothing for an hour
 			delete(t.of, salt)
 		}
 		delete(grown, salt)
@@ -104,8 +104,8 @@ func (t *tenantHours) clear(i int) {
 	}
 }
 
-// place returns the hour of a new tenant, which asked for so many tokens: a free one, or that of the tenant that asked for less in all of its hour.
-// What that one asked for goes to the others'. nil: there is no place.
+// place returns an hour for a new tenant that asked for asked tokens: a free one, or that of the tenant that asked for least in its whole
+// hour, if that is less. It adds the tokens of the replaced tenant to others. nil means that there is no place.
 func (t *tenantHours) place(salt string, asked uint64) *hour {
 	if salt == usage.Other {
 		return nil

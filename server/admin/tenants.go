@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// Tenant is a tenant that has something of its own, in /status and /tenants.
+// Tenant is a tenant with settings of its own, in /status and /tenants.
 type Tenant struct {
 	Salt         string `json:"cache_salt"`
 	Quota        *int64 `json:"quota_bytes"` // nil: none, then the next four are not counted
@@ -167,7 +167,7 @@ type Tenants struct {
 	Tenants []Tenant `json:"tenants"` // by salt
 }
 
-// set sets what its body names, and leaves the rest; null takes it away.
+// set changes the settings that its body names, and leaves the others; null removes a setting.
 func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 	var fields struct {
 		Quota json.RawMessage `json:"quota_bytes"`
@@ -197,7 +197,7 @@ func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 			unkept, err = err, nil
 		}
 		if err != nil {
-			if done > 0 { // what stands before it is done
+			if done > 0 { // the settings before this one are set already
 				nameKnown(t.server, salt)
 			}
 			badRequest(w, "%s: %v", f.name, err)

@@ -93,7 +93,8 @@ func TestTenantRoutes(t *testing.T) {
 	f("GET", "", "", 200, `{"tenants":[]}`)
 }
 
-// What a body sets before a value that is refused holds for what the tenant has already.
+// Settings that a body has before a refused value take effect, also for what the tenant has
+// already.
 func TestSettingsBeforeARefusedValueAreApplied(t *testing.T) {
 	s := newServer(t) // the tenant without a salt has two pages
 	h := admin.Handler(s, admin.Options{})

@@ -85,7 +85,8 @@ func (a *rekeyAnswer) say(l rekeyLine) {
 	}
 }
 
-// beat says each second how far it is, also while an object, a former write or the rate makes it wait, until ctx ends.
+// beat writes once each interval how far the rekey is, until ctx ends, also while an object, an earlier write or the rate makes the rekey
+// wait.
 func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()

@@ -53,32 +53,32 @@ type Finder struct {
 	key    [3]uint64 // secret and odd; immutable
 	began  time.Time
 	ready  atomic.Int64  // when a prompt may be compared again, ns since began
-	missed atomic.Uint64 // tokens that were not found since a prompt was compared last
+	missed atomic.Uint64 // tokens that were not found since the last comparison
 	buffer sync.Pool     // *buffer
 
 	mu struct {
 		sync.Mutex
 		budget  float64       // tokens that may be compared
-		at      time.Duration // of that, since began
+		at      time.Duration // when budget was last computed, since began
 		number  uint32
 		entries []entry  // sets of ways
 		prompts []prompt // by number
 		found   Found
-		now     block   // of the prompts that were compared last
-		lost    float64 // tokens, of the blocks before it
-		counted float64 // the largest sum of both
+		now     block   // the latest prompts that were compared, blockPrompts at most
+		lost    float64 // lost tokens of the blocks before now
+		counted float64 // the largest sum of lost and the lost tokens of now
 		differ  uint64  // sums over Found.Changed
 		same    uint64
 	}
 }
 
-// block is a row of compared prompts, and what they stand for. The share of what missed that is lost is that of all its prompts together: a mean of
-// their shares would count the long ones too little.
+// block is a row of compared prompts: their lost and their missed tokens, and in stand the missed tokens of all prompts that they stand
+// for. The lost share is lost/missed of the whole block: a mean of the prompts' shares would count long prompts too little.
 type block struct{ prompts, lost, missed, stand uint64 }
 
 const blockPrompts = 32
 
-// of returns how many of so many tokens that missed are lost.
+// of returns how many of tokens missed tokens are lost, by the block's share.
 func (b *block) of(tokens uint64) float64 {
 	if b.missed == 0 {
 		return 0
@@ -96,9 +96,9 @@ type entry struct {
 
 // prompt is a prompt that was compared.
 type prompt struct {
-	prefix  uint64 // hash of all before what was compared
-	missing uint64 // hash of that with the first chunk that was compared
-	from    uint32 // which chunk that is
+	prefix  uint64 // hash of the text before what was compared
+	missing uint64 // hash of that text and the first chunk that was compared
+	from    uint32 // index of that chunk
 	number  uint32
 }
 
@@ -144,14 +144,14 @@ func (f *Finder) Found() Found {
 	return out
 }
 
-// Lost is the largest Found.LostTokens there was with a prompt that was compared: it never falls.
+// Lost returns the largest Found.LostTokens so far, taken at each comparison. It never falls.
 func (f *Finder) Lost() uint64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return uint64(f.mu.counted)
 }
 
-// Lookup reads the end of a lookup. One that was not compared before it ended, and brings its tokens, may be compared now.
+// Lookup reads the end of a lookup. A prompt that was not compared before, and whose tokens are known, may be compared now.
 func (f *Finder) Lookup(o *lookup.Outcome) {
 	if !o.Searched || o.Why != miss.NeverStored || len(o.Others) > 0 || o.Asked <= o.Hit {
 		return
@@ -173,9 +173,10 @@ func (f *Finder) Lookup(o *lookup.Outcome) {
 	}
 }
 
-// count notes what was found of a prompt. It stands for all that missed since the last one.
+// count records what the comparison of a prompt has found. The prompt stands for all tokens that
+// missed since the last one.
 func (f *Finder) count(got *lookup.Repeated, hit, missed int) {
-	lost := min(max(got.Tokens-max(hit-got.At, 0), 0), missed) // what hit was not lost
+	lost := min(max(got.Tokens-max(hit-got.At, 0), 0), missed) // tokens that hit are not lost
 	since := f.missed.Swap(0)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -250,7 +251,8 @@ func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *looku
 
 func bitsOf(h *kv.Hash) uint64 { return binary.LittleEndian.Uint64(h[:]) }
 
-// readAnchors fills b.anchors from b.tokens. Each token moves the sum of those before it up by 4 bits, so that the sum is of the last 16.
+// readAnchors fills b.anchors from b.tokens. Each token shifts the sum of the tokens before it by 4 bits, so the sum covers the last 16
+// tokens.
 func (f *Finder) readAnchors(b *buffer, prefix uint64, of kv.Namespace) {
 	b.anchors = b.anchors[:0]
 	spread, pick, chain := f.key[0], f.key[1], f.key[2]
@@ -295,16 +297,16 @@ type run struct {
 	at       uint16
 }
 
-// compareLocked finds the text of a prompt that earlier ones have behind another beginning. all is how many tokens behind the miss the prompt
-// asked for, least how many make such text.
+// compareLocked finds text of a prompt that earlier prompts have behind another beginning. all is how many tokens behind the miss the
+// prompt asked for; text of fewer than least tokens does not count.
 func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash, p *prompt, all, least int) {
 	var r run
 	end := func(last bool) {
 		if r.of == nil || r.anchors < minAnchors || r.to-r.from < least {
 			return
 		}
-		other := r.from - got.Tokens // tokens that do not repeat, and are before it
-		if r.of.prefix != p.prefix { // what hit is other text than there
+		other := r.from - got.Tokens // tokens before it that do not repeat
+		if r.of.prefix != p.prefix { // that prompt differs already in the part that hit here
 			other += got.From
 		}
 		if r.to-r.from < other { // a closing text, or a part that many prompts have somewhere
@@ -313,9 +315,9 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 		if got.Tokens == 0 {
 			got.At = got.From + r.from
 		}
-		// The text is on average so much longer at each end as anchors are apart.
+		// At each end the text is longer, on average by the distance of two anchors.
 		got.Tokens += r.to - r.from + min(1<<anchorBits, r.from)
-		if last && len(b.tokens) < all { // it goes on where nothing is compared
+		if last && len(b.tokens) < all { // the text goes on behind the compared tokens
 			got.Tokens += all - r.to
 		} else {
 			got.Tokens += min(1<<anchorBits, len(b.tokens)-r.to)
@@ -337,7 +339,7 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 	end(true)
 }
 
-// elsewhereLocked returns the entry of an anchor, and its prompt if that has it behind another beginning; else nil.
+// elsewhereLocked returns the entry of an anchor, and the entry's prompt if that has the anchor behind another beginning; else nil.
 func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) {
 	set := f.setOf(a.id)
 	for i := range set {
@@ -346,7 +348,7 @@ func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) 
 			continue
 		}
 		of := &f.mu.prompts[e.prompt%prompts]
-		begins := int(of.from) >= len(hashes) || bitsOf(&hashes[of.from]) == of.missing // as that one, or that is not known
+		begins := int(of.from) >= len(hashes) || bitsOf(&hashes[of.from]) == of.missing // both prompts begin alike up to there, or that is not known
 		if of.number != e.prompt || e.before == a.before || begins {
 			return e, nil
 		}

@@ -27,8 +27,8 @@ func (x *Text) begin(i int) int {
 	return x.Ends[i-1]
 }
 
-// queue is what was announced and is not applied yet: requests wait for no Book, and what they leave is copied into memory
-// that is used again and again.
+// queue has the announcements that are not applied yet. Requests do not wait for the Book: what they announce is copied into memory that is
+// used again and again.
 type queue struct {
 	arrived chan struct{} // capacity 1: there is something
 
@@ -48,7 +48,8 @@ type news struct {
 	used  int
 }
 
-// announcement says whose chunks some are: those after the ones of the announcement before.
+// announcement names what some chunks of news belong to: the next ones after the chunks of the
+// announcement before.
 type announcement struct {
 	model, salt []byte
 	group       int // see Chunk
@@ -62,7 +63,7 @@ type announced struct {
 }
 
 const (
-	queueBytes  = 16 << 20  // in the queue; what finds no room is announced when a lookup has it
+	queueBytes  = 16 << 20  // in the queue; a chunk that finds no room is announced when a lookup finds it
 	pageBytes   = 128 << 10 // of text; a longer one has a page of its own, which is not kept
 	keptPages   = 16
 	keptEntries = 1 << 14
@@ -93,7 +94,7 @@ func (x *news) copy(texts ...[]byte) []byte {
 	return (*page)[from:len(*page):len(*page)]
 }
 
-// reset makes it empty. What it had room for at a time of many stores it gives up.
+// reset empties x. It gives up memory beyond keptEntries and keptPages.
 func (x *news) reset() {
 	clear(x.list)
 	x.list, x.chunks = x.list[:0], x.chunks[:0]
@@ -111,7 +112,7 @@ func (x *news) reset() {
 	x.bytes, x.used = 0, 0
 }
 
-// add adds what a is about: its chunks are the wanted ones of hashes, and with a nil text their tokens are not known. It copies all.
+// add queues a with the chunks of hashes that wanted accepts; with a nil text their tokens are not known. It copies everything.
 func (q *queue) add(a announcement, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
 	model, salt := a.model, a.salt
 	chunks, bytes := 0, len(model)+len(salt)+256
@@ -200,7 +201,7 @@ func (b *Book) AnnounceRows(model, salt []byte, group int, sh *object.Shard, has
 	b.queue.add(announcement{model: model, salt: salt, group: group, shard: *sh}, hashes, func(int) bool { return true }, nil)
 }
 
-// lacks says which of these chunks are in the pool without tokens: all may be, until Run has looked for the first time.
+// lacks says which of these chunks are in the pool without tokens. It says all until Run has looked at the store for the first time.
 func (b *Book) lacks(hashes []kv.Hash) []bool {
 	out := make([]bool, len(hashes))
 	if !b.looked.Load() {

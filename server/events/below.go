@@ -9,8 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// belowSome applies all changes of the tiers. Where some were lost, nothing is said to be in a tier any more until that is
-// seen again.
+// belowSome applies all changes of the tiers. After lost changes no object counts as being in a tier until a change shows it there again.
 func (b *Book) belowSome() {
 	if b.o.Tiers == nil {
 		return
@@ -28,8 +27,7 @@ func (b *Book) belowSome() {
 	}
 }
 
-// belowApply applies some changes of the tiers, up to number last, and no further than to one that says what is to be
-// forgotten.
+// belowApply applies some changes of the tiers, up to number last, and stops behind a change that makes tiers forget objects.
 func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -54,8 +52,8 @@ func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	return b.mu.tierAfter < last, nil
 }
 
-// forgetTiers forgets what tiers have of a namespace, as far as c says so: its tier, or all with none, and its model, or all
-// with none. A namespace whose model is not known may be of any.
+// forgetTiers removes the objects of a namespace that c makes tiers forget: those in c's tier, or in all tiers if it names none, and of c's
+// model, or of all models if it names none. A namespace whose model is not known may be of any.
 func (b *Book) forgetTiers(s *namespaceState, c tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -148,7 +146,7 @@ func (r *ring) remove(bound *binding) {
 	bound.next, bound.before = nil, nil
 }
 
-// first is the one that is there for the longest; nil for none.
+// first is the binding that is in the ring for the longest; nil for none.
 func (r *ring) first() *binding {
 	if r.root.next == &r.root {
 		return nil

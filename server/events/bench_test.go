@@ -30,7 +30,7 @@ func (s *script) Events(_ uint64, dst []store.Event) (n int, lost bool) {
 	return n, false
 }
 
-// What stores of 8 chunks of 256 tokens pay: while they are answered, and later. Each chunk goes again 1,000 stores later.
+// The cost of stores of 8 chunks of 256 tokens: while they are answered, and later. Each chunk is removed 1,000 stores later.
 func BenchmarkStored(b *testing.B) {
 	const (
 		chunks, tokens = 8, 256

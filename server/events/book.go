@@ -104,7 +104,7 @@ type Book struct {
 		records  []Record // a ring
 		last     uint64   // number of the newest record
 		ordered  uint64   // up to this number they do not change any more
-		news     bool     // since the mutex was locked
+		news     bool     // records were added since the mutex was locked
 		visible  uint64   // number of the last record that readers may see
 		deferred bool     // readers see further records later
 		changed  chan struct{}
@@ -126,7 +126,7 @@ type tokens struct {
 	text   []byte // nil: not known
 }
 
-// binding is a chunk of which some object is somewhere, by its bare hash.
+// binding is a chunk, by its bare hash, of which the pool or a tier has some object.
 type binding struct {
 	tokens
 	hash  kv.Hash
@@ -217,7 +217,7 @@ func (b *Book) Activate() {
 	})
 }
 
-// Active reports whether there may be readers: only then is it worth to tell the Book anything.
+// Active reports whether there may be readers. Without readers callers need not announce anything.
 func (b *Book) Active() bool { return b.active.Load() }
 
 // Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known. Until Run has looked for the first
@@ -226,8 +226,8 @@ func (b *Book) Wonders() bool {
 	return !b.looked.Load() || b.unbound.Load() > 0 || b.nameless.Load() > 0
 }
 
-// Run follows the store until ctx ends. After some news it looks for more at every runPause, and waits for them to wake it only
-// when there were none for a while: to wake a goroutine for each store costs a third of the store.
+// Run follows the store until ctx ends. After news it looks for more every runPause. Only after maxQuiet pauses without news it waits until
+// news wake it: to wake a goroutine for each store costs a third of the store.
 func (b *Book) Run(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -275,7 +275,7 @@ func (b *Book) Run(ctx context.Context) {
 }
 
 const (
-	runPause = 100 * time.Millisecond // news wait for others at most so long
+	runPause = 100 * time.Millisecond // news wait at most this long for more news
 	maxQuiet = 10                     // pauses without news, before news have to wake Run
 )
 
@@ -284,7 +284,7 @@ const (
 func (b *Book) catchUp() {
 	b.deferReaders(true)
 	defer b.deferReaders(false)
-	batch := b.queue.take() // first: the events of the announced chunks are there
+	batch := b.queue.take() // taken first, so that the events of the announced chunks are there already
 	b.expect(&batch)
 	for more := true; more; {
 		var lost bool
@@ -304,8 +304,8 @@ func (b *Book) deferReaders(on bool) {
 	b.mu.deferred = on
 }
 
-// some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is
-// applied before that: else its tokens would be forgotten.
+// some applies some events of the tiers and the store. It applies a change of an object in a tier before a later removal of the object from
+// the pool: else the removal would forget the object's tokens.
 func (b *Book) some() (more, lost bool) {
 	last := b.source.LastEvent()
 	b.belowSome()
@@ -421,15 +421,15 @@ func (b *Book) removeLocked(s *namespaceState, f func(*keptObject) bool) {
 	}
 }
 
-// orderLocked has chunks come after those that they follow in a prompt, among those that came since the last time: a store
-// commits tails first.
+// orderLocked sorts the records that came since the last time, without moving one over a removal, so that chunks come after those before
+// them in a prompt: a store commits tails first.
 func (b *Book) orderLocked() {
 	size := uint64(len(b.mu.records))
 	at := func(seq uint64) *Record { return &b.mu.records[seq%size] }
 	first := max(b.mu.ordered, b.mu.last-min(b.mu.last, size)) + 1
 	b.mu.ordered = b.mu.last
 	for first <= b.mu.last {
-		end, sorted := first, true // of a run of chunks that came
+		end, sorted := first, true // of a run of records without a removal
 		for ; end <= b.mu.last && !at(end).Removed; end++ {
 			sorted = sorted && (end == first || at(end-1).Index <= at(end).Index)
 		}

@@ -149,7 +149,7 @@ func (p prompt) text() *Text {
 	return x
 }
 
-// announce tells the Book what a server would of a prompt whose chunks from number from on were stored.
+// announce announces to the Book, as a server does, a prompt whose chunks from number from on were stored.
 func (n *node) announce(p prompt, sh object.Shard, from int) {
 	n.book.Announce([]byte(p.model), []byte(p.salt), &sh, p.hashes(), from, p.text())
 }
@@ -440,15 +440,15 @@ func TestReadersSeeWhatTheStoreHas(t *testing.T) {
 	}
 }
 
-// Chunks are told after those that they follow, also of a tenant that has the prompt of another one: then it is known
-// whose they are only when all are stored.
+// Chunks are announced after their parents, also for a tenant that has the prompt of another one: there the tenant of the chunks is known
+// only when all are stored.
 func TestChunksAreAnnouncedAfterTheirParents(t *testing.T) {
 	n := newNode(t, 256, Options{})
 	tokens := make([]uint32, 40*chunkTokens)
 	for i := range tokens {
 		tokens[i] = uint32(i)
 	}
-	for i, salt := range []string{"", "a", "b", "", "a", "b"} { // the second time it is known whose they are, and for some what
+	for i, salt := range []string{"", "a", "b", "", "a", "b"} { // the second time their tenants are known, and for some their tokens
 		if i == 3 {
 			tokens = slices.Clone(tokens)
 			tokens[0]++

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/object"
 )
 
-// setLocked notes that an object is in the pool (tier 0) or a tier, or is not. Objects in tiers count only of chunks that are
-// in the pool or whose tokens are known.
+// setLocked records that an object is in the pool (tier 0) or a tier, or is not. An object in a tier counts only if its chunk is in the
+// pool or has known tokens; else it is a stray.
 func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
 	code := uint32(k.Rank)>>16<<16 | k.Group&0xffff // the world and the rank are its upper bytes
 	bound := b.mu.bindings[k.Chunk]
@@ -159,8 +159,7 @@ func (b *Book) unbindLocked(bound *binding) {
 	delete(b.mu.bindings, bound.hash)
 }
 
-// bindLocked notes what a chunk's tokens are, in a copy, and reports whether there is memory for them: what is in tiers only
-// makes room.
+// bindLocked copies a chunk's tokens, and reports whether there is memory for them. To make room it forgets chunks that only tiers have.
 func (b *Book) bindLocked(bound *binding, t tokens) bool {
 	for b.mu.bytes+int64(len(t.text)) > b.o.TokenBytes && b.mu.below.first() != nil {
 		b.forgetLocked(b.mu.below.first())
@@ -173,7 +172,7 @@ func (b *Book) bindLocked(bound *binding, t tokens) bool {
 		b.unbound.Add(-1)
 	}
 	bound.tokens = t
-	bound.text = append([]byte(nil), t.text...) // of exactly what it takes, and not zeroed before
+	bound.text = append([]byte(nil), t.text...) // this allocates exactly the length, and does not zero it first
 	for _, h := range bound.in {
 		for _, f := range h.space.families {
 			b.judgeLocked(f, bound)

@@ -87,7 +87,7 @@ func (f bookFeed) event(c Placed, removed bool) kvevent.Event {
 	if removed {
 		e.Kind = kvevent.Removed
 	}
-	if removed || c.Group >= 0 { // vLLM's own tiers tell as little of a row
+	if removed || c.Group >= 0 { // events of vLLM's own tiers say as little about a row
 		return e
 	}
 	e.Encoded, e.BlockTokens = c.Tokens, cmp.Or(kvevent.TokensIn(c.Tokens), f.chunkTokens)

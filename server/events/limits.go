@@ -23,7 +23,8 @@ type subscriber struct {
 	limit atomic.Pointer[auth.Limit] // nil until it is asked for
 }
 
-// identify returns what finds out who is behind a connection; nil where nobody is limited.
+// identify returns the function that finds out who is behind a connection; nil where no client is
+// limited.
 func (p *Publisher) identify() func(net.Conn) any {
 	if p.o.Tenants == nil {
 		return nil
@@ -34,7 +35,7 @@ func (p *Publisher) identify() func(net.Conn) any {
 	}
 }
 
-// limitOf returns whose events a client gets.
+// limitOf returns the tenants whose events a client gets.
 func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
 	if p.o.Tenants == nil {
 		return nil
@@ -69,13 +70,13 @@ func sortBySalt(chunks []Placed) {
 // allows reports whether a client with a limit may see a message. One without a salt has no events of chunks.
 func (m *message) allows(l *auth.Limit) bool { return m.salt == nil || l.Allows(*m.salt) }
 
-// without returns a message that the client may not see without its events.
+// without returns m without its events, for a client that may not see them.
 func (p *Publisher) without(m message) message {
 	m.payload, m.salt = p.payload(nil), nil
 	return m
 }
 
-// visible leaves the drafts that a client may see.
+// visible returns the drafts that a client may see.
 func visible(whole []draft, l *auth.Limit) []draft {
 	if !l.Limited() {
 		return whole

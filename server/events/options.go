@@ -18,7 +18,7 @@ import (
 type Options struct {
 	StoreEvents int   // of the store, kept until they are applied, 64 B each; default 65,536
 	Records     int   // kept for readers; default 32,768
-	TokenBytes  int64 // of chunks; what passes it is not announced, the pool goes before tiers; default 256 MiB
+	TokenBytes  int64 // of chunks' tokens in memory; beyond it chunks that only tiers have are dropped, and then no chunk is announced; default 256 MiB
 
 	Tiers *tier.Changes // of the tiers below the pool; nil for none
 }

@@ -237,7 +237,7 @@ func (p *Publisher) newsLocked(news []Announcement) {
 	}
 }
 
-// restartLocked has subscribers forget what they know, and publishes all chunks that are there.
+// restartLocked makes subscribers forget what they know, and publishes all chunks that are there.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	all, last := p.feed.Everything()
@@ -262,8 +262,8 @@ func (p *Publisher) restartLocked() {
 // maxModels bounds the models that are remembered without chunks.
 const maxModels = 1024
 
-// Know has readers forget what they know of a model from an earlier life of the server. Without
-// that they would keep dead chunks of a model that this life has none of.
+// Know makes readers forget what they know of a model from an earlier life of the server. Otherwise
+// they would keep chunks that are gone, of a model of which this life has none.
 func (p *Publisher) Know(model string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -281,7 +281,7 @@ func (p *Publisher) knowLocked(model string) {
 	}
 }
 
-// models lists those of contents, as they are in order.
+// models lists the models of all, in their order.
 func models(all Contents) (out []string) {
 	for i := range all.Len() {
 		if m := all.Model(i); i == 0 || m != out[len(out)-1] {
@@ -291,8 +291,8 @@ func models(all Contents) (out []string) {
 	return out
 }
 
-// draft is a message that is not encoded yet, about some of a Feed's contents, of one model. With none
-// of them it has readers forget what they know of the model.
+// draft is a message that is not encoded yet, about some of a Feed's contents, of one model. An empty draft makes readers forget what they
+// know of the model.
 type draft struct {
 	model    string
 	of       Contents
@@ -308,7 +308,7 @@ func (d *draft) salt() *string {
 	return &salt
 }
 
-// drafts divides contents into those of one message each.
+// drafts splits contents into drafts, one for each message.
 func (p *Publisher) drafts(all Contents) (out []draft) {
 	for from, to := 0, 0; from < all.Len(); from = to {
 		model, salt := all.Model(from), all.Salt(from)
@@ -374,7 +374,7 @@ func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
 	}
-	if spare := cap(m.payload) - len(m.payload); spare > len(m.payload)/8 { // payload makes it for larger events
+	if spare := cap(m.payload) - len(m.payload); spare > len(m.payload)/8 { // payload sizes its memory for larger events
 		m.payload = bytes.Clone(m.payload)
 	}
 	p.mu.history = append(p.mu.history, m)
@@ -431,14 +431,13 @@ func number(b []byte) uint64 {
 	return binary.BigEndian.Uint64(full[:])
 }
 
-// from returns the messages from a number on, without a gap; none when the first of them is not kept any
-// more, except for number 0: then only the number of messages is as it was, and together they have
-// all that is there.
+// from returns the messages from number start on, without a gap. It returns none when the first of them is not kept any more, except for
+// number 0: then it returns as many messages as were published, which together have all that is there.
 func (p *Publisher) from(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
-	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
+	if p.pub.Subscribers() == 0 || !p.mu.started { // Run publishes nothing then
 		p.catchUpLocked(p.feed.Last())
 	}
 	switch oldest := p.mu.next - uint64(len(p.mu.history)); {
@@ -456,13 +455,13 @@ func none(func(message) bool) {}
 // maxCompacted bounds the messages of a replay from number 0 that are made for it.
 const maxCompacted = 1 << 18
 
-// compactedLocked returns a message for each number that was published: they hold what is there, as
-// many events in each as it takes, and the last ones nothing.
+// compactedLocked returns a message for each number that was published. Together they have all that
+// is there, each as many events as fit; the last ones are empty.
 func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	whole := visible(p.snapshotLocked(), limit)
 	n, topic := p.mu.next, p.mu.topic
 	if uint64(len(whole)) > n {
-		return none // there are fewer numbers than messages: a snapshot has more than the replay could
+		return none // more messages are needed than there are numbers: a snapshot can have them
 	}
 	return func(yield func(message) bool) {
 		for i, d := range whole {
@@ -479,8 +478,8 @@ func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	}
 }
 
-// snapshot returns messages with all chunks that are there. Their number is the one of the next message that
-// is published: it and those after it come on top. Each is made when its reader takes it.
+// snapshot returns messages with all chunks that are there. All have the number of the next message that is published: a reader applies
+// that message, and those after it, on top of them. Each is made when its reader takes it.
 func (p *Publisher) snapshot(limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -499,8 +498,8 @@ func (p *Publisher) message(d draft, sequence uint64) message {
 	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
 }
 
-// snapshotLocked returns all that is there, contents that do not change: they take no more memory than their Feed gives them until
-// messages are made of them.
+// snapshotLocked returns all that is there, as drafts of contents that do not change: until messages are made of them they take no more
+// memory than the Feed gives them.
 func (p *Publisher) snapshotLocked() (out []draft) {
 	all, last := p.feed.Everything()
 	p.catchUpLocked(last)
@@ -532,7 +531,7 @@ func (p *Publisher) Stats() PublisherStats {
 	return s
 }
 
-// topic names whose messages these are.
+// topic returns the topic of a model's messages.
 func (o *PublisherOptions) topic(model string) []byte {
 	return []byte(strings.ReplaceAll(o.Topic, ModelInTopic, model))
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/event"
 )
 
-// Rows of vLLM that have one hash in two groups are announced each, without tokens and parents, and go each; readers of LMCache's stream
-// are told none of them.
+// Rows of vLLM that have one hash in two groups are announced one by one, without tokens and parents, and removed one by one. Readers of
+// LMCache's stream get none of them.
 func TestRowsWithoutTokens(t *testing.T) {
 	n := newNode(t, 64, Options{})
 	first, second := prompt{model: "m", world: 1, tokens: make([]uint32, 3*chunkTokens)}, prompt{}

@@ -67,7 +67,7 @@ func TestNewsAreTakenInTime(t *testing.T) {
 	})
 }
 
-// Readers are told once of what is applied together.
+// Readers wake once for changes that are applied together.
 func TestReadersWakeOncePerBatch(t *testing.T) {
 	n := newNode(t, 64, Options{})
 	n.book.catchUp()

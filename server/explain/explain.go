@@ -47,7 +47,7 @@ type Book struct {
 	lines  timelines
 }
 
-// Took notes an operation of a request that began then and is answered now. One without a request id is not noted.
+// Took notes an operation of a request, from began to ended. An operation without a request id is not noted.
 func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 	if len(request) > 0 {
 		b.lines.took(operation, request, began, ended)
@@ -96,7 +96,7 @@ type GoneChunk struct {
 	BySalt  string  `json:"by_salt,omitempty"`
 }
 
-// OtherName is under which name that chunk is there.
+// OtherName is another name, under which the missing chunk is there.
 type OtherName struct {
 	Model     string `json:"model_name"`
 	Salt      string `json:"cache_salt"`
@@ -146,7 +146,7 @@ func (b *Book) ExplainTo(request string, most int, allows func(salt string) bool
 		if len(out.Lookups) == most {
 			break
 		}
-		if e.Why == miss.Unsigned || e.Why == miss.ForeignTenant || !allows(e.Salt) { // of the first two nobody knows whose they are
+		if e.Why == miss.Unsigned || e.Why == miss.ForeignTenant || !allows(e.Salt) { // the tenant of the first two is not known
 			continue
 		}
 		if e.OtherWorld > 0 && !allows(e.OtherSalt) {
@@ -255,7 +255,8 @@ func withSalt(salt string) string {
 	return fmt.Sprintf(", salt %q", salt)
 }
 
-// Lookup counts why a lookup found no more than it did, and remembers it; nothing of one that found all.
+// Lookup counts the reason why a lookup found less than it asked for, and remembers the lookup. Of a lookup that found all it only notes
+// the timeline.
 func (b *Book) Lookup(o *lookup.Outcome) {
 	if o.Searched {
 		b.lines.recordLookup(o)

@@ -25,7 +25,8 @@ type tierMiss struct {
 // AnyTier stands for a tier that did not say its name.
 const AnyTier = "any"
 
-// Add counts one. A name that is none of the tiers' stands for all of them.
+// Add counts a lookup that a tier ended. A name that no tier has counts for AnyTier, or for the
+// only tier.
 func (m *TierMisses) Add(tiers []*tier.Counting, name string, why miss.Reason) {
 	if len(tiers) == 0 {
 		return
@@ -61,5 +62,5 @@ type TierEnds struct {
 	Lookups map[string]uint64 `counter:"kvasir_tier_ended_lookups_total" label:"reason" help:"Lookups whose next chunk this tier could have had, by why it did not give it; tier any where that is not known."`
 }
 
-// Stats returns those of one tier.
+// Stats returns the lookups that one tier ended.
 func (m *TierMisses) Stats(name string) TierEnds { return TierEnds{m.Counts(name, miss.Reason.Label)} }

@@ -157,7 +157,7 @@ func (t *timelines) recordLookup(o *lookup.Outcome) {
 	}
 }
 
-// last returns the newest ones, or the one of a request.
+// last returns the newest timelines, most at most, or that of a request.
 func (t *timelines) last(request string, most int) []Timeline {
 	out := []Timeline{}
 	t.mu.Lock()

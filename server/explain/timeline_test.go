@@ -18,7 +18,7 @@ import (
 
 func advise(miss.Reason) string { return "" }
 
-// A request is told by its spans, in order; what follows itself is one span, and a lookup that waited has one more.
+// A request is shown by its spans, in order. Equal operations that follow each other are one span, and a lookup that waited has one more.
 func TestTimeline(t *testing.T) {
 	b := explain.New(tier.NewNames())
 	start := time.Now()

@@ -21,12 +21,12 @@ var ErrChecksums = errors.New("checksums are not supported for this KV")
 // (http_apis/cache_api.py, _compute_block_checksums): of each layer's chunk in the order in which it lies in memory, bfloat16
 // widened to float32.
 type Checksums struct {
-	Digests [][]string // of each layer, by chunk; one list for all layers together where they are not apart
-	Layers  []int      // which of the worker's layers each list is of; nil where they are not apart
+	Digests [][]string // of each layer, by chunk; one list for all layers where they have one digest together
+	Layers  []int      // which of the worker's layers each list is of; nil where layers have one digest together
 }
 
-// Checksums computes them, of each layer apart, or of all together. It reads memory that the engine may be writing. Errors wrap
-// paged.ErrBlocks for ids that are not there, ErrChecksums, and ctx's.
+// Checksums computes the digests, with apart of each layer, else of all layers together. It reads memory that the engine may be writing.
+// Errors wrap paged.ErrBlocks for ids that are not there, ErrChecksums, and ctx's.
 func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bool) (*Checksums, error) {
 	type layer struct {
 		*paged.Layer

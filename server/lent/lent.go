@@ -70,8 +70,8 @@ type Options struct {
 	CPUViews bool
 }
 
-// Open maps the memory that who lends and works out its groups. The error wraps
-// ErrRegistration, and access.ErrLender for memory that is not who's to lend.
+// Open maps the memory that the caller who lends and works out its groups. The error wraps
+// ErrRegistration, and access.ErrLender for memory that who may not lend.
 func Open(reg *lmcache.KVCache, o Options, who *access.Caller) (*KV, error) {
 	d := &KV{reg: *reg}
 	err := d.open(o, who)
@@ -150,8 +150,8 @@ func (d *KV) open(o Options, who *access.Caller) error {
 	return d.split(o.ChunkTokens, o.Separate)
 }
 
-// understood refuses an engine whose blocks are arranged in a way that this package
-// does not know. vLLM's releases name themselves; an empty name is taken for vLLM.
+// understood refuses an engine whose blocks are arranged in a way that this package does not know.
+// Releases of vLLM send their type; an empty type is taken for vLLM.
 func understood(reg *lmcache.KVCache, cpuViews bool) error {
 	switch reg.EngineType {
 	case "", "vllm":

@@ -169,8 +169,8 @@ type Leftovers struct {
 
 const maxLeftovers = 1 << 14
 
-// Add takes over segments of a worker that left. Those without a proved owner, or
-// of another kind of name, are not ours to remove.
+// Add takes over segments of a worker that left. It ignores segments without a proved owner, or of
+// another kind of name: this server may not remove them.
 func (r *Leftovers) Add(list []Segment) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -182,7 +182,7 @@ func (r *Leftovers) Add(list []Segment) {
 	}
 }
 
-// All returns them.
+// All returns the segments that were left.
 func (r *Leftovers) All() []Segment {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -55,7 +55,7 @@ func (d *KV) Owned() bool {
 // Dead reports whether every segment's owner is proved, and has ended.
 func (d *KV) Dead() bool { return d.EndedBy(peercred.Process.Gone) }
 
-// EndedBy is Dead with gone telling of a process whether it has ended.
+// EndedBy is Dead where gone reports whether a process has ended.
 func (d *KV) EndedBy(gone func(peercred.Process) bool) bool {
 	return d.Owned() && !slices.ContainsFunc(d.Segments, func(seg Segment) bool { return !gone(seg.Owner) })
 }

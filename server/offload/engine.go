@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxTenants bounds the tenants of one engine whose namespaces are kept. With a further one all are forgotten: they are made anew.
+// maxTenants bounds the tenants of one engine whose namespaces are kept. Beyond it all are forgotten and made anew.
 const maxTenants = 1024
 
 // engine is one connection of an engine.
@@ -32,7 +32,7 @@ type engine struct {
 	caller   access.Caller
 	hello    vllm.Hello
 	region   Region
-	instance int64 // names its stores; another one after each connection
+	instance int64 // names its stores; each connection has another one
 	since    time.Time
 	groups   *object.Groups
 	keys     []vllm.Key            // memory of the last Ask
@@ -121,8 +121,8 @@ func (e *engine) handle(kind byte, body []byte) error {
 	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
 }
 
-// leave ends what the engine has. With ended it touches nothing any more; else the server ends, and what the engine may be writing stays
-// held for the next one.
+// leave ends the engine's loans, and with ended its stores: the engine touches no memory any more. Without ended the server ends first, and
+// what the engine may be writing stays held for the next server.
 func (e *engine) leave(ended bool) {
 	if s := e.server.store; ended {
 		s.Detach(e.instance)
@@ -169,14 +169,14 @@ func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
 	return n, true
 }
 
-// name lets the store and the tiers below know whose a namespace is: without that some find nothing there.
+// name tells the store and the tiers below the tenant of a namespace: some tiers find nothing without it.
 func (e *engine) name(n named, tenant []byte) {
 	if e.server.opts.Name != nil {
 		e.server.opts.Name(n.ns, []byte(e.hello.Model), tenant, n.layout)
 	}
 }
 
-// lookup answers a Lookup: at once what is ready, else later all together.
+// lookup answers a Lookup: at once if all rows are ready, else later, all rows together.
 func (e *engine) lookup(body []byte) error {
 	a, err := vllm.DecodeAsk(body, e.keys)
 	if err != nil {
@@ -233,7 +233,7 @@ func (e *engine) lookup(body []byte) error {
 	return nil
 }
 
-// rowKey is under which key a row is in the store.
+// rowKey returns the key of a row in the store.
 func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	var k kv.Key
 	sh := object.Shard{Namespace: ns, World: 1}
@@ -283,7 +283,7 @@ type run struct {
 	from  int // up to the next run
 }
 
-// announce describes the rows that were found, where some in the pool were not described by who stored them.
+// announce describes the rows that were found, as long as the pool may have rows that were never announced.
 func (l *found) announce(x *store.EachLookup) {
 	o := &l.engine.server.opts
 	if !o.Wonders() {
@@ -305,7 +305,7 @@ func (l *found) announce(x *store.EachLookup) {
 	}
 }
 
-// answer sends a Found frame. What x lends is the engine's from then on; nil lends nothing.
+// answer sends a Found frame. From then on the engine may use what x lends; a nil x lends nothing.
 func (l *found) answer(x *store.EachLookup) error {
 	e := l.engine
 	for i := range l.places {
@@ -337,7 +337,7 @@ func (l *found) answer(x *store.EachLookup) error {
 	return e.conn.Write(vllm.TypeFound, func(dst []byte) []byte { return vllm.AppendPlaces(dst, l.id, l.places) })
 }
 
-// ended passes the end of a lookup on.
+// ended passes the end of a lookup to Options.Ended.
 func (l *found) ended(r *store.LookupResult) {
 	e := l.engine
 	if e.server.opts.Ended == nil || len(l.keys) == 0 {

@@ -286,7 +286,7 @@ func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine
 		return nil, err
 	}
 	_ = c.SetReadDeadline(time.Time{})
-	if s.life.Err() != nil { // the end may have set a deadline, which is gone
+	if s.life.Err() != nil { // Close may have set a deadline, which was just removed
 		return nil, io.EOF
 	}
 	caller, ok := s.opts.Identify(c, number) // after the frame: what a peer has not read is lost when unread bytes are left here

@@ -29,7 +29,7 @@ type Region struct {
 	Name  string `json:"name"` // under /dev/shm
 	Bytes int64  `json:"bytes"`
 	PID   int    `json:"pid"`           // of the engine
-	Why   string `json:"why,omitempty"` // it is not removed
+	Why   string `json:"why,omitempty"` // why it is not removed
 
 	inode   uint64
 	process peercred.Process
@@ -178,7 +178,7 @@ func (s *Server) remove(r *Region) (why string, gone bool) {
 	return "", true
 }
 
-// Engine is one that is connected.
+// Engine is a connected engine.
 type Engine struct {
 	EngineID  string  `json:"engine_id"`
 	Model     string  `json:"model_name"`

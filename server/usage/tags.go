@@ -134,7 +134,7 @@ func (x *Tagged) Count(o *lookup.Outcome) {
 	}
 }
 
-// String returns the tags as name=value, ...; they are anybody's text.
+// String returns the tags as name=value, ...; a client chooses this text.
 func (x *Tagged) String() string {
 	if x == nil {
 		return ""

@@ -272,7 +272,8 @@ func (t *Transfers) Add(byServer bool) {
 // Sum is how many there were.
 func (t *Transfers) Sum() uint64 { return t.engine.Load() + t.server.Load() }
 
-// ByDevice is how many there were of each: LMCache's device is where the server copies from and to.
+// ByDevice returns the number of each kind by LMCache's device: cpu where this process copies,
+// engine where the engine does.
 func (t *Transfers) ByDevice() map[string]uint64 {
 	return map[string]uint64{"cpu": t.server.Load(), "engine": t.engine.Load()}
 }

@@ -29,7 +29,7 @@ type engine struct {
 	most  int // workers that were the client's relatives at a time
 }
 
-// relatives returns the most workers of a model's layout that were k's relatives at a time, now included.
+// relatives returns the largest number of workers of a model's layout that were k's relatives at one time; now is the present number.
 func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
 	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {
@@ -170,7 +170,7 @@ func (r *Registry) sleepLocked(in *Worker) {
 	r.unlistLocked(in)
 }
 
-// wake notes that a worker lives that may be asleep.
+// wake wakes a worker that has shown that it lives, if it is asleep.
 func (r *Registry) wake(in *Worker) {
 	if !in.asleep.Load() {
 		return

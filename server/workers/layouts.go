@@ -125,9 +125,9 @@ func (l *engineLayout) splits(o *engineLayout) bool {
 // newest is the worker that registered last.
 func (l *engineLayout) newest() *Worker { return l.workers[len(l.workers)-1] }
 
-// fitting returns a registered worker that has that fingerprint and can be looked up
-// together with in: its object groups follow the same rules. Else a hit would be what
-// one of them cannot load. It is nil when there is none.
+// fitting returns a registered worker that has that fingerprint and can be looked up together with
+// in: its object groups follow the same rules. Otherwise one of the two could not load a hit. It is
+// nil when there is none.
 func (l *engineLayout) fitting(fingerprint string, in *Worker) *Worker {
 	for _, o := range l.workers {
 		if o.Fingerprint == fingerprint && o.Groups.Like(in.Groups) {
@@ -226,9 +226,9 @@ type Query struct {
 	Worker       int64
 }
 
-// layoutLocked returns the layout that a lookup is for. Of several it is that of the worker that the connection has named, and none
-// where that one is not registered; else that of the workers that are of the client's process or its relatives; else vLLM's, whose schedulers name no
-// worker. Several that are left are ErrLayouts.
+// layoutLocked returns the layout that a lookup is for. If there are several it is that of the worker that the connection has named, and
+// none if that worker is not registered; else that of the workers of the client's process or its relatives; else vLLM's, whose schedulers
+// name no worker. If several are left the error is ErrLayouts.
 //
 // by's own workers count alone where there is one for each shard. So a layout that another user
 // registers under a model's name does not turn by's lookups into misses.
@@ -260,7 +260,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		return l.alone()
 	}
 	var left []*engineLayout
-	for _, known := range []bool{true, false} { // else those of which it is not known
+	for _, known := range []bool{true, false} { // first layouts known to be vLLM's, else those that may be
 		for _, l := range all.of {
 			if yes, no := l.ofVLLM(); yes || !known && !no && !slices.ContainsFunc(all.of, l.splits) {
 				left = append(left, l)
@@ -481,8 +481,8 @@ type clock struct {
 
 func (c *clock) at(now time.Time) time.Duration { return now.Sub(c.epoch) }
 
-// stoodStill is how much longer than its second a Tick may take before the time
-// is not held against anybody: the process or the machine did not run.
+// stoodStill is how much time may pass between two Ticks. After more, the time does not count as
+// silence of a worker: the process or the machine did not run.
 const stoodStill = 10 * time.Second
 
 // gap reports whether this process did not run for a while before now.

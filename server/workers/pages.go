@@ -14,11 +14,11 @@ import (
 // device then goes on with the old pages, whatever is mapped there. That is right while the pool is the same file of the same
 // length. Else what the device writes reaches nobody, and what it reads is old.
 
-// maxPages bounds of how many workers it is remembered which pages they can have pinned.
+// maxPages bounds the workers in pages.
 const maxPages = 4096
 
-// pages remembers it, by worker. Of the user or address with most of them the oldest is forgotten first, so that nobody has those of
-// others forgotten.
+// pages remembers by worker which pages its device can have pinned. When it is full it forgets the oldest worker of the user or address
+// with most workers, so that nobody can push out the workers of others.
 type pages struct {
 	of    map[workerID]page
 	order []workerID // oldest first
@@ -41,7 +41,7 @@ func (p *pages) note(who workerID, is page) {
 	p.of[who] = is
 }
 
-// firstOfMost returns the position of the first worker of whoever has most of them.
+// firstOfMost returns the position of the first worker of the user or address with most workers.
 func firstOfMost(order []workerID) (first int) {
 	type owned struct{ n, first int }
 	by, most := make(map[access.Principal]owned), 0
@@ -77,7 +77,7 @@ func (r *Registry) savedPages() (list []SavedPages) {
 	return list
 }
 
-// PinnedOther notes what an earlier server knew.
+// PinnedOther takes over what an earlier server had in its note.
 func (r *Registry) PinnedOther(list []SavedPages) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -359,9 +359,10 @@ func (r *Registry) forgetUnknownLocked(who workerID) {
 	}
 }
 
-// Crowd returns who gives way where the table is full and in is not in it: of the user
-// or address with most workers, the one that is silent longest. One of in's own that is asleep
-// goes first. It is nil when in's own has most and none of them is asleep.
+// Crowd returns the worker that makes room for in, where the table is full and in is not in it: of
+// the user or address with most workers, the one that is silent longest. A worker of in's own user
+// that is asleep goes first. It is nil when in's own user has most and none of its workers is
+// asleep.
 func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -404,8 +405,8 @@ func (r *Registry) List() []*Worker {
 	return out
 }
 
-// GenerationsOf returns what the client of a worker of by's can be of, or, when
-// none is named, those of by's workers of a model. Nothing is known: none.
+// GenerationsOf returns what the client of a worker of by's can be of, or, when none is named,
+// those of by's workers of a model. The set is empty when nothing is known.
 func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, world int) (g lmcache.Generations) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -423,11 +424,11 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 // AnyBase stands for workers of all listeners.
 const AnyBase = -1
 
-// ChunksOf returns the chunk sizes that an engine which has not asked this server may go by, rising: that of worker id of by's
-// alone where one is named and known. Else those of the workers of a model that registered over a listener of chunk size base, as
-// engines use one listener; of by's own alone where there is one for each shard. Where no worker is registered, those of workers
-// that an earlier server knew and this one did not take over count. sure reports whether the size is that of the named worker, or
-// an earlier server knew one of the workers.
+// ChunksOf returns the chunk sizes, rising, that an engine may use which has not asked this server. If by's worker id is named and known,
+// it is the size of that worker alone. Else it is those of the workers of a model that registered over a listener of chunk size base, as
+// engines use one listener; of by's own alone where there is one for each shard. If no such worker is registered, workers count that an
+// earlier server knew and this one did not take over. sure reports whether the size is that of the named worker, or an earlier server knew
+// one of the workers.
 func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world, base int) (sizes []int, sure bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -487,8 +488,8 @@ func (r *Registry) ChunksOfClient(from *Client, model []byte, world int) (sizes 
 	return slices.Compact(sizes)
 }
 
-// NotTaken notes a worker that an earlier server knew and that is not registered: its engine goes by the chunk size that it has
-// there, of chunk tokens. Registered again it has its own.
+// NotTaken remembers a worker that an earlier server knew and that is not registered here: its engine uses chunks of chunk tokens. Once it
+// registers again, its registration says its size.
 func (r *Registry) NotTaken(w *Saved, chunk int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -128,7 +128,7 @@ func (w *Worker) Ended(gone func(peercred.Process) bool) (peercred.Process, bool
 // Shard returns the shard that the worker keeps, -1 while that is not known.
 func (w *Worker) Shard() int { return int(w.shard.Load()) - 1 }
 
-// SetShard notes it before the worker is added; a shard outside the world is none.
+// SetShard sets the shard before the worker is added; a shard outside the world is none.
 func (w *Worker) SetShard(shard int) {
 	if shard < 0 || shard >= w.World {
 		shard = -1

@@ -89,8 +89,8 @@ func TestEqualIDsOfTwoUsers(t *testing.T) {
 	}
 }
 
-// A full table makes room by who has most: the worker of theirs that is silent
-// longest, never one of somebody who has less.
+// A full table makes room with the worker of the user with most workers that is silent longest,
+// never with a worker of a user that has fewer.
 func TestCrowd(t *testing.T) {
 	r := workers.NewRegistry(3)
 	now := time.Now()
@@ -317,7 +317,7 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 	}
 }
 
-// A user's workers, as many as they may be, have the server forget nothing about those of another user.
+// However many workers a user has, the server forgets nothing about the workers of another user.
 func TestPagesOfWorkersAreNotForgottenForAnotherUsers(t *testing.T) {
 	r := workers.NewRegistry(10)
 	r.PinsOther(7, alice)

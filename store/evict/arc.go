@@ -60,7 +60,7 @@ func (a *ARC) Add(slot uint32, id, _ uint64, weight int64) {
 	a.parts[part].order.Add(slot, id, 0, weight)
 }
 
-// steps is how far the target moves: the more, the fewer ghosts the part has that was right.
+// steps returns how far the target moves: the fewer ghosts the right part has, the further.
 func steps(weight, other, right int64) int64 {
 	if right > 0 && other > right {
 		return int64(float64(weight) * float64(other) / float64(right))

@@ -145,9 +145,9 @@ func (h *LeafHazard) least() (place uint32, leaf *node) {
 // continued closes the probe of a prompt's end that a longer prompt continues, and finds forks.
 func (h *LeafHazard) continued(parent, _ *node) {
 	switch {
-	case parent.probe != 0 && parent.forkUses > 0: // its use began a probe
+	case parent.probe != 0 && parent.forkUses > 0: // Use began a probe for this use
 	case parent.probe != 0:
-		// Its use, if it was a use, began a probe of the same prompt.
+		// A class of size 0 says that Use began this probe, and counted this use already.
 		h.observe(parent.probe, parent.class%sizes != 0)
 	case parent.state == linked:
 		h.useFork(parent)

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// lifetimeSample is of how many chunks one is watched; their ids decide which one.
+// lifetimeSample is the sampling rate: one chunk in lifetimeSample is watched, chosen by its id.
 const lifetimeSample = 64
 
 // lifetimeSeconds are the bounds of the histograms, LMCache's.
@@ -128,7 +128,7 @@ func (w *sampledPolicy) Victim(busy func(slot uint32) bool) (slot uint32, ok, mo
 	return slot, ok, more
 }
 
-// Remove implements evict.Policy. What was the Victim just before is evicted; the rest goes for other reasons.
+// Remove implements evict.Policy. A slot that Victim returned just before is evicted; others are removed for other reasons.
 func (w *sampledPolicy) Remove(slot uint32) {
 	if c, ok := w.forget(slot); ok && w.victim == slot+1 {
 		now := time.Now()

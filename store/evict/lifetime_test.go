@@ -15,7 +15,8 @@ const watched, other = 64, 65 // ids
 
 func free(uint32) bool { return false }
 
-// The times of what is watched are right: of an eviction, of uses, and none of what went otherwise.
+// The times of watched chunks are right: of an eviction and of uses, and none of a chunk that was
+// removed otherwise.
 func TestTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := evict.NewLifetimes()

@@ -62,7 +62,7 @@ func (p *probes) unlink(i uint32) {
 	p.at(q.older).newer, p.at(q.newer).older = q.newer, q.older
 }
 
-// forksPerIndex is how many probes of forks pay for one index: a prompt may pass several forks.
+// forksPerIndex is how many probes of forks lead to one new index: a prompt may pass several forks.
 const forksPerIndex = 4
 
 // watch begins a probe of a prompt's end or of a fork.
@@ -94,7 +94,7 @@ func (h *LeafHazard) watch(place uint32, end *node) {
 	h.refresh = (h.refresh + 1) % classes
 }
 
-// observe ends a probe: what it watched was used again, or it is not known whether.
+// observe ends a probe. used says that what it watched was used again; else that is not known.
 func (h *LeafHazard) observe(i uint32, used bool) {
 	p := &h.probes
 	q := p.at(i)

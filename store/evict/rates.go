@@ -110,7 +110,7 @@ func (h *LeafHazard) measure(c int) (rate [buckets]float64, top int) {
 	return rate, top
 }
 
-// spread adds to each span the others, the less the farther they are.
+// spread adds to each span the values of the other spans: the farther a span, the less of it.
 func spread(x *[spans]float64) {
 	var older, younger float64
 	var sum [spans]float64

@@ -66,7 +66,7 @@ func (c *Curves) window(s *stretch) Window {
 	// What was stored before the window, or by an earlier server, is found the first time that it is asked for.
 	repeated := max(float64(s.named)-fresh, float64(s.pool+s.below))
 	w.Ceiling = max(repeated/asked, w.Hit)
-	hot := min(float64(s.hot), float64(s.pool)) // what is hot and was not found was not kept
+	hot := min(float64(s.hot), float64(s.pool)) // hot chunks: no more than the pool had hits
 	rate := func(missed float64) float64 { return min((hot+(repeated-hot)*(1-missed))/asked, w.Ceiling) }
 	own := s.own[:]
 	if c.opts.Policy == "lru" || c.opts.Policy == "leaf-lru" {
@@ -101,7 +101,7 @@ func (s *stretch) distinctAnswers() float64 {
 	return float64(s.answers)
 }
 
-// missed is the part of the repeated chunks of the sample that a cache did not have; all where there are none: they show no gain.
+// missed is the part of the repeated chunks of the sample that a cache did not have; 1 if the sample has none, which then show no gain.
 func missed(hits, again uint64) float64 {
 	if again == 0 {
 		return 1
@@ -109,8 +109,8 @@ func missed(hits, again uint64) float64 {
 	return 1 - float64(hits)/float64(again)
 }
 
-// correct returns what makes the curve go through the hits that the pool had of the repeated chunks. It maps the parts that the sample
-// missed: what it missed at the pool's size becomes what the pool missed, nothing stays nothing, all stays all.
+// correct returns a function that makes the curve go through the hits that the pool had of the repeated chunks. It maps the parts that the
+// sample missed: the part at the pool's size becomes what the pool missed, 0 stays 0, and 1 stays 1.
 func correct(sample, hits, repeated float64) func(float64) float64 {
 	if repeated <= 0 {
 		return func(m float64) float64 { return m }

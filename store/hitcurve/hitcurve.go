@@ -84,7 +84,7 @@ type sampled struct {
 // then those to play.
 type job struct {
 	played, play int
-	last         uint64 // chunk of the part
+	last         uint64 // name of the last chunk of the part
 	bytes        int64  // of a chunk
 }
 
@@ -147,7 +147,8 @@ const (
 	answered       // stored and not asked for. They are distinct chunks, which stretch.answers takes out again
 )
 
-// noteLocked counts chunks[from:to], of those before them nothing.
+// noteLocked counts chunks[from:to]. It does not count the chunks before them, but queues those of
+// the sample as played before.
 func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted, bytes int64) {
 	if from == to {
 		return
@@ -269,7 +270,7 @@ func (c *Curves) Play() {
 		queue = queue[len(chain):]
 		if c.caches.chunks() > maxSampled+len(c.caches.lru) { // later models have smaller chunks than the first one
 			c.thinPlayed()
-			break // the others are of the larger sample
+			break // the other jobs were sampled at the former rate
 		}
 	}
 	c.mu.Lock()
@@ -287,8 +288,8 @@ func (c *Curves) take() (jobs []job, queue []sampled, rate uint64) {
 	return jobs, queue, c.mu.rate
 }
 
-// sizes returns the sizes that caches stand for: those of Factors, then one for each tier that ends, of the pool and all tiers up
-// to it. tiers are the places of the tiers, -1 of one without end and of those below it.
+// sizes returns the sizes that caches stand for: those of Factors, then one for each tier that ends, of the pool and all tiers up to it.
+// tiers has for each tier its index in sizes, -1 for a tier without end and for the tiers below it.
 func (o *Options) sizes() (sizes []int64, tiers []int) {
 	for _, f := range Factors {
 		sizes = append(sizes, int64(f*float64(o.Bytes)))
@@ -306,7 +307,8 @@ func (o *Options) sizes() (sizes []int64, tiers []int) {
 	return sizes, tiers
 }
 
-// rate returns one chunk in how many is sampled, a power of two, where chunks have so many bytes.
+// rate returns the sampling rate for chunks of bytes bytes: one chunk in so many is sampled, a
+// power of two.
 func (o *Options) rate(bytes int64) uint64 {
 	sizes, _ := o.sizes()
 	all := int64(0)

@@ -53,8 +53,8 @@ func NewTable(life time.Duration, most int) *Table {
 	}
 }
 
-// MayBegin reports whether who answers for a worker may have one more transfer: else
-// too many are in progress.
+// MayBegin reports whether the user or address by may have one more transfer. If not, too many are
+// in progress.
 func (t *Table) MayBegin(by string) bool { return t.transfers.MayCount(by, t.max) }
 
 // Number returns the next number in the order of prepares.
@@ -146,8 +146,8 @@ func (t *Table) link(h *Hold) {
 	of[h] = struct{}{}
 }
 
-// Remove forgets h. A commit that came before and could have meant h did: what is
-// left in the group waits for commits of its own.
+// Remove forgets h. If a commit came before that could have meant h, it counts as h's: the holds
+// that are left wait for commits of their own.
 func (t *Table) Remove(h *Hold) {
 	o := t.byPrepared[h.prepared()]
 	for i := range o.holds {
@@ -181,8 +181,8 @@ func (t *Table) unlist(h *Hold) {
 	}
 }
 
-// Count notes that the worker of a transfer may write n bytes more. Of holds in the
-// table what they stage counts already.
+// Count notes that the worker of a transfer may write n bytes more. The table itself counts what
+// its holds stage.
 func (t *Table) Count(of *Transfer, n int64) {
 	if n == 0 {
 		return
@@ -193,13 +193,13 @@ func (t *Table) Count(of *Transfer, n int64) {
 	t.transfers.Add(of.By, fair.Amount{Size: n})
 }
 
-// StagedBy returns the bytes that a transfer's worker may write, and all workers of who
-// answers for it.
+// StagedBy returns the bytes that a transfer's worker may write, and those that all workers of its
+// user or address may write.
 func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 	return t.staged[of.Instance], t.transfers.Of(of.By).Size
 }
 
-// Share is the part of a pool for which a worker, and all of who answers for it, may have others' objects evicted.
+// Share is the part of a pool that a worker, and all workers of its user or address together, may stage by evicting objects of others.
 type Share struct{ Worker, By float64 }
 
 // MayStage returns how many bytes a transfer may stage. limit holds where staging evicts; first holds for the first chunk,
@@ -288,8 +288,7 @@ func (t *Table) Orphans(instance int64, now time.Time) []*Hold {
 	return of
 }
 
-// EndQuarantine has the quarantine of an instance's transfers end now. It returns their
-// number.
+// EndQuarantine ends the quarantine of an instance's transfers now. It returns their number.
 func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 	for h := range t.byInstance[instance] {
 		if h.orphan && h.Transfer.own == 0 {
@@ -300,10 +299,9 @@ func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 	return n
 }
 
-// Expire takes the slots of holds whose time is over, and returns them as holds that are
-// in no table. What is left of them waits for its commit: a worker may be slower than
-// that, and its late commit still must not end a later hold of the same name. With keepFormer, holds of an earlier server's
-// workers stay.
+// Expire takes the slots of holds whose time is over, and returns them as holds that are in no table. A hold without its slots waits for
+// its commit: a worker may be slower than that, and its late commit must not end a later hold of the same name. With keepFormer, holds of
+// an earlier server's workers stay.
 func (t *Table) Expire(now time.Time, keepFormer bool) (ended []*Hold) {
 	for hash, of := range t.former {
 		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {

@@ -5,7 +5,7 @@
 // A lookup promises an engine a prefix hit; until it is read, given up or its
 // session ends, the store must not evict those chunks. Pins belong to a session
 // (an engine request), and a session that is idle too long loses them. They are
-// promises only: who really touches a chunk's bytes takes a hold in the pool.
+// promises only: while a chunk's bytes are copied, a hold in the pool keeps them.
 //
 // A Table only keeps books. It starts no goroutine and takes no lock: its owner
 // locks, and undoes the pins of what it gets back.

@@ -150,7 +150,7 @@ func TestLargestOwnerGivesWay(t *testing.T) {
 	}
 }
 
-// Who alone holds more than the limit pushes out others, the one idle longest
+// An owner that alone has more pins than the limit pushes out other sessions, the one idle longest
 // first, and keeps its own.
 func TestOneLargeLease(t *testing.T) {
 	tab := lease.New[struct{}](lease.Options{MaxPins: 10})
@@ -368,8 +368,8 @@ func TestEqualIDsOfManyOwners(t *testing.T) {
 	}
 }
 
-// Of the sessions of other peers so many are searched, the ones opened last; of its own a
-// peer finds each.
+// A limited number of other peers' sessions is searched, the ones opened last. A peer finds each of
+// its own.
 func TestOthersSessionsAreSearchedToALimit(t *testing.T) {
 	const limit = 64
 	f := func(own bool, sessions int, want bool) {

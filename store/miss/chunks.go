@@ -96,8 +96,9 @@ func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
 	return out
 }
 
-// Others looks for the chunk of k, which is not known, under other names: a few. Where window is
-// set and other groups of the same shard have it, the store left out what no hit could load.
+// Others returns a few other names under which slots have the chunk of k. No slot has k itself.
+// With window the reason is Window if other groups of the same shard have the chunk: then the store
+// left out what no hit could load.
 func (c *Chunks) Others(k *kv.Key, window bool, keyOf func(slot uint32) kv.Key) (why Reason, others []kv.Key) {
 	for _, other := range c.Of(&k.Chunk, keyOf) {
 		same := other.Namespace == k.Namespace && other.Rank == k.Rank

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package miss says why chunks are not served, and remembers it of those that went.
+// Package miss says why chunks are not served, and remembers why the latest ones were dropped.
 package miss
 
 import (
@@ -138,7 +138,7 @@ func (m *Memory) Add(k *kv.Key, gone Gone) {
 	} else {
 		i = uint32(m.next)
 		m.next = (m.next + 1) % m.most
-		if oldest := m.ring.At(int(i)).id; m.at[oldest] == i { // else it went again since
+		if oldest := m.ring.At(int(i)).id; m.at[oldest] == i { // else the key was dropped again since
 			delete(m.at, oldest)
 		}
 	}

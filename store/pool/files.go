@@ -61,9 +61,8 @@ func userName(uid int) string {
 	return fmt.Sprintf("uid %d", uid)
 }
 
-// unusable says what to do about an index that cannot be attached because of why:
-// nothing (nil) if it may be discarded, by o.Cold or since its server was killed
-// before it had a size.
+// unusable returns the error for an index that cannot be attached because of why. It is nil if the
+// index may be discarded, by o.Cold or since its server was killed before the index had a size.
 func unusable(path string, o Options, patient bool, why error) error {
 	index := path + IndexSuffix
 	if err := foreign(index); err != nil {
@@ -191,7 +190,7 @@ type ChangedError struct {
 	Kept, Asked Shape
 }
 
-// Shape is what of a pool cannot change as long as it is kept.
+// Shape is the part of a pool's options that cannot change as long as the pool is kept.
 type Shape struct {
 	Align       int64
 	ChunkTokens int
@@ -219,8 +218,8 @@ type SpaceError struct {
 	Dir        string
 	Need, Free int64     // bytes, with the index
 	More       bool      // Need is what a pool that becomes larger takes in addition
-	Held       int64     // bytes of the pool of that name that stay in use after its removal,
-	Holders    []int     // because these processes map it
+	Held       int64     // bytes of the pool of that name that stay in use after its removal
+	Holders    []int     // processes that map it
 	Removed    []Removed // pools that are removed and still mapped
 }
 

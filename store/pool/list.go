@@ -34,7 +34,7 @@ type Found struct {
 func (f *Found) InUse() bool { return f.Server != 0 || len(f.Mappers) > 0 }
 
 // List returns the pools of a folder, by name: those with an index, and those without
-// whose names say that they are ours.
+// whose names are Kvasir's.
 func List(dir string) ([]Found, error) {
 	dir = cmp.Or(dir, shm.Dir)
 	entries, err := os.ReadDir(dir)

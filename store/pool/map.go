@@ -18,7 +18,7 @@ type Map struct {
 	Quarantined []int64 `json:"quarantined"`
 	Sampled     bool    `json:"sampled"` // one slot in several was looked at, and stands for the others
 
-	Owner  []int   `json:"owner"` // of each cell, who has about the most of it: a place in Owners, -1 where there is no chunk
+	Owner  []int   `json:"owner"` // of each cell, the namespace that has about the most of it, as an index of Owners; -1 where there is no chunk
 	Owners []Owner `json:"-"`     // of the chunks that are resident or staged, MaxOwners at most; more share the last one
 
 	bytes int64 // of the pool
@@ -86,8 +86,8 @@ func (m *Map) AddSome(p *Pool, n int) (more bool) {
 	return m.next < slots
 }
 
-// own counts a chunk for its namespace, and in the cells that have it. Of a cell the one leads whose bytes outweigh those of the others
-// so far: the majority, where there is one.
+// own counts a chunk for its namespace, and in the cells that have it. The Owner of a cell is the namespace with the majority of its bytes,
+// where there is one; else one of those that were seen there.
 func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	at, known := m.place[of]
 	if !known {
@@ -117,8 +117,8 @@ func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	}
 }
 
-// add adds times the n bytes at off to the cells that have them, and never more to one than
-// it has: samples may add up to that.
+// add adds n bytes at off, times times, to the cells that have them. No cell gets more than its own
+// size, which samples may add up to.
 func (m *Map) add(of []int64, off, n, times int64) {
 	for n > 0 {
 		i := off / m.CellBytes

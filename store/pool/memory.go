@@ -32,8 +32,8 @@ type Sparse interface {
 	Populate(from, n int64, mapped bool) error
 	NoteProvided(to int64) // for a later server
 
-	// Limit lets nothing above that many bytes be handed out. What was handed out, or is
-	// kept, stays. An error means that there is no memory for the index of so much.
+	// Limit lets nothing above that many bytes be handed out. What was handed out, or is kept,
+	// stays. An error means that there is no memory for the index of that many bytes.
 	Limit(bytes int64) error
 }
 

@@ -25,7 +25,7 @@ const NoteSuffix = ".workers"
 type Restored struct {
 	Resident []Slot // committed chunks, the least recently used first
 	Held     []Held // slots that a worker may still touch, one hold each: some are resident, the others have no key
-	Bytes    int64  // size of the pool then: workers map so much of it
+	Bytes    int64  // size of the pool then: workers of the earlier server map that many bytes
 }
 
 // Held is a slot that a worker of an earlier server may still touch.

@@ -43,7 +43,7 @@ var (
 	ErrExists = errors.New("pool: key exists")
 	// ErrInUse means that another server has the pool of that name.
 	ErrInUse = errors.New("pool: in use")
-	// ErrForeign means that a file of the pool's name is not ours.
+	// ErrForeign means that a file of the pool's name is no pool of Kvasir.
 	ErrForeign = errors.New("pool: file exists and is not a Kvasir pool")
 	// ErrNoSpace means that the shared-memory file system is too small.
 	ErrNoSpace = errors.New("pool: shared memory too small")
@@ -190,10 +190,10 @@ func (p *Pool) takeRecord() (s Slot) {
 	return s
 }
 
-// BackIndex has the kernel provide the next pages of the index, which is sparse: touching a
-// page that a full file system cannot provide would kill the process. It is safe for
-// concurrent use, so that its owner need not lock: the kernel may take long. After an error
-// Reserve answers ErrFull once instead of ErrIndexMemory.
+// BackIndex makes the kernel provide the next pages of the index, which is sparse: touching a page
+// that a full file system cannot provide would kill the process. It is safe for concurrent use, so
+// that its owner need not lock: the kernel may take long. After an error Reserve answers ErrFull
+// once instead of ErrIndexMemory.
 func (p *Pool) BackIndex() error {
 	return p.backIndexTo(int(p.backed.Load()) + 64<<10/recordBytes)
 }
@@ -203,7 +203,7 @@ func (p *Pool) BackIndexFor(bytes int64) error {
 	return p.backIndexTo(p.recordsFor(bytes))
 }
 
-// backIndexTo has pages of the index for that many records.
+// backIndexTo makes the kernel provide the pages of the index for that many records.
 func (p *Pool) backIndexTo(records int) error {
 	p.backing.Lock()
 	defer p.backing.Unlock()

@@ -38,7 +38,7 @@ func (p *Pool) resize(o Options) (_ *Pool, err error) {
 	return p, nil
 }
 
-// shrink keeps of the pool what fits below to.
+// shrink keeps the part of the pool that fits below to.
 func (p *Pool) shrink(to int64) {
 	p.arena.Limit(to)
 	var moving []Slot // the latest used first

@@ -16,11 +16,11 @@ type Run struct {
 	Bytes int64 // to evict; -1 while there is no run
 }
 
-// CheapestRun finds a run of neighbours whose eviction leaves n bytes free: the one that
-// costs the fewest bytes of those around the first places slots of order, or of further
-// ones while there is none. order calls its argument for slots until that answers false.
-// Slots that are not resident, or for which busy answers true, cannot be evicted. all
-// says that every slot of order was looked at.
+// CheapestRun finds a run of neighbours whose eviction leaves n bytes free. Of the runs around the
+// first places slots of order it returns the one that costs the fewest bytes; if there is none it
+// looks around further slots until it finds one. order calls its argument for slots until that
+// answers false. Slots that are not resident, or for which busy answers true, cannot be evicted.
+// all says that every slot of order was looked at.
 //
 // In a pool of small chunks the order of use alone frees places all over, and rarely two
 // beside each other.
@@ -38,7 +38,7 @@ func (p *Pool) CheapestRun(n int64, places int, order func(func(slot uint32) boo
 			return true
 		}
 		looked[at] = true
-		near, end := p.slotsNear(nil, (at-1)*n, (at+2)*n) // every run that one of the place is in
+		near, end := p.slotsNear(nil, (at-1)*n, (at+2)*n) // every run with a slot of this place lies in these regions
 		places, seen = places-1, seen+len(near)
 		if r := p.cheapestOf(near, end, n, busy); r.Bytes >= 0 && (best.Bytes < 0 || r.Bytes < best.Bytes) {
 			best = r
@@ -48,9 +48,8 @@ func (p *Pool) CheapestRun(n int64, places int, order func(func(slot uint32) boo
 	return best, all
 }
 
-// cheapestOf finds, among slots that are all that begin before end from the first
-// of them on, the run of evictable neighbours that leaves n bytes free and costs the
-// fewest.
+// cheapestOf finds, among slots, the run of evictable neighbours that leaves n bytes free and costs
+// the fewest. No other slot begins between the first of slots and end.
 func (p *Pool) cheapestOf(slots []Slot, end, n int64, busy func(slot uint32) bool) Run {
 	slices.SortFunc(slots, func(a, b Slot) int { return cmp.Compare(p.Offset(a), p.Offset(b)) })
 	best := Run{Bytes: -1}

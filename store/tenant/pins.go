@@ -25,7 +25,7 @@ var (
 	ErrTooManyPins = errors.New("tenant: too many pins")
 )
 
-// pins are slots that an operator wants to stay, for a time. Who owns the Table keeps them from
+// pins are slots that an operator wants to stay, for a time. The owner of the Table keeps them from
 // being evicted from Pin to Unpin or EndPins.
 type pins struct {
 	budgets map[string]*budget // by salt, of those that may pin or have pinned
@@ -51,9 +51,8 @@ type pin struct {
 	bytes int64
 }
 
-// SetPinLimit says how many bytes a tenant may pin, 0 for none. What it has pinned beyond that is for EndPins.
-// Limits and quotas together fit into the pool: of each tenant the larger counts. Errors:
-// ErrTooMany, ErrSum, ErrQuota, kv.ErrSalt.
+// SetPinLimit says how many bytes a tenant may pin, 0 for none. EndPins ends pins beyond that. Limits and quotas together fit into the
+// pool: of each tenant the larger counts. Errors: ErrTooMany, ErrSum, ErrQuota, kv.ErrSalt.
 func (t *Table) SetPinLimit(salt string, bytes int64) error {
 	p := &t.pins
 	b := p.budgets[salt]

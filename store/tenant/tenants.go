@@ -110,7 +110,7 @@ func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy,
 // Any reports whether any tenant has a quota.
 func (t *Table) Any() bool { return len(t.order) > 0 }
 
-// Named reports whether any tenant has something of its own for which its namespaces are to be named.
+// Named reports whether any tenant has a quota or a TTL of its own, for which its namespaces must be named.
 func (t *Table) Named() bool { return t.Any() || len(t.ttls.of) > 0 }
 
 func checkSalt(salt string) error {
@@ -171,8 +171,8 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 	return nil
 }
 
-// Name says whose a namespace is. It reports whether that was news: then the slots that are
-// in it already are to be adopted.
+// Name sets the tenant of a namespace. It reports whether that was a change: then the caller must
+// adopt the slots that the namespace has already.
 func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
 	if a := t.accounts[string(salt)]; a != nil {
 		news = t.owners.name(ns, a)
@@ -230,8 +230,8 @@ func (t *Table) enter(slot uint32, a *account) (local uint32) {
 	return local
 }
 
-// Adopt notes whose a slot of a named namespace is: it moves into its tenant's account, a resident one as the most
-// recently used. A slot that is in an account is left there.
+// Adopt moves a slot of a named namespace into its tenant's account, a resident one as the most recently used. A slot that is in an account
+// stays there.
 func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent uint64) {
 	if resident {
 		t.ttls.adopt(slot, ns)
@@ -309,7 +309,8 @@ func (t *Table) at(slot uint32) place {
 	return *t.slots.At(int(slot))
 }
 
-// For says for whom Victim and Ascend are asked, and for how many bytes.
+// For sets the namespace that needs room, and how many bytes: Victim, Spared and Ascend are for its
+// tenant.
 func (t *Table) For(ns kv.Namespace, bytes int64) {
 	t.writer, t.need = place{in: t.owners.of[ns]}.of(), bytes
 }
@@ -348,7 +349,7 @@ func (t *Table) byExcess(f func(a *account) bool) bool {
 	}
 }
 
-// Victim returns the slot to evict next for whom For said: see evict.Policy.
+// Victim returns the slot to evict next for the tenant that For set: see evict.Policy.
 func (t *Table) Victim() (slot uint32, ok, more bool) {
 	if !t.Any() {
 		return t.common.Victim(t.busy)
@@ -384,7 +385,7 @@ func (t *Table) Spared(slot uint32) bool {
 	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
 }
 
-// Ascend is evict.Policy's, for whom For said.
+// Ascend is evict.Policy's, for the tenant that For set.
 func (t *Table) Ascend(f func(slot uint32) bool) {
 	on, own := true, false
 	ascend := func(a *account) bool {
@@ -407,7 +408,7 @@ func (t *Table) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// List returns what the tenants have that have something of their own, by salt.
+// List returns the usage of the tenants with a setting of their own, by salt.
 func (t *Table) List() []Usage {
 	of := make(map[string]*Usage)
 	add := func(salt string) *Usage {

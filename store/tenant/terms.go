@@ -227,7 +227,7 @@ func (b *Terms) Apply(st TermStore) error {
 	return nil
 }
 
-// put has the store follow a value.
+// put sets a value in the store.
 func (b *Terms) put(k termKey, v Value) error {
 	switch k.field {
 	case Quota:

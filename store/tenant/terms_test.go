@@ -165,7 +165,7 @@ func TestHoldsOverRestarts(t *testing.T) {
 	}
 }
 
-// A flag that is changed counts again, for good: also when it is changed back.
+// A changed flag replaces the setting for good, also when the flag is changed back.
 func TestChangedFlagReplacesTheSetting(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	b, _ := server(t, path, 100, flagsOf(map[string]int64{"a": 10, "b": 10}))
@@ -178,7 +178,7 @@ func TestChangedFlagReplacesTheSetting(t *testing.T) {
 	end(t, b)
 	b, p = server(t, path, 100, flagsOf(map[string]int64{"a": 10, "c": 6}))
 	want(t, p, "a quota", "10", "c quota", "6")
-	// What a flag says already is nothing that is set.
+	// A value that a flag already has is no setting.
 	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(11)))
 	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(10)))
 	for _, term := range b.List() {
@@ -292,7 +292,7 @@ func TestDamagedFiles(t *testing.T) {
 	}
 }
 
-// A salt that no store takes, in a file that is whole, is told and harms nobody.
+// A salt that no store takes, in a file that is whole, is reported and has no effect.
 func TestRefusedSaltInTheFileHasNoEffect(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	file, _, err := statefile.Open(path, "kvasir-tenants 1", 1<<20)
@@ -314,7 +314,7 @@ func TestRefusedSaltInTheFileHasNoEffect(t *testing.T) {
 	end(t, b)
 }
 
-// A file that cannot be written is told to who sets something, and whoever sets something next, or the end of the server, writes all.
+// A caller learns that its setting could not be written to the file. The next setting, or the end of the server, writes all of them.
 func TestWritesThatFail(t *testing.T) {
 	f := func(after func(b *tenant.Terms), pairs ...string) {
 		t.Helper()

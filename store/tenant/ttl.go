@@ -109,7 +109,7 @@ func (t *Table) DropTTL(salt string) bool {
 	return true
 }
 
-// turn begins to note uses, or ends that.
+// turn begins to note uses once there is a TTL, and stops once there is none.
 func (l *ttls) turn() {
 	on := l.common > 0 || len(l.of) > 0
 	if on && !l.on {
@@ -118,8 +118,8 @@ func (l *ttls) turn() {
 	l.on = on
 }
 
-// Tick says how late it is, since any moment that stays the same. Uses are noted by the time of the
-// last Tick.
+// Tick sets the present time, counted from a fixed moment. Uses are noted by the time of the last
+// Tick.
 func (t *Table) Tick(now time.Duration) { t.ttls.now = uint32(now / time.Second) }
 
 // Mortal reports whether any slot may expire.

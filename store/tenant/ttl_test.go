@@ -16,8 +16,8 @@ import (
 
 func spaceOf(i int) kv.Namespace { return kv.Namespace{9, byte(i), byte(i >> 8), byte(i >> 16)} }
 
-// A table that has seen as many namespaces as it keeps forgets those without a slot, and goes on; where each has one, what is
-// in another is nobody's until one is empty again.
+// A table that has seen as many namespaces as it keeps forgets those without a slot, and goes on. Where each has a slot, the slots of a
+// further namespace have no tenant until one is empty again.
 func TestNamespacesWithoutSlotsMakeRoom(t *testing.T) {
 	const most = 1 << 14
 	tab, _ := table(1 << 20)
@@ -202,7 +202,7 @@ func TestLivesAndPinsAgainstMaps(t *testing.T) {
 	}
 }
 
-// What is told of pins comes in pieces, all of it, and limits of what there may be are kept.
+// Pins are listed in pieces, all of them, and the limits of pins are kept.
 func TestPinsAreListedAndBounded(t *testing.T) {
 	tab := tenant.New(1<<40, evict.NewLRU(), func(int64) evict.Policy { return evict.NewLRU() }, func(uint32) bool { return false }, func(uint32) int64 { return 1 })
 	if err := tab.SetPinLimit("a", 1<<39); err != nil {

@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	// failedFor is how long an object that could not be read is not there.
+	// failedFor is how long an object that could not be read counts as absent.
 	failedFor = 5 * time.Second
 
 	// maxFailed bounds those that are remembered; the oldest is forgotten first.

@@ -144,8 +144,8 @@ func (t *Guard) timed(bytes int64, f func()) {
 	f()
 }
 
-// contain makes an error of the tier's panics. Builds that check themselves let them go
-// on, and faults of mapped memory are shm.Guard's.
+// contain makes an error of the tier's panics. Builds with -tags invariants let panics go on;
+// faults of mapped memory are left to shm.Guard.
 func (t *Guard) contain(f func() error) (err error) {
 	if invariant.Enabled {
 		return f()

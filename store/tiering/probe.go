@@ -27,9 +27,9 @@ type Places interface {
 	InPool(keys []kv.Key, there []bool)
 	// InTier says what the tier knows of keys.
 	InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
-	// Failed hears of a call of the tier that failed.
+	// Failed reports a call of the tier that failed.
 	Failed(err error)
-	// Differs hears of an object of the tier that has another length.
+	// Differs reports an object of the tier that has another length.
 	Differs(k kv.Key)
 }
 

@@ -80,7 +80,7 @@ func TestProbeOffersBeginnings(t *testing.T) {
 	f(&places{}, 1, 10, []int{0}, []int{10})
 }
 
-// Whoever takes no more of a hit is asked no more.
+// A caller that takes no more of a hit is offered no more, and the tier is asked no more.
 func TestProbeEndsWhenNoMoreIsTaken(t *testing.T) {
 	for stop := range 3 {
 		p, calls := &places{tier: 1000}, 0

@@ -16,13 +16,13 @@ const (
 	recheckRetryDelay = 5 * time.Second       // after a call that failed
 )
 
-// RecordedObject is an object that an earlier server recorded as being below.
+// RecordedObject is an object that is recorded as being below.
 type RecordedObject struct {
 	Slot, Generation uint32
 	Bytes            int64
 }
 
-// Notes are the records of an earlier server.
+// Notes are the records of the objects that are below.
 type Notes interface {
 	// Slots is how many slots there are.
 	Slots() int
@@ -31,13 +31,14 @@ type Notes interface {
 	// Ask asks the tier for objects. One that rests after failures may say that it has nothing: then writes find later
 	// that it has.
 	Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
-	// Settle has those objects written that the tier lacks.
+	// Settle records that the tier lacks objects, where it does: the Notes decide when they are
+	// written again.
 	Settle(of []RecordedObject, metas []tier.Meta)
 }
 
-// Recheck asks a tier, once, for each object that an earlier server noted as being there. Objects may have gone since:
-// removed by hand, evicted there, lost with a disk. What the tier lacks is written again. Recheck begins once opened is
-// closed, with nil at once, and returns when all is asked for or ctx ends.
+// Recheck asks a tier, once, for each object that is recorded as being there. Objects may have gone since: removed by hand, evicted there,
+// lost with a disk. It passes the answers to Settle. Recheck begins once opened is closed, with nil at once, and returns when all is asked
+// for or ctx ends.
 func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 	if opened != nil {
 		select {

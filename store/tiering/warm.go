@@ -101,7 +101,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 	}
 }
 
-// hottest has r name objects. While it does not answer it is asked again.
+// hottest asks r for the names of objects, and asks again while the tier does not answer.
 func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tier.Meta) bool) error {
 	for said := false; ; said = true {
 		named := false
@@ -129,7 +129,7 @@ type warmObject struct {
 	bytes int64
 }
 
-// readWarm has an object read once it may be. It reports false when there is no room.
+// readWarm waits until an object may be read, and reads it. It reports false when there is no room.
 func readWarm(ctx context.Context, r Warmer, x warmObject) (room bool) {
 	for ctx.Err() == nil {
 		if !r.Usable() {

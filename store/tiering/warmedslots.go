@@ -4,8 +4,8 @@ package tiering
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// WarmedSlots are those whose objects were read before anybody knew how long they have to be. The
-// zero WarmedSlots is empty. It takes no lock: its owner's covers it. A byte for each slot.
+// WarmedSlots are those whose objects were read before their right length was known. The zero
+// WarmedSlots is empty. It takes no lock: its owner's covers it. A byte for each slot.
 type WarmedSlots struct{ set container.PagedSlice[bool] }
 
 // Add adds a slot.

@@ -47,8 +47,8 @@ func NewWriteBack(limit int64) *WriteBack {
 	return b
 }
 
-// Add has an object written, once, if it is not waiting already. It reports false when too
-// much waits.
+// Add queues an object to be written once, if it is not waiting already. It reports false when too
+// many bytes wait.
 func (b *WriteBack) Add(it WriteItem) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -65,7 +65,7 @@ func (b *WriteBack) Add(it WriteItem) bool {
 	return true
 }
 
-// Drop says that what a slot has goes: it is not written, and its room is for others. In a nil WriteBack nothing waits.
+// Drop takes the object of a slot, which is about to go, out of the queue. A nil WriteBack has an empty queue.
 func (b *WriteBack) Drop(slot uint32) {
 	if b == nil {
 		return
@@ -127,7 +127,7 @@ type WriteOutcome uint8
 // WriteOutcomes.
 const (
 	Settled WriteOutcome = iota // it is below, or is not to be
-	Failed                      // retried, maxTries times in all
+	Failed                      // retried, maxWriteTries tries in all
 	Resting                     // retried until it has another outcome
 )
 
@@ -138,9 +138,8 @@ const (
 	// writeRetryDelay is after how long a writer goes on whose write failed.
 	writeRetryDelay = time.Second
 
-	// maxWriteTries is more than the failures in a row after which a tier is left alone
-	// (tier.Limits): what waits alone for a tier that fails is given up only where the tier
-	// works otherwise.
+	// maxWriteTries is more than the failures in a row after which a tier rests (tier.Limits). So
+	// an object that waits alone is given up only if the tier works for other calls.
 	maxWriteTries = 10
 )
 
@@ -189,7 +188,7 @@ func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
 	}
 }
 
-// settle queues an object again that was not written, and then waits a while.
+// settle queues an object again whose write failed, and then waits for writeRetryDelay.
 func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
 	switch o {
 	case Settled:

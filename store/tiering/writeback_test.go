@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) { testkit.Main(m) }
 
-// What waits comes out once, oldest first, and no more waits than may.
+// Objects that wait come out once, oldest first, and no more of them wait than may.
 func TestOnceAndInOrder(t *testing.T) {
 	b := tiering.NewWriteBack(30)
 	for slot, want := range []bool{true, true, true, false} {
@@ -59,7 +59,8 @@ func TestAnotherGenerationIsAnotherObject(t *testing.T) {
 	}
 }
 
-// What goes gives its room to others at once, and does not come out; what has taken its slot since then waits on its own.
+// An object that is dropped gives its room to others at once, and does not come out. An object that has taken its slot since then waits on
+// its own.
 func TestDropped(t *testing.T) {
 	b := tiering.NewWriteBack(30)
 	for slot := range uint32(3) {
@@ -103,8 +104,8 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// So many are written at once, after what goes first or after a short while, and one that
-// does not end keeps its writer alone.
+// Run writes so many objects at once, after what goes first or after a short while. A write that
+// does not end keeps only its own writer.
 func TestRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -144,7 +145,8 @@ func TestRun(t *testing.T) {
 	})
 }
 
-// What fails is tried ten times, what finds the place at rest until it does not.
+// A write that fails is tried ten times in all. A write to a tier that rests is tried until the
+// tier works.
 func TestTriedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
