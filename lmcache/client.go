@@ -39,7 +39,7 @@ type Client struct {
 	packed      atomic.Bool   // the server is of 0.5.7: keys have packed tokens
 	alignment   atomic.Int64  // alignment that was negotiated; 0: none
 	size        atomic.Int64  // tokens per chunk that the server answered then
-	misfit      atomic.Bool   // the server of the present connection has another size
+	wrongSize   atomic.Bool   // the server of the present connection has another size
 
 	mu struct {
 		sync.Mutex
@@ -277,13 +277,13 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 }
 
 // ErrChunkSize means that the server, after a new connection, has another chunk size than was negotiated.
-var ErrChunkSize = errors.New("lmcache: the server has another chunk size since it was started again")
+var ErrChunkSize = errors.New("lmcache: the server restarted with another chunk size")
 
 // renegotiated records the answer to the negotiate_chunk_size that announce sent. It comes before the answers to later calls.
 func (c *Client) renegotiated(m zmtp.Message) {
 	if op, err := ParseOp(m[1]); err == nil && op == OpNegotiateChunkSize && len(m) == 3 {
 		n, err := DecodeInt(m[2])
-		c.misfit.Store(err != nil || n != c.size.Load())
+		c.wrongSize.Store(err != nil || n != c.size.Load())
 	}
 }
 
@@ -301,8 +301,8 @@ func (c *Client) key(k *Key) []byte {
 	return own.Append(nil)
 }
 
-// and57 appends a payload that servers of 0.5.7 ask for: an empty list.
-func (c *Client) and57(payloads [][]byte, more []byte) [][]byte {
+// appendSince057 appends a payload that servers of 0.5.7 ask for: an empty list.
+func (c *Client) appendSince057(payloads [][]byte, more []byte) [][]byte {
 	if c.packed.Load() {
 		payloads = append(payloads, more)
 	}
@@ -352,7 +352,7 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 		}
 		if b != nil {
 			n, err := DecodeInt(b)
-			if c.misfit.Load() {
+			if c.wrongSize.Load() {
 				return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ErrChunkSize)
 			}
 			if err != nil || n < 0 || n > MaxTokens {
@@ -372,7 +372,7 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 
 // FreeLookupLocks gives up the pins of k's range.
 func (c *Client) FreeLookupLocks(ctx context.Context, k *Key) error {
-	return c.none(ctx, OpFreeLookupLocks, c.and57([][]byte{c.key(k), AppendInt(nil, 1)}, noExtraRanges)...)
+	return c.none(ctx, OpFreeLookupLocks, c.appendSince057([][]byte{c.key(k), AppendInt(nil, 1)}, noExtraRanges)...)
 }
 
 // EndSession ends a request.
@@ -387,7 +387,7 @@ func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64, ski
 	if slices.ContainsFunc(skipped, func(of []int) bool { return len(of) > 0 }) {
 		more = AppendBlockIDs(nil, skipped)
 	}
-	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.and57([][]byte{c.key(k), AppendInt(nil, instanceID)}, more)...)
+	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.appendSince057([][]byte{c.key(k), AppendInt(nil, instanceID)}, more)...)
 }
 
 // CommitStore says that the chunks of a PrepareStore with slots are written.

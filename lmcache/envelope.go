@@ -66,7 +66,7 @@ func DecodeEnvelope(data []byte, layouts []kv.Layout, chunks int) (e Envelope, e
 			}
 			return rest, err
 		}
-		return b, errors.New("unknown field, or one of another registration")
+		return b, errors.New("unknown field, or a field that this registration does not have")
 	})
 	if err = whole(rest, err); err == nil {
 		switch {
@@ -101,7 +101,7 @@ func readEnvelopeGroup(b []byte, l *kv.Layout, chunks int, g *EnvelopeGroup) ([]
 	}
 	for i, c := range g.Chunks {
 		if err == nil && (c < 0 || c >= chunks || i > 0 && c <= g.Chunks[i-1]) {
-			err = fmt.Errorf("chunk_indices do not rise inside %d chunks", chunks)
+			err = fmt.Errorf("chunk_indices must rise and be below %d", chunks)
 		}
 	}
 	return rest, err

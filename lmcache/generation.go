@@ -410,8 +410,10 @@ func Early(m [][]byte) string {
 	return early[id]
 }
 
-// Alike reports whether a client of set s can also be of set o, or whether both sets number their operations alike.
-func (s Generations) Alike(o Generations) bool { return s&o != 0 || s&modern != 0 && o&modern != 0 }
+// SameNumbers reports whether a client of set s can also be of set o, or whether both sets number their operations alike.
+func (s Generations) SameNumbers(o Generations) bool {
+	return s&o != 0 || s&modern != 0 && o&modern != 0
+}
 
 // PickleOnly reports whether a client of the set may know no shared memory: its
 // registration has no result, and its chunks pass through the socket.

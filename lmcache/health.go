@@ -136,4 +136,4 @@ func (h *Health) beat(ctx context.Context) error {
 	return nil
 }
 
-var errUnknown = errors.New("lmcache: the server does not know us")
+var errUnknown = errors.New("lmcache: the server does not know this worker")

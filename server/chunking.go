@@ -78,8 +78,8 @@ func (s *Server) chunking(tokens int) *chunking {
 	return c
 }
 
-// tell records that an engine uses a chunk size, and reports whether the size is new.
-func (x *sizes) tell(tokens int) bool {
+// add records that an engine uses a chunk size, and reports whether the size is new.
+func (x *sizes) add(tokens int) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if slices.Contains(x.mu.announced, tokens) || len(x.mu.announced) >= 1024 {
@@ -160,20 +160,20 @@ func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (
 	}
 	c.mustAsk = true
 	if len(known) == 0 || len(known) == 1 && known[0] == base.tokens {
-		return nil, fmt.Errorf("%w: engines of this server went by chunks of %v tokens, and the connection has not asked for its size; restart the engine",
+		return nil, fmt.Errorf("%w: engines of this server used chunks of %v tokens, and the connection has not asked for its size; restart the engine",
 			errChunkSize, s.sizes.announced())
 	}
 	return nil, fmt.Errorf("%w: workers of %.64q have chunks of %v tokens, and the connection has not asked for its size; restart the engine",
 		errChunkSize, model, known)
 }
 
-// sendToAsk reports, once, whether the connection's heartbeat must be answered false: its requests were declined because it has not asked
+// mustRefuseHeartbeat reports, once, whether the connection's heartbeat must be answered false: its requests were declined because it has not asked
 // for its chunk size. A client of 0.5.7 asks after the next heartbeat that is answered true.
-func (c *connection) sendToAsk() bool {
-	if !c.mustAsk || c.sentToAsk || c.fixed || !c.generations.Has(lmcache.Gen057) {
+func (c *connection) mustRefuseHeartbeat() bool {
+	if !c.mustAsk || c.refusedHeartbeat || c.fixed || !c.generations.Has(lmcache.Gen057) {
 		return false
 	}
-	c.sentToAsk = true
+	c.refusedHeartbeat = true
 	return true
 }
 
@@ -200,7 +200,7 @@ func (c *connection) opened(r lmcache.Request) {
 // fix notes that the client knows its chunk size now.
 func (s *Server) fix(c *connection, to *chunking) {
 	c.chunk, c.fresh, c.fixed, c.sessions = to, true, true, nil
-	if to != s.own && s.sizes.tell(to.tokens) {
+	if to != s.own && s.sizes.add(to.tokens) {
 		s.log.Info("engines use another chunk size", "chunk_tokens", to.tokens, "server_chunk_tokens", s.opts.ChunkTokens)
 		s.save()
 	}

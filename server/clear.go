@@ -114,7 +114,7 @@ func (s *Server) unusedModels(models []string) (out []string) {
 	}
 	for _, model := range models {
 		if !used[model] {
-			out = append(out, fmt.Sprintf("no engine has used model %s since this server's start: if engines call it otherwise, its chunks stay in the tiers", safelog.Text(model, safelog.MaxText)))
+			out = append(out, fmt.Sprintf("no engine has used model %s since this server's start: if engines use another name for it, its chunks stay in the tiers", safelog.Text(model, safelog.MaxText)))
 		}
 	}
 	return out

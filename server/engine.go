@@ -58,7 +58,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	if in == nil {
 		return nil, t, err
 	}
-	if !in.Generations.Alike(sc.conn.generations) {
+	if !in.Generations.SameNumbers(sc.conn.generations) {
 		return nil, t, fmt.Errorf("%w by a client of %s", workers.ErrUnknown, sc.conn.generations)
 	}
 	if in.World != k.WorldSize || in.Model != string(k.Model) {

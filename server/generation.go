@@ -18,21 +18,21 @@ import (
 // connection is the state of the client behind one socket. It is used on
 // the goroutine that reads the socket.
 type connection struct {
-	generations lmcache.Generations // that the client can be of
-	early       string              // releases that are not served, once it is known to be of them
-	fresh       bool                // it asked for the chunk size: it was made in this server's life
-	base        int                 // the chunk size of its listener; 0 is the server's
-	chunk       *chunking           // its chunk size; nil while that is not known
-	fixed       bool                // the client knows its chunk size
-	mustAsk     bool                // requests were declined because it has not asked for its chunk size
-	sentToAsk   bool                // its heartbeat was answered false for that
-	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
-	worker      int64               // the worker that it named last; lookups are in its layout
-	named       bool
-	asksAsPeer  bool // it belongs to another node
-	local       net.Addr
-	limit       *auth.Limit // of tenants; nil until it is asked for
-	doubted     bool        // its ping without an id was answered false
+	generations      lmcache.Generations // that the client can be of
+	early            string              // releases that are not served, once it is known to be of them
+	fresh            bool                // it asked for the chunk size: it was made in this server's life
+	base             int                 // the chunk size of its listener; 0 is the server's
+	chunk            *chunking           // its chunk size; nil while that is not known
+	fixed            bool                // the client knows its chunk size
+	mustAsk          bool                // requests were declined because it has not asked for its chunk size
+	refusedHeartbeat bool                // its heartbeat was answered false for that
+	sessions         map[string]struct{} // open requests, while the size is not fixed; some where there are many
+	worker           int64               // the worker that it named last; lookups are in its layout
+	named            bool
+	asksAsPeer       bool // it belongs to another node
+	local            net.Addr
+	limit            *auth.Limit // of tenants; nil until it is asked for
+	doubted          bool        // its ping without an id was answered false
 }
 
 // errHeld means that a message is kept until its client shows its generation.
@@ -64,7 +64,7 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 		return lmcache.OpUnknown, err
 	}
 	if len(readings) > 1 {
-		readings = s.recall(sc.caller().By, m[2:], readings)
+		readings = s.ofWorker(sc.caller().By, m[2:], readings)
 	}
 	var of lmcache.Generations
 	for _, r := range readings {
@@ -75,10 +75,10 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 		s.refuseEarly(c, m)
 		return lmcache.OpUnknown, nil
 	case 1:
-		s.recognise(c, of)
+		s.narrowGenerations(c, of)
 		return readings[0].Op, nil
 	}
-	s.recognise(c, of)
+	s.narrowGenerations(c, of)
 	ambiguous := &ambiguousError{readings: append([]lmcache.Reading(nil), readings...)}
 	// Connectors ask for the chunk size first. So an ambiguous message with the number of a first
 	// request is not of a client that outlived another server, and is not held.
@@ -101,9 +101,9 @@ func (e *ambiguousError) Error() string {
 	return fmt.Sprintf("%v: %s", errAmbiguous, strings.Join(each, ", "))
 }
 
-// recall keeps the readings of which the generation is that of the worker that
+// ofWorker keeps the readings of which the generation is that of the worker that
 // the message names, or of the workers of its model.
-func (s *Server) recall(by principal, p [][]byte, readings []lmcache.Reading) []lmcache.Reading {
+func (s *Server) ofWorker(by principal, p [][]byte, readings []lmcache.Reading) []lmcache.Reading {
 	kept := readings[:0:0]
 	for _, r := range readings {
 		id, model, world := r.Op.Names(p)
@@ -118,8 +118,8 @@ func (s *Server) recall(by principal, p [][]byte, readings []lmcache.Reading) []
 	return kept
 }
 
-// recognise narrows what the client can be of.
-func (s *Server) recognise(c *connection, g lmcache.Generations) {
+// narrowGenerations narrows what the client can be of.
+func (s *Server) narrowGenerations(c *connection, g lmcache.Generations) {
 	if g == c.generations {
 		return
 	}

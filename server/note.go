@@ -114,7 +114,7 @@ func (s *Server) restore() {
 		}
 		s.mixLayouts(in)
 		if s.opts.Publisher != nil {
-			s.opts.Publisher.Know(in.Model)
+			s.opts.Publisher.IntroduceModel(in.Model)
 		}
 		// Its chunks may be written to the tiers before any request names the model.
 		s.names.Add(in.NamespaceOf(nil), in.Model, nil)

@@ -180,9 +180,9 @@ func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) er
 	return nil
 }
 
-// departed forgets what was held of a connection that has ended, what it waits for, and
+// connectionEnded forgets what was held of a connection that has ended, what it waits for, and
 // what it looked up and did not ask for.
-func (s *Server) departed(p *zmtp.Peer, _ error) {
+func (s *Server) connectionEnded(p *zmtp.Peer, _ error) {
 	s.held.Take(p)
 	if c := whoIs(p); c.connection().asksAsPeer {
 		s.p2p.Leave(c.Name)

@@ -29,7 +29,7 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 	if news {
 		s.save()
 	}
-	if answer && sc.conn.sendToAsk() {
+	if answer && sc.conn.mustRefuseHeartbeat() {
 		answer = false
 	}
 	if r.OfWorker { // a client that came over from an earlier server names its worker so
@@ -124,7 +124,7 @@ func (s *Server) admit(in *workers.Worker) error {
 	s.mixLayouts(in)
 	s.save()
 	if s.opts.Publisher != nil {
-		s.opts.Publisher.Know(in.Model)
+		s.opts.Publisher.IntroduceModel(in.Model)
 	}
 	if old != nil && old.Refused == "" {
 		return nil

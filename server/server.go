@@ -106,7 +106,7 @@ func New(st *store.Store, o Options) *Server {
 	s.recallSizes()
 	s.restore()
 	s.logTrust()
-	ro := zmtp.RouterOptions{Log: o.Log, HeartbeatInterval: 30 * time.Second, Identify: s.identify, Share: shareOf, OnDisconnect: s.departed, GiveWay: true, Large: s.mayPickle, LargeBytes: plainFrame, MaxFirstBytes: maxUID, Networks: o.Networks, Authentication: o.Clients}
+	ro := zmtp.RouterOptions{Log: o.Log, HeartbeatInterval: 30 * time.Second, Identify: s.identify, Share: shareOf, OnDisconnect: s.connectionEnded, GiveWay: true, Large: s.mayPickle, LargeBytes: plainFrame, MaxFirstBytes: maxUID, Networks: o.Networks, Authentication: o.Clients}
 	o.routerLimits(&ro)
 	s.router = zmtp.NewRouter(s.serve, ro)
 	return s

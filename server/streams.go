@@ -400,7 +400,7 @@ func (s *Server) announce(chunk *chunking, k *lmcache.KeyView, sh *object.Shard,
 // announceFound is announce for a lookup. Only chunks that an earlier server kept, or that were
 // stored before anybody subscribed, and shards with unlike layouts are news.
 func (s *Server) announceFound(chunk *chunking, k *lmcache.KeyView, sh *object.Shard) {
-	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
+	if book := s.opts.Events; book != nil && book.Active() && (book.HasUnannounced() || sh.Each != nil) {
 		s.announce(chunk, k, sh, len(k.Hashes), len(k.Hashes))
 	}
 }

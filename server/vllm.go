@@ -21,7 +21,7 @@ func (s *Server) newOffload() *offload.Server {
 			if _, ok := s.names.Of(ns); !ok {
 				s.names.AddLayout(ns, string(model), salt, layout)
 				if s.opts.Publisher != nil {
-					s.opts.Publisher.Know(string(model))
+					s.opts.Publisher.IntroduceModel(string(model))
 				}
 			}
 		},
@@ -30,7 +30,7 @@ func (s *Server) newOffload() *offload.Server {
 				book.AnnounceRows(model, salt, group, sh, hashes)
 			}
 		},
-		Wonders: func() bool { return s.opts.Events != nil && s.opts.Events.Active() && s.opts.Events.Wonders() },
+		HasUnannounced: func() bool { return s.opts.Events != nil && s.opts.Events.Active() && s.opts.Events.HasUnannounced() },
 		Ended: func(o *lookup.Outcome) {
 			if len(o.Salt) > 0 {
 				s.n.salted.Add(1)

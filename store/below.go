@@ -175,7 +175,7 @@ func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 		case s.Go(func() { s.read(fl, k) }):
 			return true
 		default:
-			s.landBelow(fl, 0, miss.BelowFailed, "")
+			s.endTierRead(fl, 0, miss.BelowFailed, "")
 			return false
 		}
 	}
@@ -220,11 +220,11 @@ func (s *Store) read(fl *flight, k kv.Key) {
 	_, corrupt := errors.AsType[*tier.CorruptError](err)
 	switch {
 	case corrupt:
-		s.landBelow(fl, 0, miss.BelowCorrupt, tier.NameOf(err))
+		s.endTierRead(fl, 0, miss.BelowCorrupt, tier.NameOf(err))
 	case err != nil:
-		s.landBelow(fl, 0, miss.BelowFailed, tier.NameOf(err))
+		s.endTierRead(fl, 0, miss.BelowFailed, tier.NameOf(err))
 	default:
-		s.landBelow(fl, sum, miss.None, "")
+		s.endTierRead(fl, sum, miss.None, "")
 	}
 }
 
@@ -234,9 +234,9 @@ func (s *Store) view(fl *flight) []byte {
 	return s.mu.pool.View(fl.slot)
 }
 
-// landBelow ends the flight of an object from the tier: it becomes resident, with its
+// endTierRead ends the flight of an object from the tier: it becomes resident, with its
 // checksum, or goes.
-func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) {
+func (s *Store) endTierRead(fl *flight, sum uint64, why miss.Reason, tier string) {
 	s.lock()
 	defer s.unlock()
 	p := s.mu.pool
@@ -277,7 +277,7 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 	default:
 		p.Unhold(fl.slot)
 	}
-	s.landFlightLocked(fl, staged && why == miss.None)
+	s.endFlightLocked(fl, staged && why == miss.None)
 }
 
 // dropMoving forgets what is on its way from the tier, or to it.

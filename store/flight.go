@@ -60,9 +60,9 @@ func (s *Store) newFlightLocked(slot pool.Slot) *flight {
 	return fl
 }
 
-// landFlightLocked ends a flight. It pins the slot for each lookup that waits for it, if the slot
+// endFlightLocked ends a flight. It pins the slot for each lookup that waits for it, if the slot
 // may be served.
-func (s *Store) landFlightLocked(fl *flight, ok bool) {
+func (s *Store) endFlightLocked(fl *flight, ok bool) {
 	delete(s.mu.flights.of, fl.slot)
 	for _, pf := range fl.waiting {
 		if ok && !pf.done {

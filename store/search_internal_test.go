@@ -157,7 +157,7 @@ func TestEachFlightBeginsOnce(t *testing.T) {
 			t.Errorf("%d of 3 flights were begun", len(begun))
 		}
 		for _, fl := range begun {
-			s.landFlightLocked(fl, false)
+			s.endFlightLocked(fl, false)
 		}
 		if left := len(s.mu.flights.of); left != 0 {
 			t.Errorf("%d flights are left", left)

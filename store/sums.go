@@ -174,7 +174,7 @@ func (s *Store) summedLocked(t *sumTask) {
 	switch {
 	case s.mu.closed:
 	case t.flight != nil:
-		s.landFlightLocked(t.flight, same && s.comparedLocked(t))
+		s.endFlightLocked(t.flight, same && s.comparedLocked(t))
 	case same && t.err == nil && s.mu.pool.Below(t.slot) == 0:
 		s.mu.pool.SetSum(t.slot, t.got)
 		if s.answerLocked(t.slot) {

@@ -267,7 +267,7 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 		if more {
 			return 0, errAgain
 		}
-		if !ok || search > mostFreed*n || freed == 0 && s.hopelessLocked(victim, n) {
+		if !ok || search > mostFreed*n || freed == 0 && s.cannotMakeRoomLocked(victim, n) {
 			return 0, err
 		}
 		freed += s.mu.pool.Round(s.mu.pool.Length(victim))
@@ -284,9 +284,9 @@ func (s *Store) giveUpLocked(by string) {
 	}
 }
 
-// hopelessLocked reports whether no eviction makes room for n bytes: between what is
+// cannotMakeRoomLocked reports whether no eviction makes room for n bytes: between what is
 // pinned or held there is too little. It is called with the first victim.
-func (s *Store) hopelessLocked(victim pool.Slot, n int64) bool {
+func (s *Store) cannotMakeRoomLocked(victim pool.Slot, n int64) bool {
 	if s.mu.pool.Length(victim) >= n {
 		return false
 	}

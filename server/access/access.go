@@ -76,7 +76,7 @@ var (
 	// ErrMayNotOpen means that a peer could not open the pool by its own rights.
 	ErrMayNotOpen = errors.New("this worker may not learn the pool's name")
 	// ErrLender means that a segment belongs to another user or process.
-	ErrLender = errors.New("the segment is not this worker's to lend")
+	ErrLender = errors.New("this worker may not lend the segment")
 )
 
 // MayOpen returns nil when c could open the pool by its own rights, else the reason why c

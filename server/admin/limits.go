@@ -27,7 +27,7 @@ func limitTenants(next http.Handler) http.Handler {
 				return
 			}
 		}
-		auth.RefuseTenant(w, r, "this client may use some tenants alone (--tenant-file), and this is about all of them; it may use "+strings.Join(perTenant, " "))
+		auth.RefuseTenant(w, r, "this client is limited to some tenants (--tenant-file), and this route is about all of them; it may use "+strings.Join(perTenant, " "))
 	})
 }
 

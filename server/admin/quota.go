@@ -54,7 +54,7 @@ func EachSalt(flag, value string, list []string, set func(salt, value string) er
 		if at < 1 {
 			return fmt.Errorf("%s %q is not SALT=VALUE, as in team-a=%s", flag, s, value)
 		}
-		name, err := s[:at], errors.New("the tenant has one already")
+		name, err := s[:at], errors.New("the tenant is listed twice")
 		if !seen[name] {
 			err = set(SaltOf(name), s[at+1:])
 		}

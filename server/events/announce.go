@@ -183,8 +183,8 @@ func (q *queue) lost() uint64 {
 // chunks that are there. It copies its arguments.
 func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, from int, text *Text) {
 	var lacking []bool // of those before from
-	if b.Wonders() && from > 0 {
-		lacking = b.lacks(hashes[:from])
+	if b.HasUnannounced() && from > 0 {
+		lacking = b.withoutTokens(hashes[:from])
 	}
 	if from == len(hashes) && !slices.Contains(lacking, true) && sh.Each == nil && b.nameless.Load() == 0 {
 		return
@@ -201,8 +201,8 @@ func (b *Book) AnnounceRows(model, salt []byte, group int, sh *object.Shard, has
 	b.queue.add(announcement{model: model, salt: salt, group: group, shard: *sh}, hashes, func(int) bool { return true }, nil)
 }
 
-// lacks says which of these chunks are in the pool without tokens. It says all until Run has looked at the store for the first time.
-func (b *Book) lacks(hashes []kv.Hash) []bool {
+// withoutTokens says which of these chunks are in the pool without tokens. It says all until Run has looked at the store for the first time.
+func (b *Book) withoutTokens(hashes []kv.Hash) []bool {
 	out := make([]bool, len(hashes))
 	if !b.looked.Load() {
 		for i := range out {
@@ -237,7 +237,7 @@ func (b *Book) learn(batch *news) {
 	chunks := batch.chunks
 	for list := batch.list; len(list) > 0; {
 		n := min(len(list), learnBatch)
-		chunks = b.learnSome(list[:n], chunks)
+		chunks = b.applyAnnouncements(list[:n], chunks)
 		list = list[n:]
 	}
 	if b.o.Tiers == nil {
@@ -251,8 +251,8 @@ func (b *Book) learn(batch *news) {
 // learnBatch is how many announcements are applied while others wait for the mutex.
 const learnBatch = 16
 
-// learnSome applies some announcements and returns the chunks of those after them.
-func (b *Book) learnSome(list []announcement, chunks []announced) []announced {
+// applyAnnouncements applies some announcements and returns the chunks of those after them.
+func (b *Book) applyAnnouncements(list []announcement, chunks []announced) []announced {
 	b.mu.Lock()
 	defer b.unlock()
 	for i := range list {

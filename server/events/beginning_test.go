@@ -132,8 +132,8 @@ func TestLateSubscribersGetABeginning(t *testing.T) {
 			}
 			if step%10 == 9 {
 				n.anotherLife(prompts)
-				n.p.Know("m0") // the workers of both models register again
-				n.p.Know("m1")
+				n.p.IntroduceModel("m0") // the workers of both models register again
+				n.p.IntroduceModel("m1")
 			}
 		}
 		for _, p := range prompts {

@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// belowSome applies all changes of the tiers. After lost changes no object counts as being in a tier until a change shows it there again.
-func (b *Book) belowSome() {
+// applyTierChanges applies all changes of the tiers. After lost changes no object counts as being in a tier until a change shows it there again.
+func (b *Book) applyTierChanges() {
 	if b.o.Tiers == nil {
 		return
 	}

@@ -220,9 +220,9 @@ func (b *Book) Activate() {
 // Active reports whether there may be readers. Without readers callers need not announce anything.
 func (b *Book) Active() bool { return b.active.Load() }
 
-// Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known. Until Run has looked for the first
+// HasUnannounced reports whether there are chunks in the pool of which tokens, model or salt are not known. Until Run has looked for the first
 // time, those that an earlier server left may be.
-func (b *Book) Wonders() bool {
+func (b *Book) HasUnannounced() bool {
 	return !b.looked.Load() || b.unbound.Load() > 0 || b.nameless.Load() > 0
 }
 
@@ -308,7 +308,7 @@ func (b *Book) deferReaders(on bool) {
 // the pool: else the removal would forget the object's tokens.
 func (b *Book) some() (more, lost bool) {
 	last := b.source.LastEvent()
-	b.belowSome()
+	b.applyTierChanges()
 	b.mu.Lock()
 	defer b.unlock()
 	if b.mu.scanning {

@@ -192,7 +192,7 @@ func (n *node) lookup(p prompt) {
 	request := fmt.Append(nil, n.last)
 	n.store.Lookup(request, p.all(), store.Hashed(p.hashes()), 1)
 	n.store.EndSession(request, lease.Owner{})
-	if n.book.Wonders() || p.each {
+	if n.book.HasUnannounced() || p.each {
 		n.announce(p, p.all(), len(p.hashes()))
 	}
 }

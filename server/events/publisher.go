@@ -225,7 +225,7 @@ func (p *Publisher) newsLocked(news []Announcement) {
 		for n < len(news) && news[n].Model == news[0].Model && (p.o.Tenants == nil || news[n].Salt == news[0].Salt) {
 			n++
 		}
-		p.knowLocked(news[0].Model)
+		p.introduceLocked(news[0].Model)
 		events := p.mu.events[:0]
 		for i := range news[:n] {
 			events = append(events, news[i].Event)
@@ -262,16 +262,16 @@ func (p *Publisher) restartLocked() {
 // maxModels bounds the models that are remembered without chunks.
 const maxModels = 1024
 
-// Know makes readers forget what they know of a model from an earlier life of the server. Otherwise
+// IntroduceModel makes readers forget what they know of a model from an earlier life of the server. Otherwise
 // they would keep chunks that are gone, of a model of which this life has none.
-func (p *Publisher) Know(model string) {
+func (p *Publisher) IntroduceModel(model string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.knowLocked(model)
+	p.introduceLocked(model)
 }
 
-// knowLocked makes AllBlocksCleared the first message about a model.
-func (p *Publisher) knowLocked(model string) {
+// introduceLocked makes AllBlocksCleared the first message about a model.
+func (p *Publisher) introduceLocked(model string) {
 	if _, known := p.mu.models[model]; known || len(p.mu.models) >= maxModels {
 		return
 	}

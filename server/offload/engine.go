@@ -286,7 +286,7 @@ type run struct {
 // announce describes the rows that were found, as long as the pool may have rows that were never announced.
 func (l *found) announce(x *store.EachLookup) {
 	o := &l.engine.server.opts
-	if !o.Wonders() {
+	if !o.HasUnannounced() {
 		return
 	}
 	end := len(l.keys)

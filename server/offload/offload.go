@@ -46,17 +46,17 @@ type Options struct {
 	MaxLent    int     // lookups of one engine that are not released; default 4,096
 	MaxStores  int     // stores of one engine that are not committed; default 1,024
 
-	Revisions map[string]string                                                       // of the weights of models
-	Name      func(ns kv.Namespace, model, salt []byte, layout string)                // notes whose namespaces are, and what tells their rows apart from others of the model; nil for none
-	Ended     func(*lookup.Outcome)                                                   // gets the end of each lookup; nil for none
-	Loaded    func(model string, salt []byte, engine int64, n int)                    // gets the rows that engines loaded; nil for none
-	Announce  func(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) // gets rows that were stored, and with Wonders those that were found; nil for none
-	Wonders   func() bool                                                             // whether there are rows in the pool that were not announced; nil for never
-	Draining  func() bool                                                             // whether stores and lookups are declined; nil for never
-	Patience  time.Duration                                                           // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
-	HelloTime time.Duration                                                           // that a peer has for its Hello; default 10 s
-	Grace     time.Duration                                                           // that engines have to end their copies when the server ends; default 1 s
-	Identify  func(c net.Conn, number uint64) (access.Caller, bool)                   // who a peer is; tests have their own
+	Revisions      map[string]string                                                       // of the weights of models
+	Name           func(ns kv.Namespace, model, salt []byte, layout string)                // notes whose namespaces are, and what tells their rows apart from others of the model; nil for none
+	Ended          func(*lookup.Outcome)                                                   // gets the end of each lookup; nil for none
+	Loaded         func(model string, salt []byte, engine int64, n int)                    // gets the rows that engines loaded; nil for none
+	Announce       func(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) // gets rows that were stored, and with HasUnannounced those that were found; nil for none
+	HasUnannounced func() bool                                                             // whether there are rows in the pool that were not announced; nil for never
+	Draining       func() bool                                                             // whether stores and lookups are declined; nil for never
+	Patience       time.Duration                                                           // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
+	HelloTime      time.Duration                                                           // that a peer has for its Hello; default 10 s
+	Grace          time.Duration                                                           // that engines have to end their copies when the server ends; default 1 s
+	Identify       func(c net.Conn, number uint64) (access.Caller, bool)                   // who a peer is; tests have their own
 }
 
 // Server serves engines on UNIX sockets. Its methods are safe for concurrent use.
@@ -109,8 +109,8 @@ func New(st *store.Store, o Options) *Server {
 	if o.Announce == nil {
 		o.Announce = func(_, _ []byte, _ int, _ *object.Shard, _ []kv.Hash) {}
 	}
-	if o.Wonders == nil {
-		o.Wonders = func() bool { return false }
+	if o.HasUnannounced == nil {
+		o.HasUnannounced = func() bool { return false }
 	}
 	if o.Identify == nil {
 		o.Identify = func(c net.Conn, number uint64) (access.Caller, bool) {

@@ -63,7 +63,7 @@ var (
 	// ErrIndex means that an index file is not one, or is damaged.
 	ErrIndex = errors.New("pool: not a pool index, or a damaged one")
 	// ErrChanged means that a pool is there whose alignment, chunk size or version is another than asked for.
-	ErrChanged = errors.New("pool: the existing pool is another")
+	ErrChanged = errors.New("pool: the existing pool does not fit")
 )
 
 // offsets of the header's changing words

@@ -35,7 +35,7 @@ func TestQuotaFlag(t *testing.T) {
 	f(`--quota "a" is not SALT=VALUE, as in team-a=20GiB`, "a")
 	f(`--quota "=4" is not SALT=VALUE`, "=4")
 	f(`--quota a: "x" is no size`, "a=x")
-	f("--quota _default: the tenant has one already", "_default=1", "_default=2")
+	f("--quota _default: the tenant is listed twice", "_default=1", "_default=2")
 	f("--quota b: tenant: the quotas do not fit into the pool", "a=60", "b=5")
 	f("--quota a/b: kv: salt longer than", "a/b=1")
 }
@@ -52,7 +52,7 @@ func TestTTLAndPinFlags(t *testing.T) {
 	f("--ttl-seconds 0.5 is neither 0 nor 1 at least", serverCmd{TTL: 0.5})
 	f(`--tenant-ttl a: "soon" is no time from 1s`, serverCmd{OwnTTL: []string{"a=soon"}})
 	f(`--tenant-ttl a: "10ms" is no time from 1s`, serverCmd{OwnTTL: []string{"a=10ms"}})
-	f("--tenant-ttl a: the tenant has one already", serverCmd{OwnTTL: []string{"a=1h", "a=2h"}})
+	f("--tenant-ttl a: the tenant is listed twice", serverCmd{OwnTTL: []string{"a=1h", "a=2h"}})
 	f(`--tenant-ttl "a" is not SALT=VALUE, as in team-a=24h`, serverCmd{OwnTTL: []string{"a"}})
 	f("--pin-limit b: tenant: the quotas do not fit into the pool", serverCmd{Quota: []string{"a=60"}, PinLimit: []string{"a=60", "b=5"}})
 }
