@@ -35,7 +35,7 @@ func (v Version) String() string {
 // Versions are the known releases, the newest first.
 var Versions = [...]Version{V0_3_14, V0_3_13, V0_3_12, V0_3_11, V0_3_7}
 
-// Method is a call of the master.
+// method is a call of the master.
 type method uint8
 
 const (

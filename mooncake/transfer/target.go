@@ -200,8 +200,8 @@ func (t *Target) SelfDial(ctx context.Context) error {
 	return c.Close()
 }
 
-// accept runs serve for each connection of l until l closes. max bounds the
-// data connections; the backlog of the kernel takes storms.
+// accept calls start for each connection of l until l closes. start may block: the
+// kernel's backlog then keeps new connections.
 func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 	for delay := time.Duration(0); ; {
 		c, err := l.Accept()

@@ -17,11 +17,11 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// Master is a master. Its fields may be changed by Set.
+// Master is a master. Change its fields only within Set.
 type Master struct {
 	Addr string
 
-	Lease    time.Duration // that every question grants
+	Lease    time.Duration // granted by every call that leases objects
 	Segments []Segment
 	Objects  map[string]*Object
 	NoRoom   int           // number of starts that find no room
@@ -113,7 +113,7 @@ func (m *Master) Forget() {
 	})
 }
 
-// ForgetClients makes it take all nodes for unknown ones, though it has their segments; it is called by Set.
+// ForgetClients makes the master treat all nodes as unknown, although it keeps their segments. Call it within Set.
 func (m *Master) ForgetClients() { m.clients = map[uuid]bool{} }
 
 // Set calls f while no call is answered.

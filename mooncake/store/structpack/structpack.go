@@ -108,7 +108,7 @@ func Parse(literal string) (*Type, error) {
 
 var fixed = [13]int{1: 4, 2: 4, 3: 8, 4: 8, 5: 1, 6: 1, 7: 2, 8: 2, 11: 1, 12: 1}
 
-// aligned are the two bytes that end a struct in plain memory; they have no data.
+// aligned reports whether s begins with the two bytes that end a struct in plain memory; they have no data.
 func aligned(s string) bool {
 	is := func(b byte) bool { return b == 0x82 || b == 0x83 || b == 0x85 || b == 0x89 }
 	return len(s) >= 3 && is(s[0]) && is(s[1]) && s[2] == 0xff
