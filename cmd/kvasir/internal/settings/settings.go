@@ -43,10 +43,10 @@ type Settings struct {
 	command string   // that reads the file
 	faults  []string // of the file; a file with sections is read to its end
 
-	section *yaml.Node         // what stands in for the file; nil: none
+	section *yaml.Node         // a section, read instead of the file; nil: none
 	name    string             // of the section
-	last    map[string]setting // count where nothing else does
-	lastOf  string             // where those are from
+	last    map[string]setting // values of Default, used if there is no other
+	lastOf  string             // where the values of last are from
 }
 
 // setting is a value of the file.
@@ -342,7 +342,7 @@ func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[st
 	return out, nil
 }
 
-// isOfAll reports whether a key is a section of a file for kvasir all: a command reads its own section of it.
+// isOfAll reports whether a key is a section of a file for kvasir all, from which a command reads only its own section.
 func (s *Settings) isOfAll(key string, node *yaml.Node, known []string) bool {
 	return slices.Contains(commandsOfAll, key) && !slices.Contains(known, key) && node.Kind == yaml.MappingNode && slices.Contains(commandsOfAll, s.command)
 }

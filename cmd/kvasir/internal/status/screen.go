@@ -60,8 +60,8 @@ func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	s.hour.add(snap.Live.History)
 }
 
-// block is a part of the screen. Where there is too little room its last rows give way,
-// those beyond the least first.
+// block is a part of the screen. If there is too little room, share drops the last rows of
+// blocks, first those beyond their least.
 type block struct {
 	title string
 	rows  []string
@@ -365,7 +365,7 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// share2 is percent of two numbers, of a part that is no more than the whole.
+// share2 is part as a percentage of the whole; a part larger than the whole counts as 100 %.
 func share2(part, of uint64) string {
 	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }
