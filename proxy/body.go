@@ -148,7 +148,7 @@ func (e *exchange) read() error {
 		}
 		return brokenBody(e, err)
 	}
-	// The limit on reading ends with the body. Left on, it would pass for a client that leaves.
+	// The limit on reading ends with the body. Left on, its end would look like a client that leaves.
 	_ = e.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return e.scanned()
 }

@@ -22,9 +22,9 @@ import (
 
 // storeConn is vLLM's MooncakeStoreConnector: one scheduler, and a worker for each rank.
 //
-// Loads go straight into the request's blocks, which stay its own until poll has said that the load
-// has ended. What is stored is copied when it was computed, since blocks may be given to others
-// meanwhile.
+// Loads go straight into the request's blocks, which stay its own until poll has reported the end of
+// the load. The connector copies blocks to be stored when they are computed, since the engine may give
+// them to other requests before they are stored.
 type storeConn struct {
 	e       *Engine
 	o       *kvconfig.MooncakeStore
@@ -57,18 +57,18 @@ type storeRequest struct {
 	end    int // of the prefill
 	lookup *lookup
 	cancel context.CancelFunc // of its load; nil: none goes on
-	failed bool               // a load did: the store is not asked again, which would find the same
+	failed bool               // a load failed: the store is not asked again, since it would find the same objects
 }
 
-// lookup is a question that goes on, or was answered.
+// lookup is a lookup of the store, in progress or answered.
 type lookup struct {
 	tokens  int
 	done    chan struct{} // closed with the answer
 	hit     int
-	expires time.Time // what was found is leased until then
+	expires time.Time // end of the lease of what was found
 }
 
-// save is what was computed, copied.
+// save is a copy of computed blocks that wait to be stored.
 type save struct {
 	prompt connector.Prompt
 	blocks []connector.Block
@@ -81,7 +81,7 @@ const (
 	loadTimeout   = 30 * time.Second
 	saveTimeout   = 30 * time.Second
 
-	// A hit that no blocks were found for in this time is looked for again: leases end after 5 s or 10 s.
+	// A hit whose request got no blocks in this time is looked up again: leases end after 5 s or 10 s.
 	hitLife = 3 * time.Second
 
 	// maxSaves bounds the bytes that wait to be stored; what comes beyond is not stored.

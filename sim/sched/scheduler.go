@@ -177,7 +177,7 @@ func New(c Config) (*Scheduler, error) {
 	return s, nil
 }
 
-// Add takes a request in. Its prompt must be shorter than the model's longest sequence.
+// Add adds a request to the waiting ones. Its prompt must be shorter than the model's longest sequence.
 func (s *Scheduler) Add(r *Request) error {
 	switch {
 	case r.Prompt < 1 || r.Prompt >= s.c.MaxModel || r.MaxTokens < 1:
@@ -249,7 +249,7 @@ func (s *Scheduler) free(r *Request) {
 	}
 }
 
-// preempt takes everything from a running request, which s.running has no more.
+// preempt frees all blocks of a running request, which the caller has removed from s.running.
 func (s *Scheduler) preempt(r *Request, reset bool) {
 	s.free(r)
 	delete(s.prefills, r)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sim is kvasir sim: flags to options of sim/tables, sim/replay, sim/sweep, sim/fleet
-// and sim/virtual, and their results as text or JSON.
+// Package sim is kvasir sim: it turns flags into options of sim/tables, sim/replay, sim/sweep,
+// sim/fleet and sim/cluster, and prints their results as text or JSON.
 package sim
 
 import (
