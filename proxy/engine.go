@@ -32,7 +32,7 @@ type backend struct {
 	role     role
 	url      string
 	host     string            // of url
-	found    bool              // in a registry, where anybody may register
+	found    bool              // in a registry, where any host may register
 	client   *http1.Client     // of requests
 	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
 	stop     context.CancelFunc

@@ -110,7 +110,7 @@ func readBy(ctx context.Context, client *http.Client, address, key string) (text
 	return text, resp.StatusCode
 }
 
-// listModels asks an engine what it serves. One that does not say may have any model.
+// listModels asks an engine for its models. An engine that does not list them may have any model.
 func (p *Proxy) listModels(ctx context.Context, b *backend) {
 	text, ok := p.get(ctx, b, "/v1/models")
 	var list struct{ Data []json.RawMessage }

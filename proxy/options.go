@@ -172,7 +172,7 @@ func isPort(s string) bool {
 	return s == "" || err == nil && n > 0
 }
 
-// checkSources checks where engines are found, and that P and D are there together.
+// checkSources checks the sources of engines, and that there are P and D together or neither.
 func (o *Options) checkSources(c *options.Checks) {
 	sourced := make(map[string]bool)
 	for _, s := range o.Sources {

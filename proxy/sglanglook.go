@@ -29,7 +29,7 @@ type sglang struct {
 // defaultBootstrapPort is SGLang's.
 const defaultBootstrapPort = 8998
 
-// answers asks an engine whether it is well. heard says that it has answered, whatever it said.
+// answers asks an engine whether it is well. heard says that the engine has answered, well or not.
 func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its place
 		p.identify(ctx, b)

@@ -177,11 +177,11 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	return k, fromP, nil
 }
 
-// maxReleases bounds the releases at P that no D asked for, at a time. Beyond, P's own timeout frees its blocks.
+// maxReleases bounds the releases at P that run at a time without a D that asked for them. Beyond it, P's own timeout frees the blocks.
 const maxReleases = 64
 
-// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay gave it up: D hears that P
-// failed, and tells P nothing.
+// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up: D is
+// told that P failed, and so does not release the blocks.
 func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
 		return

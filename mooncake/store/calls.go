@@ -175,7 +175,7 @@ func found(r *sp.Reader, t *sp.Type, f *Found) (err error) {
 	return nil
 }
 
-// replicas reads a vector of descriptors: ..., what it is and where, its status.
+// replicas reads a vector of descriptors. The last two parts of each are its place (a variant of kinds) and its status.
 func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindStruct && len(t.Parts[0].Parts) >= 2); err != nil {
 		return nil, err

@@ -38,8 +38,8 @@ type TargetOptions struct {
 
 	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
-	// Secrets demand of peers, but those of the stock networks, that they prove to have one. A connection that does not within
-	// HandshakeTimeout is closed. nil: nothing is demanded.
+	// With Secrets, peers outside the stock networks must prove that they have one. The target closes a connection without a proof
+	// after HandshakeTimeout. nil: nothing is demanded.
 	Secrets *auth.PeerSecrets
 
 	Log *slog.Logger // refused and broken connections, at debug; default none

@@ -55,8 +55,8 @@ const (
 	ways   = 8 // engines and prefixes that share a row
 )
 
-// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries the
-// one that was not used for longest gives way. Its methods are safe for concurrent use.
+// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries a new
+// entry replaces the least recently used one. Its methods are safe for concurrent use.
 type Index struct {
 	clock  atomic.Uint32
 	rows   uint64

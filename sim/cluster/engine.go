@@ -29,7 +29,7 @@ type engine struct {
 	memory *memory // nil: no bytes
 	busy   bool    // a step is being computed
 
-	out   sched.Output  // what became of transfers since the last step's end
+	out   sched.Output  // the outcome of transfers since the last step's end
 	extra time.Duration // of the step that is being scheduled, by what its requests receive
 	link  time.Duration // its network is in use until then
 	met   map[*engine]bool

@@ -323,7 +323,7 @@ func (e *Engine) check(r *Request) error {
 }
 
 func (e *Engine) add(q *request) error {
-	if e.sched.Known(q.r.ID) { // before the connectors hear of it
+	if e.sched.Known(q.r.ID) { // before the connectors get the request
 		return fmt.Errorf("%w: %.128q", ErrInUse, q.r.ID)
 	}
 	for _, c := range e.conns {
@@ -492,7 +492,7 @@ func (e *Engine) compute(step *sched.Step) {
 		if row.Kind != sched.RowRunning {
 			q.begun(time.Now())
 		}
-		if row.Kind != sched.RowRunning || e.sched.Last(row) { // what it begins with, and what is left of it in the end
+		if row.Kind != sched.RowRunning || e.sched.Last(row) { // compare at its begin and at its end
 			e.inspect(row)
 		}
 		e.mem.Write(row.Request.Tables(), q.chain, row.Before, row.Before+row.Tokens)

@@ -278,7 +278,7 @@ func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt
 	return errors.Join(k.workers[rank].Load(ctx, prompt, blocks, parts)...)
 }
 
-// memory returns the pieces of a block of one rank: a layer's after another's.
+// memory returns the pieces of a block of one rank, layer after layer.
 func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
 	var parts [][]byte
 	for _, layer := range k.e.mem.RankLayers(rank) {
@@ -292,7 +292,7 @@ func (k *storeConn) settle(*sched.Step) error { return nil }
 
 func (k *storeConn) build(*sched.Step) error { return nil }
 
-// computed copies what the step has completed of prompts, and what the prefix cache gave.
+// computed copies the blocks of prompts that the step has completed, and those that came from the prefix cache.
 func (k *storeConn) computed(step *sched.Step) {
 	if k.o.Role == wire.Consumer && !k.o.SaveDecode {
 		return

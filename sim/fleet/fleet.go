@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fleet plays requests in virtual time on a fleet of nodes over one store: what RAM and
-// store have of the prompts, what passes between them, and where the store's bandwidth binds.
+// Package fleet plays requests in virtual time on a fleet of nodes over one store. It measures how
+// much of the prompts RAM and store have, how many bytes pass between them, and where the store's
+// bandwidth binds.
 //
 // A node is a pool of blocks (it evicts the least recently used) below an engine that computes
 // one prompt after the other. It loads and writes as package store does: Lookups ask in batches.

@@ -230,7 +230,7 @@ func (s *Scheduler) fail(r *Request, first, before int, ended []*Request) []*Req
 }
 
 // complete reports whether r has all blocks that the token after its first n looks at. A group
-// with a window or states has none before the end of what was to be loaded.
+// with a window or states has no blocks that the token at the end of the load does not look at.
 func (s *Scheduler) complete(r *Request, n int) bool {
 	for g, group := range s.c.Groups {
 		if slices.Contains(r.tables[g][group.outside(n, s.c.BlockTokens):s.blocksFor(n)], 0) {

@@ -318,5 +318,5 @@ func (s *Scheduler) Waits() (all, holding int) { return s.waiting.n + s.holding.
 func (s *Scheduler) InFlight() int { return len(s.flight) }
 
 // Busy says that the engine must go on turning: a request is not ended or has blocks, or
-// the worker has not heard of an end.
+// the worker does not know yet that one has ended.
 func (s *Scheduler) Busy() bool { return len(s.requests) > 0 || len(s.ended) > 0 || len(s.flight) > 0 }

@@ -32,7 +32,7 @@ type Options struct {
 	Ranks  int    // of tensor parallelism, each with an object of every block; default 1
 
 	// ObjectBytes is how long the object of a block of a rank is, by group; objects of another
-	// length count as absent. Nil where that is not known.
+	// length count as absent. Nil: the lengths are not known, so any length counts.
 	ObjectBytes []int64
 
 	Batch int // keys of one question; default 256
@@ -49,7 +49,7 @@ func (o Options) Validate() error {
 
 // Prompt is what a connector sees of a request.
 type Prompt struct {
-	Tokens  int    // that exist: the prompt, and what was generated
+	Tokens  int    // of the prompt, and those generated so far
 	Digests []byte // of its hash units, one after the other; each covers all tokens before it
 	Size    int    // bytes of a digest
 }
@@ -105,7 +105,7 @@ func KeyPrefix(prefix, model string, rank, group int) string {
 // Coordinator returns the coordinator that decides.
 func (s *Scheduler) Coordinator() *coordinator.Coordinator { return s.c }
 
-// Key returns the key of a block of one rank; false where the digests do not reach that far.
+// Key returns the key of a block of one rank; false if the prompt has no digest for the block.
 func (s *Scheduler) Key(p *Prompt, b Block, rank int) (string, bool) {
 	var buf [64]byte
 	hash, ok := s.c.AppendKey(buf[:0], p.Digests, p.Size, b.Group, b.Index)

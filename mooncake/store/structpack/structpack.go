@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package structpack reads and writes messages of struct_pack, the serialization of
-// yalantinglibs that Mooncake Store speaks.
+// yalantinglibs that Mooncake Store uses.
 //
 //	u32 LE  hash of the type; bit 0 set: a meta byte follows
 //	[u8     meta: bits 0 and 1: n, the length follows where n > 0; bit 2: the type's literal follows; bits 3 and 4: bytes of each size, 1 << n]

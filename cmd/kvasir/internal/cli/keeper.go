@@ -252,7 +252,7 @@ func writeKeeper(w io.Writer, s keeper.Stats) error {
 	return t.Flush()
 }
 
-// watchWords says how the keeper hears of reads and writes, and of what share.
+// watchWords says in words how the keeper learns of reads and writes, and of what share of them.
 func watchWords(s keeper.Stats) string {
 	switch s.Watch {
 	case keeper.WatchFanotify:

@@ -88,7 +88,7 @@ func (c *storeNodeCmd) exposed() []exposure {
 	}
 }
 
-// pagesNeed returns what a request needs where there are pages to read alone.
+// pagesNeed returns the rights that a request needs at a listener that only has pages to read.
 func pagesNeed(r *http.Request) auth.Need {
 	if r.URL.Path == "/healthz" || r.URL.Path == "/healthcheck" {
 		return auth.NeedNothing

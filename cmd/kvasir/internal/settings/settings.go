@@ -104,8 +104,8 @@ func listOf(text string) []string {
 	return strings.Fields(text)
 }
 
-// asValue returns what the parser takes for a flag: text, and for flags that are
-// repeated instead of separated by commas a list, which split makes of text.
+// asValue returns the value that the parser accepts for a flag: text, or for a flag that
+// is repeated instead of separated by commas a list, which split makes of text.
 func asValue(f *kong.Flag, split func(string) []string, text string, list []string) any {
 	if f.Target.Kind() != reflect.Slice || f.Tag.Sep != -1 {
 		return text
@@ -245,7 +245,7 @@ func (e FileError) Unreadable() bool { return e.structure }
 
 // Error returns the text, in one line.
 func (e FileError) Error() string {
-	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys are anybody's text
+	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys may be any text
 }
 
 // readSettings reads one YAML mapping of scalars and lists of scalars, and of sections,

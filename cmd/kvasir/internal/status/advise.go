@@ -70,7 +70,7 @@ const (
 	leastPrefill, mostPrefill = 0.001, 1e12
 )
 
-// CheckCost says what is wrong with the price of an hour of GPUs and the prompt tokens that they compute in a second.
+// CheckCost refuses a price of an hour of GPUs, or prompt tokens that they compute in a second, that are out of range.
 func CheckCost(price, prefill float64) (err error) {
 	if !(price >= 0 && price <= maxPrice) {
 		err = fmt.Errorf("--gpu-hour-price %g is outside 0 to %g", price, maxPrice)
@@ -160,7 +160,7 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	}
 	lost := func(kind, what string, tokens uint64) {
 		share := min(float64(tokens)/all, 1)
-		gain := min(share, max(1-a.Window.Hit, 0)) // the window may have no room for what was lost since the start
+		gain := min(share, max(1-a.Window.Hit, 0)) // the losses since the start may be more than what the window still misses
 		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true, Lost: tokens, Share: share})
 	}
 	of := func(reasons ...miss.Reason) (tokens uint64) {

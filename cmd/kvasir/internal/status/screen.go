@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 )
 
-// Screen is what kvasir top shows: the last two snapshots, and what went before as far as
-// a line shows it. It is not safe for concurrent use.
+// Screen is what kvasir top shows: the last two snapshots, and the hit rates of earlier ones
+// for a line. It is not safe for concurrent use.
 type Screen struct {
 	URL   string
 	Color bool // with SGR sequences
@@ -203,7 +203,7 @@ func shortVersion(v string) string {
 	return v
 }
 
-// worth says how long lookups take, which hit rate is possible, and what hits saved; empty where the server does not tell.
+// worth says how long lookups take, which hit rate is possible, and what hits saved; empty if the server does not report it.
 func (s *Screen) worth() string {
 	var parts []string
 	live := &s.now.Live

@@ -88,8 +88,8 @@ type Kept struct {
 	Noise   float64   `json:"noise"`
 }
 
-// defaultTolerance is above what the order of sums changes in 16 bits: a prompt whose beginning is restored is computed in other shapes than a
-// whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
+// defaultTolerance is above the differences that another order of sums makes in 16 bits: an engine computes a prompt whose beginning is
+// restored in other shapes than a whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
 const defaultTolerance = 0.1
 
 // maxNoise is the largest difference of cold runs with which a wrong block could still be seen.
@@ -106,7 +106,7 @@ type run struct {
 	parted  bool // cold runs chose different tokens that were not equally likely
 }
 
-// group are prompts, and what they were answered when they were computed.
+// group has prompts, and the answers to them when they were computed.
 type group struct {
 	prompts []Prompt
 	cold    []Answer
