@@ -168,8 +168,8 @@ func (p *population) draw(rnd *rand.Rand, times []int, points, into []float64) (
 }
 
 // at returns the value at a place, counted from 0, of the values repeated as often as their
-// requests were drawn. Value i is at the place, or the last before it; seen of all have been
-// passed with it.
+// requests were drawn. v is value i, the last one at or before the place; seen is the number
+// of repeated values up to and including i.
 func (p *population) at(times []int, i, seen int, place, v float64) float64 {
 	if low := int(place); low == seen-1 { // the next one is another value
 		for j := i + 1; j < len(p.values); j++ {

@@ -28,8 +28,8 @@ func run(n, gaps int, scale float64, seed uint64) *bench.Result {
 	return bench.Measure(samples, float64(n)/10, bench.Options{Percentiles: []float64{90, 99}})
 }
 
-// An interval of two runs of the same engine holds 1 and is narrow; of one that is a fifth
-// slower it holds 1.2 and not 1.
+// The interval of two runs of the same engine includes 1 and is narrow. When one run is a fifth
+// slower, it includes 1.2 and not 1.
 func TestIntervalsHoldTheTruth(t *testing.T) {
 	f := func(scale float64, verdict string) {
 		t.Helper()
@@ -60,8 +60,8 @@ func TestIntervalsHoldTheTruth(t *testing.T) {
 	f(0.8, "b is better")
 }
 
-// Two runs that are one have ratios of 1, throughputs have no interval, and the same results
-// have the same intervals.
+// A run compared with itself has ratios of 1. Throughputs have no interval. The same results
+// give the same intervals.
 func TestEveryFigureHasItsInterval(t *testing.T) {
 	a := run(80, 5, 1, 1)
 	for _, r := range bench.Compare(a, a) {
@@ -78,8 +78,8 @@ func TestEveryFigureHasItsInterval(t *testing.T) {
 	}
 }
 
-// Results without requests are compared without intervals, and say what is missing; a run
-// in which nothing succeeded has no ratios.
+// Results without single requests are compared without intervals, and the text says what is missing. A run
+// without a successful request has no ratios.
 func TestCompareWithoutRequests(t *testing.T) {
 	var text bytes.Buffer
 	if err := run(30, 5, 1, 1).WriteJSON(&text, false); err != nil {

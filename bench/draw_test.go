@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// What a draw computes is what the drawn requests' values, written out, have.
+// draw returns the mean and percentiles of the list of all values of the drawn requests.
 func TestDrawEqualsDistributionOfExpandedValues(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(3, 4))
 	points := []float64{-1, 0, 12.5, 50, 99, 99.9, 100}

@@ -43,7 +43,7 @@ func TestFiguresPerGPUAndUser(t *testing.T) {
 	f(bench.GPUs{Prefill: 2}, 100.5, 0.5, 100)
 }
 
-// Failures that differ in a number are of one kind; the HTTP status tells kinds apart.
+// Failures that differ only in a number are of one kind. Different HTTP statuses are different kinds.
 func TestFailuresAreCountedByKind(t *testing.T) {
 	var samples []bench.Sample
 	for i := range 300 {
@@ -55,8 +55,8 @@ func TestFailuresAreCountedByKind(t *testing.T) {
 	}
 }
 
-// What vLLM's table has no lines for stands below it; the most frequent failures are named,
-// and how many there are besides.
+// More prints the figures that vLLM's table does not have. It names the most frequent failures
+// and the number of the others.
 func TestMore(t *testing.T) {
 	var samples []bench.Sample
 	for i := range 9 {

@@ -46,7 +46,7 @@ func (d *Distribution) At(p float64) (millis float64, ok bool) {
 // maxErrors bounds the texts that a Result counts.
 const maxErrors = 100
 
-// numbers are those of a failure's text, an HTTP status with its name.
+// numbers matches the numbers in a failure's text; an HTTP status matches with the word HTTP.
 var numbers = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`HTTP \d+|\d+`) })
 
 // kindOf is what failures of one kind have in common: their text without numbers, but the

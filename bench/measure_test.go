@@ -116,7 +116,7 @@ func alike(a, b any) bool {
 	return a == b
 }
 
-// What was written is read back: figures, requests, and what vLLM has no keys for.
+// A written result is read back whole: figures, requests, and the parts for which vLLM has no keys.
 func TestResultsAreReadBack(t *testing.T) {
 	files, _ := filepath.Glob("testdata/*.json")
 	for _, path := range files {
@@ -188,7 +188,7 @@ func TestReadJSONNamesWhatIsWrong(t *testing.T) {
 	f(good+strings.Replace(detail, `"start_times":[0,0]`, `"start_times":[0]`, 1), "key start_times has 1")
 }
 
-// Limits that mean nothing, and those that no request can keep, are refused.
+// Meaningless limits, and limits that no request can keep, are refused.
 func TestParseSLOs(t *testing.T) {
 	got, err := bench.ParseSLOs([]string{"ttft:500", "tpot:50.5"})
 	if err != nil || len(got) != 2 || got[1] != (bench.SLO{Metric: "tpot", Millis: 50.5}) {
@@ -204,7 +204,7 @@ func TestParseSLOs(t *testing.T) {
 	}
 }
 
-// Nothing sent, no time passed: figures of 0, and a JSON without NaN.
+// When nothing was sent or no time has passed, the figures are 0 and the JSON has no NaN.
 func TestNothingMeasured(t *testing.T) {
 	for _, seconds := range []float64{0, -1, math.NaN()} {
 		r := bench.Measure(nil, seconds, bench.Options{GPUs: bench.GPUs{Prefill: 1, Decode: 1}, SLOs: []bench.SLO{{Metric: "ttft", Millis: 1}}})

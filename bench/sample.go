@@ -2,7 +2,7 @@
 
 // Package bench measures what clients of an engine see: times to first token, times
 // per token, throughputs, and their statistics as vllm bench serve computes and prints
-// them. It sends nothing: package benchmark/load does, and simulators make samples of
+// them. It sends nothing: package bench/load does, and simulators make samples of
 // their own.
 //
 // The definitions, after vllm/benchmarks/serve.py and lib/endpoint_request_func.py of vLLM

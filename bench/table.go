@@ -66,7 +66,7 @@ func centred(text, fill string) string {
 	return strings.Repeat(fill, n/2) + text + strings.Repeat(fill, n-n/2) + "\n"
 }
 
-// More prints what vLLM's table has no lines for; nothing where there is nothing.
+// More prints the figures for which vLLM's table has no lines, if there are any.
 func (r *Result) More(w io.Writer) error {
 	var b strings.Builder
 	title := func(s string) { b.WriteString(centred(" "+s+" ", "-")) }

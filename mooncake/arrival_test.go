@@ -17,7 +17,7 @@ import (
 )
 
 // oldEngine writes as engines before 0.3.12 do: a connection per request, without
-// acknowledgement. half stops in the middle until go on.
+// acknowledgement.
 type oldEngine struct {
 	t    *testing.T
 	data string
@@ -28,7 +28,7 @@ func (x *pair) oldEngine(t *testing.T) *oldEngine {
 	return &oldEngine{t, fmt.Sprintf("127.0.0.1:%d", d.DataPort)}
 }
 
-// write sends n of the bytes of a block and returns what sends the rest.
+// write sends the first n bytes of a block. It returns a function that sends the rest.
 func (o *oldEngine) write(addr uint64, body []byte, n int) (rest func()) {
 	c, err := net.Dial("tcp", o.data)
 	if err != nil {
@@ -47,9 +47,9 @@ func (o *oldEngine) write(addr uint64, body []byte, n int) (rest func()) {
 	}
 }
 
-// P's engine says done when the bytes have left it. D reports each of two requests
-// when all of its blocks are there: one whose last block is half written, and one of
-// which nothing has come yet.
+// P's engine reports a write as done when the bytes have left P. D reports a request only when
+// all of its blocks have arrived: request d1, of which half a block has arrived then, and request
+// d2, of which nothing has.
 func TestOldEngineSaysDoneTooEarly(t *testing.T) {
 	x := newPair(t, testCache(2, 8, 64<<10), testCache(2, 8, 64<<10), SenderOptions{}, ReceiverOptions{ArrivalTimeout: 20 * time.Second})
 	goOn := make(chan struct{}, 2)
@@ -102,8 +102,8 @@ func TestOldEngineSaysDoneTooEarly(t *testing.T) {
 	}
 }
 
-// Blocks of an old engine that never come fail their request, with what to do, and
-// come too late; a request of a P whose engine confirms is not held up beside it.
+// A request fails when the blocks of an old engine do not arrive in time, and D refuses a block that
+// arrives later. A request to a P whose engine confirms its writes is not delayed meanwhile.
 func TestOldEngineLosesABlock(t *testing.T) {
 	x := newPair(t, testCache(2, 8, 4096), testCache(2, 8, 4096), SenderOptions{}, ReceiverOptions{ArrivalTimeout: 200 * time.Millisecond})
 	fill(x.p, 1)
@@ -186,8 +186,8 @@ func TestUnwrittenModel(t *testing.T) {
 	}
 }
 
-// Nothing says yet which engine P has, and not a byte has come when it says done. Of
-// two such requests the one whose bytes come has arrived when they have, the other fails.
+// P says done before its first byte, so D does not know yet which engine P has. A request whose
+// bytes come later is reported when they have arrived. A request whose bytes never come fails.
 func TestUnknownEngineSaysDoneBeforeItsFirstByte(t *testing.T) {
 	x := newPair(t, testCache(2, 8, 4096), testCache(2, 8, 4096), SenderOptions{}, ReceiverOptions{ArrivalTimeout: 4 * time.Second})
 	old := x.oldEngine(t)

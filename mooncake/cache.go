@@ -24,8 +24,8 @@ type Storage struct {
 type Cache struct {
 	Storages []Storage
 	Regions  []wire.Region // each within one storage
-	// In is the storage of each region; nil when each Base lies in its storage. With
-	// it, blocks that are never used may lie before the storage.
+	// In is the index of each region's storage; nil when each Base lies in its storage.
+	// With In set, a region may begin before its storage, with blocks that are never used.
 	In    []int
 	Kinds []GroupKind // of each transferred KV cache group
 

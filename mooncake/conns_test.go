@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// More connections than a side channel takes, which say nothing: the longest idle ones
-// give way. A D whose pull waits keeps its connection, and one that comes is served.
+// When a side channel has more silent connections than it takes, it closes those that were idle
+// longest. A D whose pull waits keeps its connection, and a new D is served.
 func TestSilentConnectionsGiveWay(t *testing.T) {
 	x := small(t, SenderOptions{MaxPulls: 4}, ReceiverOptions{})
 	const most = 8 // twice MaxPulls

@@ -23,10 +23,10 @@ func (e *LengthError) Error() string {
 	return fmt.Sprintf("mooncake: %d source blocks for %d destination blocks", e.Src, e.Dst)
 }
 
-// GroupConcurrentContiguous appends the spans of src and dst to spans: both lists
-// are cut wherever either one's next id is not the one before plus 1. The spans
-// follow each other and cover the lists; empty lists have none. It allocates
-// nothing but the room spans lacks, and keeps no slice.
+// GroupConcurrentContiguous appends the spans of src and dst to spans: it cuts both
+// lists wherever the next id of either list is not its previous id plus 1. The spans
+// follow each other and cover the lists; empty lists have none. It allocates only
+// when spans lacks capacity, and keeps no slice.
 //
 // The only error is a *LengthError: what unequal lists mean is not defined (vLLM
 // raises, or pairs the wrong blocks).

@@ -113,7 +113,7 @@ func TestSideChannelCut(t *testing.T) {
 					t.Fatal("wrong bytes")
 				}
 			case errors.Is(err, ErrLost), errors.Is(err, ErrUnknownTransfer), errors.Is(err, ErrUnreachable):
-				failed++ // P had sent all, and its word was cut off: the transfer is done there
+				failed++ // P had sent all, but its reply was cut off: at P the transfer is done
 			default:
 				t.Fatal(err)
 			}

@@ -52,7 +52,7 @@ func (e *engine) alloc(id string, n int) []int {
 	return blocks
 }
 
-// release gives id's blocks back. Whoever reads them now reads something else.
+// release gives id's blocks back and overwrites them, so that a late reader finds other bytes.
 func (e *engine) release(id string, blocks []int) {
 	for _, b := range blocks {
 		if e.owner[b] != id {
@@ -177,7 +177,7 @@ func (c *couple) must(err error) {
 	}
 }
 
-// step tells the workers what was decided and hears how it went.
+// step gives the schedulers' decisions to the workers and the workers' results to the schedulers.
 func (c *couple) step() {
 	m, err := c.pe.sched.Build()
 	c.must(err)

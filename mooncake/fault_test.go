@@ -119,8 +119,8 @@ func TestUnknownTransfer(t *testing.T) {
 	x.idle(t)
 }
 
-// Blocks that nobody pulls come back, and a pull that P cannot serve in time ends
-// in vLLM's words.
+// P frees blocks that no D pulls in time, and a pull that P cannot serve in time fails
+// with vLLM's error text.
 func TestSenderTimeouts(t *testing.T) {
 	x := small(t, SenderOptions{AbortTimeout: 100 * time.Millisecond}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1, 2}})
@@ -139,7 +139,7 @@ func TestReceiverTimeout(t *testing.T) {
 	x := small(t, SenderOptions{RetryTimeout: 50 * time.Millisecond}, ReceiverOptions{Timeout: 200 * time.Millisecond})
 	x.sender.Expect("p", "x")
 	err := x.pull(t, "d", "x", []int{1})
-	if !errors.Is(err, ErrTimeout) && !errors.Is(err, ErrPeer) { // whose clock rings first
+	if !errors.Is(err, ErrTimeout) && !errors.Is(err, ErrPeer) { // P's timeout or D's may come first
 		t.Fatal(err)
 	}
 	x.sender.Offer("p", "x", [][]int{{5}}) // too late; D lets it go, or nobody comes
@@ -301,8 +301,8 @@ type writerAt func([]byte, int64)
 
 func (f writerAt) WriteAt(p []byte, off int64) (int, error) { f(p, off); return len(p), nil }
 
-// The same transfer pulled twice, at once and one after the other; and one pull
-// that asks for it under two names.
+// Two requests pull the same transfer: at the same time, one after the other, and in
+// one pull.
 func TestDuplicatePulls(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 50 * time.Millisecond})
 	x.sender.Offer("p", "x", [][]int{{5}})
@@ -341,7 +341,7 @@ func TestDuplicatePulls(t *testing.T) {
 	}
 }
 
-// Layouts that do not fit end in words that name both sides' values.
+// A pull between layouts that do not match fails with an error that names both sides' values.
 func TestLayoutsDoNotFit(t *testing.T) {
 	f := func(change func(c *Cache), text string) {
 		t.Helper()
@@ -365,7 +365,7 @@ func TestLayoutsDoNotFit(t *testing.T) {
 	}
 }
 
-// What does not fit the request, and not the memory, fails the request alone.
+// A mistake in one request fails that request alone.
 func TestRequestsDoNotFit(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1}})
@@ -404,7 +404,7 @@ func TestRequestsDoNotFit(t *testing.T) {
 	}
 }
 
-// P forgets the layout that D only names from its second pull on.
+// From its second pull on D sends only the number of its layout. P has forgotten that layout here.
 func TestLayoutMiss(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	for i := range 3 {
@@ -432,7 +432,7 @@ func TestLayoutMiss(t *testing.T) {
 	}
 }
 
-// Replies of a P that is wrong about what was asked.
+// D gets replies that do not match its pull.
 func TestOddReplies(t *testing.T) {
 	f := func(want error, replies ...[]byte) {
 		t.Helper()

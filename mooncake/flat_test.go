@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// usage is what a process holds.
+// usage is the memory, files and goroutines of this process.
 type usage struct {
 	heap        uint64
 	files       int

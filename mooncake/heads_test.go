@@ -169,7 +169,7 @@ func TestHeadsOfUnequalTP(t *testing.T) {
 	}
 }
 
-// A tensor of which nobody says where the heads are serves equal TP only.
+// A tensor without a head axis can be exchanged only between engines of equal TP size.
 func TestUnknownHeadsAreNotCut(t *testing.T) {
 	x, _ := headTensor(orders[0], 0, 1)
 	x.HeadAxis = 0

@@ -38,8 +38,8 @@ func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *wire.Pull)) string {
 	return "tcp://" + addr.String()
 }
 
-// The late writer: a P whose pull has failed goes on writing into the blocks, which
-// the next request uses already. It must never get through.
+// A P whose pull has failed goes on writing into D's blocks, which the next request
+// already uses. No such write may arrive.
 func TestLateWriter(t *testing.T) {
 	const timeout = 300 * time.Millisecond
 	x := small(t, SenderOptions{}, ReceiverOptions{Timeout: timeout, FenceTimeout: 50 * time.Millisecond})
@@ -99,7 +99,7 @@ func TestLateWriter(t *testing.T) {
 			if err == nil {
 				break
 			}
-			if took := time.Since(began); took < timeout*9/10 || try == 20 { // a late machine may take all of the time
+			if took := time.Since(began); took < timeout*9/10 || try == 20 { // on a busy machine the pull may need all of the time
 				t.Fatalf("after %v: %v", took, err)
 			}
 		}
@@ -119,7 +119,7 @@ func TestLateWriter(t *testing.T) {
 	testkit.Eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
 }
 
-// Without the fence the late writer gets through: TestLateWriter can fail.
+// Without the fence the writes of the late P arrive, so TestLateWriter can fail.
 func TestLateWriterReachesOpenWindow(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{Timeout: 5 * time.Second})
 	late := transfer.New(transfer.Options{})

@@ -51,7 +51,7 @@ type fleetP struct {
 	late     map[string][]int // D asks for them already: offered at some later step
 }
 
-// fleetD is a D in one of its lives. owner says whose each block is.
+// fleetD is a D in one of its lives. blocks says what each of its blocks must hold.
 type fleetD struct {
 	name     string
 	life     int
@@ -175,7 +175,7 @@ func (f *fleet) startD(d *fleetD) {
 	}
 }
 
-// release gives a block of D to nobody, and marks it: who writes it now is wrong.
+// release frees a block of D and fills it with a mark. A write into it is an error from then on.
 func (f *fleet) release(d *fleetD, b int) {
 	d.blocks[b] = fleetBlock{holds: fmt.Sprint("free in life ", d.life, " of ", d.name, " ", f.rnd.IntN(1<<30)), index: b}
 	stamp(d.cache, b, d.blocks[b].holds, b)
@@ -250,7 +250,7 @@ func (f *fleet) step(busy bool) {
 		}
 		for _, id := range p.sender.Finished() {
 			for _, b := range p.held[id] {
-				stamp(p.cache, b, "free at P", f.rnd.IntN(1<<30)) // whoever reads it now sends nonsense
+				stamp(p.cache, b, "free at P", f.rnd.IntN(1<<30)) // a late push of this block sends wrong bytes
 			}
 			p.free = append(p.free, p.held[id]...)
 			delete(p.held, id)
@@ -327,9 +327,9 @@ func (f *fleet) restartD(d *fleetD) {
 	f.startD(d)
 }
 
-// Several P's and D's with random lives, aborts, broken side channels, late offers and
-// pulls that nobody serves, and a P beside them that keeps every pull it ever got and
-// writes for it again and again: a block holds what it must at all times.
+// Several P's and D's restart at random, with aborts, broken side channels, late offers and
+// pulls that no P serves. One more P, the rogue, keeps every pull that it got and writes for
+// it again and again. Each block of a D must hold the expected bytes at all times.
 func TestFleet(t *testing.T) {
 	for seed := range uint64(2) {
 		f := newFleet(t, seed, 3, 3)
@@ -469,7 +469,7 @@ func (f *fleet) rogue(d *fleetD, addr, id string, mu *sync.Mutex, stalled map[st
 	f.dir.mu.Unlock()
 }
 
-// settleRogues tells the rogue which of its pulls have ended: it writes for those.
+// settleRogues removes pulls that have ended from stalled. The rogue writes for those.
 func (f *fleet) settleRogues(mu *sync.Mutex, stalled map[string]bool) {
 	mu.Lock()
 	defer mu.Unlock()

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// Two sources of lines: each has its own few per second, and says how many were left
-// out.
+// Two sources of log lines each have their own limit per second, and each reports how many
+// lines were left out.
 func TestLogLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var a, b LogLimit

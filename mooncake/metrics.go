@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// Metrics count what Senders and Receivers do. Those of one process may share one; a
-// nil one counts nothing.
+// Metrics count what Senders and Receivers do. All of one process may share one Metrics; a
+// nil *Metrics counts nothing.
 type Metrics struct {
 	times, bytes, descriptors            *histogram.Histogram
 	failedPushes, failedRecvs, expiredKV atomic.Uint64

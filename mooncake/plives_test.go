@@ -12,10 +12,10 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
-// P restarts at the same address, as another engine, while D waits for a transfer of
-// its first life; the proxy, which counts, gives the second life a transfer of the same
-// id. D's pull, sent again, is filled by that one: it fails. A connection that breaks
-// while P lives costs nothing.
+// P restarts at the same address with a new engine id, while D waits for a transfer of P's first
+// life. The restarted P offers another prompt under the same transfer id. D sends its pull again, and
+// the pull must fail instead of taking that prompt's KV. Where only the connection breaks, the pull
+// succeeds.
 func TestPullSentAgainToAnotherLife(t *testing.T) {
 	for _, restarts := range []bool{true, false} {
 		x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second, ConnectTimeout: 10 * time.Second})

@@ -32,8 +32,8 @@ type Pusher struct {
 	pushed, bytes, descriptors, failed, planning, pushing atomic.Int64
 }
 
-// NewPusher returns a Pusher of a Sender's memory; of o it takes Transfer, Workers and
-// Metrics.
+// NewPusher returns a Pusher of a Sender's memory; of o it uses Transfer, Workers, Metrics
+// and Log.
 func NewPusher(c *Cache, o SenderOptions) *Pusher {
 	w := &Pusher{cache: c, client: o.Transfer, metrics: o.Metrics, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), perPeer: o.Workers}
 	w.mu.peers = make(map[string]*pushPeer)

@@ -55,8 +55,8 @@ type ReceiverOptions struct {
 	// before its connection is cut; default 1 s.
 	FenceTimeout time.Duration
 
-	// KeepAtP leaves the blocks of requests that D aborts or that time out with P, until P's own timeout; default D tells P to free them.
-	// It is for callers who tell P themselves.
+	// KeepAtP leaves P's blocks to P's own timeout when D aborts a request or the request times out; by default D tells P to free them.
+	// It is for callers that tell P themselves.
 	KeepAtP bool
 
 	Attempts int // per pull and P worker, when the side channel breaks; default 3
@@ -206,7 +206,7 @@ type receiving struct {
 	counted bool     // counted as failed
 }
 
-// group is the requests of one Start. Its context ends with the last.
+// group is the requests of one Start. Its context ends when the last of them is settled.
 type group struct {
 	left   int // not settled; guarded by Receiver.mu
 	cancel context.CancelFunc

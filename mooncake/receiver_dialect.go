@@ -37,7 +37,7 @@ func (t *pullConn) pullForAll(ctx context.Context) error {
 	}
 	one, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r.wg.Go(func() { // without an aborted request the pull is another one
+	r.wg.Go(func() { // ends this pull when D aborts one of its requests: errPullAgain
 		for !aborted() {
 			select {
 			case <-t.wake:

@@ -13,20 +13,20 @@ import (
 var errMoved = errors.New("the worker has another address")
 
 const (
-	// lookAgain is how often the registry is asked while a worker's side channel refuses connections.
+	// lookAgain is how often a pull asks the registry while the worker's side channel refuses connections.
 	lookAgain = 250 * time.Millisecond
 
-	// freshFor is how long a new connection to P may go by what the registry said. Each P registers before it answers pulls, so a P that
-	// was started again, with other ranks or in another place, is met by its new workers.
+	// freshFor is how long after the registry's last answer a pull may connect to P without asking again. Each P registers before it
+	// answers pulls, so the registry names the new workers of a P that was restarted with other ranks or in another place.
 	freshFor = time.Second
 
-	// askWithin bounds the question before a new connection: without an answer the pull goes by what is known.
+	// askWithin bounds the registry query before a new connection. Without an answer in that time, the pull goes to the address that it has.
 	askWithin = time.Second
 )
 
-// moved asks the registry where the worker is, after its side channel has refused a connection or was silent: a P with a fixed engine id that
-// was started again has other side channels. The error is errMoved where the worker has another address, which t then has, and an ErrNoEngine
-// where the engine has other ranks. Nothing may have been sent.
+// moved asks the registry where the worker is, after its side channel refused a connection or was silent: a restarted P with a fixed engine
+// id has other side channels. If the worker has another address, moved stores it in t and returns errMoved. If the engine has other ranks,
+// it returns an ErrNoEngine. The caller must not have sent anything yet.
 func (t *pullConn) moved(ctx context.Context) error {
 	if t.r.o.Dialect != nil || t.resent || time.Since(t.looked) < lookAgain {
 		return nil
@@ -40,8 +40,9 @@ func (t *pullConn) moved(ctx context.Context) error {
 	return t.follow(now)
 }
 
-// confirmPlace asks the registry where the worker is before a new connection to it, unless that is known since freshFor and no connection has
-// ended since. Another process may have the worker's address by now. Errors are those of moved.
+// confirmPlace asks the registry where the worker is before a new connection to it, because another process may have the worker's address
+// by now. It does not ask if the last answer is younger than freshFor and no connection to the worker has broken since. Errors are those of
+// moved.
 func (t *pullConn) confirmPlace(ctx context.Context) error {
 	r := t.r
 	if r.o.Dialect != nil || r.o.Find != nil || t.resent {
@@ -66,7 +67,7 @@ func (t *pullConn) confirmPlace(ctx context.Context) error {
 	return t.follow(now)
 }
 
-// follow compares where P's workers are with where the pull goes.
+// follow compares the workers that the registry lists now with those of the pull. Errors are those of moved.
 func (t *pullConn) follow(now *pairing) error {
 	if !now.alike(t.workers) { // the worker of the same place fills another part of D's blocks
 		return fmt.Errorf("%w: engine %s at %s has other ranks than when the pull began", ErrNoEngine, t.from.EngineID, t.from.Bootstrap)

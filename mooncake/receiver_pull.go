@@ -24,7 +24,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	}()
 	p, err := r.workers(ctx, from)
 	if err != nil {
-		r.forgetEngine(from) // it may have been half registered
+		r.forgetEngine(from) // the engine may have been half registered
 		r.failAll(list, cause(ctx, err))
 		return
 	}
@@ -72,7 +72,7 @@ func (r *Receiver) failAll(list []*receiving, err error) {
 	}
 }
 
-// pairing is which workers of P a pull goes to. It is immutable.
+// pairing names the workers of P that a pull goes to. It is immutable.
 type pairing struct {
 	addrs      []string // side channels
 	tp, stages int      // P's TP size and pipeline stages, as the directory shows them
@@ -421,7 +421,7 @@ func (t *pullConn) handleReply(ctx context.Context, s *socket, y *wire.Reply) (e
 	t.kvasir = y.Kvasir
 	t.r.recordReply(t.addr, y, t.window.id)
 	if y.Status == wire.StatusError {
-		t.r.forgetEngine(t.from) // of which D may know a part only
+		t.r.forgetEngine(t.from) // D may know only a part of the engine
 		t.failAll(fmt.Errorf("%w: %s", ErrPeer, messageOrDefault(y.Message)))
 		return true, nil
 	}

@@ -27,8 +27,8 @@ func (x *pair) disconnected(t *testing.T) {
 	})
 }
 
-// P restarts under its engine id with more ranks, or with more stages, elsewhere or with its first worker at the old address. D, which
-// knows the engine, fills no block in part: the pull fails or all of the block is right, and the next pull is right.
+// P restarts under its engine id with more ranks or more stages, at other addresses or with its first worker at the old one. D knows
+// the engine from before. D's pull fails or fills each block wholly, and the next pull is right.
 func TestPRestartsWithOtherRanks(t *testing.T) {
 	const heads, layers, blocks = 4, 2, 16
 	f := func(stages int, samePlace bool) {
@@ -102,8 +102,8 @@ func TestPRestartsWithOtherRanks(t *testing.T) {
 	f(2, true)
 }
 
-// P restarts under its engine id elsewhere. Its old side channel accepts connections: of a process that says nothing, or of another engine of
-// P. D's next pull is right.
+// P restarts under its engine id at another address. At the old address a silent process, or another P engine, accepts connections.
+// D's next pull is right.
 func TestOldSideChannelOfAnother(t *testing.T) {
 	f := func(t *testing.T, silent bool) {
 		const connect, unknown = 300 * time.Millisecond, 300 * time.Millisecond
@@ -140,7 +140,7 @@ func TestOldSideChannelOfAnother(t *testing.T) {
 		}
 		second := start(SenderOptions{Engine: Engine{ID: x.from.EngineID}})
 		x.dir.show(second.EngineID(), second.Addr())
-		if silent { // P moves after D has begun: it learns of that when nothing answers
+		if silent { // P moves after D has begun: D learns of that when no answer comes
 			at, wait := addr, connect
 			x.receiver.o.Find = func(context.Context, Source) (bootstrap.Engine, error) {
 				e := bootstrap.Engine{ID: x.from.EngineID, Workers: map[int]map[int]string{0: {0: at}}}
@@ -156,7 +156,7 @@ func TestOldSideChannelOfAnother(t *testing.T) {
 			if err == nil {
 				break
 			}
-			// Without the registry's answers in time, D goes by what it knows and asks another engine.
+			// Where the registry does not answer in time, D uses the address that it knows, and another engine answers there.
 			if took := time.Since(began); !errors.Is(err, ErrUnknownTransfer) || took < 2*askWithin || try == 5 {
 				t.Fatalf("after %v: %v", took, err)
 			}

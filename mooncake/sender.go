@@ -299,7 +299,7 @@ func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 }
 
 // claimLocked finds or makes the transfer and gives it to P's request. If another
-// request has the transfer id, that one is aborted.
+// request has the transfer id, it aborts the other request's transfer.
 func (s *Sender) claimLocked(request, transferID string) *offer {
 	e := s.mu.transfers[transferID]
 	if e != nil && e.request != "" && e.request != request {

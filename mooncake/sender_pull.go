@@ -73,7 +73,7 @@ type pullAnswer struct {
 	cancel      context.CancelCauseFunc
 	waiting     map[string]*offer // by D's request id
 	memory      uint64            // of D, hashed
-	refilled    []string          // filled by an earlier pull, whose answer D did not hear
+	refilled    []string          // filled by an earlier pull, whose answer D did not get
 	lostReplies []string          // the same, found out later; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
 	ended       []string          // requests whose transfer P does not have any more
@@ -117,8 +117,8 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	})
 }
 
-// PeerKey names the D worker of a pull, for shares: from where it speaks and where it
-// wants its blocks.
+// PeerKey names the D worker of a pull, for shares: the host of its connection, and the
+// address at which it wants its blocks.
 func PeerKey(peer *zmtp.Peer, host string, port int) string {
 	from, _, err := net.SplitHostPort(peer.RemoteAddr().String())
 	if err != nil {

@@ -122,8 +122,8 @@ func TestSilentDBesideAnother(t *testing.T) {
 	}
 }
 
-// Pulls for transfers that P has never heard of, by D's that are gone in spirit, make
-// room for a D whose blocks are ready.
+// P takes as many pulls as it may, all for transfers that it does not know. It fails one of them
+// to make room for a D whose blocks are ready.
 func TestForgottenPullsMakeRoom(t *testing.T) {
 	x := small(t, SenderOptions{MaxPulls: 8}, ReceiverOptions{})
 	var answers []<-chan *wire.Reply
@@ -158,7 +158,7 @@ func TestForgottenPullsMakeRoom(t *testing.T) {
 	})
 }
 
-// One peer with many pulls gives way to another, and not the other way round.
+// A full gate evicts pulls of the peer with the most pulls for another peer, and not the other way round.
 func TestGateShares(t *testing.T) {
 	g := NewGate(8)
 	evicted := map[string]int{}
@@ -261,8 +261,8 @@ func TestEachStageCounts(t *testing.T) {
 	}
 }
 
-// The last answer of P is lost with the connection. D asks again, and hears at once
-// that its blocks are filled; another D does not.
+// P's last answer is lost with the connection. D asks again, and P answers at once that D's
+// blocks are filled. P does not answer so to another D.
 func TestLostLastReply(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1, 2}})
@@ -299,10 +299,10 @@ func TestLostLastReply(t *testing.T) {
 	if x.target.Table().Observe(); !bytes.Equal(block(x.d, 0, 1), block(x.p, 0, 5)) {
 		t.Fatal("the earlier prompt's blocks")
 	}
-	// Until P has noted that they are filled it pushes them again to who asks.
+	// Until P has noted that the blocks are filled, it pushes them again to a D that asks.
 	testkit.Eventually(t, "P notes that the blocks are filled", func() bool { return x.sender.Stats().Transfers == 0 })
-	// That connection stands: who asks again has heard, and has other bytes there by now.
-	// When it breaks after all, the answer may not have been heard.
+	// The connection d is still open, so D has got the answer, and may use the blocks for something else: P says unknown.
+	// When d breaks, D may not have got the answer: P says that the blocks are filled.
 	_, again := ask(t, x.sender.Addr(), pull)
 	if len(next(t, again).Unknown) != 1 {
 		t.Fatal("blocks are said to be filled that were not pushed again")

@@ -44,8 +44,8 @@ func refuse(peer *zmtp.Peer, p *wire.Pull) {
 	peer.Flush()
 }
 
-// A P that refuses everything, beside one that takes long, uses windows of its own:
-// a third P's pulls arrive, and the slow one's go on.
+// One P refuses every pull, a second P is slow. The refusing P uses windows of its own: a third
+// P's pulls arrive, and those of the slow P continue.
 func TestFailuresOfOneP(t *testing.T) {
 	const layers, rounds = 160, 60 // each window has 160 storages
 	x := newPair(t, testCache(layers, 512, 64), testCache(layers, 512, 64), SenderOptions{}, ReceiverOptions{Timeout: 60 * time.Second})
@@ -104,8 +104,8 @@ func TestFailuresOfOneP(t *testing.T) {
 	}
 }
 
-// A P with more failures in flight than it may have windows loses its oldest pulls,
-// and nobody else does.
+// When a P has more failures in flight than it may have windows, its oldest pulls fail. Pulls
+// from other P's do not.
 func TestTooManyWindowsOfOneP(t *testing.T) {
 	x := newPair(t, testCache(1500, 16, 64), testCache(1500, 16, 64), SenderOptions{}, ReceiverOptions{Timeout: 60 * time.Second})
 	x.more(map[string]string{"bad": fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
@@ -191,9 +191,8 @@ func TestAnswersDuringAFence(t *testing.T) {
 	}
 }
 
-// D aborts one of the requests that a stock P is about to push in one batch, of which
-// the engine has one result: the others arrive, and the aborted one's blocks are
-// given back only then.
+// A stock P pushes several requests in one batch, with one result of its engine. D aborts one of
+// them. The others arrive, and D frees the blocks of the aborted one only then.
 func TestAbortedRequestInCompany(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	p := transfer.New(transfer.Options{})

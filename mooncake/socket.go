@@ -43,7 +43,7 @@ type Sockets struct {
 		closed bool
 		idle   map[string][]*socket
 		all    map[*socket]struct{}
-		broken map[string]time.Time // when a connection to an address ended, or could not be made, last
+		broken map[string]time.Time // when a connection to an address last ended or could not be made
 	}
 }
 

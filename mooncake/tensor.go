@@ -46,9 +46,9 @@ type Tensor struct {
 	PageBytes uint64
 }
 
-// NewCache publishes tensors in storages: which regions a worker registers, and
-// what each of them covers. c gives the rest of the Cache; its Storages and Regions
-// are set.
+// NewCache returns the Cache of tensors in storages: which regions a worker registers,
+// and what each of them covers. It copies c and sets Storages, Regions, In and, if a
+// tensor cannot be cut by heads, Unsliced.
 //
 // A tensor whose blocks are runs of an allocation that holds nothing else is one
 // region per layer, packed with its neighbours of the same row; layers of several

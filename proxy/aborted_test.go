@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// An engine that ends aborts its requests with status 200 and no token: another engine answers them. Where there is no other one, and where
-// a part of the answer is there, the client gets what the engine said.
+// An engine that ends aborts its requests with status 200 and no token: another engine answers them. Where there is no other engine, or the
+// client already has a part of the answer, the client gets the engine's own answer.
 func TestRequestOfAnEngineThatEndsIsAnsweredByAnother(t *testing.T) {
 	aborted := map[string]string{
 		"/v1/completions":      `{"choices":[{"index":0,"text":"","finish_reason":"abort"}]}`,

@@ -63,8 +63,8 @@ func do(t testing.TB, method, url, token, body string) (int, string, http.Header
 	return resp.StatusCode, string(text), resp.Header
 }
 
-// With secrets for salts each request has a signed salt: of its key, of all who have none, or of the part that a client names. A client
-// that sends another tenant's signed salt, by any key or without one, gets a tenant of its own.
+// With secrets for salts the proxy signs each request's salt: one salt per key, one for all clients without a key, and one per
+// part that a client names. A client that sends the signed salt of another tenant, with any key or without one, gets a tenant of its own.
 func TestSignedSalts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "salts")
 	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
@@ -125,8 +125,8 @@ func TestSignedSalts(t *testing.T) {
 	}
 }
 
-// Who has no key gets nothing; each key has a salt of its own, which a client can divide and not
-// choose; engines never see the clients' keys.
+// A client without a key gets 401. Each key has a salt of its own; a client can divide it into parts but
+// cannot choose it. Engines never see the clients' keys.
 func TestAPIKeys(t *testing.T) {
 	var seen legs
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) { seen.note(r); fmt.Fprint(w, `{}`) })
@@ -181,7 +181,7 @@ func TestAPIKeys(t *testing.T) {
 	}
 }
 
-// A key's limits are its own; what ends gives its place back, also when the client leaves.
+// Each key has its own limits. A request that ends gives its place back, also when the client leaves.
 func TestKeyLimits(t *testing.T) {
 	release := make(chan bool)
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -240,7 +240,7 @@ func TestKeyLimits(t *testing.T) {
 	}
 }
 
-// Engines come and go while requests are served, for who has the token.
+// A caller with the token can add and remove engines while requests are served.
 func TestAdmin(t *testing.T) {
 	release := make(chan bool)
 	one := mock(t, func(w http.ResponseWriter, _ *http.Request) { <-release; fmt.Fprint(w, `{"one":1}`) })
@@ -306,7 +306,7 @@ func TestAdmin(t *testing.T) {
 	})
 }
 
-// Engines are those that a name has now; a name that cannot be looked up changes nothing.
+// The proxy uses the engines whose addresses a DNS name has now. A lookup that fails changes nothing.
 func TestDNS(t *testing.T) {
 	e := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
 	u, _ := neturl.Parse(e)
@@ -360,7 +360,7 @@ func TestRegistryAsSource(t *testing.T) {
 	}
 }
 
-// A request is a span below the client's, each leg one below it, of which the engine hears.
+// A request has a span below the client's span, and each leg has a span below that one. The engine gets the leg's span in its header.
 func TestSpans(t *testing.T) {
 	type span = map[string]any
 	var mu sync.Mutex

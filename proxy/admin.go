@@ -23,7 +23,7 @@ type EngineState struct {
 	Role     string   `json:"role"`
 	Engine   string   `json:"engine,omitempty"`   // sglang, where it is one
 	Reason   string   `json:"reason,omitempty"`   // why an engine of SGLang gets no requests
-	Registry string   `json:"registry,omitempty"` // or the bootstrap server of a P of SGLang
+	Registry string   `json:"registry,omitempty"` // of a Mooncake P; of a P of SGLang its bootstrap server
 	Well     bool     `json:"well"`
 	Draining bool     `json:"draining"`
 	Requests int      `json:"requests"`
@@ -31,11 +31,11 @@ type EngineState struct {
 	Ranks    int      `json:"ranks,omitempty"` // in its registry
 }
 
-// Admin returns a handler of /engines for those who have a token: GET lists engines, POST adds one,
-// DELETE takes one away, POST to /engines/drain and /engines/undrain let no new requests to one, or
-// again. Requests in progress go on in any case.
+// Admin returns a handler of /engines for callers with the token: GET lists engines, POST adds one,
+// DELETE removes one. After POST to /engines/drain an engine gets no new requests, after POST to
+// /engines/undrain it gets them again. Requests in progress go on in any case.
 //
-// A request that a gate in front found to be allowed (auth.Allows) needs no token.
+// A request that a gate in front has allowed (auth.Allows) needs no token.
 func (p *Proxy) Admin(token string) http.Handler {
 	want := sha256.Sum256([]byte(token))
 	mux := http.NewServeMux()
@@ -120,8 +120,8 @@ func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
 // Engines returns the engines, as Admin shows them.
 func (p *Proxy) Engines() []EngineState { return p.states() }
 
-// DrainEngine lets no new requests to the engines of a URL, and of a role unless it is empty, or lets them through again. It reports false where
-// there is none.
+// DrainEngine stops new requests to the engines of a URL (and of a role unless it is empty), or with on false allows them again. It reports
+// whether there is such an engine.
 func (p *Proxy) DrainEngine(url, role string, on bool) bool {
 	return p.each(url, role, func(b *backend) { b.draining.Store(on) })
 }

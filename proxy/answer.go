@@ -47,7 +47,7 @@ func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [
 	return resp, err
 }
 
-// Bounds of what is read of an answer before the client hears of it, bytes.
+// Bounds of what the proxy reads of an answer before it sends the client anything, bytes.
 const (
 	maxWhole = 1 << 20
 	maxError = 64 << 10
@@ -55,15 +55,15 @@ const (
 
 var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode"}
 
-// answer is the leg whose answer the client hears: alone, or with what P says for D. An error
-// says that the client has heard nothing. begin is called when the engine can be reached: from then on it gets the whole request,
-// also when the client leaves meanwhile, so that D can let go of what P computes for it.
+// answer runs the leg whose answer the client gets: of one engine alone, or of D with P's transfer params. On an error the client
+// has got nothing yet. answer calls begin once the engine can be reached. From then on the engine gets the whole request, even if
+// the client leaves, so that D can release the KV that P computes for it.
 func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte, begin func() error) (outcome string, err error) {
 	defer func() { e.p.fleet.leave(b, lacks) }()
 	began := false
 	outer := ctx
 	defer func() {
-		if !began && outer.Err() == nil { // it is judged by its first data, and not when the client left or P failed
+		if !began && outer.Err() == nil { // a leg with data is judged below; no leg is judged when the client left or P failed
 			e.judge(b, err)
 		}
 	}()
@@ -132,8 +132,8 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	return e.pass(b, resp, first, stream), nil
 }
 
-// beginning reads an answer up to its first data: engines send a stream's head long before they know whether the request goes
-// well. Errors: those of firstData.
+// beginning reads an answer up to its first data, because engines send the head of a stream long before they know whether the
+// request succeeds. Errors: those of firstData, errFailed for an aborted request, and those of the connection.
 func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, stream bool, err error) {
 	first, err = resp.Next()
 	stream = strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
@@ -155,16 +155,16 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 	return first, stream, nil
 }
 
-// hasOther reports whether an engine other than b could take the request that has not been tried.
+// hasOther reports whether an engine that is not b and has not been tried could take the request.
 func (e *exchange) hasOther(b *backend) bool {
 	w := e.want
 	w.tried = append(slices.Clone(w.tried), b)
 	return e.p.fleet.hasUntried(b.role, &w)
 }
 
-// pieces is the request for the engine that answers. A client does not choose from where D loads KV or encoder outputs.
+// pieces returns the request for the engine that answers. The proxy, and never the client, says from where D loads KV or encoder outputs.
 func (e *exchange) pieces(b *backend, params []byte) [][]byte {
-	if e.route == form { // it names no transfer, and q is not its text
+	if e.route == form { // a form names no transfer, and q does not describe it
 		return [][]byte{e.body.b}
 	}
 	if b.kind() == sglangKind {
@@ -182,9 +182,9 @@ func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	return pieces
 }
 
-// whole reads an answer that is no stream to its end, unless it is long: until the client has
-// heard something, another engine can answer. It reports whether that went well; then first is
-// all that was read, and more may come if the answer is long.
+// whole reads an answer that is no stream to its end, but not far beyond maxWhole bytes: until the
+// client has got something, another engine can answer. It reports false if the answer was cut. Else
+// first is all that was read; of a longer answer more may come.
 func (e *exchange) whole(resp *http1.Response, first *[]byte) bool {
 	if resp.Length == int64(len(*first)) {
 		return true
@@ -235,8 +235,8 @@ func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 	e.w.WriteHeader(status)
 }
 
-// extend gives the client time to take what is written. A new deadline costs more than a look at
-// the clock, so that each lasts for a while.
+// extend gives the client SendTimeout to read what is written. Setting a deadline costs more than
+// reading the clock, so extend sets a longer one only when a quarter of SendTimeout has passed.
 func (e *exchange) extend(now time.Time) {
 	if now.Sub(e.extended) > e.p.o.SendTimeout/4 {
 		e.extended = now
@@ -250,7 +250,7 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	fix := e.fixesUsage(stream)
 	length := int(resp.Length)
 	if fix != nil {
-		length = -1 // a number may have fewer digits than D's
+		length = -1 // the corrected number may have fewer digits than D's
 	}
 	if !stream && fix != nil {
 		first = fix(first)
@@ -312,7 +312,7 @@ func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stre
 	return e.ended(b, resp.Status, stream, end, err)
 }
 
-// ended returns the outcome of an answer that was passed on until err. An answer that is not whole is broken off.
+// ended returns the outcome of an answer that was passed on until err. It cuts the client's connection if the answer is not whole.
 func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, err error) (outcome string) {
 	clean := errors.Is(err, io.EOF)
 	switch {
@@ -331,12 +331,12 @@ func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, e
 	return ""
 }
 
-// errNoLast means that an engine ended a stream in good order, but without the event that ends an answer.
+// errNoLast means that an engine ended a stream properly, but without the event that ends an answer.
 var errNoLast = errors.New("the stream ended without")
 
-// brokenOff ends an answer that is not whole: the client must not take it for one.
+// brokenOff ends an answer that is not whole by cutting the connection: the client must not take the answer for a whole one.
 func (e *exchange) brokenOff(b *backend, stream bool, err error) {
-	if !isTimeout(err) && !errors.Is(err, errNoLast) { // an engine that ends its answers in good order is well
+	if !isTimeout(err) && !errors.Is(err, errNoLast) { // an engine that ends its streams properly is well
 		e.p.trouble(b, err)
 	}
 	e.p.o.Log.Warn("an engine broke off in the middle of an answer", "engine", b.url, "request", e.id, "err", err)

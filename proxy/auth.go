@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 
-// admit finds out who asks, if keys are wanted, and whether more may be asked. The error is a
-// *refusal.
+// admit finds the API key of the request, if the proxy demands keys, and counts the request against
+// the key's limits. The error is a *refusal.
 func (e *exchange) admit() error {
 	if e.p.o.Keys == nil {
 		return nil
@@ -47,7 +47,7 @@ func (e *exchange) admit() error {
 	return nil
 }
 
-// beginShared asks for the request together with other proxies, if that is wanted.
+// beginShared counts the request against the limits that the key shares with other proxies, if the operator set Limits.
 func (e *exchange) beginShared() (wait time.Duration, ok bool) {
 	if e.p.o.Limits == nil {
 		return 0, true
@@ -76,7 +76,7 @@ func bearer(r *http.Request) (secret string, ok bool) {
 	return strings.TrimSpace(secret), strings.EqualFold(kind, "Bearer") && secret != ""
 }
 
-// allowed reports whether a request that costs nothing may be answered.
+// allowed reports whether a request that no limit counts may be answered: it has a known API key, or none is demanded.
 func (p *Proxy) allowed(r *http.Request) bool {
 	if p.o.Keys == nil {
 		return true
@@ -85,10 +85,10 @@ func (p *Proxy) allowed(r *http.Request) bool {
 	return ok && p.o.Keys.Find(secret) != nil
 }
 
-// hasSalt reports whether the first of e.salt is a salt.
+// hasSalt reports whether the first edit of e.salt sets cache_salt.
 func (e *exchange) hasSalt() bool { return len(e.salt) > 0 && e.salt[0].Key == "cache_salt" }
 
-// tenantOf returns the salt under which the cache server has the KV of a prompt: it keeps signed ones by their tenant.
+// tenantOf returns the salt under which the cache server keeps the KV of a prompt: of a signed salt, its tenant.
 func (p *Proxy) tenantOf(salt string) string {
 	if p.o.Salts == nil {
 		return salt
@@ -100,8 +100,9 @@ func (p *Proxy) tenantOf(salt string) string {
 // sharedTenant is the tenant of clients without a key, and of keys without a salt.
 const sharedTenant = "shared"
 
-// salted returns the edit that keeps a key's prefix cache from others. A client may divide its own
-// with a salt, but not choose another key's. With signed salts every request has one, so that no client sends a signed salt of its own.
+// salted returns the edit that separates a key's prefix cache from those of other keys. A client may divide its own
+// cache with a salt, but never choose another key's. With signed salts the proxy sets one in every request, so that no client can send a
+// signed salt of its own.
 func (e *exchange) salted() []openai.Edit {
 	salt := ""
 	if e.key != nil {

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// body is a request's, in memory that is reused once its last hold ends.
+// body is the body of a request, in memory that is reused once its last hold ends.
 type body struct {
 	b     []byte
 	holds atomic.Int32
@@ -58,8 +58,8 @@ func (b *body) release() {
 	}
 }
 
-// bodyMemory bounds the memory of bodies that are being read, over all clients. An address or key may have half of what the
-// others leave. A buffer that is being copied into a larger one does not count.
+// bodyMemory bounds the memory of bodies that are being read, over all clients. One address or key may take half of the memory
+// that the others leave. A buffer that is being copied into a larger one does not count.
 type bodyMemory struct {
 	limit int64 // bytes of buffers
 
@@ -69,7 +69,7 @@ type bodyMemory struct {
 	}
 }
 
-// take takes n bytes for a body of who, and reports whether there is room.
+// take reserves n bytes for a body of the client who, and reports whether there was room.
 func (m *bodyMemory) take(who string, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -93,7 +93,7 @@ func (m *bodyMemory) bytes() int64 {
 	return m.mu.shares.All().Size
 }
 
-// errNoBodyMemory is the answer when unfinished bodies have all memory for them.
+// errNoBodyMemory returns the refusal for a body when unfinished bodies take all memory of bodyMemory.
 func errNoBodyMemory(e *exchange) error {
 	e.w.Header().Set("Connection", "close") // the rest of the body is not read
 	r := busy("too much memory is taken by unfinished requests")
@@ -148,13 +148,13 @@ func (e *exchange) read() error {
 		}
 		return brokenBody(e, err)
 	}
-	// The limit on reading ends with the body. Left on, it would pass for a client that leaves.
+	// The limit on reading ends with the body. Left on, its end would look like a client that leaves.
 	_ = e.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return e.scanned()
 }
 
-// brokenBody is the answer to a body that is cut, or whose chunks are malformed. The client may have gone, or may have closed its
-// side alone and wait for an answer; a balancer in between must not take an empty answer for success.
+// brokenBody returns the refusal for a body that is cut, or whose chunks are malformed. The client may have gone, or may have closed
+// only its side and wait for an answer; a balancer in between must not take an empty answer for success.
 func brokenBody(e *exchange, err error) error {
 	e.w.Header().Set("Connection", "close")
 	r := &refusal{status: http.StatusBadRequest, kind: "BadRequestError", outcome: "bad_request", text: "the body is malformed", always: true}
@@ -164,7 +164,7 @@ func brokenBody(e *exchange, err error) error {
 	return r
 }
 
-// releaseBody gives the exchange's own hold back; what was scanned is gone with it.
+// releaseBody ends the exchange's own hold of the body, and drops what was scanned from it.
 func (e *exchange) releaseBody() {
 	if e.body != nil {
 		e.body.release()

@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// Unfinished bodies have a bound over all clients: those of one address are refused at once when they have their share, a
-// client of another address is served meanwhile, and what they took comes back when they leave.
+// The memory of unfinished bodies is bounded over all clients. When one address has its share, its further requests are refused at
+// once, and a client of another address is served meanwhile. The memory is free again when the clients leave.
 func TestUnfinishedBodiesAreBounded(t *testing.T) {
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
@@ -27,7 +27,7 @@ func TestUnfinishedBodiesAreBounded(t *testing.T) {
 	url, p := startProxy(t, proxy.Options{Engines: []string{e}, BodyMemory: limit, HealthInterval: time.Hour})
 	reach(t, url)
 	var flood []net.Conn
-	var refused atomic.Int64 // connections that heard 503
+	var refused atomic.Int64 // connections that got 503
 	dial := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
 	for range 24 {
 		nc, err := dial.Dial("tcp", strings.TrimPrefix(url, "http://"))

@@ -18,7 +18,7 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	p := http.NewServeMux()
 	p.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	p.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != "/v1/messages" { // where P is first
+		if r.URL.Path != "/v1/messages" { // on /v1/messages P answers first
 			<-begun
 			time.Sleep(20 * time.Millisecond) // the answer of D is on its way
 		}
@@ -64,7 +64,7 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	}
 }
 
-// Cached tokens change in the usage alone: what the model gives to a tool passes as it is, whole and streamed.
+// The proxy changes cached tokens in the usage alone. Equal names in the input of a tool call pass unchanged, whole and streamed.
 func TestToolInputsPass(t *testing.T) {
 	const input = `"input":{"cached_tokens":7,"cache_read_input_tokens":8,"usage":{"cached_tokens":9}}`
 	const usage = `"usage":{"cache_read_input_tokens":%d}`

@@ -17,7 +17,8 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
 	return choice{engine: b}, ready, b.role
 }
 
-// pickPrefillLocked returns the prefill engine that a request should go to, with its rank; nil where D may do without.
+// pickPrefillLocked returns the prefill engine that a request should go to, with its rank; a nil engine that is ready means that D may
+// compute alone (Options.DecodeAlone).
 func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how stand) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
@@ -44,7 +45,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	if how == ready || !f.rooms.Load() || w.kind != anyKind {
 		return c, how, of
 	}
-	for _, k := range []kind{vllmKind, sglangKind} { // the D whose turn it is has no P; one of the other kind may have
+	for _, k := range []kind{vllmKind, sglangKind} { // the chosen D has no P; a D of the other kind may have one
 		if c2, how2, of2 := f.chooseOfLocked(w, fit{kind: k}); how2 > how {
 			c, how, of = c2, how2, of2
 		}
@@ -72,7 +73,7 @@ func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how stand, of role)
 			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
 	}
-	var p *backend // nil: D does without
+	var p *backend // nil: D computes alone
 	pLacks, pHow, who := 0, ready, rank{}
 	if needs {
 		p, who, pLacks, pHow = f.pickPrefillLocked(w, like)
@@ -103,8 +104,8 @@ func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how stand, of role)
 	return choice{}, full, decode
 }
 
-// lacks returns how many bytes of a prompt D would compute alone, and why no more: it has the rest, or
-// the cache server has.
+// lacks returns how many bytes of a prompt D would have to compute if it computed alone, and why not
+// more: D has the rest, or can load it from the cache server.
 func (f *fleet) lacks(w *want, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {

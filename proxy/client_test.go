@@ -18,8 +18,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// What a client says of its request reaches the engines: ids, trace context, unknown fields; what
-// belongs to the connection does not.
+// A client's header fields about its request reach the engines: ids, trace context, unknown fields. Fields of the
+// connection do not.
 func TestFieldsPass(t *testing.T) {
 	var ps, ds legs
 	registry := mockRegistry(t, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://h:1"}}}}`)

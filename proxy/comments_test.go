@@ -57,7 +57,7 @@ const (
 // Comments of D are no answer: P's failure still sends the request to other engines, and the client hears the comments, then their
 // answer.
 func TestPFailsBehindComments(t *testing.T) {
-	var computed atomic.Bool // by the good P: D has tokens
+	var computed atomic.Bool // the good P has computed: D sends tokens
 	heard := make(chan bool, 1)
 	p := mock(t, func(_ http.ResponseWriter, r *http.Request) {
 		select {
@@ -84,7 +84,7 @@ func TestPFailsBehindComments(t *testing.T) {
 	for range 4 { // the P that fails has its turn in the first two
 		computed.Store(false)
 		select {
-		case <-heard: // of a request that the good P had
+		case <-heard: // left by a request that went to the good P
 		default:
 		}
 		status, text, err := hearFirst(t, url+"/v1/completions", `{"prompt":"a","stream":true}`, func() {
@@ -103,7 +103,7 @@ func TestPFailsBehindComments(t *testing.T) {
 	}
 }
 
-// Whatever opens a stream without a token, an error that follows sends the request to another engine; the client has one beginning.
+// An engine opens a stream without a token and then sends an error. The request goes to another engine, and the client gets one opening.
 func TestErrorsBehindAnOpening(t *testing.T) {
 	f := func(path, opening, failure, good string) {
 		t.Helper()
@@ -163,7 +163,7 @@ func TestPingsStayBehindTheOpening(t *testing.T) {
 	}
 }
 
-// Times count tokens: the first of them, and those after it. Comments alone end at both limits, pings and empty events too.
+// The limits for the first byte and for a stall count tokens. A stream of comments, pings or empty events alone ends at both limits.
 func TestCommentsAreNoTokens(t *testing.T) {
 	for _, idle := range []string{ping, "event: ping\ndata: {\"type\":\"ping\"}\n\n", "data:\n\n", "\n"} {
 		f := func(tokens int, request string, want ...string) {
@@ -199,7 +199,8 @@ func TestCommentsAreNoTokens(t *testing.T) {
 	}
 }
 
-// The proxy's own comments come while a request waits, when they are wanted; what the request comes to is then an event.
+// With KeepAlive a client that asked for a stream gets the proxy's own comments while its request waits. The result, also an error, is then
+// an event.
 func TestKeepAlive(t *testing.T) {
 	proceed := make(chan struct{}, 1)
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {

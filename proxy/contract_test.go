@@ -112,7 +112,7 @@ func TestPDies(t *testing.T) {
 		t.Run(when, func(t *testing.T) {
 			t.Parallel()
 			x := &deployment{t: t}
-			o := proxy.Options{HealthInterval: time.Hour} // nobody but the requests notices
+			o := proxy.Options{HealthInterval: time.Hour} // only requests notice it, no look
 			x.pair(t, pair{model: "m", p: 2, d: 1}, &o, 5*time.Millisecond)
 			x.stopAll()
 			o.HealthInterval = 50 * time.Millisecond
@@ -158,8 +158,8 @@ func TestPDies(t *testing.T) {
 	}
 }
 
-// The registry goes away and comes back with nothing: requests go on over connections that are
-// there, and over new ones as soon as P is in it again.
+// The registry goes away and comes back empty. Requests continue over existing connections, and
+// over new ones as soon as P has registered again.
 func TestRegistryRestarts(t *testing.T) {
 	var gone atomic.Bool
 	var engine atomic.Pointer[string]
@@ -204,8 +204,8 @@ func TestRegistryRestarts(t *testing.T) {
 	}
 }
 
-// A client that does not read holds up its own stream, and is cut; others go on, and the engine is
-// left.
+// A client that does not read delays only its own stream. The proxy cuts that stream and leaves the engine;
+// other streams continue.
 func TestSlowClient(t *testing.T) {
 	left := make(chan bool, 2)
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -245,8 +245,8 @@ func TestSlowClient(t *testing.T) {
 	}
 }
 
-// Each leg has its deadline: P that does not answer, an engine that sends no first byte, and one
-// that falls silent in the middle of an answer. What is late is not computed a second time: 504.
+// Each leg has a deadline: for a P that does not answer, for an engine that sends no first byte, and for one
+// that falls silent in the middle of an answer. A late request is not computed a second time: the client gets 504.
 func TestDeadlines(t *testing.T) {
 	hang := func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body) // so that the server sees that the client leaves
@@ -276,7 +276,7 @@ func TestDeadlines(t *testing.T) {
 	url, s = startProxy(t, proxy.Options{Engines: []string{half}, Stall: 50 * time.Millisecond, HealthInterval: 20 * time.Millisecond})
 	reach(t, url)
 	var text []byte
-	for range 4 { // a machine that stands still at the wrong moment makes the first byte late: 504
+	for range 4 { // a pause of the machine at the wrong moment makes the first byte late: 504
 		r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
 		if err != nil {
 			t.Fatal(err)
@@ -295,8 +295,8 @@ func TestDeadlines(t *testing.T) {
 	t.Errorf("four times %s", text)
 }
 
-// A stream that ends in the middle of an event, of a rune, or without [DONE] does not end well for
-// the client; one that is whole passes byte for byte, whatever its pieces.
+// A stream that ends in the middle of an event or of a rune, or without [DONE], ends with an error for
+// the client. A whole stream passes byte for byte, in whatever pieces it comes.
 func TestCutStreams(t *testing.T) {
 	const whole = "data: {\"a\":\"ü 漢\"}\n\n: comment\n\ndata: [DONE]\n\n"
 	var send atomic.Pointer[string]
@@ -324,8 +324,8 @@ func TestCutStreams(t *testing.T) {
 	}
 }
 
-// Requests beyond what engines may have wait, in their order; those beyond the queue, and of a client
-// that has its share, are refused at once; who waits too long is refused then.
+// Requests that no engine may take yet wait in order. Requests beyond the queue, or of a client that has
+// its share of it, are refused at once. A request that waits too long is refused then.
 func TestQueue(t *testing.T) {
 	release, order := make(chan bool), make(chan string, 100)
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -387,7 +387,7 @@ func TestQueue(t *testing.T) {
 	wg.Wait()
 }
 
-// A proxy that drains finishes what it has, refuses what comes, and says so where balancers look.
+// A proxy that drains finishes its requests, refuses new ones, and reports it on the health path for load balancers.
 func TestDrain(t *testing.T) {
 	release := make(chan bool)
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) { <-release; fmt.Fprint(w, `{}`) })
@@ -413,7 +413,7 @@ func TestDrain(t *testing.T) {
 	wg.Wait()
 }
 
-// cached_tokens in the usage is what was there before the request, not what came from P.
+// cached_tokens in the usage counts the tokens that were cached before the request, not those that came from P.
 func TestUsage(t *testing.T) {
 	x := deploy(t, 1, 0)
 	cached := func(text string) (n int) {
@@ -443,7 +443,7 @@ func TestUsage(t *testing.T) {
 	}
 }
 
-// gate is a way to an engine that can be closed.
+// gate is a TCP forwarder to an engine that a test can close.
 type gate struct {
 	t    testing.TB
 	addr string
@@ -510,8 +510,8 @@ func (g *gate) close() {
 	g.wg.Wait()
 }
 
-// When D cannot be reached P's KV is not left to its timeout: another D takes it at once, and where
-// there is none, one that comes back.
+// When D cannot be reached, P's KV is freed before P's timeout: another D takes it at once, or, where
+// there is no other, a D that comes back does.
 func TestPsMemoryIsFreed(t *testing.T) {
 	for _, more := range []int{0, 1} {
 		t.Run(fmt.Sprint(more), func(t *testing.T) {

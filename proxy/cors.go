@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// CORS says which pages of browsers may use the API. The zero value lets none.
+// CORS says which web pages may use the API from a browser. The zero value allows none.
 type CORS struct {
 	Origins     []string // "*" is any
 	Methods     []string // default all
@@ -20,7 +20,7 @@ func has(list []string, s string) bool {
 	return len(list) == 0 || slices.Contains(list, "*") || slices.ContainsFunc(list, func(v string) bool { return strings.EqualFold(v, s) })
 }
 
-// headers adds the fields that let a page read an answer. It reports whether r is a preflight, which is answered then.
+// headers adds the fields that let a page read an answer. It reports whether r is a preflight; then it has answered r.
 func (c *CORS) headers(w http.ResponseWriter, r *http.Request) (answered bool) {
 	origin := r.Header.Get("Origin")
 	if len(c.Origins) == 0 || origin == "" {

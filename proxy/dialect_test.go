@@ -26,7 +26,7 @@ type pair struct {
 	p, d    int
 }
 
-// start starts the engines of a pair and adds them to the options of a proxy.
+// pair starts the engines of y and adds them to the options of a proxy.
 func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Duration) {
 	t.Helper()
 	o.Dialect = y.dialect
@@ -188,7 +188,7 @@ func (l *legs) all() ([]map[string]any, []http.Header) {
 	return l.bodies, l.heads
 }
 
-// NIXL: P hears of D with empty places, and D gets what P answered, byte for byte, under the same
+// With NIXL, P gets parameters without D's address, and D gets the parameters of P's answer, under the same
 // request id. Two data-parallel ranks are asked in turn.
 func TestNIXL(t *testing.T) {
 	var ps, ds legs
@@ -237,7 +237,7 @@ func TestNIXL(t *testing.T) {
 	}
 }
 
-// P that answers no params leaves the prompt to D; P that answers garbage costs an attempt.
+// When P answers without params, D computes the prompt. When P answers garbage, the attempt fails.
 func TestAnswersOfPWithoutUsableParams(t *testing.T) {
 	var n atomic.Int64
 	answers := []string{`{"kv_transfer_params":null}`, `not JSON`, `{"kv_transfer_params":{"a":1}}`, strings.Repeat("x", 9<<20)}
@@ -297,8 +297,8 @@ func TestRanksOfP(t *testing.T) {
 	}
 }
 
-// A model that no engine has is refused in vLLM's words; a request without one goes where there is
-// only one; all are listed.
+// A model that no engine has is refused with vLLM's error text. A request without a model is served where there is
+// only one model. All models are listed.
 func TestModels(t *testing.T) {
 	one, two := serveWith(t, "", "", engine.Options{Model: "one"}), serveWith(t, "", "", engine.Options{Model: "two"})
 	t.Cleanup(func() { one.stop(t); two.stop(t) })

@@ -19,12 +19,13 @@ import (
 // Source is where engines are found.
 type Source struct {
 	Role string // engine, prefill, decode
-	// URL is dns+http://NAME:PORT, each address of a name, or registry+http://HOST:PORT?port=PORT, the hosts of
-	// the side channels in a registry, with the port of their API, and &scheme=http where that is not the registry's.
+	// URL is dns+http://NAME:PORT for an engine at each address of a name, or registry+http://HOST:PORT?port=PORT for
+	// an engine at each side channel's host in a registry. There ?port= is the port of the engines' API, and
+	// &scheme=http its scheme if it is not the registry's.
 	URL string
 	// Registry is the port of the registry at each prefill engine that DNS finds.
 	Registry int
-	Guessed  bool // Registry is a default, which what P says of itself replaces
+	Guessed  bool // Registry is a default: the port that P itself reports replaces it
 }
 
 // finder asks a Source.
@@ -36,20 +37,20 @@ type finder struct {
 	port     int  // of a registry at each engine
 	guessed  bool // port is a default
 
-	outside, beyond int // engines that were not asked at the last look: outside of the networks, beyond maxFound
+	outside, beyond int // engines left out at the last look: outside of FoundNetworks, and beyond maxFound
 }
 
-// maxFound bounds the engines that one registry makes known: whoever reaches a registry may register.
+// maxFound bounds the engines that one registry makes known: any host that reaches a registry may register.
 const maxFound = 64
 
-// privateNetworks are the networks in which engines of a registry are by default.
+// privateNetworks are the default of Options.FoundNetworks.
 var privateNetworks = []netip.Prefix{
 	netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
 	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("fc00::/7"),
 }
 
-// foundAllowed reports whether a host that a registry names is in a network where engines may be: each address of a name is.
+// foundAllowed reports whether all addresses of a host that a registry names are in Options.FoundNetworks.
 func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	addresses := []string{host}
 	if _, err := netip.ParseAddr(host); err != nil {
@@ -64,8 +65,8 @@ func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	})
 }
 
-// selectFound returns the engines of a registry that may be asked: in the networks, and at most maxFound, those that
-// are known first. It logs when their number changes.
+// selectFound returns the engines of a registry that the proxy may ask: those in Options.FoundNetworks, at most maxFound,
+// known engines first. It logs when the number of engines left out changes.
 func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
 	if f.registry == nil {
 		return found // DNS names are the operator's
@@ -98,7 +99,7 @@ func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*ba
 	return selected
 }
 
-// discoverEvery is how many looks at engines pass between two looks for them.
+// discoverEvery is how many health checks of engines pass between two searches for engines.
 const discoverEvery = 5
 
 func newFinder(s Source, dialect Dialect, of bootstrap.ClientOptions) (*finder, error) {
@@ -169,8 +170,8 @@ func hostsOf(e bootstrap.Engine) map[string]bool {
 	return hosts
 }
 
-// discover adds the engines of a source and removes those that are there no more, until ctx ends. A
-// source that does not answer changes nothing.
+// discover adds the engines of a source and removes engines that the source names no more, until ctx ends.
+// A source that does not answer changes nothing.
 func (p *Proxy) discover(ctx context.Context, f *finder) {
 	known := make(map[string]*backend)
 	for {

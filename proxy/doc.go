@@ -8,10 +8,10 @@
 //	                        └───── do_remote_prefill, P's engine id ─────────> D
 //	client <── D's answer ── proxy                            D <══ KV ══ P
 //
-// Until the first byte of the answer a request is tried again with other engines; after it, what
-// D says is what the client hears. A client that leaves ends the request at both engines. Which
-// engine P is now, its registry says: a P that is started again is found without a restart of
-// anything else.
+// Until the first byte of the answer the proxy tries a request again with other engines; after that
+// byte the client gets D's answer. A client that leaves ends the request at both engines. P's registry
+// names P's current engine id, so that the proxy finds a restarted P without a restart of anything
+// else.
 //
 // docs/operate/proxy.md has the rules. Source of the dialect: MooncakeConnector of vLLM 0.16 to 0.33.
 package proxy

@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// doubted is an engine that breaks off its first request, and whose health is asked for after that: the answer waits.
+// doubted is an engine that breaks off its first request. Its /health answers after that only when the test sends a status to answer.
 type doubted struct {
 	url    string
 	calls  atomic.Int64
@@ -68,9 +68,8 @@ func (e *doubted) ask(t *testing.T, url string, n int) func() (status []int) {
 	return func() []int { all.Wait(); return out }
 }
 
-// A connection that breaks says little about an engine: requests that find no other wait until it was
-// looked at, and are served if it is well. If it is not, they hear so then, and not after their
-// time in the queue.
+// A broken connection puts an engine in doubt. Requests without another engine wait for the next look at it. They are
+// served if it is well. If it is not, they are refused at once, and not after their time in the queue.
 func TestRequestsWaitForTheLookAfterTrouble(t *testing.T) {
 	for status, want := range map[int]int{200: 200, 500: 503} {
 		t.Run(fmt.Sprint(status), func(t *testing.T) {
@@ -142,7 +141,7 @@ func TestRequestsWaitForTheLookAfterAFailedOne(t *testing.T) {
 	}
 }
 
-// Where D may compute alone, nobody waits for a P in doubt.
+// Where D may compute alone, no request waits for a P in doubt.
 func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 	e := startDoubted(t)
 	d := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
@@ -158,7 +157,7 @@ func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 	e.answer <- 200
 }
 
-// An engine that is silent keeps nobody for the time of a look, which is HealthInterval's: requests hear soon that none is well.
+// Requests do not wait for a silent engine during a whole look, which lasts up to HealthInterval: they are refused soon.
 func TestASilentEngineEndsADoubt(t *testing.T) {
 	t.Parallel()
 	e := startDoubted(t)
@@ -180,7 +179,7 @@ func TestASilentEngineEndsADoubt(t *testing.T) {
 	if s := p.Stats(); s.Queued != 0 {
 		t.Errorf("%+v", s)
 	}
-	e.answer <- 200 // it speaks at last: the look under way finds it well
+	e.answer <- 200 // it answers at last: the look in progress finds it well
 	testkit.Eventually(t, "it is used again", func() bool { return p.Stats().Well[e.url] == 1 })
 	if got := e.ask(t, url, 1)(); got[0] != 200 {
 		t.Errorf("statuses %v", got)

@@ -32,14 +32,14 @@ type backend struct {
 	role     role
 	url      string
 	host     string            // of url
-	found    bool              // in a registry, where anybody may register
+	found    bool              // in a registry, where any host may register
 	client   *http1.Client     // of requests
 	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
 	stop     context.CancelFunc
 	events   []*blocks.Follower // of its data-parallel ranks; nil: none are followed
 	looking  sync.Mutex         // one look at a time
 	guessed  bool               // bootstrap is a default
-	// bootstrap is the address of a prefill engine's bootstrap server as the operator gives it; "": P says it.
+	// bootstrap is the address of a prefill engine's bootstrap server as the operator sets it; "": the one that P reports.
 	bootstrap string
 
 	// Under looking:
@@ -49,8 +49,8 @@ type backend struct {
 	well     atomic.Bool // it answered the last look, and no call failed since
 	draining atomic.Bool
 	models   atomic.Pointer[[]model] // nil: not known, it may have any
-	reason   atomic.Pointer[string]  // why an engine of SGLang is not used; nil or "": it is
-	sglang   atomic.Pointer[sglang]  // what it says of itself; nil: it is no engine of SGLang
+	reason   atomic.Pointer[string]  // why an engine of SGLang is not used; nil or "": it is used
+	sglang   atomic.Pointer[sglang]  // what an engine of SGLang reports about itself; nil: it is no engine of SGLang
 	others   atomic.Int64            // requests of other proxies, by its metrics
 	rankTurn atomic.Uint64
 	id       atomic.Uint32 // in the index of prefixes; another one for each life
@@ -58,8 +58,8 @@ type backend struct {
 	// Under fleet.mu:
 	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
 	turn     uint64            // when it last got one of any model
-	recent   float64           // requests it got, those of long ago counting less; see recently
-	recentAt uint64            // places taken then
+	recent   float64           // requests it got, older ones counting less; see recently
+	recentAt uint64            // fleet.mu.taken when recent was set
 	circuit  circuit
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
@@ -74,15 +74,15 @@ type backend struct {
 	}
 }
 
-// model is one that an engine serves.
+// model is a model that an engine serves.
 type model struct {
 	id   string
-	base string          // name that the engine itself has for it, of whose blocks it speaks; "": an adapter, whose KV is its own
-	raw  json.RawMessage // as the engine lists it; nil: another name for one that it lists
-	sent string          // name that the engine takes in requests; "": id
+	base string          // the engine's own name of the model, under which its KV events report blocks; "": an adapter, whose KV is its own
+	raw  json.RawMessage // as the engine lists it; nil: another name of a listed model
+	sent string          // the name that requests to the engine must have; "": id
 }
 
-// kind is whose protocol an engine speaks with its P or D.
+// kind says by which protocol P and D of an engine pair: vLLM's or SGLang's.
 type kind uint8
 
 const (
@@ -98,7 +98,7 @@ func (b *backend) kind() kind {
 	return vllmKind
 }
 
-// fit is what engines that share a request have in common. The zero fit is that of any.
+// fit is what P and D of one request must have in common. The zero fit fits every engine.
 type fit struct {
 	kind kind
 	page int // of KV, tokens; 0: not known
@@ -117,7 +117,7 @@ func (a fit) with(b fit) bool {
 	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
 }
 
-// prefillFitsLocked appends what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
+// prefillFitsLocked appends the fits of the prefill engines that could take a request; it appends none if the request needs no P.
 func (f *fleet) prefillFitsLocked(fits []fit, w *want) []fit {
 	if w.ready || w.alone {
 		return fits
@@ -133,7 +133,7 @@ func (f *fleet) prefillFitsLocked(fits []fit, w *want) []fit {
 	return fits
 }
 
-// registered reports whether a registry says who the engine is.
+// registered reports whether a registry has the engine's id.
 func (b *backend) registered() bool { return b.registry != nil && b.kind() == vllmKind }
 
 // rank is one data-parallel rank of a prefill engine.

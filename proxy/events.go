@@ -18,9 +18,9 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// Bounds of what is asked of engines so that their KV events can be used.
+// Bounds of the requests for tokens (/tokenize) that the proxy needs to use KV events.
 const (
-	maxTokenizing = 4        // prompts that are made tokens at a time; others are left out
+	maxTokenizing = 4        // prompts that engines tokenize at a time; others are left out
 	maxTokenized  = 32 << 20 // bytes of an answer
 	tokenizeTime  = 30 * time.Second
 )
@@ -47,7 +47,7 @@ func (p *Proxy) followEvents(b *backend) error {
 	return nil
 }
 
-// blockTokens is how many tokens a block of the engine has, as its events say; 0: they have not yet.
+// blockTokens returns how many tokens a block of the engine has; 0: no event has said it yet.
 func (b *backend) blockTokens() (tokens int) {
 	for _, f := range b.events {
 		if _, n, _ := f.Blocks(); n > 0 {
@@ -57,8 +57,8 @@ func (b *backend) blockTokens() (tokens int) {
 	return tokens
 }
 
-// holds returns how many bytes of a prompt the engine has by its events: the rank with most. all: the events tell
-// everything that it has, up to reach.
+// holds returns how many leading bytes of a prompt the rank with most of them has, by the engine's events. all says that
+// up to reach the engine has nothing else.
 func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int, all bool) {
 	all = true
 	for _, f := range b.events {
@@ -68,8 +68,8 @@ func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int
 	return n, reach, all
 }
 
-// byEvents corrects what engines have seen of a prompt by what they say they have. Beyond the last mark of
-// which the block is known, events say nothing.
+// byEvents corrects what engines have seen of a prompt by the KV events of the engines. Beyond the last mark whose
+// block is known, events say nothing.
 func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen {
 	known := p.known.Find(make([]blocks.Known, 0, len(marks)), marks)
 	if !slices.ContainsFunc(known, func(k blocks.Known) bool { return k.Key != 0 }) {
@@ -96,7 +96,7 @@ func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen 
 	return seen
 }
 
-// base is the name that the engine itself has for a model; "": it is not known, or the model is an adapter.
+// base returns the engine's own name of a model; "": it is not known, or the model is an adapter.
 func (b *backend) base(name string) string {
 	if list := b.models.Load(); list != nil {
 		for _, m := range *list {
@@ -108,8 +108,8 @@ func (b *backend) base(name string) string {
 	return ""
 }
 
-// learn asks an engine that answers for the tokens of the prompt, beside the request, if it is not known yet which
-// blocks they make.
+// learn asks the engine that answers to tokenize the prompt, in a request beside this one, unless the blocks of the prompt
+// are known already.
 func (e *exchange) learn(b *backend) {
 	p, store, marks := e.p, &e.p.fleet.store, e.want.marks
 	if len(marks) == 0 {
@@ -159,7 +159,7 @@ func (e *exchange) learn(b *backend) {
 	}
 }
 
-// isText reports whether an engine can be asked for the tokens of a prompt: it is one text, or messages.
+// isText reports whether an engine can tokenize the prompt of a request: it is one text, or messages.
 func isText(q *openai.Request) bool {
 	return !q.Prompt.Has() && q.Messages.Has() || q.Prompt.Has() && q.Body[q.Prompt.From] == '"'
 }

@@ -126,8 +126,8 @@ func hashesOf(prompt string, n, block int) (out [][]byte) {
 	return out
 }
 
-// Requests go where engines say that the KV is: not where it was evicted, but where another proxy had it computed; of
-// two prompts each its own way. An engine that is started again has nothing.
+// Requests go to the engine whose KV events report the prompt's blocks. That is not an engine that evicted them, but it may be one that
+// computed them for another proxy. Two prompts may go to two engines. A restarted engine has no blocks.
 func TestKVEvents(t *testing.T) {
 	a := tell(t, "127.0.0.1", 0, 0)
 	b := tell(t, "127.0.0.2", a.events.Port, a.events.ReplayPort)
@@ -186,13 +186,13 @@ func TestKVEvents(t *testing.T) {
 	if n := p.Stats().Voids; n != 0 {
 		t.Errorf("%d times void", n)
 	}
-	// b is started again: whatever it had, it has no more.
+	// b is started again and has lost all of its blocks.
 	b.events.StartAgain()
 	testkit.Eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[b.url] == 0 && b.events.Subscribers() == 1 })
 }
 
-// An engine is started again with longer blocks: prompts of which the old ones are known are made tokens once more, and what it says
-// of the new ones counts.
+// An engine is started again with longer blocks. The proxy asks once more for the tokens of prompts that it knew with the old block
+// size, and counts the events of the new blocks.
 func TestOtherBlocks(t *testing.T) {
 	e := tell(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port, ReplayPort: e.events.ReplayPort}
@@ -216,7 +216,7 @@ func TestOtherBlocks(t *testing.T) {
 	}
 }
 
-// Of a prompt of token ids, or of several texts, no engine is asked for tokens.
+// The proxy does not ask an engine for the tokens of a prompt that is token ids or several texts.
 func TestPromptsWithoutOneTextAreNotTokenized(t *testing.T) {
 	e := tell(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port}

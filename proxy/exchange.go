@@ -38,39 +38,39 @@ type exchange struct {
 	q        *openai.Request
 	want     want
 	route    how
-	key      *keys.Key     // that was let in; nil: none is wanted
+	key      *keys.Key     // of the client; nil: the proxy demands none
 	shared   *limits.Limit // counted together with other proxies; nil: it is not
-	salt     []openai.Edit // what keeps the key's prefix cache apart, and its responses
+	salt     []openai.Edit // separate the key's prefix cache and responses from those of other keys
 	id       string
 	start    time.Time
 	attempts int
 	sentID   string             // id, as engines have it in this attempt
 	refused  bool               // the engine that answers has answered otherwise than 200, in this attempt
-	split    bool               // P has its part in this attempt
+	split    bool               // this attempt goes through P and D
 	fields   []byte             // of all legs
-	secrets  []byte             // of fields, those with credentials
+	secrets  []byte             // the lines of fields that have credentials
 	saltText string             // of the prompt's KV
 	prompt   *prefix.RelayedKey // nil: no relay is there
 
 	handed       *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
 	againID      string             // transfer id under which a relay gives the prompt's KV once more
 	againFrom    string             // and P, as the relay names it
-	answers      atomic.Bool        // the engine that answers has begun: P's part is no matter any more
+	answers      atomic.Bool        // the engine that answers has begun: P's result does not matter any more
 	prefilled    atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
 	cached       atomic.Int64       // prompt tokens that P had cached; -1: not known
 	prefillEnded chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
 	model        *modelCounters     // of a good answer
 	span         otlp.Context       // with Options.Spans
 	parent       [8]byte            // its parent; zero: none
-	answered     attempts           // what engines have answered to attempts that failed
-	front        front              // what the client hears before the answer
+	answered     attempts           // the engines' answers to attempts that failed
+	front        front              // what the client gets before the answer
 	list         *list              // that the request is a part of; nil: none
 	hasPlaces    bool               // the part has places at engines
 	turn         bool               // the part has its turn at the engines
 	rooms        bool               // P and D of SGLang are to serve it
 	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
-	beside       *backend           // of this attempt: the one of P and D that lists its models; nil: neither does, or there is no P
-	idPrefix     string             // of this attempt: what comes before ids that the client chose, at engines of SGLang
+	beside       *backend           // of this attempt: P or D, whichever lists its models; nil: neither does, or there is no P
+	idPrefix     string             // of this attempt: prefix of the client's ids at engines of SGLang
 	extended     time.Time          // when the client's time to take bytes began
 }
 
@@ -112,7 +112,7 @@ func (e *exchange) end(outcome string) {
 	e.p.o.Log.Debug("a request ended", "request", e.id, "model", e.want.model, "outcome", outcome, "attempts", e.attempts, "took", time.Since(e.start))
 }
 
-// refuse answers the client why there is no answer of an engine.
+// refuse tells the client why no engine answers its request.
 func (e *exchange) refuse(err error) (outcome string) {
 	r, ok := errors.AsType[*refusal](err)
 	if e.r.Context().Err() != nil && (r == nil || !r.always) {
@@ -181,7 +181,7 @@ func (e *exchange) serve() (outcome string) {
 		if e.r.Context().Err() != nil {
 			return "client_left"
 		}
-		if errors.Is(err, errStopped) { // D computes the prompt, whose answer may be no more than that token
+		if errors.Is(err, errStopped) { // D computes the prompt itself: the whole answer may be the stop token
 			e.want.alone, e.want.noRoom = true, true
 			e.attempts--
 			continue
@@ -207,7 +207,7 @@ func (e *exchange) engineID(c choice) string {
 	return e.id + "-" + newID()
 }
 
-// note remembers who sees the prompt.
+// note remembers which engines see the prompt.
 func (e *exchange) note(c choice) {
 	if e.p.index == nil || len(e.want.marks) == 0 {
 		return
@@ -218,8 +218,8 @@ func (e *exchange) note(c choice) {
 	}
 }
 
-// attempt sends the request to engines once. An error says that the client has heard nothing.
-// It gives the places back. again is for D alone: where it has the KV from; nil: it has none.
+// attempt sends the request to engines once, and gives their places back. On an error the client has
+// got nothing yet. relayed are the params with which D alone gets the prompt's KV from a relay; nil: none.
 func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
@@ -252,21 +252,21 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 	return e.oneAfterTheOther(ctx, c)
 }
 
-// leg is what P does for a request.
+// leg is the result of P's leg.
 type leg struct {
-	params []byte // what P says for D; nil: nothing
-	cached int    // prompt tokens that it had; -1: not known
-	// stopped says that P's token was a stop token. Then P gives its KV to no D: connectors of vLLM keep that of requests that ended
+	params []byte // P's kv_transfer_params for D; nil: none
+	cached int    // prompt tokens that P had cached; -1: not known
+	// stopped says that P's token was a stop token. Then P gives its KV to no D: vLLM's connectors keep KV only of requests that ended
 	// at their length. With MooncakeConnector a D that asks for it waits for P's limit, 480 s by default.
 	stopped bool
-	// answered says that P's status was 200: it has computed the prompt, also if the rest of its answer cannot be read.
+	// answered says that P's status was 200: P has computed the prompt, even if the rest of its answer cannot be read.
 	answered bool
 }
 
 // errStopped means that P has no KV for D, since its token was a stop token.
 var errStopped = errors.New("the prompt ended at P by a stop token")
 
-// refusedByP is an answer of P that the client should hear.
+// refusedByP is an answer by which P, or D of SGLang, refuses the request itself; the client gets it.
 type refusedByP struct {
 	fields []http1.Field
 	status int
@@ -280,8 +280,8 @@ func encode(params *wire.KVTransferParams) []byte {
 	return b
 }
 
-// prefillGrace is what P's leg has to end after D has answered all, so that its connection can be used again; and after D has refused
-// the request, or the client has left: a P that has just computed the prompt must be known to have, or its KV would stay.
+// prefillGrace is how long P's leg may go on after D's whole answer, so that its connection can be used again. It is also how long after a
+// failed attempt the proxy waits for P's answer: it must know of a P that has just computed the prompt, or P's KV would stay.
 const prefillGrace = 2 * time.Second
 
 // together sends the request to P and D at the same time.
@@ -295,7 +295,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
 	handed := e.handed
 	pieces, held := e.prefillPieces(encode(wire.RemoteDecode(transfer)))
-	fields := e.legFields(c.prefill, who) // now: P's leg may outlive this attempt, and the next one has other fields
+	fields := e.legFields(c.prefill, who) // made now: P's leg may outlive this attempt, and the next attempt has other fields
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
 	e.prefillEnded = done
@@ -338,7 +338,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			held.release()
 			leaveP()
 			return
-		case e.r.Context().Err() != nil: // D has the whole request, or is asked to take the KV
+		case e.r.Context().Err() != nil: // the client left: D has the whole request, or free makes a D take the KV
 			abort()
 			<-done
 			if e.mustFree(err) && computed.Load() {
@@ -354,7 +354,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 		select {
 		case <-done:
 			abort()
-		default: // it goes on beside the next requests
+		default: // P's leg goes on beside the next requests
 			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
@@ -368,8 +368,8 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	return outcome, err
 }
 
-// reach returns a connection to P, and who P is now. A new connection may lead to a P that was
-// started again, under another engine id: then the registry is asked. D must not be sent to an
+// reach returns a connection to P, and P's current rank. A new connection may lead to a P that was
+// restarted under another engine id, so reach then asks the registry. D must not get the id of an
 // engine that is gone, since P would keep the KV of a transfer that no D pulls.
 func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn, rank, error) {
 	n, err := b.client.Conn(ctx)
@@ -398,7 +398,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 	return n, who, err
 }
 
-// prefill is P's leg. It releases the body when P has it.
+// prefill runs P's leg. It releases the body once P has the request.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, fields []byte, pieces [][]byte, held *body) (l leg, err error) {
 	span, fields := e.legSpan(fields)
 	start := time.Now()
@@ -433,7 +433,7 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 		return l, &refusedByP{resp.Fields, resp.Status, text} // the request itself is at fault
 	}
 	answer, err := openai.ScanAnswer(text)
-	if err != nil && b.kind() == sglangKind { // a list of one prompt has a list of one answer
+	if err != nil && b.kind() == sglangKind { // SGLang answers a list of one prompt with a list, which ScanAnswer cannot read
 		return leg{cached: -1}, nil
 	}
 	if err != nil {
@@ -442,7 +442,8 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	return leg{answer.Params, answer.Cached, answer.Stopped, true}, nil
 }
 
-// passOver reads the rest of an answer that has logprobs of the whole prompt. D has them from P, and its own answer says how it went.
+// passOver reads the rest of an answer of P that is longer than maxPrefilled: it has logprobs of the whole prompt. D gets them from P, and
+// D's own answer says how the request ended.
 func passOver(resp *http1.Response) error {
 	for {
 		if _, err := resp.Next(); errors.Is(err, io.EOF) {
@@ -456,7 +457,7 @@ func passOver(resp *http1.Response) error {
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
 const maxPrefilled = 8 << 20
 
-// remoteDecode returns P's parameters in the dialects without a registry.
+// remoteDecode returns the kv_transfer_params of the request to P in dialects without a registry.
 func remoteDecode(d Dialect) *wire.KVTransferParams {
 	params := wire.RemoteDecode("")
 	if d == NIXL {
@@ -467,8 +468,8 @@ func remoteDecode(d Dialect) *wire.KVTransferParams {
 	return params
 }
 
-// oneAfterTheOther sends the request to P, and then to D, with what P answers. In a dialect that names transfers, this is how
-// Messages go: that API cannot keep P from a stop token, and a D that waits for KV which P does not give holds blocks for minutes.
+// oneAfterTheOther sends the request to P, and then to D with P's params. In the dialect Mooncake it serves only the Messages API: a
+// Messages request cannot keep P from a stop token, and a D that waits for KV which P does not give holds its blocks for minutes.
 func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
@@ -496,7 +497,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		return "", err
 	}
 	switch {
-	case l.stopped: // D computes the prompt, and its number of cached tokens is right
+	case l.stopped: // D computes the prompt, and D's own number of cached tokens is right
 		l.params, l.cached = nil, -1
 	case transfer != "":
 		l.params = encode(wire.RemotePrefill(c.prefill.registry.Base(), who.engine, transfer))
@@ -524,8 +525,8 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	return outcome, err
 }
 
-// answerOf is D's leg. A D that has not had the request, or has no room for it, is replaced by another: P's KV waits for
-// any. begin is called with a connection to D, before the request; nil: nothing is begun.
+// answerOf runs D's leg. If a D did not get the request, or has no room for it, answerOf asks another D: P's KV waits for
+// any of them. It calls begin, unless nil, once it has a connection to D and before it sends the request.
 func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begin func() error) (outcome string, err error) {
 	for {
 		outcome, err = e.answer(ctx, d, 0, params, begin)
@@ -545,7 +546,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 	return outcome, err
 }
 
-// say passes P's refusal on.
+// say passes a refusal of P, or of D of SGLang, on to the client.
 func (e *exchange) say(a *refusedByP) (outcome string) {
 	if e.front.seal() {
 		return e.endEarlyAs(a.status, a.text)

@@ -14,13 +14,13 @@ func WithResolver(o Options, f func(ctx context.Context, host string) ([]string,
 	return o
 }
 
-// WithModelLooks returns o with the time from one question for models that no engine lists to the next.
+// WithModelLooks returns o with d as the least time between two searches for models that no engine lists.
 func WithModelLooks(o Options, d time.Duration) Options {
 	o.modelLooks = d
 	return o
 }
 
-// WithPatience returns o with more time for each look, and for who waits for one.
+// WithPatience returns o with more time for each look, and for requests that wait for one.
 func WithPatience(o Options, d time.Duration) Options {
 	o.patience = d
 	return o
@@ -32,10 +32,10 @@ func WithPrefillGrace(o Options, d time.Duration) Options {
 	return o
 }
 
-// StoreID is under what the cache server stands in the index now.
+// StoreID returns the id under which the prefix index has the cache server now.
 func (p *Proxy) StoreID() uint32 { return p.fleet.store.ids()[0] }
 
-// Taken names what engines have of requests, places and bytes to compute; "": nothing.
+// Taken lists the engines that have requests in flight or prompt bytes to compute. It is "" when none has.
 func (p *Proxy) Taken() (out string) {
 	p.fleet.mu.Lock()
 	defer p.fleet.mu.Unlock()

@@ -213,8 +213,8 @@ func TestTurnsCountCandidatesAlone(t *testing.T) {
 	}
 }
 
-// Under load no engine gets more than 1.2 times the mean, with each policy. What a busy machine does to the mocks' speed is no
-// matter of the policy: one of three runs must hold.
+// Under load no engine gets more than 1.2 times the mean, with each policy. A busy machine changes the
+// mocks' speed, so one of three runs must hold.
 func TestNoEngineGetsTooMuch(t *testing.T) {
 	requests := max(300, testkit.Volume(600))
 	play := func(policy proxy.Policy, prefills, others int) (worst float64) {

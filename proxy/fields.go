@@ -15,14 +15,14 @@ var hop = map[string]bool{
 	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
 	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
 	"Host":   true,                                                                                // HTTP/2 clients can send it as a field
-	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy decides on pages of browsers
+	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy itself answers CORS
 }
 
-// ofEngines are fields of an engine's answer that name its address, or that of a server in front of it: clients must not see it.
+// ofEngines are fields of an engine's answer that name the address of the engine or of a server in front of it: clients must not see them.
 var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt-Svc": true, "Refresh": true}
 
-// own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the
-// first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
+// own are fields by which the proxy directs engines. Those of a client never pass beside the proxy's, because engines
+// read the first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
 var own = map[string]bool{
 	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
 	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
@@ -109,7 +109,7 @@ func withoutCredentials(fields []byte) []byte {
 	return out
 }
 
-// keyFor returns the API key that an engine gets; "": none. Whoever may register with a registry must not learn it.
+// keyFor returns the API key that an engine gets; "": none. Engines that registered themselves must not learn it.
 func (p *Proxy) keyFor(b *backend) string {
 	if b.found && !p.o.EngineKeyToFound {
 		return ""

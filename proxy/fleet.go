@@ -30,11 +30,11 @@ type fleet struct {
 	}
 }
 
-// queue is the requests that wait for a model, first come first served among those of one need.
+// queue is the requests that wait for a model, first come first served among requests of one need.
 type queue struct {
 	waiters []*waiter
 	shares  fair.Shares // of clients
-	doubt   bool        // an engine of theirs was in doubt: they hear when none is well
+	doubt   bool        // an engine of the model was in doubt: waiters are refused when no engine is well
 }
 
 // has reports whether a request of a need waits.
@@ -47,7 +47,7 @@ type waiter struct {
 	got  chan grant // one at most
 }
 
-// grant is places, or why there will be none.
+// grant is a waiter's places, or the reason why it gets none.
 type grant struct {
 	choice choice
 	err    error
@@ -67,12 +67,13 @@ type want struct {
 	who    string        // whose share of the queue
 
 	kind    kind     // of the engines that have the path; anyKind: all
-	only    *backend // the engine that has what the request goes on from; nil: any
+	only    *backend // the engine that has the response which the request continues; nil: any
 	session string   // that the client names; "": none
 	tried   []*backend
 }
 
-// need is what says which engines can take a request. Requests of one need wait for each other; others do not wait behind them.
+// need is the part of want that decides which engines can take a request. Requests of one need wait for each other; requests of another
+// need do not wait behind them.
 type need struct {
 	kind                 kind
 	only                 *backend
@@ -86,7 +87,7 @@ func (w *want) of(b *backend, r role) bool {
 	return b.role == r && b.serves(w.model) && (w.kind == anyKind || w.kind == b.kind())
 }
 
-// choice is engines with a place taken at each.
+// choice is the engines of one request, with a place at each.
 type choice struct {
 	engine  *backend // that answers
 	prefill *backend // nil: none
@@ -95,7 +96,7 @@ type choice struct {
 	spared  spared   // why there is no prefill
 }
 
-// engines returns all, not to be changed.
+// engines returns all engines; the caller must not change the slice.
 func (f *fleet) engines() []*backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -138,7 +139,7 @@ func (f *fleet) inFlight(b *backend) int {
 	return b.inFlight
 }
 
-// stand is how engines of a role stand for a request; the best of them counts.
+// stand says whether engines of a role can take a request; the best engine counts.
 type stand uint8
 
 const (
@@ -149,9 +150,9 @@ const (
 	ready
 )
 
-// pickLocked returns the engine that a request should go to. Engines that were tried come last, and D's without a P. Among engines of one
-// cost the one comes first that has waited longest for a request of the model, and among those that had none for one of any
-// model.
+// pickLocked returns the engine that a request should go to: the one of least cost. Engines that were tried or are paused, and D's without
+// a fitting P, come last. Among engines of equal cost it picks the one whose last request of the model was longest ago, then the one whose
+// last request of any model was.
 func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int, how stand) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
@@ -161,7 +162,7 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 	}
 	var few [8]fit
 	pairs := few[:0]
-	if r == decode && f.rooms.Load() { // D's of vLLM alone fit all P's
+	if r == decode && f.rooms.Load() { // without SGLang every D fits every P
 		pairs = f.prefillFitsLocked(pairs, w)
 	}
 	for _, b := range f.mu.all {
@@ -191,15 +192,15 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 // maxTurns bounds the models whose turns an engine remembers. Beyond it the turns begin anew.
 const maxTurns = 1024
 
-// turnOf is the model under which an engine counts a request: one that it lists, or any.
+// turnOf returns the model under which an engine counts its turns: model, or "" if it has listed no models.
 func (b *backend) turnOf(model string) string {
 	if b.models.Load() == nil {
-		return "" // it serves whatever clients name
+		return "" // it may serve every name
 	}
 	return model
 }
 
-// turn is when an engine last got a request, counted in places taken: of a model, and of any.
+// turn says when an engine last got a request, of one model and of any model, in places taken by the fleet.
 type turn struct{ model, any uint64 }
 
 func (t turn) before(o turn) bool { return t.model < o.model || t.model == o.model && t.any < o.any }
@@ -223,20 +224,20 @@ func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 	b.recent, b.recentAt = b.recently(f.mu.taken)+1, f.mu.taken
 }
 
-// recentTakes is after how many places taken, of the whole fleet, a request counts half in backend.recent.
+// recentTakes is the number of places taken in the whole fleet after which a request counts half in backend.recent.
 const recentTakes = 512
 
-// recently returns how many requests the engine got recently, as of a number of places taken.
+// recently returns how many requests the engine got recently, when the fleet has taken that many places.
 func (b *backend) recently(taken uint64) float64 {
 	return b.recent * math.Exp2(-float64(taken-b.recentAt)/recentTakes)
 }
 
-// aboveMean is how much more than the mean an engine may have got recently and still be the home of unseen prompts, while
+// aboveMean is the factor of the mean of recent requests up to which an engine stays the home of unseen prompts while
 // requests are in progress.
 const aboveMean = 1.08
 
-// overloadedLocked reports whether a home should give way: it got more requests recently than the mean of the engines that
-// could take this one, and some of them work. One request at a time always goes home.
+// overloadedLocked reports whether a request should not go to its home: the home got more than aboveMean times as many recent requests
+// as the mean of the engines that could take this one, and one of these has a request in progress.
 func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 	sum, engines, busy := 0.0, 0, false
 	for _, b := range f.mu.all {
@@ -249,7 +250,7 @@ func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 	return busy && home.recently(f.mu.taken)*float64(engines) > aboveMean*sum
 }
 
-// requestCost is how many bytes of prompt a request in progress weighs: it decodes beside others.
+// requestCost is the weight of a request in progress in bytes of prompt, for its decoding beside others.
 const requestCost = 1 << 10
 
 func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
@@ -266,9 +267,9 @@ func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
 	return 0 // all are equal: turns decide
 }
 
-// homeLocked returns where all proxies send a prompt that they have not seen; nil: it was seen. Its
-// first mark decides, which is the same in each turn of a conversation, or the session that the
-// client names.
+// homeLocked returns the engine to which all proxies send a prompt that they have not seen; nil: this proxy
+// has seen the prompt. The prompt's first mark decides, which is the same in each turn of a conversation, or
+// the session that the client names.
 func (f *fleet) homeLocked(r role, w *want) (home *backend) {
 	if f.o.policyOf(r) != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
 		return nil
@@ -318,8 +319,8 @@ func (f *fleet) computed(b *backend, lacks int) {
 	}
 }
 
-// doubt takes an engine for unwell until it was looked at. It reports whether that is news: then
-// certain must follow.
+// doubt marks an engine as unwell until the next health check. It reports whether the engine was well
+// before; then the caller must call certain.
 func (f *fleet) doubt(b *backend) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -333,7 +334,7 @@ func (f *fleet) doubt(b *backend) bool {
 	return true
 }
 
-// certain ends a doubt. Those who wait for it get places, or hear that there are none.
+// certain ends a doubt. Requests that wait for it get places, or are refused.
 func (f *fleet) certain(b *backend) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -347,11 +348,11 @@ func (f *fleet) leave(b *backend, lacks int) {
 	defer f.mu.Unlock()
 	b.inFlight--
 	b.pending -= lacks
-	b.circuit.probe = false // whatever came of it, another request may probe the engine
+	b.circuit.probe = false // whatever the result, another request may probe the engine
 	f.dispatchLocked()
 }
 
-// dispatch gives places to those who wait.
+// dispatch gives places to waiting requests.
 func (f *fleet) dispatch() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -360,7 +361,7 @@ func (f *fleet) dispatch() {
 
 func (f *fleet) dispatchLocked() {
 	for name, q := range f.mu.queues {
-		var full []need // the engines that these wait for
+		var full []need // needs whose engines have no room
 		for i := 0; i < len(q.waiters); {
 			w := q.waiters[i]
 			if slices.Contains(full, w.want.need()) {
@@ -480,7 +481,7 @@ func (f *fleet) another(w *want) *backend {
 	return b
 }
 
-// refuseLocked says why a request has no places; nil: it has.
+// refuseLocked returns why a request gets no places; nil: it gets them.
 func (f *fleet) refuseLocked(w *want, how stand, of role) error {
 	switch how {
 	case ready:
@@ -493,7 +494,7 @@ func (f *fleet) refuseLocked(w *want, how stand, of role) error {
 			}
 		}
 		for _, b := range f.mu.all {
-			if b.well.Load() { // so the others are known
+			if b.well.Load() { // with one engine well, the models are known
 				return noModel(w.model, lacks)
 			}
 		}
@@ -522,7 +523,7 @@ func unavailable(text string) *refusal {
 	return &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: text, retry: 1, outcome: "no_engine"}
 }
 
-// noModel is vLLM's answer. lacks is the role of the engines that do not have the model, where those of another role do; "": none has it.
+// noModel is vLLM's answer. lacks is the role whose engines do not have the model while those of the other role do; "": no engine has it.
 func noModel(name, lacks string) *refusal {
 	text := fmt.Sprintf("The model `%.128s` does not exist.", name)
 	if lacks != "" {

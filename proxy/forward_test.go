@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// stored is an engine with a response, which it answers about by f, as it does about its version.
+// stored starts an engine that has the response resp_1. f answers requests for that response and for /version.
 func stored(t testing.TB, f http.HandlerFunc) string {
 	t.Helper()
 	mux := http.NewServeMux()

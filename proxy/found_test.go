@@ -26,7 +26,7 @@ func directory(hosts ...string) string {
 	return "{" + strings.Join(of, ",") + "}"
 }
 
-// Whoever registers does not learn the engines' API key, by no request of the proxy, unless the operator says so. Engines
+// No request of the proxy gives the engines' API key to an engine that a registry names, unless the operator allows it. Engines
 // that the operator named get it.
 func TestEnginesOfARegistryGetNoKey(t *testing.T) {
 	f := func(engineKey string, toFound bool, want, wantD string) {

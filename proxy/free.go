@@ -15,16 +15,16 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/http1"
 )
 
-// P keeps the KV of a prompt until a D has pulled it, or until its own limit, 480 s by default. Where no D did, a D is asked to, for a
-// prompt of one token: it pulls one block, and P frees all. That request repeats nothing of the client's, so that D cannot refuse it
-// for what it refused before.
+// P keeps the KV of a prompt until a D has pulled it, or until its own limit, 480 s by default. If no D has pulled it, the proxy sends a D
+// a request with a prompt of one token: D pulls one block, and P frees all. That request repeats nothing of the client's request, so
+// that D cannot refuse it for the same reason.
 
 // freeing is a transfer that no request wants any more.
 type freeing struct {
 	path, id string
 	model    string
 	body     []byte
-	secrets  []byte // the client's credentials, which D may want; as lines of a head
+	secrets  []byte // the client's credentials, which D may demand, as header lines
 	until    time.Time
 }
 
@@ -41,13 +41,13 @@ type frees struct {
 const maxFrees = 64
 
 const (
-	freeTimeout = 8 * time.Minute  // how long a transfer is offered to D's: as long as P keeps it. A D that is started again may take minutes
+	freeTimeout = 8 * time.Minute  // how long the proxy offers a transfer to D's: as long as P keeps it. The restart of a D may take minutes
 	takeTimeout = 30 * time.Second // how long one D may take
-	freeRounds  = 2                // so often all D's fail before P is taken to have the KV no more
+	freeRounds  = 2                // after that many rounds in which D's failed, P is assumed not to have the KV any more
 )
 
 // mustFree reports whether D has not taken P's KV, or may not have, after an attempt that ended with err. A D that had the whole request
-// when the client left lets go of it by itself.
+// when the client left frees the KV by itself.
 func (e *exchange) mustFree(err error) bool {
 	if e.r.Context().Err() == nil {
 		return err != nil || e.refused
@@ -60,7 +60,8 @@ func (e *exchange) mustFree(err error) bool {
 	return e.refused
 }
 
-// abandon ends P's leg of an attempt that failed otherwise. P has a moment to end it, so that it is known whether P has the KV.
+// abandon ends P's leg after D's leg failed. P has prefillGrace to end it, so that the proxy knows whether P has the KV; if so, and free
+// is set, abandon frees it.
 func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() bool, free bool, f freeing) {
 	end := func() {
 		abort()
@@ -89,10 +90,10 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 	}
 }
 
-// freeing returns what frees the transfer that params name.
+// freeing returns the request that frees the transfer that params name.
 //
-// The first release of MooncakeConnector pairs by request ids, which differ by API: there the same API is asked again, with nothing but
-// what its prompt is made of.
+// The first release of MooncakeConnector pairs by request ids, whose form depends on the API. There the request goes to the same API, and
+// has of the client's request only the fields that make its prompt.
 //
 // The model is P's base model where P lists one: D may have refused an adapter.
 func (e *exchange) freeing(p *backend, params []byte) freeing {
@@ -137,7 +138,7 @@ func (e *exchange) freeing(p *backend, params []byte) freeing {
 	return f
 }
 
-// ofPrompt are the keys of chats, responses and messages that their prompts are made of.
+// ofPrompt are the fields of chats, responses and messages from which engines make the prompt.
 var ofPrompt = map[string]bool{
 	"messages": true, "tools": true, "documents": true, "chat_template": true, "chat_template_kwargs": true, "add_generation_prompt": true,
 	"continue_final_message": true, "add_special_tokens": true, "mm_processor_kwargs": true, "input": true, "instructions": true, "system": true,
@@ -175,8 +176,9 @@ func (p *Proxy) freeAll(f freeing) {
 	}
 }
 
-// freeOne offers a transfer to D's until one has taken it. A D that fails may have found out that P does not have the KV any more, or it is about
-// to end and fails whatever it is asked: then it is not well at the next look. So it counts when D's that are well failed again, a look later.
+// freeOne offers a transfer to D's until one has taken it. A D may fail because P does not have the KV any more, or because D itself is
+// about to end; a D that ends is not well at the next health check. So freeOne gives up only when D's failed in freeRounds rounds, a
+// health check apart.
 func (p *Proxy) freeOne(f freeing) {
 	ctx, cancel := context.WithDeadline(p.ctx, f.until)
 	defer cancel()
@@ -198,7 +200,7 @@ func (p *Proxy) freeOne(f freeing) {
 				return
 			}
 		}
-		w.tried, failed = nil, false // none can be reached, or has room, or all failed: later they may do better
+		w.tried, failed = nil, false // no D can be reached or has room, or all failed: a later round may succeed
 		select {
 		case <-time.After(p.o.HealthInterval):
 		case <-ctx.Done():

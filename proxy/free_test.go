@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// What D refuses and P computed does not stay at P: many requests that want more tokens than the model has, in each dialect, API and
-// form, leave all blocks free, and the client hears D's refusal.
+// P's KV of a request that D refuses is freed. Many requests ask for more tokens than the model has, in each dialect, API and form:
+// afterwards all blocks are free, and each client got D's refusal.
 func TestPIsFreedWhenDRefuses(t *testing.T) {
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
 		x := &deployment{t: t}
@@ -145,7 +145,7 @@ func TestNoFreeIsDropped(t *testing.T) {
 	}
 }
 
-// What both engines refuse stays in P's part, which P then refuses: nothing is computed.
+// P's part keeps the fields that both engines refuse, so P refuses it and computes nothing.
 func TestPRefusesWhatDRefuses(t *testing.T) {
 	x := deploy(t, 1, 0)
 	for _, more := range []string{`"max_tokens":0`, `"max_tokens":-1`, `"max_completion_tokens":0`, `"max_tokens":2,"min_tokens":3`, `"stream_options":{"include_usage":true}`, `"max_tokens":"x"`, `"stream":"x"`} {
@@ -159,8 +159,8 @@ func TestPRefusesWhatDRefuses(t *testing.T) {
 	}
 }
 
-// D is asked to free P's KV with the credentials that the client had sent, where engines want those; never with those that end at the
-// proxy.
+// The proxy asks D to free P's KV with the client's credentials where those are for the engines, and never with credentials that are for
+// the proxy.
 func TestFreeingHasTheClientsCredentials(t *testing.T) {
 	f := func(dialect proxy.Dialect, o proxy.Options, want string) {
 		t.Helper()

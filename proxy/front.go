@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// front is what a client hears before an engine has said anything of an answer: comments, which decide nothing. The head of the
-// stream is sent with the first of them.
+// front sends a client comments before the answer begins. After a comment another engine can still answer, but the head of a
+// stream is sent: it goes out with the first comment.
 type front struct {
 	mu     sync.Mutex
 	e      *exchange
@@ -106,9 +106,9 @@ const pingComment = ": ping\n\n"
 
 var errEmptyAnswer = errors.New("an empty answer")
 
-// firstData returns the beginning of a stream, up to data of its answer: what was held back before, and what has come behind it. Comments
-// and pings are passed on at once, and decide nothing: until there is data, another engine can answer. Errors: errFailed, errEmptyAnswer,
-// and those of refusedIn.
+// firstData returns the beginning of a stream up to the first data of its answer, with the events that it held back before. It passes
+// comments and pings on at once: until there is data, another engine can answer. Errors: errFailed, errEmptyAnswer, and those of refusedIn
+// and of the connection.
 func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (begin []byte, err error) {
 	api := openai.APIOf(e.r.URL.Path)
 	if n := openai.EventLen(first); n > 0 && api.KindOf(first[:n]) == openai.Data { // as nearly always
@@ -119,7 +119,7 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 		for n := openai.EventLen(rest); n > 0; n = openai.EventLen(rest) {
 			switch event := rest[:n]; api.KindOf(event) {
 			case openai.Nothing:
-				if len(held) > 0 && event[0] != ':' { // a ping keeps its place behind the opening; a comment keeps the client meanwhile
+				if len(held) > 0 && event[0] != ':' { // hold the ping back behind the opening, and send the client a comment in its place
 					if len(held)+n < maxOpening/2 {
 						held = append(held, event...)
 					}
@@ -155,7 +155,7 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 		case errors.Is(err, io.EOF):
 			return nil, errEmptyAnswer
 		case err != nil && len(held) > 0 && e.attempts >= e.p.o.Attempts && !isTimeout(err) && e.r.Context().Err() == nil:
-			return append(held, rest...), nil // no other engine is asked: the client hears how far it came
+			return append(held, rest...), nil // no other engine is asked: the client gets what has come
 		case err != nil:
 			return nil, err
 		}
@@ -163,8 +163,8 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 	}
 }
 
-// refusedIn returns what the first data of a stream of SGLang says against the request, as the answer without a stream would be: a
-// *refusedByP where the request is at fault, an *engineAnswer where the engine has no room; nil: it says nothing against it.
+// refusedIn returns the error in the first data of a stream of SGLang, as the answer without a stream would be: a *refusedByP if the
+// request is at fault, an *engineAnswer if the engine has no room; nil: the data has no such error.
 func refusedIn(api openai.API, b *backend, event []byte) error {
 	if b.kind() != sglangKind {
 		return nil

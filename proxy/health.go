@@ -19,9 +19,9 @@ import (
 	"time"
 )
 
-// silentLooks is after how many looks without an answer requests that wait for an engine are given to
-// others. One that refuses connections breaks theirs by itself, and one that answers that it is not ready, as SGLang does from SIGTERM on,
-// finishes them.
+// silentLooks is the number of health checks without an answer after which requests at an engine go to other engines. An engine
+// that refuses connections breaks those of its requests itself, and one that answers that it is not ready, as SGLang does
+// after SIGTERM, finishes its requests.
 const silentLooks = 10
 
 var (
@@ -29,7 +29,7 @@ var (
 	errUnwell = errors.New("a health check failed")
 )
 
-// watch looks after an engine until ctx ends: whether it is well, who it is, what it serves.
+// watch checks an engine until ctx ends: whether it is well, its ids in the registry, and its models.
 func (p *Proxy) watch(ctx context.Context, b *backend) {
 	for n := 0; ; n++ {
 		p.look(ctx, b, n%5 == 0)
@@ -42,8 +42,8 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 	}
 }
 
-// look asks an engine how it is. all: also what models it has, if it was well before. An engine that was well before is looked at a
-// second time when a look fails: it may have stood still for some seconds, or have been started again since the look began.
+// look checks an engine's health. It asks for the models of an engine that was not well before, and with all in any case. When a look at
+// an engine that was well fails, trouble looks a second time: the engine may have stalled for some seconds, or have been restarted.
 func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	b.looking.Lock()
 	defer b.looking.Unlock()
@@ -110,7 +110,7 @@ func readBy(ctx context.Context, client *http.Client, address, key string) (text
 	return text, resp.StatusCode
 }
 
-// listModels asks an engine what it serves. One that does not say may have any model.
+// listModels asks an engine for its models. An engine that does not list them may have any model.
 func (p *Proxy) listModels(ctx context.Context, b *backend) {
 	text, ok := p.get(ctx, b, "/v1/models")
 	var list struct{ Data []json.RawMessage }
@@ -178,7 +178,7 @@ func requests(text []byte) int64 {
 	return int64(min(sum, maxRequests))
 }
 
-// refresh asks an engine's registry who it is.
+// refresh reads an engine's ranks from its registry, and reports whether there are any.
 func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	d, err := b.registry.Query(ctx)
 	if err != nil {
@@ -207,12 +207,12 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	return len(ranks) > 0
 }
 
-// doubtTime is how long requests wait for the look at an engine in doubt, which a silent one may draw
-// out to HealthInterval.
+// doubtTime is how long requests wait for the health check of an engine in doubt. A silent engine may
+// delay the end of the check up to HealthInterval.
 const doubtTime = 5 * time.Second
 
-// trouble notes that a call or a look failed: the engine is looked at before it is used again, and requests that
-// need it wait for that, doubtTime at most.
+// trouble records that a call or a health check failed: the proxy checks the engine before it uses it again, and requests
+// that need the engine wait for the check, doubtTime at most.
 func (p *Proxy) trouble(b *backend, err error) {
 	if !p.fleet.doubt(b) {
 		return
@@ -220,7 +220,7 @@ func (p *Proxy) trouble(b *backend, err error) {
 	p.o.Log.Info("an engine does not answer", "engine", b.url, "err", err)
 	p.background.Lock()
 	defer p.background.Unlock()
-	if p.ctx.Err() != nil { // Close waits for the others
+	if p.ctx.Err() != nil { // closed: Close waits only for checks that began before
 		p.fleet.certain(b)
 		return
 	}

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// Clients that leave within moments of their requests, many at a time: P has no blocks for any of them afterwards,
-// because D hears of each request of which P does.
+// Many clients leave right after they sent their requests. P keeps no blocks for any of them afterwards, because D gets each
+// request that P gets.
 func TestClientsLeaveAtOnce(t *testing.T) {
 	x := deploy(t, 1, 10*time.Millisecond)
 	for round := range 12 {

@@ -21,16 +21,16 @@ import (
 // list is a request of several prompts that goes through P and D. One transfer carries one prompt, so each prompt becomes a request
 // of its own, a part, and the answers of the parts become one.
 //
-// Parts enter the engines one after the other, so that one of them at most waits in a queue, and only that one and those at engines have a
-// body. If one fails, the others end as if their client had left, and the client hears of that failure.
+// Parts go to engines one after the other, so that at most one of them waits in a queue, and only this part and those at engines have a
+// body. If one part fails, the others end as if their client had left, and the client gets that failure.
 type list struct {
 	e      *exchange // of the client
 	cancel context.CancelCauseFunc
 	parts  int
 	native bool          // of /generate, whose answer is a list
-	turn   chan struct{} // has a place for the part that asks for engines
-	left   chan struct{} // has news when a part gives places back
-	places atomic.Int64  // parts that have some
+	turn   chan struct{} // has a token while a part asks for engines
+	left   chan struct{} // gets a token when a part gives places back
+	places atomic.Int64  // parts that have places at engines
 	memory atomic.Int64  // bytes of answers that wait for others
 
 	mu struct {
@@ -38,12 +38,12 @@ type list struct {
 		open       bool
 		over       bool        // nothing may be written any more
 		begun      int         // parts whose stream has begun
-		since      time.Time   // when the first of them had
+		since      time.Time   // when the first part's stream began
 		head       http.Header // of the first part that began
 		held       []byte      // events until the stream opens
 		failure    *partWriter // the first part that failed
 		outcome    string      // of failure
-		gone       bool        // the client does not take what is written
+		gone       bool        // a write to the client failed
 	}
 }
 
@@ -51,7 +51,7 @@ type list struct {
 const (
 	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
 	maxHeld   = 1 << 20         // bytes of events before the stream opens
-	heldFor   = 2 * time.Second // the stream opens then, although some parts have not begun
+	heldFor   = 2 * time.Second // after this time the stream opens, although some parts have not begun
 )
 
 var (
@@ -97,7 +97,7 @@ func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 		w := &partWriter{list: l, header: make(http.Header)}
 		w.part = openai.Part{Index: i, Whole: e.id, Later: s.Sample > 0}
 		if e.rooms {
-			w.part.ID = e.id // SGLang's ids have nothing of the request's
+			w.part.ID = e.id // SGLang makes ids of its own, unrelated to the request's
 		}
 		parts[i] = w
 		wg.Go(func() { l.serve(w, r, s) })
@@ -122,7 +122,7 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 		x.givePlaces()
 		x.leaveTurn()
 		if v := recover(); v != nil {
-			if v != http.ErrAbortHandler { // as net/http does for a request: the others go on
+			if v != http.ErrAbortHandler { // like a panic of a request in net/http: the other parts go on
 				e.p.o.Log.Error("BUG: a part of a request panicked", "request", e.id, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
 			}
 			w.ended("broken_off")
@@ -209,7 +209,7 @@ func (e *exchange) givePlaces() {
 	}
 }
 
-// partWriter takes the answer of a part.
+// partWriter is the http.ResponseWriter of a part.
 type partWriter struct {
 	list   *list
 	part   openai.Part
@@ -234,10 +234,10 @@ func (w *partWriter) WriteHeader(status int) {
 	}
 }
 
-// FlushError implements what http.ResponseController looks for: events are flushed as they come.
+// FlushError makes http.ResponseController.Flush succeed: the list flushes events as they come.
 func (w *partWriter) FlushError() error { return nil }
 
-// SetWriteDeadline implements what http.ResponseController looks for: the list has the client's deadlines.
+// SetWriteDeadline makes http.ResponseController.SetWriteDeadline succeed: the list sets the client's deadlines.
 func (w *partWriter) SetWriteDeadline(time.Time) error { return nil }
 
 // Write takes a piece of the answer. An error says that the request has ended.
@@ -305,10 +305,10 @@ func (w *partWriter) event(raw []byte) error {
 	}
 }
 
-// ended notes how the part ended. What is left of its stream is the last event, without an empty line behind it.
+// ended records how the part ended. Bytes left of its stream are the last event, without an empty line behind it.
 func (w *partWriter) ended(outcome string) {
 	if outcome == "ok" && w.stream && len(w.body) > 0 {
-		_ = w.event(append(w.body, "\n\n"...)) // one that cannot be read is no last event
+		_ = w.event(append(w.body, "\n\n"...)) // if it cannot be read, the stream has no last event
 		w.body = nil
 	}
 	if outcome != "ok" || w.status != http.StatusOK || w.stream && !w.done {
@@ -338,7 +338,7 @@ func (l *list) began(h http.Header) {
 	}
 }
 
-// openLate opens a stream of which some part has begun.
+// openLate opens the stream if some part has begun.
 func (l *list) openLate() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -393,7 +393,7 @@ func (l *list) write(b []byte) error {
 	return l.sendLocked(b)
 }
 
-// sendLocked writes to the client. One that does not take it has left.
+// sendLocked writes to the client. A client that a write fails for has left.
 func (l *list) sendLocked(b []byte) error {
 	l.e.extend(time.Now())
 	_, err := l.e.w.Write(b)
@@ -445,7 +445,7 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 		l.mu.failure = &partWriter{status: http.StatusBadGateway, body: (&refusal{status: http.StatusBadGateway, kind: "BadGateway", text: "the answers of the engines cannot be joined"}).body()}
 		l.mu.outcome = "failed"
 		return l.endFailedLocked()
-	case !stream && l.e.front.seal(): // it was asked for as a stream
+	case !stream && l.e.front.seal(): // the client asked for a stream
 		return l.e.endEarly(http.StatusBadGateway, "BadGateway", "the engines did not stream")
 	case !stream:
 		l.headLocked(parts[0].header, http.StatusOK, len(joined))

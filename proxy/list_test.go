@@ -149,8 +149,8 @@ func TestListsOfNIXL(t *testing.T) {
 	}
 }
 
-// A list of more prompts than --max-prompts is 400 with P and D, and passes to engines that do both. What cannot be split goes to D
-// alone, whose words the client hears.
+// A list of more prompts than --max-prompts is 400 with P and D, and passes to engines that do both. A list that cannot be split goes to
+// D alone, and the client gets D's answer.
 func TestListsThatAreNotSplit(t *testing.T) {
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
 		t.Run(fmt.Sprint(dialect), func(t *testing.T) { testListsThatAreNotSplit(t, dialect) })
@@ -262,7 +262,7 @@ func TestClientLeavesAList(t *testing.T) {
 	testkit.Eventually(t, "both have left", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 && x.proxy.Taken() == "" })
 }
 
-// An engine that dies in the middle of a list ends it with an error, and the client never takes what came for the whole.
+// When an engine dies in the middle of a list, the answer ends with an error, so no client takes the part for the whole.
 func TestEngineDiesInAList(t *testing.T) {
 	t.Parallel() // D asks for KV that P does not have any more, which takes a while
 	x := deploy(t, 1, 10*time.Millisecond)

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// listOf is a request with the prompts of others.
+// listOf returns one request with the prompts of several requests.
 func listOf(more string, requests ...string) string {
 	var list []string
 	for _, r := range requests {
@@ -38,7 +38,7 @@ func (x *deployment) wantListAsked(what string, want int64, request string, alon
 	}
 }
 
-// Each prompt of a list is spared P where a relay or a cache server has it, alone or in another list before, whole or streamed.
+// P does not compute a prompt of a list that a relay or a cache server has from an earlier request or list, whole or streamed.
 func TestListsAreSparedP(t *testing.T) {
 	const stream = `,"stream":true,"stream_options":{"include_usage":true}`
 	play := func(x *deployment, alone *served, prompt func(int) string) {

@@ -30,8 +30,8 @@ const oneRank = `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://h:1"}}}}`
 // transferOf is the transfer id of a request of P's or D's.
 func transferOf(m map[string]any) any { return m["kv_transfer_params"].(map[string]any)["transfer_id"] }
 
-// A client leaves while D does not read the request, and P has computed: D never has it whole, so a D is asked
-// to take P's KV.
+// A client leaves when P has computed and D does not read the request. D never gets the whole request, so the proxy asks
+// a D to take P's KV.
 func TestDDoesNotRead(t *testing.T) {
 	t.Parallel() // it waits for deadlines
 	var ps, ds legs
@@ -75,8 +75,8 @@ func TestDDoesNotRead(t *testing.T) {
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
 
-// A client leaves while D reads the request, which is longer than sockets hold: D has it to its end, so that it can let go of what
-// P computes.
+// A client leaves while D reads the request, which is longer than the sockets' buffers. D must get all of it, so that it can free the
+// KV that P computes.
 func TestDHasAllOfIt(t *testing.T) {
 	var ps, ds legs
 	prompt := strings.Repeat("a", 8<<20) // more than D's small receive buffer and the proxy's send buffer hold
@@ -135,7 +135,7 @@ func TestDHasAllOfIt(t *testing.T) {
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" && s.Stats().Requests["client_left"] == 1 })
 }
 
-// The only D fails some requests and then recovers: it is asked to take P's KV until it can.
+// The only D fails some requests and then recovers: the proxy asks it to take P's KV until it can.
 func TestFreedLater(t *testing.T) {
 	var asked atomic.Int64
 	p := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
@@ -158,8 +158,8 @@ func TestFreedLater(t *testing.T) {
 	}
 }
 
-// A D that is about to end fails what it is asked, too. That says nothing of P's KV: the D that comes after it is asked again. A D that goes on and
-// fails it again has found out that P does not have it any more, and is left alone.
+// A D that is about to end also fails the request to take P's KV. This says nothing about the KV, so the proxy asks again. When a D that
+// continues to run fails it again, the proxy assumes that P does not have the KV any more, and stops asking.
 func TestFailureOfADyingDKeepsNothingOfP(t *testing.T) {
 	for _, dies := range []bool{true, false} {
 		var asked atomic.Int64
@@ -189,8 +189,8 @@ func TestFailureOfADyingDKeepsNothingOfP(t *testing.T) {
 	}
 }
 
-// A D that answers nothing any more, also not how it is, and one that fails each request have not let go of what P
-// computed for them: another D does.
+// A D that answers nothing any more, not even /health, or that fails each request, has not freed the KV that P
+// computed for it: another D does.
 func TestLostDKeepsNothingOfP(t *testing.T) {
 	for _, how := range []string{"silent", "fails"} {
 		t.Run(how, func(t *testing.T) {
@@ -243,7 +243,7 @@ func TestLostDKeepsNothingOfP(t *testing.T) {
 	}
 }
 
-// P never ends, although D has answered all: its place is free soon, and nothing waits for it.
+// P never ends its answer, although D has answered all: P's place is free soon, and nothing waits for it.
 func TestPNeverEnds(t *testing.T) {
 	p := mock(t, func(_ http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
@@ -259,7 +259,7 @@ func TestPNeverEnds(t *testing.T) {
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
 
-// P breaks off, fails or is late after D has begun to answer: D has all that it needs of it, and the stream goes on to its end.
+// P breaks off, fails or is late after D has begun to answer. D already has the KV that it needs, and its stream continues to its end.
 func TestPFailsAfterDBegan(t *testing.T) {
 	for _, how := range []string{"breaks off", "fails", "refuses", "is late"} {
 		t.Run(how, func(t *testing.T) {
@@ -312,7 +312,7 @@ func TestPFailsAfterDBegan(t *testing.T) {
 	}
 }
 
-// whim does to a request what a bad engine or network may do.
+// whim answers a request as a bad engine or network may, by chance.
 func whim(w http.ResponseWriter, r *http.Request) {
 	switch rand.IntN(12) {
 	case 0: // before it is read
@@ -360,8 +360,8 @@ func whim(w http.ResponseWriter, r *http.Request) {
 	fmt.Fprint(w, "data: [DONE]\n\n")
 }
 
-// Whatever engines and clients do, every place is given back once: nothing is taken afterwards, no prompt is still to
-// be computed, and what comes then is served.
+// Whatever engines and clients do, every place is given back once. Afterwards no place is taken, no prompt counts as still
+// to be computed, and a new request is served.
 func TestPlacesAreGivenBackOnce(t *testing.T) {
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.NIXL} {
 		for _, policy := range []proxy.Policy{proxy.RoundRobin, proxy.PrefixAware} {

@@ -64,7 +64,7 @@ func mixed(seed int) mixedRequest {
 	return mixedRequest{"/v1/chat/completions/batch", fmt.Sprintf(`{"messages":[[{"role":"user","content":%s}],[{"role":"user","content":%s}]],"max_tokens":%d}`, quoted(), quoted(), tokens), false}
 }
 
-// essence is what two answers to one request have in common: the generated tokens, in the order of the choices.
+// essence returns the part in which two answers to one request must agree: the generated tokens, in the order of the choices.
 func essence(t testing.TB, path, answer string) string {
 	if strings.Contains(path, "completions") {
 		var c strings.Builder

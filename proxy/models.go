@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// onlyModel returns the model that a request without one, to engines of a kind, means; "" is whatever there is. It is the only one that is
-// no adapter, by whatever of its names.
+// onlyModel returns the model of a request that names none, for engines of a kind: the only model that they list, under one of its names.
+// Adapters count only if nothing else is listed. "" means that no model is listed. If there are several, the error is a *refusal.
 func (p *Proxy) onlyModel(of kind) (name string, err error) {
 	var all []model
 	for _, b := range p.fleet.engines() {
@@ -36,7 +36,7 @@ func (p *Proxy) onlyModel(of kind) (name string, err error) {
 	return name, nil
 }
 
-// modelLooks bounds the looks for a model that no engine lists.
+// modelLooks limits how often the proxy asks engines for a model that none of them lists.
 type modelLooks struct {
 	mu struct {
 		sync.Mutex

@@ -116,7 +116,8 @@ func TestPGetsWhatThePromptNeeds(t *testing.T) {
 	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[ignore_eos:true max_tokens:1 temperature:1] token_ids:[1]]")
 }
 
-// P computes one token and answers whole, in whatever form engines take a number of tokens and a truth; D has the client's own.
+// P computes one token and does not stream, in whatever form the client wrote the number of tokens and the flag stream. D gets the client's
+// own values.
 func TestPComputesOneTokenOfLaxNumbers(t *testing.T) {
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
 		x := &deployment{t: t}
@@ -159,7 +160,7 @@ func TestPComputesOneTokenOfLaxNumbers(t *testing.T) {
 	}
 }
 
-// P's part is JSON wherever in the body the keys are that it does not get: alone, side by side, at the beginning, at the end.
+// P's part is valid JSON wherever the keys stand that the proxy removes from it: alone, side by side, at the beginning, at the end.
 func TestPGetsJSON(t *testing.T) {
 	x := deploy(t, 1, 0)
 	alone := serve(t, "", "", 0)

@@ -26,7 +26,7 @@ func TestFirstRequestAfterPRestarts(t *testing.T) {
 		asked := x.asked(body(100+i+10*late, 4, ""), alone)
 		took := time.Since(began)
 		retries, failed = x.proxy.Stats().Retries-retries, x.d[0].Stats().FailedLoads-failed
-		if took > 4*time.Second && late < 3 { // a machine may stand still for so long, but not each time
+		if took > 4*time.Second && late < 3 { // a busy machine may pause for so long, but not each time
 			late++
 			i--
 			continue

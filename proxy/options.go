@@ -25,8 +25,8 @@ import (
 // Prefill is a prefill engine.
 type Prefill struct {
 	URL      string // of its API, http://host:port
-	Registry string // of its bootstrap server, http://host:port; for Mooncake, and for SGLang where P itself does not say it right
-	Guessed  bool   // Registry is a default, which what P says of itself replaces
+	Registry string // of its bootstrap server, http://host:port; for Mooncake, and for SGLang if P itself reports a wrong one
+	Guessed  bool   // Registry is a default: the one that P itself reports replaces it
 }
 
 // guess returns a prefill engine with the registry that it has by default.
@@ -43,7 +43,7 @@ type Dialect uint8
 // The dialects.
 const (
 	Mooncake    Dialect = iota // vLLM's MooncakeConnector from 0.16 on: both at the same time, by a transfer id
-	Mooncake013                // its first release: P first, D gets what P answers
+	Mooncake013                // its first release: P first, then D with P's answer
 	NIXL                       // NixlConnector, and others that answer kv_transfer_params: P first
 	SGLang                     // SGLang's P and D: both at the same time, by a bootstrap room
 )
@@ -55,7 +55,7 @@ type Policy uint8
 const (
 	RoundRobin  Policy = iota
 	LeastLoaded        // fewest requests, of this proxy and, by the engine's metrics, of others
-	PrefixAware        // least left to compute: what the engine has seen of the prompt counts, and what waits there
+	PrefixAware        // least left to compute: counts what the engine has seen of the prompt, and what waits at the engine
 )
 
 // Options configures a Proxy. A zero field means its default.
@@ -63,24 +63,24 @@ type Options struct {
 	Prefill []Prefill
 	Decode  []string // URLs
 	Engines []string // URLs of engines that do both
-	Sources []Source // of more engines, looked at now and then
+	Sources []Source // of more engines, asked again and again
 
 	Dialect Dialect
-	Detect  bool // engines of SGLang are known by what they say of themselves; Dialect is that of the others
-	DPSize  int  // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Mooncake's P are asked
+	Detect  bool // find out which engines are SGLang's by asking them; Dialect is that of the others
+	DPSize  int  // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Those of Mooncake's P come from the registry
 	Policy  Policy
 	// PrefillPolicy and DecodePolicy choose P and D; nil: Policy does.
 	PrefillPolicy, DecodePolicy *Policy
 
-	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else none do
-	SharedStore bool   // what any engine has seen, D can load from a cache server: it does not lack it
-	StoreToken  string // bearer token that it wants; default none
-	Store       string // URL of that server's HTTP interface, http://host:port: while it answers, and for what it has not evicted
-	StoreEvents string // where it publishes its KV events, tcp://host:port: what it says that it has. Default: they are not followed
-	StoreReplay string // of their replays; default none
+	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else no prompt does
+	SharedStore bool   // engines share a cache server: D can load from it what any engine has seen, and so does not lack it
+	StoreToken  string // bearer token that the cache server demands; default none
+	Store       string // URL of the cache server's HTTP interface, http://host:port: like SharedStore, but only while it answers, and only for what it has not evicted
+	StoreEvents string // where the cache server publishes its KV events, tcp://host:port, which say what it has. Default: not followed
+	StoreReplay string // where it replays them; default none
 	DecodeAlone bool   // while no P is well, D computes prompts
 
-	EventsPort int // of each engine's KV events, tcp; of data-parallel rank r that and r. Default: none are followed
+	EventsPort int // of each engine's KV events, tcp; data-parallel rank r has this port plus r. Default: not followed
 	ReplayPort int // of their replays; default none
 
 	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
@@ -103,26 +103,26 @@ type Options struct {
 	HealthInterval time.Duration // between looks at each engine and registry; default 1 s
 	DialTimeout    time.Duration // default 3 s
 
-	Keys      *keys.Set               // who may ask; nil: whoever reaches the proxy
-	Salts     *auth.SaltSecrets       // sign the salts of requests, all of which have one then; nil: none are signed
-	Limits    *limits.Limits          // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
+	Keys      *keys.Set               // who may send requests; nil: any client that reaches the proxy
+	Salts     *auth.SaltSecrets       // sign the salts of requests; every request then has a salt. nil: none is signed
+	Limits    *limits.Limits          // of Keys, counted together with other proxies; nil: each proxy counts alone. The caller closes it
 	Registry  bootstrap.ClientOptions // Token and TLS of registries and relays
 	EngineTLS *tls.Config             // for engines at https; nil: the system's authorities
 	EngineKey string                  // sent to engines as their API key; "": what the client sent
 
 	CORS        CORS
-	PassHeaders []string // of clients with keys that reach engines beside the usual ones
+	PassHeaders []string // further header fields of clients with keys that reach engines; see passed
 
-	FoundNetworks    []netip.Prefix // in which engines may be that a registry names; default loopback and private networks
-	EngineKeyToFound bool           // such engines get EngineKey and credentials of clients, too
+	FoundNetworks    []netip.Prefix // networks in which engines that a registry names may be; default loopback and private networks
+	EngineKeyToFound bool           // engines that a registry names get EngineKey and credentials of clients, too
 
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug
 
 	resolve      func(ctx context.Context, host string) ([]string, error) // DNS
-	modelLooks   time.Duration                                            // from one question for models that no engine lists to the next; default 1 s
-	prefillGrace time.Duration                                            // what P's leg has to end after D's; default 2 s
-	patience     time.Duration                                            // what looks at engines, registries and the cache server, and requests that wait for them, may take longer; default 0
+	modelLooks   time.Duration                                            // between two searches for models that no engine lists; default 1 s
+	prefillGrace time.Duration                                            // how long P's leg may last after D's; default 2 s
+	patience     time.Duration                                            // added to the limits of health checks of engines, registries and the cache server, and of requests that wait for them; default 0
 }
 
 // Validate returns everything that is wrong with o.
@@ -173,7 +173,7 @@ func isPort(s string) bool {
 	return s == "" || err == nil && n > 0
 }
 
-// checkSources checks where engines are found, and that P and D are there together.
+// checkSources checks the sources of engines, and that there are P and D together or neither.
 func (o *Options) checkSources(c *options.Checks) {
 	sourced := make(map[string]bool)
 	for _, s := range o.Sources {
@@ -278,7 +278,7 @@ func (o *Options) policyOf(r role) Policy {
 	return o.Policy
 }
 
-// indexed reports whether beginnings of prompts matter.
+// indexed reports whether the proxy needs the index of prefixes.
 func (o *Options) indexed() bool {
 	return o.policyOf(both) == PrefixAware || o.policyOf(prefill) == PrefixAware || o.policyOf(decode) == PrefixAware || o.SkipPrefill > 0
 }

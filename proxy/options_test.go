@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// The address of an engine that is refused for its login is named without it.
+// An engine's address with a login is refused, and the error names the address without the login.
 func TestRefusedAddressHidesItsLogin(t *testing.T) {
 	err := proxy.Options{Engines: []string{"http://u:SECRET@10.0.0.1:8000"}}.Validate()
 	if err == nil || strings.Contains(err.Error(), "SECRET") || !strings.Contains(err.Error(), "10.0.0.1:8000") {

@@ -24,7 +24,7 @@ func talk(who, turns int) string {
 	return fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, text)
 }
 
-// hits is how many prompt tokens engines had in their caches, of all.
+// hits returns the share of prompt tokens that the engines had in their caches.
 func hits(engines []*served) (share float64) {
 	var cached, prompt int64
 	for _, e := range engines {
@@ -34,8 +34,8 @@ func hits(engines []*served) (share float64) {
 	return float64(cached) / float64(prompt)
 }
 
-// Conversations stay where their beginnings are, behind one proxy and, turn by turn, behind two that
-// know nothing of each other; in turn they lose them.
+// With PrefixAware a conversation stays at the engine that has its beginning, behind one proxy and, turn by turn, behind two
+// proxies that share no state. With RoundRobin it does not.
 func TestPrefixAware(t *testing.T) {
 	play := func(policy proxy.Policy, proxies int) float64 {
 		t.Helper()
@@ -103,7 +103,7 @@ func TestASharedBeginningSpreads(t *testing.T) {
 	}
 }
 
-// The engine with fewer requests is chosen, those of others by its metrics included.
+// The proxy chooses the engine with fewer requests. It counts those of other proxies from the engine's metrics.
 func TestLeastLoaded(t *testing.T) {
 	var n [2]atomic.Int64
 	var urls []string
@@ -187,8 +187,8 @@ func TestDecodeAlone(t *testing.T) {
 	}
 }
 
-// Ten times what the engines can take: they never get more than they may have, what is beyond the
-// queue is refused at once, nothing is lost, and afterwards all is as before.
+// Clients send ten times as many requests as the engines can take. No engine gets more than its limit, requests beyond the
+// queue are refused at once, none is lost, and afterwards all is as before.
 func TestOverload(t *testing.T) {
 	const perEngine, queue, clients, each = 4, 8, 80, 6
 	var now, most atomic.Int64

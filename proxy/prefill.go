@@ -4,10 +4,10 @@ package proxy
 
 import "github.com/kvasir-kv/kvasir/internal/openai"
 
-// prefillPieces returns the request for P, which computes one token. The body is held.
+// prefillPieces returns the request for P, which computes one token. The caller must release the body, which it holds.
 //
-// What D refuses stays in it where P refuses it, too: P would compute for nothing, and keep the KV. What only the output needs goes: P's
-// answer would be long for nothing.
+// Fields that D would refuse stay if P refuses them too: else P would compute for nothing, and keep the KV. It drops fields that only the
+// output needs: P's answer would be long for nothing.
 func (e *exchange) prefillPieces(params []byte) ([][]byte, *body) {
 	edits := append(e.prefillEdits(), openai.Edit{Key: "kv_transfer_params", Value: params})
 	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
@@ -15,7 +15,7 @@ func (e *exchange) prefillPieces(params []byte) ([][]byte, *body) {
 	return pieces, e.body
 }
 
-// ofOutput are keys that say what an answer has, and that do not change the KV of the prompt.
+// ofOutput are fields that affect only the answer, and not the KV of the prompt.
 var ofOutput = []openai.Edit{
 	{Key: "logprobs"},
 	{Key: "top_logprobs"},
@@ -38,7 +38,7 @@ var ofOutput = []openai.Edit{
 	{Key: "stop_token_ids"},
 }
 
-// pastStops are edits by which P's token is no stop token, as far as an API has them: a P that ends by one gives its KV to no D.
+// pastStops are edits that keep P from ending by a stop token, for APIs that have such a field: a P that ends so gives its KV to no D.
 var pastStops = []openai.Edit{{Key: "ignore_eos", Value: yes}}
 
 var (
@@ -57,7 +57,7 @@ func (e *exchange) prefillEdits() []openai.Edit {
 	if string(q.ToolChoice.Of(q.Body)) == `"required"` || q.ToolChoice.Has() && q.Body[q.ToolChoice.From] == '{' {
 		choice := openai.Edit{Key: "tool_choice", Value: auto}
 		if e.r.URL.Path == "/v1/messages" {
-			choice.Value = nil // whose default is the same
+			choice.Value = nil // the default of this API is auto
 		}
 		edits = append(edits, choice)
 	}

@@ -32,7 +32,7 @@ type Proxy struct {
 	ctx         context.Context
 	stop        context.CancelFunc
 	wg          sync.WaitGroup
-	// background is held while something is added to wg, and when ctx ends.
+	// background is locked while a goroutine is added to wg, and while Close ends ctx.
 	background sync.Mutex
 
 	fleet       fleet
@@ -41,8 +41,8 @@ type Proxy struct {
 	relays      atomic.Bool           // one is there
 	prompts     prefix.RelayedPrompts // that relays have
 	transfers   transferlog.Log       // from P to D
-	known       *blocks.Prompts       // which blocks prompts are; nil: no engine publishes blocks
-	tokenizing  chan struct{}         // has a place for each prompt that is made tokens
+	known       *blocks.Prompts       // the blocks at marks of prompts; nil: no KV events are followed
+	tokenizing  chan struct{}         // has a token for each prompt that an engine tokenizes now
 	draining    atomic.Bool
 	inFlight    atomic.Int64
 	bodies      bodyMemory
@@ -55,7 +55,7 @@ type Proxy struct {
 	n           *counters
 }
 
-// New returns a Proxy and begins to look after its engines, which need not be there yet.
+// New returns a Proxy and begins to check the health of its engines, which need not be there yet.
 func New(o Options) (*Proxy, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -124,7 +124,7 @@ func New(o Options) (*Proxy, error) {
 	return p, nil
 }
 
-// add adds an engine and looks after it.
+// add adds an engine and begins to check its health.
 func (p *Proxy) add(r role, e Prefill) error {
 	return p.addBackend(&backend{role: r, url: trimURL(e.URL), guessed: e.Guessed, turns: make(map[string]uint64)}, e.Registry)
 }
@@ -166,7 +166,7 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 	return nil
 }
 
-// goBackground runs f unless the proxy is closed, which waits for it.
+// goBackground runs f in a goroutine for which Close waits. It reports false, and does not run f, if the proxy is closed.
 func (p *Proxy) goBackground(f func()) bool {
 	p.background.Lock()
 	defer p.background.Unlock()
@@ -189,7 +189,7 @@ func (b *backend) close() error {
 	return nil
 }
 
-// Close ends the looks at engines. Requests in progress end by themselves: close the server
+// Close ends the health checks of engines. It does not end requests in progress: close the server
 // in front first.
 func (p *Proxy) Close() {
 	p.background.Lock()
@@ -206,8 +206,8 @@ func (p *Proxy) Close() {
 	p.relayClient.CloseIdleConnections()
 }
 
-// Drain lets requests in progress go on and refuses others. /health says so, so that balancers
-// look elsewhere.
+// Drain refuses new requests; requests in progress go on. /health then fails, so that balancers
+// choose other proxies.
 func (p *Proxy) Drain() { p.draining.Store(true) }
 
 // ServeHTTP implements http.Handler.
@@ -376,7 +376,7 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 		outcome = e.refuse(err)
 		return
 	}
-	outcome = "broken_off" // unless serve returns
+	outcome = "broken_off" // if serve panics to cut the connection
 	if sequences != nil {
 		outcome = e.serveList(sequences)
 		return
@@ -384,7 +384,7 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 	outcome = e.serve()
 }
 
-// refuseQuery refuses a query that would end the request line to an engine early; HTTP/2 lets one through. It reports whether it did.
+// refuseQuery refuses a query that would end the request line to an engine early; HTTP/2 does not forbid one. It reports whether it refused.
 func refuseQuery(w http.ResponseWriter, r *http.Request) bool {
 	if !strings.ContainsFunc(r.URL.RawQuery, func(c rune) bool { return c <= ' ' || c == 0x7f }) {
 		return false
@@ -446,14 +446,14 @@ func (e *exchange) scanned() error {
 		e.want.stored = e.p.fleet.store.has(e.want.marks)
 	}
 	if e.key != nil && e.r.URL.Path == "/v1/responses" {
-		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by it, and it may be another key's
+		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by request_id, and the client may send that of another key
 	}
 	return nil
 }
 
 // checkXArgs refuses transfer parameters inside vllm_xargs. vLLM merges vllm_xargs into the same arguments as the top-level
-// fields, without a look at them, and its scheduler raises on what is no dict (vLLM 0.32, chat_completion/protocol.py). The
-// extra_args of sampling_params are those arguments themselves (scale_out/token_in_token_out/protocol.py).
+// fields without checking them, and its scheduler raises if they are no dict (vLLM 0.32, chat_completion/protocol.py). The
+// extra_args of sampling_params are those same arguments (scale_out/token_in_token_out/protocol.py).
 func checkXArgs(q *openai.Request) error {
 	if q.XArgs.Has() {
 		if err := checkArgs("vllm_xargs", q.XArgs.Of(q.Body)); err != nil {
@@ -478,7 +478,7 @@ func checkXArgs(q *openai.Request) error {
 // checkArgs refuses transfer parameters in the JSON value of a field.
 func checkArgs(field string, value []byte) error {
 	if value = bytes.TrimSpace(value); len(value) == 0 || value[0] != '{' {
-		return nil // nothing, or nothing that an engine takes
+		return nil // absent, or not an object, which engines refuse
 	}
 	args, err := openai.Scan(value)
 	if err != nil {

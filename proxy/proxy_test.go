@@ -149,8 +149,8 @@ func (x *deployment) start(o proxy.Options) {
 	x.well()
 }
 
-// startProxy starts a proxy that waits a minute longer for an engine than the product: a machine that stands still for some seconds makes
-// no engine unwell, and no answer of P too late for its cached tokens.
+// startProxy starts a proxy that waits a minute longer for an engine than the product: a pause of the machine for some seconds must not
+// make an engine unwell, or P's answer too late for its cached tokens.
 func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 	t.Helper()
 	o.DialTimeout = cmp.Or(o.DialTimeout, time.Minute)
@@ -171,7 +171,7 @@ func startImpatient(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 	return s.URL, p
 }
 
-// proxies are those that run, by their URLs.
+// proxies has the running proxies by their URLs.
 var proxies sync.Map
 
 // well waits until the proxy has found all of its engines: tests count on each.
@@ -212,7 +212,7 @@ func post(t testing.TB, url, body string) (int, string, http.Header) {
 	return r.StatusCode, string(text), r.Header
 }
 
-// said is the text of an answer, whole or streamed.
+// said returns the text of an answer, whole or streamed.
 func said(t testing.TB, answer string) string {
 	t.Helper()
 	out := ""
@@ -331,11 +331,11 @@ func TestClientLeaves(t *testing.T) {
 	testkit.Eventually(t, "both are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 })
 }
 
-// A D that dies in the middle of a stream cuts the client's stream, which does not end well;
-// requests in future go to the other one.
+// When a D dies in the middle of a stream, the client's stream ends with an error. Later
+// requests go to the other D.
 func TestDDies(t *testing.T) {
 	x := deploy(t, 2, 20*time.Millisecond)
-	// The stream lasts half a minute: D does not end it before the test stops D, although the machine stands still meanwhile.
+	// The stream lasts half a minute: So D does not end it before the test stops D, also on a machine that pauses.
 	r, err := http.Post(x.url+"/v1/completions", "application/json", strings.NewReader(body(0, 1500, `,"stream":true`)))
 	if err != nil {
 		t.Fatal(err)
@@ -439,8 +439,8 @@ func TestBytesPass(t *testing.T) {
 	}
 }
 
-// An engine that fails before the first byte costs an attempt, not the request; one that
-// refuses the request is heard, once.
+// When an engine fails before the first byte, the request is tried at another one. When an engine refuses the
+// request, the client gets that refusal, and no other engine is asked.
 func TestAttempts(t *testing.T) {
 	var bad, good atomic.Int64
 	failing := mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -507,7 +507,7 @@ func TestBadRequests(t *testing.T) {
 	}
 }
 
-// All that is wrong with options is told at once, by field.
+// One error names every invalid field of the options.
 func TestOptions(t *testing.T) {
 	testkit.CheckNumbers[proxy.Options](t)
 	_, err := proxy.New(proxy.Options{Prefill: []proxy.Prefill{{URL: "p:1", Registry: "http://r"}}, Engines: []string{"http://e?x=1"}, MaxBody: -1})

@@ -46,7 +46,7 @@ func TestBrokenBodiesAre400(t *testing.T) {
 	}
 }
 
-// A 503 tells clients neither addresses of engines nor what engines said.
+// A 503 shows clients neither addresses of engines nor texts of engines.
 func TestClientsSeeNoAddressesOfEngines(t *testing.T) {
 	bad := mock(t, func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "secret words", 500) })
 	for _, o := range []proxy.Options{{Engines: []string{bad}}, {Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: bad}}, Decode: []string{bad}}} {
@@ -115,7 +115,7 @@ func TestAdminTokenIsABearerToken(t *testing.T) {
 	}
 }
 
-// Fields that belong to the engine's connection do not reach the client.
+// Header fields of the engine's connection do not reach the client.
 func TestFieldsOfTheEnginesConnectionEndHere(t *testing.T) {
 	e := mock(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Connection", "X-Hop, keep-alive")
@@ -131,7 +131,7 @@ func TestFieldsOfTheEnginesConnectionEndHere(t *testing.T) {
 	}
 }
 
-// Fields that name an engine's address do not reach the client, whatever the status, of an engine alone, of P and of D.
+// Header fields with an engine's address do not reach the client, whatever the status: from an engine alone, from P and from D.
 func TestRedirectsShowNoAddressesOfEngines(t *testing.T) {
 	away := func(status int) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) {

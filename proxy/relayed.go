@@ -20,7 +20,7 @@ import (
 // relayPrefix begins the engine ids of a relay (package relay).
 const relayPrefix = "relay-"
 
-// askRelay bounds the question whether a relay still has a prompt's KV.
+// askRelay bounds the request that asks whether a relay still has a prompt's KV.
 const askRelay = time.Second
 
 // outputOnly are keys of a request that do not change the KV of its prompt.
@@ -29,8 +29,8 @@ var outputOnly = map[string]bool{
 	"top_p": true, "top_k": true, "min_p": true, "seed": true, "stop": true, "user": true, "kv_transfer_params": true,
 }
 
-// promptKey hashes the request but for what decides on the output alone. Two requests with one key have
-// the same prompt; some with the same prompt have two.
+// promptKey hashes the request without the fields that affect only the output. Two requests with one key have
+// the same prompt; requests with the same prompt may have different keys.
 func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	h := sha256.New()
 	salt := []byte(nil)

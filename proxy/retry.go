@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/http1"
 )
 
-// engineAnswer is an answer of an engine that another engine may do better: a failure, or that it has no room.
+// engineAnswer is the answer of an engine that failed, or has no room, where another engine may succeed.
 type engineAnswer struct {
 	engine *backend
 	status int
@@ -41,7 +41,7 @@ func (a *engineAnswer) noRoom() bool {
 // errNoRoom means that an engine has no room for the request, and has done nothing for it.
 var errNoRoom = errors.New("the engine has no room")
 
-// isEngineAnswer reports whether a status is a matter of the engine that answers.
+// isEngineAnswer reports whether a status blames the engine and not the request: 5xx or 429.
 func isEngineAnswer(status int) bool {
 	return status >= 500 || status == http.StatusTooManyRequests
 }
@@ -52,8 +52,8 @@ type attempts struct {
 	failed *engineAnswer // the last failure
 }
 
-// again decides after an attempt that failed with err whether there is another one. If not, it returns what the client hears: an answer of
-// an engine, or nil for err.
+// again decides after an attempt that failed with err whether there is another one. If not, it returns the engine's answer for the client;
+// nil: the client gets err.
 func (e *exchange) again(err error) (again bool, answer *engineAnswer) {
 	a, _ := errors.AsType[*engineAnswer](err)
 	switch {
@@ -74,7 +74,7 @@ func (e *exchange) again(err error) (again bool, answer *engineAnswer) {
 		e.answered.failed = a
 	}
 	switch {
-	case e.attempts >= e.p.o.Attempts, errors.Is(err, errLate): // another engine would compute it anew, for as long
+	case e.attempts >= e.p.o.Attempts, errors.Is(err, errLate): // after errLate another engine would compute from the beginning, and take as long
 	case errors.Is(err, errNotSent), errors.Is(err, errNoRoom): // nothing was computed
 		return true, nil
 	default:
@@ -89,7 +89,7 @@ func (e *exchange) again(err error) (again bool, answer *engineAnswer) {
 	return false, nil
 }
 
-// sayAnswer passes the answer of an engine on that was not the last one asked.
+// sayAnswer passes an engine's answer to a failed attempt on to the client.
 func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 	outcome = "failed"
 	if a.noRoom() {
@@ -104,15 +104,15 @@ func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 	return outcome
 }
 
-// Retries are at most a share of the requests of the last minute, and minRetries always.
+// Retries are at most one in retryShare of the requests of the last minute, but minRetries are always allowed.
 const (
 	retryShare = 10 // one in
 	minRetries = 10
 	budgetTime = 60 // seconds
 )
 
-// budget counts requests, and attempts that compute again what another engine had begun, so that a failure of many engines does not
-// multiply the load of the others.
+// budget counts requests, and retries that compute again what another engine had begun. It bounds these retries, so that a failure of
+// many engines does not multiply the load of the others.
 type budget struct {
 	mu struct {
 		sync.Mutex
@@ -154,8 +154,8 @@ func (b *budget) take(now time.Time) bool {
 	return true
 }
 
-// circuit keeps requests from an engine that fails one after the other, for a growing pause; then one request probes it. It is under
-// fleet.mu.
+// circuit stops requests to an engine that fails several in a row, for a growing pause; then one request probes the engine. It is
+// guarded by fleet.mu.
 type circuit struct {
 	failures int           // in a row
 	pause    time.Duration // 0: closed
@@ -204,14 +204,14 @@ func (f *fleet) paused(b *backend) bool {
 	return b.circuit.open(time.Now())
 }
 
-// succeeded notes that an engine has answered a request, or that what it failed was the request's fault.
+// succeeded records that an engine has answered a request, or that its failure was the request's fault.
 func (f *fleet) succeeded(b *backend) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	b.circuit = circuit{}
 }
 
-// judge notes what a call of an engine says about it.
+// judge records whether an engine succeeded or failed, from the error of a call.
 func (e *exchange) judge(b *backend, err error) {
 	switch {
 	case err == nil, errors.Is(err, errNoRoom):
@@ -222,7 +222,7 @@ func (e *exchange) judge(b *backend, err error) {
 	}
 }
 
-// hasUntried reports whether an engine of a role could take a request that has not been tried.
+// hasUntried reports whether an engine of a role that has not been tried could take a request.
 func (f *fleet) hasUntried(r role, w *want) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return w.of(b, r) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)

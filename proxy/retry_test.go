@@ -37,8 +37,8 @@ func startAnswering(t testing.TB, status int) *answering {
 	return a
 }
 
-// An engine without room sends requests to another one: none hears 429 or 503 while one is idle, P is asked once for each, and the
-// engine is not doubted. Without another one the client gets the first answer, with its Retry-After.
+// When an engine answers that it has no room, the request goes to another one. No client gets 429 or 503 while an engine is idle, P is
+// asked once for each request, and the full engine stays well. Without another engine the client gets the first answer, with its Retry-After.
 func TestNoRoomMeansAnotherEngine(t *testing.T) {
 	for _, status := range []int{429, 503} {
 		full, idle, p := startAnswering(t, status), startAnswering(t, 200), startAnswering(t, 200)
@@ -79,7 +79,7 @@ func TestNoRoomMeansAnotherEngine(t *testing.T) {
 	}
 }
 
-// A failure that two engines give alike is passed on as it is, after two attempts, and pauses neither.
+// When two engines fail a request in the same way, the client gets that failure after two attempts, and neither engine is paused.
 func TestFailuresAlikeArePassedOn(t *testing.T) {
 	for _, status := range []int64{500, 501, 502, 504} {
 		a, b, c := startAnswering(t, int(status)), startAnswering(t, int(status)), startAnswering(t, int(status))
@@ -126,7 +126,7 @@ func TestCircuit(t *testing.T) {
 	}
 	bad.status.Store(200)
 	testkit.Eventually(t, "the second pause ends", func() bool { return s.Stats().Paused[bad.url] == 0 })
-	if took := time.Since(began); took < 2*time.Second { // it began after that, and is twice the first one
+	if took := time.Since(began); took < 2*time.Second { // the pause began after that moment, and lasts twice as long as the first one
 		t.Errorf("the second pause was %v", took)
 	}
 	asked = bad.asked.Load()
@@ -136,7 +136,7 @@ func TestCircuit(t *testing.T) {
 	}
 }
 
-// A probe whose client leaves says nothing: the next request probes the engine.
+// A probe whose client leaves has no result: the next request probes the engine.
 func TestProbeOfAClientThatLeaves(t *testing.T) {
 	var probing atomic.Bool
 	var asked atomic.Int64 // since

@@ -78,8 +78,8 @@ func routeOf(path string) (how, string) {
 	return unknown, ""
 }
 
-// aloneOf reports whether one engine must do the whole of a request of a route through P and D; many: because P's part of it would not be
-// one prompt.
+// aloneOf reports whether one engine must serve the whole request, although its route goes through P and D. many says that the reason is
+// several prompts or answers: P's part would not be one prompt.
 func (e *exchange) aloneOf() (alone, many bool) {
 	q, path := e.q, e.r.URL.Path
 	is := func(at openai.Range, values ...string) bool {
@@ -92,7 +92,7 @@ func (e *exchange) aloneOf() (alone, many bool) {
 	}
 	api := openai.APIOf(path)
 	if api != openai.Completions && e.p.o.Dialect != Mooncake && e.p.paramless[api].Load() {
-		return true, false // D would not learn of P's KV
+		return true, false // P's answer would not tell D where the KV is
 	}
 	switch {
 	case path == "/v1/responses": // one conversation; its state is at the engine that answers
@@ -108,7 +108,7 @@ func (e *exchange) aloneOf() (alone, many bool) {
 	return many, many
 }
 
-// promptOf returns where a request has its prompt.
+// promptOf returns the range of the body that has the prompt.
 func (e *exchange) promptOf() openai.Range {
 	switch e.r.URL.Path {
 	case "/v1/responses":
@@ -130,7 +130,7 @@ func (e *exchange) promptOf() openai.Range {
 // maxResponses bounds the responses whose engines are remembered; the oldest gives way.
 const maxResponses = 1 << 16
 
-// responses says which engine has a response of /v1/responses, and whose it is.
+// responses remembers which engine has a response of /v1/responses, and which key asked for it.
 type responses struct {
 	mu struct {
 		sync.Mutex
@@ -182,7 +182,7 @@ func (e *exchange) keyName() string {
 // maxResponseID bounds an id that is remembered, bytes.
 const maxResponseID = 256
 
-// noteResponse remembers which engine has a response, from the beginning of its answer.
+// noteResponse remembers which engine has a response; first, the beginning of the answer, has the response's id.
 func (e *exchange) noteResponse(b *backend, first []byte) {
 	if e.r.URL.Path != "/v1/responses" {
 		return
@@ -202,7 +202,7 @@ func noResponse(id string) error {
 	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "response_id", text: text, outcome: "bad_request"}
 }
 
-// stay sends a request that goes on from a response to the engine that has it.
+// stay binds a request that continues a response to the engine that has the response. The error is a *refusal.
 func (e *exchange) stay() error {
 	id, ok := e.q.Text(e.q.Previous)
 	if !ok || id == "" || e.r.URL.Path != "/v1/responses" {
@@ -214,7 +214,7 @@ func (e *exchange) stay() error {
 	return nil
 }
 
-// serveStored serves a request about a response, which has no body of interest.
+// serveStored serves a request about a stored response: GET, or POST to cancel it. It ignores the request's body.
 func (p *Proxy) serveStored(w http.ResponseWriter, r *http.Request, id string) {
 	cancel := strings.HasSuffix(r.URL.Path, "/cancel")
 	if want := map[bool]string{false: http.MethodGet, true: http.MethodPost}[cancel]; r.Method != want {
@@ -244,8 +244,8 @@ func failUnauthorized(w http.ResponseWriter) {
 	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
 }
 
-// forward passes a small request without a body to an engine, and its answer back. An engine that is silent ends it, at the limits of
-// other requests.
+// forward passes a small request without a body to an engine, and its answer back. It ends when the engine is silent, after the same limits
+// as other requests.
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	if refuseQuery(w, r) {
 		return
@@ -323,8 +323,8 @@ func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable("no engine is well"))
 }
 
-// formModel returns the model that a multipart form names; "": none. A form that engines may read otherwise than the proxy is
-// refused: vLLM decodes the names of parts in the form's charset, takes the last one of a name, and any disposition.
+// formModel returns the model that a multipart form names; "": none. It refuses a form that an engine may read differently from the
+// proxy: vLLM decodes the names of parts in the form's charset, takes the last part of a name, and accepts any disposition.
 func formModel(contentType string, body []byte) (model string, err error) {
 	bad := func(text string) error {
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text, outcome: "bad_request"}
@@ -362,7 +362,7 @@ func formModel(contentType string, body []byte) (model string, err error) {
 	}
 }
 
-// scannedForm is scanned for a multipart form: it passes as it is.
+// scannedForm is scanned for a multipart form, which passes unchanged.
 func (e *exchange) scannedForm() (err error) {
 	name, err := formModel(e.r.Header.Get("Content-Type"), e.body.b)
 	if err != nil {
@@ -378,7 +378,7 @@ func (e *exchange) scannedForm() (err error) {
 	return nil
 }
 
-// nested returns the edit of one key's object, whose own keys change.
+// nested returns an edit that applies edits inside the object at key.
 func nested(key string, object []byte, edits ...openai.Edit) []openai.Edit {
 	r, err := openai.Scan(object)
 	if err != nil {

@@ -93,7 +93,7 @@ func TestOtherAPIsGoThroughPAndD(t *testing.T) {
 	}
 }
 
-// A P that does not say on an API where its KV is gets no more requests of it, where D needs that.
+// When P's answer on an API lacks the KV's location and D needs that, P gets no more requests of that API.
 func TestPWithoutParamsOnAnAPI(t *testing.T) {
 	var ps atomic.Int64
 	engine := func(n *atomic.Int64) string {
@@ -115,7 +115,7 @@ func TestPWithoutParamsOnAnAPI(t *testing.T) {
 	}
 }
 
-// A conversation goes on at the engine that has its last response, which can be read and cancelled there; another key has no part in it.
+// A conversation continues at the engine that has its last response. The response can be read and cancelled there, but not with another key.
 func TestResponsesStayAtTheirEngine(t *testing.T) {
 	x := &deployment{t: t}
 	x.stopAll()
@@ -209,7 +209,7 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// A form reaches a decode engine as it came, byte for byte, where P and D are apart: with and without API keys.
+// A multipart form reaches a decode engine byte for byte where P and D are separate engines, with and without API keys.
 func TestFormsReachDecodeEngines(t *testing.T) {
 	var form bytes.Buffer
 	w := multipart.NewWriter(&form)

@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// One transfer carries one prompt: a request of several answers, or of prompts that cannot be told apart, goes to D alone in every dialect, without
-// parameters of a transfer, whatever the client wrote into them. A request of one prompt goes through P as before.
+// One transfer carries one prompt. A request for several answers, or with prompts that the proxy cannot split, goes to D alone in every
+// dialect, without parameters of a transfer, also when the client sent some. A request of one prompt goes through P.
 func TestSeveralSequencesGoToDAlone(t *testing.T) {
 	f := func(dialect proxy.Dialect, path, body string, throughP bool) {
 		t.Helper()

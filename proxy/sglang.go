@@ -50,8 +50,8 @@ func (f *fleet) hasOthers(w *want) bool {
 	})
 }
 
-// withoutRoom leaves a request that P and D of SGLang cannot serve to the engines beside them. Where there are none, err says why it is
-// refused.
+// withoutRoom leaves a request that P and D of SGLang cannot serve to other engines. If there are none, it returns err, the reason of the
+// refusal.
 func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
 	switch {
 	case !e.p.fleet.hasOthers(&e.want):
@@ -69,10 +69,10 @@ func noRoomFor(path string) error {
 	return &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: path + " does not reach P and D of SGLang: it has no bootstrap room there", outcome: "bad_request"}
 }
 
-// byRooms returns the sequences of a request to P and D of SGLang, each of which has a room of its own; nil: it is one. The error is a
-// *refusal.
+// byRooms returns the sequences of a request to P and D of SGLang, each of which needs a room of its own; nil: the request is one sequence,
+// or other engines serve it. The error is a *refusal.
 //
-// SGLang gives all answers to a prompt one room, so that D waits for all but one of them (0.5.23).
+// SGLang itself (0.5.23) gives all answers to a prompt one room, so that D would wait in vain for all of them but one.
 func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	bad := func(status int, kind, text string) error {
 		return &refusal{status: status, kind: kind, text: text, outcome: "bad_request"}
@@ -110,8 +110,8 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	return all, nil
 }
 
-// sglangEdits are the changes of a request to an engine of SGLang: the room of this attempt, and the name of an adapter as SGLang takes
-// it. A client's own room never passes: 0 hangs D, and 2^63 ends P's process.
+// sglangEdits returns the edits of a request to an engine of SGLang: the room of this attempt, and the name of an adapter in SGLang's
+// form. A client's own room never passes: room 0 hangs D, and 2^63 ends P's process.
 func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	edits := slices.Clone(e.salt)
 	if e.q.Model.Has() {
@@ -123,7 +123,7 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	if id, ok := e.q.PrefixID(e.idPrefix); ok && e.idPrefix != "" {
 		edits = append(edits, id)
 	}
-	if e.attempts > 1 && e.r.URL.Path == "/v1/responses" { // where that is the request's id
+	if e.attempts > 1 && e.r.URL.Path == "/v1/responses" { // there request_id is the request's id, which SGLang still has from the attempt before
 		edits = append(edits, openai.Edit{Key: "request_id"})
 	}
 	if e.key != nil {
@@ -138,8 +138,9 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	return append(edits, openai.Edit{Key: "bootstrap_host"}, openai.Edit{Key: "bootstrap_port"}, openai.Edit{Key: "bootstrap_room"}, openai.Edit{Key: "bootstrap_pair_key"})
 }
 
-// nameFor returns how an engine of SGLang takes the name of an adapter; "": as it is. Where the engine has not listed its models, those of the
-// engine beside it count: SGLang answers with the base model to a name that it does not know, and P and D must compute the same.
+// nameFor returns the name that a request to an engine of SGLang must have for an adapter; "": name itself. If the engine has not listed its
+// models, those of the engine beside it count: SGLang answers a name that it does not know with the base model, and P and D must compute
+// the same.
 func (b *backend) nameFor(name string, beside *backend) string {
 	list := b.models.Load()
 	if list == nil && beside != nil {
@@ -155,7 +156,7 @@ func (b *backend) nameFor(name string, beside *backend) string {
 	return ""
 }
 
-// lister returns the one of P and D that lists its models; nil: neither does, or there is no P.
+// lister returns P or D, whichever lists its models; nil: neither does, or there is no P.
 func (c choice) lister() *backend {
 	for _, b := range []*backend{c.prefill, c.engine} {
 		if c.prefill != nil && b.models.Load() != nil {
@@ -165,8 +166,8 @@ func (c choice) lister() *backend {
 	return nil
 }
 
-// ofOrchestrators are fields of SGLang's requests that its own processes, or an operator's orchestrator, fill (0.5.23, io_struct.py): they
-// say where embeddings come from and answers go. A client with a key does not.
+// ofOrchestrators are fields of SGLang's requests that its own processes, or an operator's orchestrator, set (0.5.23, io_struct.py): they
+// say where embeddings come from and answers go. The proxy removes them from requests of clients with keys.
 var ofOrchestrators = []openai.Edit{
 	{Key: "kv_hints"},
 	{Key: "kv_router_hint"}, // as other releases name it
@@ -183,10 +184,10 @@ var ofOrchestrators = []openai.Edit{
 // ranksOfClients are the fields by which clients choose data-parallel ranks.
 var ranksOfClients = []openai.Edit{{Key: "disagg_prefill_dp_rank"}, {Key: "routed_dp_rank"}, {Key: "data_parallel_rank"}}
 
-// newIDPrefix returns what comes before the ids that the client chose for its request, in this attempt; "": nothing.
+// newIDPrefix returns the prefix of the client's own request ids in this attempt; "": none.
 //
-// SGLang refuses an id that it has, and for some seconds has those of attempts that have ended. When a request ends early, SGLang also
-// ends all whose ids begin with its id (0.5.23): so the ids of clients with keys begin with what is unique.
+// SGLang refuses an id that it has, and keeps ids of ended attempts for some seconds. When a request ends early, SGLang also ends all
+// requests whose ids begin with its id (0.5.23): so the ids of clients with keys get a unique prefix.
 func (e *exchange) newIDPrefix(c choice) string {
 	switch {
 	case c.engine.kind() != sglangKind:
@@ -200,17 +201,18 @@ func (e *exchange) newIDPrefix(c choice) string {
 
 func attemptPrefix(n int) string { return strconv.Itoa(n) + "-" }
 
-// rooms are from 1 to maxRoom: 0 means none, and from 2^63 on they are no numbers to P. Some are left, since SGLang counts on from a room.
+// Rooms are numbers from 1 to maxRoom: 0 means none, and P cannot read 2^63 or more. maxRoom leaves some below 2^63, since SGLang counts
+// upwards from a room.
 const maxRoom = 1<<63 - 1<<20
 
-// newRoom returns a room that no other transfer has, and that means one of P's ranks.
+// newRoom returns a random room, which no other transfer has. With several ranks of P the room selects the rank whose turn it is.
 func (b *backend) newRoom() int64 {
 	room := 1 + rand.Int64N(maxRoom)
 	ranks := int64(1)
 	if s := b.sglang.Load(); s != nil {
 		ranks = int64(s.ranks)
 	}
-	if ranks > 1 { // those take turns
+	if ranks > 1 { // the ranks take turns
 		turn := int64(b.rankTurn.Add(1) % uint64(ranks))
 		room = room - room%ranks + turn
 		if room <= 0 || room > maxRoom {
@@ -220,7 +222,7 @@ func (b *backend) newRoom() int64 {
 	return room
 }
 
-// bootFields are the fields by which P and D of SGLang find each other. A client does not choose ranks, which follow from the room.
+// bootFields returns the edits by which P and D of SGLang find each other. A client cannot choose ranks: they follow from the room.
 func bootFields(host string, port int, room int64) []openai.Edit {
 	name, _ := json.Marshal(host) // a text
 	return []openai.Edit{
@@ -232,8 +234,8 @@ func bootFields(host string, port int, room int64) []openai.Edit {
 	}
 }
 
-// roomPieces is the request for P of SGLang, which ends with the first token. The body is held. P does not stream: so its errors have a
-// status.
+// roomPieces returns the request for P of SGLang, which ends with the first token. The caller must release the body, which it holds. P does
+// not stream, so that its errors have a status.
 func (e *exchange) roomPieces(b *backend) ([][]byte, *body) {
 	edits := e.sglangEdits(b)
 	if stream, _ := e.q.Bool(e.q.Stream); stream {
@@ -246,8 +248,8 @@ func (e *exchange) roomPieces(b *backend) ([][]byte, *body) {
 
 // byRoom sends the request to P and D of SGLang at the same time.
 //
-// D's leg ends first, whatever happens: a P that is left alone does not tell D, which then holds the prompt's memory for its whole waiting
-// timeout. A D that had the request is not replaced by another under the same room.
+// D's leg always ends first: P does not tell D that its leg was cut, and D would then hold the prompt's memory for its whole waiting
+// timeout. No other D gets the request under the same room.
 func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
@@ -307,7 +309,7 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 		select {
 		case <-done:
 			abort()
-		default: // it goes on beside the next requests
+		default: // P's leg goes on beside the next requests
 			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
@@ -320,14 +322,14 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 
 var jsonFields = []http1.Field{{Name: "Content-Type", Value: "application/json"}}
 
-// shownInfo are the fields of /server_info that clients see: the others have the engine's command line, and with it its keys.
+// shownInfo are the fields of /server_info that clients may see: others contain the engine's command line, and with it its keys.
 var shownInfo = map[string]bool{
 	"version": true, "status": true, "model_path": true, "served_model_name": true, "tokenizer_path": true, "disaggregation_mode": true, "disaggregation_transfer_backend": true,
 	"page_size": true, "max_total_num_tokens": true, "max_running_requests": true, "max_req_input_len": true, "context_length": true, "tp_size": true, "dp_size": true, "pp_size": true,
 	"ep_size": true, "dtype": true, "kv_cache_dtype": true, "quantization": true, "chunked_prefill_size": true, "schedule_policy": true, "reasoning_parser": true, "tool_call_parser": true,
 }
 
-// serveServerInfo answers with what an engine of SGLang says of itself, without what is the operator's.
+// serveServerInfo answers with the /server_info of an engine of SGLang, reduced to shownInfo.
 func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case r.Method != http.MethodGet:
@@ -349,7 +351,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 		text, ok := p.get(look, b, "/server_info")
 		cancel()
 		info, err := openai.Scan(text)
-		if !ok || err != nil { // another one may have time
+		if !ok || err != nil { // another engine may answer in time
 			why = "no engine answers"
 			continue
 		}
@@ -370,14 +372,14 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable(why))
 }
 
-// maxInfoTime is how long an engine may take to say what it is: it asks its scheduler.
+// maxInfoTime is how long an engine may take to answer /server_info: it asks its scheduler.
 const maxInfoTime = 10 * time.Second
 
 // maxAbort bounds the body of a request to end another one, bytes.
 const maxAbort = 64 << 10
 
-// serveAbort ends a request by the id that its client gave it, at all engines of SGLang, D's first. Ids are not of one client, so that
-// clients with keys close their connections instead.
+// serveAbort ends a request by the id that its client gave it, at all engines of SGLang, D's first. It refuses clients with keys, since
+// an id may be another client's: they must close their connections instead.
 func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 	bad := func(text string) {
 		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text})
@@ -408,7 +410,7 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var bodies [][]byte
-	for n := range p.o.Attempts { // any of which may have the request
+	for n := range p.o.Attempts { // the request may be at an engine under the id of any attempt
 		rid := asked.RID
 		if n > 0 {
 			rid = attemptPrefix(n+1) + rid
@@ -424,8 +426,8 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 // maxAbortTime is how long the engines of a role may take to end a request.
 const maxAbortTime = 3 * time.Second
 
-// abortOf ends requests at all engines of a role, also at those that are not well: one that stops finishes what it has. A silent one does
-// not keep the others from it.
+// abortOf ends requests at all engines of a role, also at engines that are not well: an engine that stops still finishes its requests. A
+// silent engine does not delay the others.
 func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
 	ctx, cancel := context.WithTimeout(ctx, maxAbortTime)
 	defer cancel()
@@ -456,7 +458,7 @@ func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	}
 	resp, err := p.client.Do(r)
 	if err != nil {
-		if b.well.Load() { // of the others it is known
+		if b.well.Load() { // health checks have reported the others
 			p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", "/abort_request", "err", err)
 		}
 		return false

@@ -101,7 +101,7 @@ func TestSGLangForms(t *testing.T) {
 	}
 }
 
-// rooms are what P and D of SGLang got.
+// sglLegs records the bodies that P or D of SGLang got.
 type sglLegs struct {
 	sync.Mutex
 	bodies []string
@@ -241,7 +241,7 @@ func TestSGLangRanks(t *testing.T) {
 	}
 }
 
-// What P refuses is the answer, although D would wait; an error in the stream of a D is one, too.
+// P's refusal is the client's answer, although D would wait. An error in D's stream is an error for the client, too.
 func TestSGLangRefusals(t *testing.T) {
 	hang := func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
@@ -354,8 +354,8 @@ func waitFor(r *http.Request, ok func() bool) {
 	}
 }
 
-// A P of which some ranks have not registered gets no requests, and the reason is known; once all have, it does. A P that says that it is a
-// D gets none either.
+// A P gets no requests while some of its ranks have not registered, and the proxy reports the reason. It gets requests when all have. A
+// P that reports itself as a D gets none either.
 func TestSGLangHalfRegistered(t *testing.T) {
 	registry, err := bootstrap.Open(bootstrap.Options{})
 	if err != nil {
@@ -438,7 +438,7 @@ func TestSGLangUnderLoad(t *testing.T) {
 	testkit.Eventually(t, "no place is taken", func() bool { return x.proxy.Taken() == "" })
 }
 
-// Clients see what an engine is, and none of its secrets; ids name one request each.
+// Clients can read an engine's configuration but none of its secrets. Each id names one request.
 func TestSGLangRoutes(t *testing.T) {
 	var ds sglLegs
 	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(w http.ResponseWriter, r *http.Request) { ds.take(r) }, func(w http.ResponseWriter, r *http.Request) {

@@ -17,7 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// A request is ended at all engines that may have it, although one of them is silent, and at one that stops, which finishes what it has.
+// An abort reaches all engines that may have the request, although one of them is silent. It also reaches an engine that is stopping but still
+// finishes its requests.
 func TestSGLangAbortReachesAllEngines(t *testing.T) {
 	var mu sync.Mutex
 	ended := map[string]int{}
@@ -72,7 +73,7 @@ func TestSGLangAbortReachesAllEngines(t *testing.T) {
 	client.Wait()
 }
 
-// What an engine is, another one of them says while the first has no time.
+// While one engine is too busy to answer /server_info, another one answers it.
 func TestSGLangServerInfoOfAnotherEngine(t *testing.T) {
 	var busy atomic.Bool
 	engine := func(version string, mayBeBusy bool) string {

@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// What P and D of SGLang cannot serve goes, whole, to the engines of the model beside them.
+// Requests that P and D of SGLang cannot serve go unsplit to the other engines of the same model.
 func TestSGLangRequestsWithoutRooms(t *testing.T) {
 	var pair, beside sglLegs
 	leg := func(w http.ResponseWriter, r *http.Request) { pair.take(r); fmt.Fprint(w, `{"text":"a"}`) }
@@ -72,7 +72,7 @@ func TestSGLangRequestsWithoutRooms(t *testing.T) {
 	}
 }
 
-// Without such engines they are refused with the reason; embeddings that may be several prompts never get one room.
+// Without such engines these requests are refused with the reason. Embeddings that may be several prompts never share one room.
 func TestSGLangRequestsWithoutRoomsAreRefused(t *testing.T) {
 	var legs sglLegs
 	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(_ http.ResponseWriter, r *http.Request) { legs.take(r) }, func(w http.ResponseWriter, r *http.Request) { legs.take(r); fmt.Fprint(w, `{}`) })
@@ -95,7 +95,7 @@ func TestSGLangRequestsWithoutRoomsAreRefused(t *testing.T) {
 	}
 }
 
-// Engines beside which SGLang's path does not exist change nothing for its requests: an engine that has no room is asked once.
+// Engines without SGLang's path do not change its requests: an engine that has no room is asked once.
 func TestSGLangPathsAmongOtherEngines(t *testing.T) {
 	var asked atomic.Int64
 	full := func(w http.ResponseWriter, r *http.Request) {
@@ -125,7 +125,7 @@ func TestSGLangPathsAmongOtherEngines(t *testing.T) {
 	}
 }
 
-// An engine of SGLang without /ready, of an early release, is not used, and the reason is known.
+// The proxy does not use an engine of an early SGLang release without /ready, and reports the reason.
 func TestSGLangWithoutReady(t *testing.T) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/model_info", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"disaggregation_mode":"null"}`) })
@@ -152,7 +152,8 @@ func TestCompressedBodies(t *testing.T) {
 	}
 }
 
-// What P refuses with the error of SGLang's OpenAI routes reaches a client whose stream has begun: of a list of prompts, and by comments.
+// P refuses with an error of SGLang's OpenAI routes. The client gets that error also when its stream has begun, with a list of prompts or
+// with comments.
 func TestSGLangRefusalsInStreams(t *testing.T) {
 	began := make(chan struct{})   // closed once D streams the answer to the short prompt
 	streams := make(chan struct{}) // has a value once the client's stream has begun: then P refuses
@@ -206,8 +207,8 @@ func TestSGLangRefusalsInStreams(t *testing.T) {
 	}
 }
 
-// A P of SGLang that an operator adds, or that a name in DNS finds, without the port of its bootstrap server says the port itself. Who asks
-// for the engines hears what they are, and why one gets no requests.
+// A P of SGLang that an operator adds, or that a name in DNS finds, without the port of its bootstrap server reports the port itself. GET
+// /engines shows the kind of each engine, and why one gets no requests.
 func TestSGLangAdded(t *testing.T) {
 	var ports sglLegs
 	ok := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"text":"a"}`) }
@@ -261,7 +262,7 @@ func TestSGLangAdded(t *testing.T) {
 	}
 }
 
-// An engine that says that it is not ready, as one of SGLang does from SIGTERM on until its requests have ended, keeps those that it has.
+// An engine that answers that it is not ready keeps its running requests. SGLang answers so from SIGTERM until its requests have ended.
 func TestRequestsOfAnEngineThatStops(t *testing.T) {
 	for _, sglang := range []bool{true, false} {
 		var looks atomic.Int64
@@ -286,7 +287,7 @@ func TestRequestsOfAnEngineThatStops(t *testing.T) {
 			fmt.Fprint(w, "data: {\"choices\":[{\"index\":0,\"text\":\"a\"}]}\n\n")
 			_ = http.NewResponseController(w).Flush()
 			close(stopping)
-			for looks.Load() < 25 && r.Context().Err() == nil { // more than it takes to be silent
+			for looks.Load() < 25 && r.Context().Err() == nil { // more looks than the proxy needs to take it for silent
 				time.Sleep(time.Millisecond)
 			}
 			fmt.Fprint(w, "data: [DONE]\n\n")
@@ -303,7 +304,7 @@ func TestRequestsOfAnEngineThatStops(t *testing.T) {
 	}
 }
 
-// A client with a key does not go on from a session of an engine of SGLang, whose prompt may be another client's.
+// A client with a key cannot continue a session of an engine of SGLang: its prompt may be another client's.
 func TestSGLangSessionsOfKeys(t *testing.T) {
 	var ps, ds sglLegs
 	for _, keyed := range []bool{true, false} {

@@ -97,7 +97,7 @@ func deploySGLang(t testing.TB, p, d int, o proxy.Options, eo engine.Options) *s
 	return x
 }
 
-// restful waits until no engine has anything of a request, and checks what routers must never send.
+// restful waits until no engine has a request or KV, and fails for requests that routers must never send.
 func (x *sglDeployment) restful() {
 	x.t.Helper()
 	x.idle()
@@ -124,7 +124,7 @@ func askSGLang(t testing.TB, url, path, body string) (int, string) {
 	return r.StatusCode, string(text)
 }
 
-// answers are the texts of an answer of SGLang by index, whole or streamed, and the usage.
+// sglAnswer has the texts of an answer of SGLang by index, whole or streamed, and the usage.
 type sglAnswer struct {
 	texts []string
 	usage [2]int

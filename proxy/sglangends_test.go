@@ -45,8 +45,8 @@ func hasEnded(t *testing.T, c net.Conn) (ended bool) {
 	return ended
 }
 
-// When a client leaves, D's connection is closed before P's: a P that ends alone does not tell D, which then holds the prompt's memory for
-// its whole waiting timeout.
+// When a client leaves, the proxy closes D's connection before P's. A P whose request ends alone does not notify D, which then keeps the
+// prompt's memory for its whole waiting timeout.
 func TestSGLangLeavesDFirst(t *testing.T) {
 	for _, stream := range []bool{false, true} {
 		conns := make(chan net.Conn, 1)

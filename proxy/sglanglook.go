@@ -2,7 +2,7 @@
 
 package proxy
 
-// Looks at engines of SGLang: what they are, whether they are well, what they have to do.
+// Health checks of engines of SGLang: what they are, whether they are well, how many requests they have.
 
 import (
 	"cmp"
@@ -17,19 +17,19 @@ import (
 	"time"
 )
 
-// sglang is what an engine of SGLang says of itself.
+// sglang is what an engine of SGLang reports about itself.
 type sglang struct {
-	asked bool   // it has answered; before, it is an engine of SGLang because the operator says so
+	asked bool   // it has answered; before that, only the operator says that it is an engine of SGLang
 	mode  string // prefill, decode or null
 	port  int    // of P's bootstrap server
 	page  int    // tokens of a page of KV; 0: not known
-	ranks int    // P's data-parallel ranks, by which rooms are divided
+	ranks int    // P's data-parallel ranks, if the room selects the rank; else 0
 }
 
 // defaultBootstrapPort is SGLang's.
 const defaultBootstrapPort = 8998
 
-// answers asks an engine whether it is well. heard says that it has answered, whatever it said.
+// answers asks an engine whether it is well. heard says that the engine has answered, well or not.
 func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its place
 		p.identify(ctx, b)
@@ -66,7 +66,7 @@ func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 	return problem == "", true
 }
 
-// because notes why an engine gets no requests, and logs what is new; "": it does.
+// because records why an engine gets no requests, and logs a new reason; "": it gets requests.
 func (p *Proxy) because(b *backend, problem string) {
 	if problem == b.problem() {
 		return
@@ -76,7 +76,7 @@ func (p *Proxy) because(b *backend, problem string) {
 	}
 }
 
-// problem returns why an engine of SGLang gets no requests; "": it does.
+// problem returns why an engine of SGLang gets no requests; "": it gets requests.
 func (b *backend) problem() string {
 	if reason := b.reason.Load(); reason != nil {
 		return *reason
@@ -84,21 +84,21 @@ func (b *backend) problem() string {
 	return ""
 }
 
-// wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.
+// wantsKey is the problem of an engine of SGLang that demands an API key.
 const wantsKey = "it wants an API key: set --engine-api-key"
 
-// noReady is why an engine of SGLang is not used that does not have the path.
+// noReady is the problem of an engine of SGLang that is too old to have /ready.
 const noReady = "it has no /ready: SGLang 0.5.23 is served, and later releases"
 
 func locked(status int) bool {
 	return status == http.StatusUnauthorized || status == http.StatusForbidden
 }
 
-// identify asks an engine whether it is one of SGLang, and what it does. An engine that is known already stays known while it does not
+// identify finds out whether an engine is SGLang's, and its disaggregation mode. What is known of an engine stays known while it does not
 // answer.
 //
-// SGLang alone has /model_info: vLLM's /server_info of its development mode takes seconds. SGLang's own asks the scheduler, and so may a
-// busy engine's: what it does stands in /model_info, too (0.5.23).
+// It asks /model_info first, which only SGLang has. vLLM's /server_info, of its development mode, takes seconds. SGLang's /server_info asks
+// the scheduler and may be slow at a busy engine; the mode is in /model_info, too (0.5.23).
 func (p *Proxy) identify(ctx context.Context, b *backend) {
 	old := b.sglang.Load()
 	text, status := p.read(ctx, b.url+"/model_info", p.keyFor(b))
@@ -114,7 +114,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	var info struct {
 		Mode *string `json:"disaggregation_mode"`
 	}
-	_ = json.Unmarshal(text, &info) // of releases that do not say it there, /server_info does
+	_ = json.Unmarshal(text, &info) // releases without the mode there have it in /server_info
 	s := &sglang{asked: true}
 	if old != nil {
 		s.port, s.page, s.ranks = old.port, old.page, old.ranks
@@ -137,7 +137,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	b.identified = whole
 }
 
-// isOther notes that an engine is none of SGLang, unless the operator says that it is.
+// isOther records that an engine is not SGLang's, unless the operator set the dialect SGLang.
 func (p *Proxy) isOther(b *backend) {
 	if p.o.Dialect != SGLang {
 		b.sglang.Store(nil)
@@ -145,9 +145,9 @@ func (p *Proxy) isOther(b *backend) {
 	b.identified = true
 }
 
-// serverInfo reads what /server_info says of an engine. It reports whether the engine has answered for good.
+// serverInfo reads an engine's /server_info into s and mode. It reports whether the answer is final: a 200 or a 4xx.
 func (p *Proxy) serverInfo(ctx context.Context, b *backend, s *sglang, mode **string) bool {
-	if until, ok := ctx.Deadline(); ok { // the rest of the look has its time, too
+	if until, ok := ctx.Deadline(); ok { // leave half of the time to the rest of the health check
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, time.Until(until)/2)
 		defer cancel()
@@ -174,8 +174,8 @@ func (p *Proxy) serverInfo(ctx context.Context, b *backend, s *sglang, mode **st
 	return true
 }
 
-// unlikePages returns why an engine is P or D of no pair: a D whose pages are not as long as its P's ends its process (SGLang 0.5.23); "":
-// there may be one.
+// unlikePages returns a problem if no engine of the other role has KV pages as long as b's: a D that gets a P with other pages ends its
+// process (SGLang 0.5.23). "": some engine fits or may fit.
 func (f *fleet) unlikePages(b *backend) string {
 	own, other := b.page(), 0
 	if own == 0 || b.role == both {
@@ -217,7 +217,7 @@ func (s *sglang) notFor(r role) string {
 // bootstrapAt returns the address of P's bootstrap server, as D dials it.
 func (b *backend) bootstrapAt() (host string, port int) {
 	s := b.sglang.Load()
-	if s == nil { // another engine has just taken its place
+	if s == nil { // identify has just found another engine at its address
 		s = &sglang{}
 	}
 	host, port = b.host, cmp.Or(s.port, defaultBootstrapPort)
@@ -230,7 +230,7 @@ func (b *backend) bootstrapAt() (host string, port int) {
 	return host, port
 }
 
-// askBootstrap returns why P's bootstrap server does not know P as a whole; "": it does.
+// askBootstrap asks P's bootstrap server for P's sizes and stores them. It returns the problem if the server does not know P whole; "": it does.
 func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (problem string) {
 	host, port := b.bootstrapAt()
 	at := net.JoinHostPort(host, strconv.Itoa(port))
@@ -260,7 +260,7 @@ func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (proble
 		ranks = sizes.DP
 	}
 	page := s.page
-	if sizes.Page > 0 && sizes.Page <= 1<<20 { // D looks at this one
+	if sizes.Page > 0 && sizes.Page <= 1<<20 { // D compares its own pages with this size
 		page = sizes.Page
 	}
 	if ranks != s.ranks || page != s.page {

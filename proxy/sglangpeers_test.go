@@ -79,8 +79,8 @@ func TestSGLangHeaderOverrides(t *testing.T) {
 	mu.Unlock()
 }
 
-// rids are the ids of requests that an engine of SGLang has. It refuses one that it has already, and forgets those of a client that has left
-// late.
+// rids has the request ids of an engine of SGLang. Such an engine refuses an id that it has already, and forgets the ids of a client that
+// has left only some time later.
 type rids struct {
 	mu  sync.Mutex
 	all []string
@@ -106,7 +106,7 @@ func (x *rids) add(body string) (fresh bool) {
 	return true
 }
 
-// Another attempt of a request with an id of its client's has another id: engines still have the first one.
+// When a client chose the id of a request, a second attempt uses another id, because engines may still have the first one.
 func TestSGLangRetryHasItsOwnID(t *testing.T) {
 	for _, form := range []string{`{"text":"x","rid":"r"}`, `{"text":["x"],"rid":["r"]}`, `{"text":["x","y"],"rid":"r"}`, `{"input":"x","request_id":"resp_r"}`} {
 		var ps, ds rids
@@ -216,7 +216,8 @@ func TestSGLangIDsOfKeys(t *testing.T) {
 	}
 }
 
-// An engine of SGLang whose scheduler is busy does not say at once what it is: it is known later, and never taken for another engine's.
+// An engine of SGLang whose scheduler is busy does not answer at once which kind it is. The proxy learns the kind later, and never takes
+// the engine for another kind meanwhile.
 func TestSGLangKnownLate(t *testing.T) {
 	var asked atomic.Int64
 	var free atomic.Bool
@@ -257,7 +258,7 @@ func TestSGLangKnownLate(t *testing.T) {
 	}
 }
 
-// A busy scheduler does not keep an engine unwell that is known, and that missed a look.
+// An engine of a known kind missed a look. It becomes well again even while its scheduler is busy.
 func TestSGLangBusyAfterAMissedLook(t *testing.T) {
 	var ready, busy atomic.Bool
 	ready.Store(true)
@@ -402,7 +403,7 @@ func portOf(body string) string {
 	return q.Port.String()
 }
 
-// An engine that says nonsense of its load is no better choice than others.
+// The proxy does not prefer an engine that reports an impossible load.
 func TestSGLangLoadsOfNonsense(t *testing.T) {
 	var liar atomic.Int64
 	answer := func(n *atomic.Int64) http.HandlerFunc {
@@ -436,7 +437,7 @@ func TestSGLangLoadsOfNonsense(t *testing.T) {
 	}
 }
 
-// A hung scheduler does not hold a client that asks what an engine is.
+// A client that asks for /server_info does not wait for a hung scheduler.
 func TestSGLangServerInfoIsBounded(t *testing.T) {
 	var busy atomic.Bool
 	mux := http.NewServeMux()
@@ -464,7 +465,7 @@ func TestSGLangServerInfoIsBounded(t *testing.T) {
 	}
 }
 
-// A field that an API does not have does not divide a request of it.
+// The proxy does not split a request at a field that its API does not have.
 func TestSGLangFieldsOfOtherAPIs(t *testing.T) {
 	var legs sglLegs
 	take := func(w http.ResponseWriter, r *http.Request) {
@@ -507,7 +508,7 @@ func TestResponseIDsOfKeys(t *testing.T) {
 	}
 }
 
-// P and D of SGLang that want an API key which the proxy does not have: the reason is known.
+// P and D of SGLang demand an API key that the proxy does not have: the proxy reports the reason.
 func TestSGLangWantsKey(t *testing.T) {
 	locked := serveMux(t, func() *http.ServeMux {
 		mux := http.NewServeMux()
@@ -524,8 +525,8 @@ func TestSGLangWantsKey(t *testing.T) {
 	}
 }
 
-// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended, with all that begin with it; and a D that meets a P of another
-// page size ends.
+// A simulated engine is as strict as SGLang. It refuses an id that it already has; the first request continues. An abort of an id ends all
+// requests whose ids begin with it. A D that meets a P of another page size ends.
 func TestSimulatedSGLangIsStrict(t *testing.T) {
 	start := func(mode string, o engine.Options) *sgl {
 		x := startSGLang(t, mode, o)

@@ -18,8 +18,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// A request that only one kind of engines can take waits for room there, and others do not wait behind it: in a fleet of a vLLM and a
-// SGLang, and for the engine that has the response that a request goes on from.
+// A request that only one kind of engine can take waits for room there, and other requests do not wait behind it. This holds in a fleet of a
+// vLLM and a SGLang, and for the engine that has the response from which a request continues.
 func TestRequestsWaitForTheirOwnEngines(t *testing.T) {
 	release := make(chan struct{})
 	holding := func(w http.ResponseWriter, r *http.Request) {
@@ -78,7 +78,8 @@ func TestSGLangPathsMeanItsModel(t *testing.T) {
 	}
 }
 
-// Of a request of many answers, only the parts at engines and the next one have a body: one request takes little memory while engines are full.
+// The proxy splits a request for many answers into parts. Only the parts at engines and the next part have a body, so the request takes little
+// memory while engines are full.
 func TestPartsThatWaitHaveNoBody(t *testing.T) {
 	heap := func() int64 {
 		var m runtime.MemStats

@@ -31,8 +31,8 @@ func hangs(_ http.ResponseWriter, r *http.Request) {
 	<-r.Context().Done()
 }
 
-// SGLang streams a request of /generate that is at fault as an error without a code. The client hears it as 400, as without a stream; no
-// other engine is asked, and the engine is well.
+// SGLang answers an invalid streamed request of /generate with an error event without a code. The client gets 400, as without a stream. No
+// other engine is asked, and the engine stays well.
 func TestSGLangNativeStreamsAtFault(t *testing.T) {
 	fault := streamOf(`data: {"error":{"message":"The input (9 tokens) is longer than the model's context length"}}` + "\n\ndata: [DONE]\n\n")
 	var asked atomic.Int64
@@ -66,8 +66,8 @@ func TestSGLangNativeStreamsAtFault(t *testing.T) {
 	}
 }
 
-// An engine of SGLang that has no room says so in a stream as an event with code 503. That is an answer like any 503: the engine is asked
-// once and does not count as failing, and the client hears what it says.
+// An engine of SGLang that has no room says so in a stream as an event with code 503. The proxy treats it like any 503: the engine is asked
+// once and does not count as failing, and the client gets its text.
 func TestSGLangFullEnginesOfStreams(t *testing.T) {
 	for path, event := range map[string]string{
 		"/generate":            `{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"The request queue is full.","status_code":503}}}`,
@@ -157,8 +157,8 @@ func TestSGLangLateAnswerOfPHoldsNoTokens(t *testing.T) {
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
 
-// What SGLang says of an answer in an event of its own, without choices, reaches the client of several prompts once, as with one engine;
-// the usage is joined beside it.
+// SGLang sends extra data of an answer in an event of its own, without choices. For several prompts the client gets that event once, as with
+// one engine. The usage is joined separately.
 func TestSGLangExtrasOfLists(t *testing.T) {
 	d := func(w http.ResponseWriter, r *http.Request) {
 		text, _ := io.ReadAll(r.Body)

@@ -35,8 +35,8 @@ func ask(t *testing.T, url, body string, fields ...string) int {
 	return resp.StatusCode
 }
 
-// An engine gets one rank at most, and where the proxy knows P's ranks P gets the one that D is told of. A client's choice
-// passes only to an engine that does the whole request, without API keys.
+// An engine gets one rank at most. Where the proxy knows P's ranks, P gets the same rank that D gets as P's rank. A client's choice
+// of a rank passes only to an engine that does the whole request, and only without API keys.
 func TestClientsDoNotChooseRanks(t *testing.T) {
 	engine := func(l *legs) string {
 		return mock(t, func(w http.ResponseWriter, r *http.Request) {
@@ -242,7 +242,7 @@ func TestTransferParametersAreNotSmuggled(t *testing.T) {
 	}
 }
 
-// What HTTP/2 lets through does not become another request line or a second Host.
+// A blank or line end that HTTP/2 allows in a query never becomes a second request line or a second Host.
 func TestBlanksInTheQueryAreRefused(t *testing.T) {
 	var es legs
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) { es.note(r); fmt.Fprint(w, `{}`) })

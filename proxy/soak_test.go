@@ -22,12 +22,12 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// phase is what clients saw who came at a fixed rate.
+// phase has the results of requests that were sent at a fixed rate.
 type phase struct {
 	ttft    []time.Duration // of requests that were let in
 	refused []time.Duration // until 429 or 503
 	other   map[string]int
-	last    time.Duration // since its start, when the last one that was refused or slow had come
+	last    time.Duration // from the start of the phase to the arrival of the last request that was refused or slow
 }
 
 func median(d []time.Duration) time.Duration {
@@ -38,8 +38,8 @@ func median(d []time.Duration) time.Duration {
 	return d[len(d)/2]
 }
 
-// come sends streamed requests at a rate for a time, whatever becomes of them. slow: a first byte after
-// that is noted in last.
+// come sends streamed requests at a fixed rate for a time, without waiting for their ends. A first byte later than slow counts
+// for phase.last.
 func come(ctx context.Context, url string, rate float64, lasts, slow time.Duration) phase {
 	p := phase{other: make(map[string]int)}
 	var mu sync.Mutex
@@ -99,9 +99,9 @@ func one(ctx context.Context, url string, i int) (status int, first time.Duratio
 	return resp.StatusCode, first, nil
 }
 
-// TestSoakOverload sends P and D, simulated, ten times what they can take, for KVASIR_SOAK seconds: those
-// who are let in wait twice as long as at capacity at most, the others are told at once; nothing leaks,
-// and within 5 s all is as before. A short queue is what keeps the time to the first token.
+// TestSoakOverload sends simulated P and D ten times the requests that they can take, for KVASIR_SOAK seconds. Accepted
+// requests wait at most twice as long as at capacity, and the others are refused at once. Nothing leaks, and within
+// 5 s all is as before. A short queue keeps the time to the first token short.
 func TestSoakOverload(t *testing.T) {
 	seconds, err := strconv.Atoi(os.Getenv("KVASIR_SOAK"))
 	if err != nil {
@@ -124,7 +124,7 @@ func TestSoakOverload(t *testing.T) {
 		testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
 	}
 	http.DefaultTransport.(*http.Transport).MaxIdleConnsPerHost = 64
-	// P serves perEngine prompts at a time too, one step each and what its hand-over takes: D is the narrow place.
+	// P serves perEngine prompts at a time too, one step each plus the hand-over: D is the bottleneck.
 	capacity := 2 * perEngine / (float64(tokens+2) * step.Seconds())
 	come(t.Context(), x.url, capacity/2, 2*time.Second, 0) // connections
 	x.idle()

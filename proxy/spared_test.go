@@ -72,9 +72,9 @@ func startRelayed(t *testing.T) (x *deployment, r *relay.Relay, alone *served) {
 	return x, r, alone
 }
 
-// What a relay has of a prompt, D gets from there: P is asked once for each of two prompts, however
-// often they come, whole or streamed. Another salt or another field is another prompt. A P that is
-// started again is asked again.
+// D gets a prompt's KV from the relay where the relay has it. P computes each of two prompts once, however
+// often they come, whole or streamed. Another salt or another field makes another prompt. After a restart
+// P computes the prompt again.
 func TestRelayServesAgain(t *testing.T) {
 	x, r, alone := startRelayed(t)
 	for _, e := range append(x.p, x.d...) {
@@ -105,7 +105,7 @@ func TestRelayServesAgain(t *testing.T) {
 	x.wantAsked("again in that life", 0, body(0, 5, ""), alone)
 }
 
-// A relay that has lost a prompt by the time D asks costs an attempt, not the request, whole or
+// When the relay has lost a prompt by the time D asks, the attempt fails and the next one succeeds, whole or
 // streamed.
 func TestRelayHasLostIt(t *testing.T) {
 	var kept, refused atomic.Int64
@@ -232,8 +232,8 @@ func startShared(t *testing.T, ds int, salts *auth.SaltSecrets) (n *node, x *dep
 	return n, x, o, alone
 }
 
-// What kvasir server has of a prompt, D loads from there: P is asked once for each of two prompts,
-// and for a longer one that begins like one of them. When the server is cleared or silent, P is asked.
+// D loads a prompt's KV from kvasir server where the server has it. P computes each of two prompts once, and a longer
+// prompt that begins like one of them. When the server is cleared or silent, P computes the prompt.
 func TestStoreServesAgain(t *testing.T) {
 	n, x, o, alone := startShared(t, 3, nil)
 	x.start(o)
@@ -275,7 +275,7 @@ func TestStoreServesAgain(t *testing.T) {
 	x.wantAsked("the server is silent", 1, talk(1, 3), alone)
 }
 
-// chunks is how many the server has.
+// chunks returns the number of chunks in the server.
 func (n *node) chunks(t testing.TB) int64 {
 	t.Helper()
 	r, err := http.Get(n.web.URL + "/status")
@@ -294,7 +294,7 @@ func (n *node) chunks(t testing.TB) int64 {
 	return status.L1.Chunks
 }
 
-// drop deletes everything that the server has, as soon as no engine reads or writes it.
+// drop deletes all chunks of the server, as soon as no engine reads or writes them.
 func (n *node) drop(t testing.TB) {
 	t.Helper()
 	call := func(method, body string, got any) {
@@ -329,9 +329,9 @@ func (n *node) drop(t testing.TB) {
 	})
 }
 
-// With the server's KV events the proxy goes by what it has: a prompt that it dropped goes to P again, and one that
-// another proxy had stored does not, of two prompts each. A salt is another prompt. Without replays what another
-// one had stored is known, too. The same holds where salts are signed: the server's events name tenants, requests name signed salts.
+// From the server's KV events the proxy knows the server's chunks: a prompt that the server dropped goes to P again, and one that
+// another proxy had stored does not, also without replays. A salt makes another prompt. The same holds where salts are signed:
+// the server's events name tenants, requests name signed salts.
 func TestStoreEvents(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "salts")
 	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
@@ -359,7 +359,7 @@ func testStoreEvents(t *testing.T, replay bool, salts *auth.SaltSecrets) {
 	reach(t, other)
 	chunks := func() int64 { return x.proxy.Stats().Chunks }
 	told := func() bool { return chunks() == n.chunks(t) }
-	// Also whoever comes first is to know how long chunks are.
+	// The proxy learns the chunk size from this prompt, before the first one below.
 	x.wantAsked("a first prompt", 1, talk(9, 3), alone)
 	testkit.Eventually(t, "the server tells of it", told)
 	for who := range 2 {
@@ -384,7 +384,7 @@ func testStoreEvents(t *testing.T, replay bool, salts *auth.SaltSecrets) {
 			n.drop(t)
 			testkit.Eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
 			x.only(3)
-			if replay { // else the proxy may not know that it was told all
+			if replay { // without replays the proxy may not know that it got all events
 				x.wantAsked("dropped", 1, request, alone)
 			}
 		}

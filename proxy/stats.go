@@ -33,14 +33,14 @@ type counters struct {
 	}
 }
 
-// spared is why P was not asked for a prompt.
+// spared says why a prompt did not go to P.
 type spared uint8
 
 const (
 	notSpared   spared = iota
 	byDecode           // D lacks little
 	byStore            // D can load most of it from the cache server
-	byRelay            // a relay has it
+	byRelay            // a relay has the prompt's KV
 	bySequences        // the request has several answers, or prompts that cannot be split, and one transfer carries one prompt
 )
 
@@ -80,7 +80,7 @@ func (n *counters) model(name string) *modelCounters {
 // began counts the first byte of an answer.
 func (n *counters) began(e *exchange, good bool) {
 	took := time.Since(e.start)
-	if good && e.list == nil { // of several prompts the whole counts
+	if good && e.list == nil { // a request of several prompts counts once, not each part
 		e.model = n.model(e.want.model)
 		e.model.ttft.Took(took)
 	}

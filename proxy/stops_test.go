@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// An answer whose first token is a stop token comes as from one engine, at once. P would keep no KV if its own token were one, and D
-// would wait for it.
+// An answer whose first token is a stop token comes at once, as from one engine. If P itself stopped at that token, it would keep no KV
+// and D would wait for it.
 func TestFirstTokenIsAStopToken(t *testing.T) {
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
 		x := &deployment{t: t}
@@ -67,8 +67,8 @@ func TestFirstTokenIsAStopToken(t *testing.T) {
 	}
 }
 
-// Where P stops all the same, D computes the prompt: without parameters, with its own cached tokens, and P is not asked again for it.
-// P is asked for the next request.
+// Where P stops nevertheless, D computes the prompt, without transfer parameters and with its own cached tokens. P is not asked again for this
+// request, but for the next one.
 func TestPStopsAllTheSame(t *testing.T) {
 	f := func(dialect proxy.Dialect, path, answer, request string, together bool) {
 		t.Helper()

@@ -15,18 +15,18 @@ import (
 )
 
 // store is the known state of the cache server that engines share (kvasir server). In the index of
-// prefixes it stands like an engine, under ids that change with its lives: what was noted under an id
-// that is no more valid does not count.
+// prefixes the server has ids like an engine, which change with its lives: marks under an id that is
+// no longer valid do not count.
 //
-// An id lasts while the server evicts half as many chunks as it holds, and is then valid for as long
-// again: a prompt's chunks are not expected to stay longer after their last use.
+// An id is used for new marks until the server has evicted half as many chunks as it holds, and stays
+// valid for as long again: the chunks of a prompt are not expected to stay longer after their last use.
 type store struct {
 	instanceIDs *atomic.Uint32 // ids
 	well        atomic.Bool
 	below       atomic.Bool // it has a tier below its memory
 
-	events *blocks.Follower // what it says that it has; nil: it is not asked
-	known  *blocks.Prompts  // which of its blocks, chunks, prompts are
+	events *blocks.Follower // the server's KV events; nil: not followed
+	known  *blocks.Prompts  // the server's blocks, its chunks, at marks of prompts
 
 	mu struct {
 		sync.Mutex
@@ -58,7 +58,7 @@ type storeStatus struct {
 	} `json:"l2"`
 }
 
-// begin begins an id of a server that says nothing.
+// begin begins an id for a server whose status is not asked (Options.SharedStore without Store).
 func (s *store) begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -66,7 +66,7 @@ func (s *store) begin() {
 	s.well.Store(true)
 }
 
-// ids returns those under which marks may be noted that the server has; 0 is none.
+// ids returns the valid ids, the current one first; 0 is none.
 func (s *store) ids() (ids [2]uint32) {
 	if !s.well.Load() {
 		return ids
@@ -76,7 +76,7 @@ func (s *store) ids() (ids [2]uint32) {
 	return [2]uint32{s.mu.now, s.mu.before}
 }
 
-// heard takes what the server says; nil: nothing.
+// heard records the server's status; nil: it did not answer.
 func (s *store) heard(st *storeStatus) {
 	if st == nil || !st.Healthy {
 		s.well.Store(false)
@@ -102,7 +102,7 @@ func (s *store) heard(st *storeStatus) {
 	s.well.Store(true)
 }
 
-// follow begins to follow the server's KV events, where they are wanted.
+// follow begins to follow the server's KV events if Options.StoreEvents is set.
 func (s *store) follow(o *Options) (err error) {
 	if o.StoreEvents == "" {
 		return nil
@@ -111,7 +111,7 @@ func (s *store) follow(o *Options) (err error) {
 	return err
 }
 
-// chunkTokens is how many tokens a chunk of the server has, as its events say; 0: they have not yet.
+// chunkTokens returns how many tokens a chunk of the server has; 0: no event has said it yet.
 func (s *store) chunkTokens() (tokens int) {
 	if s.events != nil {
 		_, tokens, _ = s.events.Blocks()
@@ -119,14 +119,14 @@ func (s *store) chunkTokens() (tokens int) {
 	return tokens
 }
 
-// stored is what the server reports of a prompt.
+// stored is what the server's events say about a prompt.
 type stored struct {
-	bytes int  // of its beginning
-	reach int  // of the bytes whose chunks are known; it says nothing of those beyond
-	all   bool // it has no more of them
+	bytes int  // leading bytes that the server has
+	reach int  // leading bytes whose chunks are known; about bytes beyond, events say nothing
+	all   bool // up to reach the server has no more than bytes
 }
 
-// instead corrects what is guessed of the server.
+// instead returns bytes if the events prove the guess of the index wrong, else guess.
 func (t stored) instead(guess int) int {
 	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
 		return t.bytes
@@ -134,18 +134,18 @@ func (t stored) instead(guess int) int {
 	return guess
 }
 
-// has returns what the server says that it has of a prompt; zero: it says nothing of it.
+// has returns what the server's events say about a prompt; zero: nothing.
 func (s *store) has(marks []prefix.Mark) (t stored) {
 	if s.events == nil || len(marks) == 0 || !s.well.Load() {
 		return t
 	}
 	known := s.known.Find(make([]blocks.Known, 0, len(marks)), marks)
 	t.bytes, t.reach, t.all = s.events.Longest(marks, known)
-	t.all = t.all && !s.below.Load() // what it evicts it may have below
+	t.all = t.all && !s.below.Load() // evicted chunks may be in a tier below
 	return t
 }
 
-// watchStore looks after the cache server until ctx ends.
+// watchStore asks the cache server for its status until ctx ends.
 func (p *Proxy) watchStore(ctx context.Context) {
 	for {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second)+p.o.patience)
@@ -169,8 +169,8 @@ func (p *Proxy) watchStore(ctx context.Context) {
 	}
 }
 
-// noteStored notes that the cache server has the prompt: an engine answers, and what engines compute
-// they store.
+// noteStored records that the cache server has the prompt: an engine answers, and engines store what
+// they compute.
 func (e *exchange) noteStored() {
 	if id := e.p.fleet.store.ids()[0]; id != 0 && e.p.index != nil && len(e.want.marks) > 0 {
 		e.p.index.Add(e.want.marks, id)

@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// What was noted of a cache server counts while it lives, was not cleared and has not evicted as many
-// chunks as it holds; two servers' words do not mix.
+// The proxy's notes about a cache server count while the server runs, was not cleared, and has not evicted as many chunks as it
+// holds. Its id changes after half as many, and the former id counts for the other half. Two servers have different ids.
 func TestStoreIDs(t *testing.T) {
 	var lives atomic.Uint32
 	type word struct {
@@ -63,8 +63,8 @@ func TestStoreIDs(t *testing.T) {
 	}
 }
 
-// What the server says takes something away from the guess only where it has stored all, has nothing below its memory, and
-// as far as it says anything; a server that is silent says nothing.
+// The server's events reduce the guess only where the proxy got all of its events, the server has no tier below its memory, and the
+// events reach as far as the guess. A silent server changes no guess.
 func TestServerReportsCorrectTheGuess(t *testing.T) {
 	for _, c := range []struct {
 		stored      stored
@@ -81,7 +81,7 @@ func TestServerReportsCorrectTheGuess(t *testing.T) {
 			t.Errorf("%+v instead of %d: %d, want %d", c.stored, c.guess, got, c.want)
 		}
 	}
-	events := &blocks.Follower{Held: blocks.NewCacheHeld(100)} // that follows nobody
+	events := &blocks.Follower{Held: blocks.NewCacheHeld(100)} // it follows no publisher
 	s := &store{events: events, known: blocks.NewPrompts(100)}
 	const text = "a prompt of which each byte is one token"
 	tokens := make([]int64, 0, len(text))
@@ -108,7 +108,7 @@ func TestServerReportsCorrectTheGuess(t *testing.T) {
 			t.Errorf("well %v, below %v: %+v, want %+v", c.well, c.below, got, c.want)
 		}
 	}
-	// The server comes back with longer chunks: it says nothing of prompts that are known in the former ones.
+	// The server comes back with longer chunks: its events do not count for prompts that the proxy knows in the former chunk size.
 	events.Apply(&event.Batch{Events: []event.Event{
 		{Kind: event.Cleared},
 		{Kind: event.Stored, Hashes: [][]byte{{6}}, Tokens: tokens[:16], BlockTokens: 16, Medium: event.CPU},

@@ -27,7 +27,7 @@ var lastEvents = []struct{ path, before, last, lost string }{
 }
 
 // Each API has a last event of its own. A stream that ends with it ends well for the client, and the engine stays well. A
-// stream that ends before it gets an error event in the API's own form; the engine is doubted only when the connection broke.
+// stream that ends before it gets an error event in the API's own form; the proxy doubts the engine only when the connection broke.
 func TestStreamsEndAsTheirAPISays(t *testing.T) {
 	for i, api := range slices.Concat(lastEvents, lastEvents[:2]) {
 		pd := i >= len(lastEvents) // through P and D, with a usage that is corrected
@@ -112,7 +112,7 @@ func TestStreamsOfOtherPaths(t *testing.T) {
 	testkit.Eventually(t, "it is counted", func() bool { return p.Stats().Requests["ok"] == 1 })
 }
 
-// An engine that ends a stream with an error of its own has said all: the client gets no second error, and the engine
+// When an engine ends a stream with its own error, the client gets no second error, and the engine
 // stays well.
 func TestStreamsThatEndWithAnErrorOfTheEngine(t *testing.T) {
 	for path, last := range map[string]string{
@@ -148,8 +148,8 @@ func TestStreamsThatEndWithAnErrorOfTheEngine(t *testing.T) {
 	}
 }
 
-// A stream through P and D, whose usage is corrected, comes as one of an engine alone: whatever its line ends and comments
-// are, wherever it ends in good order, and however long an event is.
+// The proxy corrects the usage in a stream through P and D. The rest of the stream is as from one engine, with any line ends and
+// comments, any valid end, and events of any length.
 func TestStreamsWithUsageComeAsOthers(t *testing.T) {
 	var stream atomic.Value
 	mux := http.NewServeMux()

@@ -21,7 +21,7 @@ func (e *exchange) traced() {
 	e.span = otlp.New(parent)
 }
 
-// legSpan begins the span of a leg, and returns the fields that tell an engine of it.
+// legSpan begins the span of a leg, and returns fields with a traceparent for the engine.
 func (e *exchange) legSpan(fields []byte) (otlp.Context, []byte) {
 	if e.p.o.Spans == nil {
 		return otlp.Context{}, fields

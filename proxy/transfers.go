@@ -10,15 +10,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 )
 
-// Transfers returns the last requests whose KV went from a P, or a relay, to D, 64 at most, those that
-// began last first. The proxy does not see the KV: it knows when P had answered, and when D's first byte
-// came. Each attempt counts.
+// Transfers returns the last attempts whose KV went from a P, or a relay, to D: at most 64, the newest
+// first. The proxy does not see the KV: it knows when P had answered, and when D's first byte came.
 func (p *Proxy) Transfers() []transferlog.Transfer { return p.transfers.Last() }
 
 // untilD is the step after P's answer: D takes the KV and computes its first token.
 const untilD = "until D's first byte"
 
-// hands begins the note of an attempt whose KV goes from an engine of P to D.
+// hands begins the log entry of an attempt whose KV goes from an engine of P to D.
 func (e *exchange) hands(transfer, engine string, c choice, state transferlog.State, what string) {
 	t := transferlog.Transfer{ID: transfer, Request: e.id, Model: e.want.model, From: strings.TrimPrefix(engine, relayPrefix), To: c.engine.url}
 	if c.prefill != nil {
@@ -27,7 +26,7 @@ func (e *exchange) hands(transfer, engine string, c choice, state transferlog.St
 	e.handed = e.p.transfers.Begin(t, state, what)
 }
 
-// handedOver ends the note, where D's first byte did not.
+// handedOver ends the log entry of an attempt, unless D's first byte has ended it.
 func (e *exchange) handedOver(outcome string, err error) {
 	if err == nil && outcome != "ok" {
 		err = errors.New("D's answer: " + outcome)

@@ -17,8 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// What proxy and relay saw of a transfer is one row: the client's request and the model, P, D, and the
-// relay's steps and bytes. A prompt that comes again is one of its own, from the relay's memory.
+// One row shows a transfer as proxy and relay saw it: the client's request and the model, P, D, and the
+// relay's steps and bytes. A repeated prompt has a row of its own, from the relay's memory.
 func TestTransfersOfProxyAndRelay(t *testing.T) {
 	x := &deployment{t: t, registry: startRegistry(t)}
 	x.stopAll()
@@ -67,8 +67,8 @@ func TestTransfersOfProxyAndRelay(t *testing.T) {
 	}
 }
 
-// Without a relay the proxy knows what it asked for: a transfer ends with D's first byte, each attempt is
-// one, and one that fails says why.
+// Without a relay the proxy lists its own requests: a transfer ends with D's first byte, each attempt is
+// one transfer, and a failed one has its reason.
 func TestTransfersOfProxy(t *testing.T) {
 	fails := make(chan bool, 2)
 	p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{}`) })
@@ -101,7 +101,7 @@ func TestTransfersOfProxy(t *testing.T) {
 	})
 	fails <- true
 	testkit.Eventually(t, "the next attempt", func() bool { return len(s.Transfers()) == 2 })
-	close(fails) // what D is asked for now goes well, also to free P's KV
+	close(fails) // D's requests succeed from now on, also those that free P's KV
 	if status := <-answered; status != 200 {
 		t.Fatal(status)
 	}

@@ -14,8 +14,8 @@ import (
 // maxEvent bounds one event of a stream whose usage is corrected, bytes.
 const maxEvent = 4 << 20
 
-// fixesUsage returns what corrects cached_tokens in D's answer: D counts all that came from P, the
-// client is to see what P had. nil: there is nothing to correct.
+// fixesUsage returns a function that corrects cached_tokens in D's answer: D counts all tokens that came
+// from P, but the client should see those that P had cached. nil: there is nothing to correct.
 func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	if !e.split || stream && openai.APIOf(e.r.URL.Path) == openai.Completions && !e.q.StreamOptions.Has() {
 		return nil

@@ -19,7 +19,7 @@ import (
 // gone is the address of an engine that is not there.
 const gone = "http://127.0.0.1:1"
 
-// held is an engine that keeps its requests until release is closed; well is the status of its /health.
+// held is an engine that keeps its requests until release is closed.
 type held struct {
 	url     string
 	came    chan struct{}
@@ -34,7 +34,7 @@ func startHeld(t *testing.T) *held {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(int(e.well.Load())) })
 	mux.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // else nobody notices that the proxy has left
+		_, _ = io.Copy(io.Discard, r.Body) // else the server does not notice that the proxy has left
 		e.came <- struct{}{}
 		select {
 		case <-e.release:
@@ -51,7 +51,7 @@ func startHeld(t *testing.T) *held {
 	return e
 }
 
-// send sends a request and returns where its status will be.
+// send sends a request and returns a channel that gets its status.
 func send(t *testing.T, url string) <-chan string {
 	out := make(chan string, 1)
 	go func() {
@@ -71,7 +71,7 @@ func send(t *testing.T, url string) <-chan string {
 	return out
 }
 
-// Requests wait for an engine that is only full, whatever else is not well, and the proxy's health says so.
+// Requests wait for an engine that is only full, whichever other engines are unwell.
 func TestRequestsWaitForTheFullEngineThatTheyNeed(t *testing.T) {
 	t.Parallel()
 	f := func(path string, o func(e string, o *proxy.Options)) {
@@ -97,7 +97,7 @@ func TestRequestsWaitForTheFullEngineThatTheyNeed(t *testing.T) {
 	f("/v1/completions", func(e string, o *proxy.Options) { o.Decode, o.Engines = []string{gone}, []string{e} })
 }
 
-// Requests that wait for room hear, too, when the engine breaks off and is not well then; so does the one that it broke off.
+// When the engine breaks off a request and is not well then, requests that wait for room are refused, and so is the one that it broke off.
 func TestWaitingRequestsLearnThatTheEngineIsGone(t *testing.T) {
 	t.Parallel()
 	e := startHeld(t)
@@ -125,7 +125,7 @@ func TestWaitingRequestsLearnThatTheEngineIsGone(t *testing.T) {
 	}
 }
 
-// Requests that wait for the look at an engine hear at once when that is drained, is removed, or the proxy is closed.
+// Requests that wait for the look at an engine are refused at once when that engine is drained or removed, or the proxy is closed.
 func TestADoubtEndsWithTheEngine(t *testing.T) {
 	t.Parallel()
 	admin := func(method, path string) func(p *proxy.Proxy, engine string) {
@@ -148,7 +148,7 @@ func TestADoubtEndsWithTheEngine(t *testing.T) {
 		second := send(t, url+"/v1/completions")
 		testkit.Eventually(t, "both wait", func() bool { return p.Stats().Queued == 2 })
 		end(p, e.url)
-		if n := p.Stats().Queued; n != 0 { // else the silence of the engine would end it
+		if n := p.Stats().Queued; n != 0 { // else only the engine's timeout would end it
 			t.Errorf("%s: %d wait", name, n)
 		}
 		if a, b := <-first, <-second; a[:3] != "503" || b[:3] != "503" {

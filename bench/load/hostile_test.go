@@ -17,7 +17,7 @@ import (
 
 const token = "data: {\"choices\":[{\"text\":\" a\",\"finish_reason\":null}]}\n\n"
 
-// hostile are endpoints that do what an endpoint should not, and what is said of them.
+// hostile has faulty endpoints, and the text of the error that each one causes.
 var hostile = map[string]struct {
 	serve func(w http.ResponseWriter, r *http.Request)
 	want  string
@@ -99,8 +99,8 @@ func TestEndpointFaultsFailOneRequest(t *testing.T) {
 	}
 }
 
-// An engine that dies in the middle of a run costs the requests that it had, and those that
-// come while it is down; what came before is kept.
+// When an engine dies in the middle of a run, its running requests fail, and so do those that
+// come while it is down. Earlier results are kept.
 func TestEngineDiesInTheMiddle(t *testing.T) {
 	var n atomic.Int64
 	var s *httptest.Server
@@ -137,7 +137,7 @@ func TestEngineDiesInTheMiddle(t *testing.T) {
 	s.Close()
 }
 
-// What is no endpoint is told in one line.
+// Check reports in one line that an address is no endpoint.
 func TestCheck(t *testing.T) {
 	f := func(model string, serve http.HandlerFunc, want string) {
 		t.Helper()

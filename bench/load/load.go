@@ -106,9 +106,9 @@ func (g *Generator) Close() { g.client.CloseIdleConnections() }
 // checkTimeout bounds one look at the endpoint.
 const checkTimeout = 10 * time.Second
 
-// Check asks the endpoint for its models, and takes the first one where Options.Model is
-// empty. Within wait it tries again. An endpoint that answers, but has no such question, is
-// good enough where the model is known.
+// Check asks the endpoint for its models, and takes the first one if Options.Model is
+// empty. Within wait it tries again. If Options.Model is set, an endpoint that answers but
+// does not list models (HTTP 404 or 405) passes too.
 func (g *Generator) Check(ctx context.Context, wait time.Duration) error {
 	until := time.Now().Add(wait)
 	for {
@@ -214,7 +214,7 @@ func (g *Generator) WarmUp(ctx context.Context, requests []workload.Request, n i
 	return nil
 }
 
-// Run is what a run was.
+// Run is the result of a run.
 type Run struct {
 	Samples    []bench.Sample // of requests that ended, in the order of the workload
 	Requests   []int          // which request of the workload each Sample is
@@ -230,8 +230,8 @@ const (
 	maxWaitingBlocks = 1 << 23 // names of their blocks: 64 MiB
 )
 
-// Run sends the requests at their arrivals, waits for all of them, and returns what became
-// of them. When ctx ends, what has ended until then is returned.
+// Run sends the requests at their arrivals, waits for all of them, and returns their
+// samples. When ctx ends, it returns those of the requests that have ended.
 func (g *Generator) Run(ctx context.Context, requests []workload.Request) *Run {
 	return g.Stream(ctx, workload.Each(requests), len(requests))
 }
@@ -350,10 +350,10 @@ func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) 
 // turns are the last turns of conversations so far: each has a channel that is closed when the turn has ended.
 type turns struct {
 	last  map[int]chan struct{}
-	check int // conversations at which those that have ended are looked for
+	check int // number of conversations at which next replaces the channels of ended turns by over
 }
 
-// over is the channel of all turns that were seen to have ended.
+// over is one closed channel for all ended turns, so that their own channels can be freed.
 var over = func() chan struct{} {
 	c := make(chan struct{})
 	close(c)
@@ -380,7 +380,7 @@ func (t *turns) next(conversation int) (before, after chan struct{}) {
 	return before, after
 }
 
-// waiting counts requests that wait for the turn before them, and holds up who adds more than there may be.
+// waiting counts requests that wait for the turn before them; add blocks while there are too many.
 type waiting struct {
 	most, mostBlocks int
 
@@ -392,7 +392,7 @@ type waiting struct {
 	fewer sync.Cond // uses mu
 }
 
-// add counts a request, once there is room for it: one always has room.
+// add counts a request once there is room for it. There is always room for one.
 func (w *waiting) add(blocks int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -14,8 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/load"
 )
 
-// engine tells metrics that grow with each scrape after the first: per scrape, n requests of
-// the times given, in s.
+// engine serves the metrics in lines. Scrape number n returns each value multiplied by n.
 func engine(t *testing.T, lines string) string {
 	t.Helper()
 	var scrapes atomic.Int64
@@ -62,9 +61,9 @@ kvasir_engine_load_seconds_count 10
 `
 )
 
-// The way to the first token is divided by what the engines counted during the run, and the
-// rest is what is left of the client's mean. A D that waits for P while P works has that
-// taken out.
+// The time to the first token is divided into stages from the engines' metrics during the run, and the
+// rest of the client's mean. When D gets the request together with P, D's wait for P is not counted in
+// D's stages.
 func TestHandover(t *testing.T) {
 	f := func(d string, ttft float64, want ...any) {
 		t.Helper()
@@ -94,7 +93,7 @@ func TestHandover(t *testing.T) {
 	f("vllm:prefix_cache_hits_total 5\nvllm:external_prefix_cache_hits_total 50", 160)
 }
 
-// Engines without figures cost the figures alone.
+// When an engine has no metrics, only its metrics are missing.
 func TestEnginesWithoutMetricsCostOnlyTheMetrics(t *testing.T) {
 	f := func(serve http.HandlerFunc, want string) {
 		t.Helper()

@@ -234,7 +234,7 @@ func words(tokens []uint32) string {
 
 // head reads at most n bytes.
 func head(r io.Reader, n int64) []byte {
-	text, _ := io.ReadAll(io.LimitReader(r, n)) // what came is all there is to say
+	text, _ := io.ReadAll(io.LimitReader(r, n)) // on an error, what has come is enough
 	return text
 }
 
@@ -262,7 +262,7 @@ func message(text []byte) string {
 	return clean(string(text))
 }
 
-// reason says an error without addresses of its own that differ from request to request.
+// reason returns an error's text without the URL and the local addresses, which differ from request to request.
 func reason(err error) string {
 	if u, ok := errors.AsType[*url.Error](err); ok {
 		err = u.Err

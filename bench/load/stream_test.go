@@ -38,8 +38,8 @@ func briefly(t *testing.T, o load.Options) *load.Generator {
 	return g
 }
 
-// A run takes memory that does not grow with the prompts of its requests: here 6,000 whose names of blocks would take 5 MB. What
-// remains of each is its sample.
+// The memory of a run does not grow with the prompts of its requests: here 6,000 whose names of blocks would take 5 MB. A run keeps
+// only the sample of each request.
 func TestStreamTakesBoundedMemory(t *testing.T) {
 	const n, length = 6000, 100
 	for _, o := range []load.Options{{MaxConcurrency: 4}, {}, {Turns: true, MaxConcurrency: 4}} {
@@ -75,7 +75,8 @@ func TestStreamTakesBoundedMemory(t *testing.T) {
 	}
 }
 
-// Requests that end with an error, or that are fewer or more than were said, end a run with what was sent.
+// When the requests end with an error, or are fewer or more than announced, the run ends with an error and the samples of the requests that
+// were sent.
 func TestStreamOfBadRequests(t *testing.T) {
 	broken := errors.New("line 7 is bad")
 	f := func(want string, list, n int, end error) {

@@ -144,8 +144,8 @@ func TestTimesOfOneRequest(t *testing.T) {
 	f(true)
 }
 
-// A limit on concurrency holds requests back in their order, and how long is their queue
-// time; without one all go at their arrivals.
+// A limit on concurrency delays requests in their order, and each delay is the request's queue
+// time. Without a limit all are sent at their arrivals.
 func TestConcurrencyAndArrivals(t *testing.T) {
 	f := func(limit int, arrivals, starts, queues []float64) {
 		t.Helper()
@@ -190,8 +190,8 @@ func TestTurnsWaitForTheirConversation(t *testing.T) {
 	})
 }
 
-// Whoever ends a run gets what has ended until then; the rest is neither success nor
-// failure.
+// An interrupted run has the requests that have ended until then. The others count neither as success nor
+// as failure.
 func TestInterruptedAtAnyMoment(t *testing.T) {
 	f := func(after time.Duration, ended int, turns bool) {
 		t.Helper()

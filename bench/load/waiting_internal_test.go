@@ -7,7 +7,7 @@ import (
 	"testing/synctest"
 )
 
-// Turns that wait are bounded in number and in names of blocks; one alone may have any number of these.
+// Waiting turns are bounded in their number and in their names of blocks. One turn alone may have any number of names.
 func TestWaitingTurnsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := waiting{most: 3, mostBlocks: 10}
@@ -39,7 +39,7 @@ func TestWaitingTurnsAreBounded(t *testing.T) {
 	})
 }
 
-// A turn has the channel of the turn before it in its conversation; those that have ended take one channel together.
+// A turn gets the channel of the turn before it in its conversation. Turns that have ended share one channel.
 func TestTurnsOfConversations(t *testing.T) {
 	var all turns
 	var first []chan struct{}

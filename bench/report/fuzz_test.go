@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/report"
 )
 
-// Whatever is read as a result can be printed, compared, written and drawn.
+// Every result that ReadJSON accepts can be printed, compared, written and drawn.
 func FuzzResult(f *testing.F) {
 	var text bytes.Buffer
 	if err := result(6, 1).WriteJSON(&text, true); err != nil {

@@ -36,7 +36,7 @@ type drawn struct {
 	Class string
 	D     string
 	Title string       // shown where the pointer rests
-	Style template.CSS // of a line that takes turns with others, or of a dot among others
+	Style template.CSS // dashes of a line that overlaps others, or the width of a dot that others cover
 }
 
 type legend struct{ Class, Text string }
@@ -213,7 +213,7 @@ const runColours = 6
 
 func class(kind string, run int) string { return fmt.Sprintf("%s c%d", kind, run%runColours) }
 
-// lines draws curves over time.
+// line is a curve over time.
 type line struct {
 	name   string
 	class  int

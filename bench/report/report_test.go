@@ -84,7 +84,7 @@ func write(t *testing.T, runs ...report.Run) string {
 	return page
 }
 
-// One run has all parts; what a failed request said is text.
+// The page of one run has all parts. The error of a failed request is shown as text, never as HTML.
 func TestOneRun(t *testing.T) {
 	page := write(t, report.Run{Name: "one", Result: result(60, 1)})
 	for _, want := range []string{
@@ -101,8 +101,8 @@ func TestOneRun(t *testing.T) {
 	}
 }
 
-// Several runs share their plots; of two there are ratios. Runs that were saved without
-// requests, and runs in which nothing succeeded, have their figures.
+// Several runs share their plots, and two runs have ratios. Runs that were saved without
+// single requests, and runs without a successful request, still have their figures.
 func TestSeveralRuns(t *testing.T) {
 	var text bytes.Buffer
 	if err := result(40, 3).WriteJSON(&text, false); err != nil {
@@ -135,7 +135,7 @@ func TestLongRun(t *testing.T) {
 	}
 }
 
-// A result that somebody else wrote may have any number.
+// A result file of another program may have any number.
 func TestStrangeNumbers(t *testing.T) {
 	strange := `{"duration":1e14,"completed":2,"failed":-0,"total_input_tokens":3,"total_output_tokens":4,"request_throughput":1e14,"output_throughput":1e14,
 		"mean_ttft_ms":1e14,"median_ttft_ms":0,"p99_ttft_ms":1e14,"mean_tpot_ms":1e-308,"median_tpot_ms":1,"latencies":[1e14,1],"queue_times":[-1e14,1e14],"ttfts":[1e14,2],

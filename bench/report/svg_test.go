@@ -104,7 +104,7 @@ func value(t *testing.T, s string) float64 {
 	return v * unit
 }
 
-// checkTicks fails unless an axis begins at 0 and goes on in equal steps of 1, 2 or 5 times a power of ten, also where the ticks are drawn.
+// checkTicks fails unless an axis begins at 0 and has equal steps of 1, 2 or 5 times a power of ten, in its values and in its pixels.
 func checkTicks(t *testing.T, name string, ticks [][2]float64) {
 	t.Helper()
 	if len(ticks) < 2 || len(ticks) > 7 || ticks[0][0] != 0 {
@@ -129,8 +129,8 @@ var (
 	inClass = regexp.MustCompile(`^(line|dash|mark) c[0-9]$`)
 )
 
-// checkSeen fails unless of each line, those of one class and colour, some 10 pixels are not painted over by later lines. It walks the paths in steps of a
-// tenth of a pixel.
+// checkSeen fails unless about 10 pixels of each line stay visible under later lines. Paths of one class and colour are one line. It walks the
+// paths in steps of a tenth of a pixel.
 func checkSeen(t *testing.T, p *drawing) {
 	t.Helper()
 	type dot struct{ x, y int }

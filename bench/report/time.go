@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// maxRows bounds the requests of a timeline; of more, every so-manieth is drawn.
+// maxRows bounds the requests of a timeline; of more requests, only every n-th is drawn.
 const maxRows = 300
 
 // timeline draws each request as a row: its wait in the client, the time to its first token,

@@ -21,7 +21,7 @@ type Trace struct {
 	o     TraceOptions
 	file  *os.File // nil: the requests are made
 	again bool     // there may be several passes
-	spool *os.File // of what is no regular file: what was read of it
+	spool *os.File // a copy of what was read from a file that is not regular
 	kept  int64    // bytes of the spool
 	found passed
 }

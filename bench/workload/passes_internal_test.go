@@ -60,8 +60,8 @@ func blocksOf(requests iter.Seq2[Request, error], most int) (out []int64, err er
 	return out, nil
 }
 
-// Passes have the same requests, in the order of the file or of the arrivals, whether the file grows between them or another one takes its name;
-// a file that was written anew or cut is an error.
+// All passes over a trace have the same requests, in the order of the file or of the arrivals, also when the file grows between them or another
+// file takes its name. A file that was rewritten or cut is an error.
 func TestPassesHaveTheSameRequests(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "trace.jsonl")
 	text := traceLine(5, 1) + traceLine(3, 2) + traceLine(9, 3)
@@ -161,7 +161,7 @@ func TestPassesOverAPipe(t *testing.T) {
 	}
 }
 
-// A pipe whose copy finds no room on the disk is an error with words.
+// When the copy of a pipe finds no room on the disk, the error says so.
 func TestPipeWithoutRoomForItsCopy(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_RDWR, 0)
 	pipe := filepath.Join(t.TempDir(), "pipe")
@@ -219,7 +219,7 @@ func TestPassesTakeBoundedMemory(t *testing.T) {
 	}
 }
 
-// What is wrong with a trace is an error that names file and line, in each pass.
+// A bad line of a trace is an error that names file and line, in each pass.
 func TestPassesOverBadTraces(t *testing.T) {
 	f := func(want, text string) {
 		t.Helper()

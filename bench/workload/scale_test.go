@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// A scaled prompt has as many blocks as the whole one, and two prompts are equal as far as before.
+// A scaled prompt has as many blocks as the original, and two scaled prompts share as many blocks as the originals.
 func TestScaledKeepsBlocks(t *testing.T) {
 	list := []workload.Request{
 		{Arrival: 32 * time.Second, Input: 1025, Output: 33, Blocks: []int64{1, 2, 3}, BlockTokens: 512},

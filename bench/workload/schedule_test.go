@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// At a constant rate the last request arrives when the rate says, whatever was drawn; gaps
-// spread as the burstiness says; a seed gives one schedule.
+// At a constant rate the last request arrives at the time that the rate gives, whatever gaps were drawn. The gaps
+// vary as the burstiness says. One seed gives one schedule.
 func TestScheduleAtARate(t *testing.T) {
 	f := func(rate, burstiness, variation float64) {
 		t.Helper()
@@ -66,7 +66,7 @@ func TestScheduleRamps(t *testing.T) {
 	}
 }
 
-// An infinite rate sends all at once; rates that mean nothing are refused.
+// An infinite rate sends all requests at once. Meaningless rates are refused.
 func TestScheduleRefuses(t *testing.T) {
 	r := []workload.Request{{Arrival: time.Hour}, {Arrival: time.Hour}}
 	if err := workload.Schedule(r, workload.Arrivals{Rate: math.Inf(1), Burstiness: 1}); err != nil || r[1].Arrival != 0 {

@@ -217,7 +217,7 @@ func (o *TraceOptions) extend(s *session, l *line) error {
 	return nil
 }
 
-// extendBlocks adds tokens that begin with named blocks; what no name covers no other prompt has. As in AIPerf the last block may be partial.
+// extendBlocks adds tokens that begin with named blocks. No other prompt has the tokens behind them. As in AIPerf the last block may be partial.
 func (o *TraceOptions) extendBlocks(s *session, input int, ids []int64) error {
 	if input < 1 || input > maxInputTokens {
 		return fmt.Errorf("%s %d is outside 1 to %d", o.InputLength, input, maxInputTokens)

@@ -45,7 +45,7 @@ func readVector(t *testing.T) (v aiperfVector) {
 	return v
 }
 
-// Sessions become the prompts that AIPerf's own loader makes of them: as many tokens, blocks equal where its are, and the same times.
+// Sessions become the same prompts as in AIPerf's own loader: with as many tokens, equal blocks where AIPerf has equal blocks, and the same times.
 func TestSessionsAreAIPerfs(t *testing.T) {
 	v := readVector(t)
 	file, err := os.ReadFile("testdata/aiperf/sessions.jsonl")
@@ -152,7 +152,7 @@ func TestSessionsOfWholePrompts(t *testing.T) {
 	}
 }
 
-// What AIPerf's loader refuses is refused here, with the line and in words; so are turns that cannot be played.
+// Lines that AIPerf's loader refuses are refused here, with the line number and a reason; so are turns that cannot be played.
 func TestSessionsThatAreRefused(t *testing.T) {
 	v := readVector(t)
 	file, err := os.ReadFile("testdata/aiperf/bad.jsonl")
@@ -193,7 +193,7 @@ func TestSessionsThatAreRefused(t *testing.T) {
 	f(`{"session_id": "x"}`, "0 of input_length, text_input, messages and payload")
 }
 
-// A turn comes its pause after the estimated end of the turn before it, or at its timestamp.
+// A turn arrives at its timestamp, or its pause after the estimated end of the turn before it.
 func TestSessionsTakeTime(t *testing.T) {
 	const lines = `{"session_id": "a", "timestamp": 1000, "input_length": 5, "output_length": 50}
 {"session_id": "a", "delay": 500, "input_length": 5}

@@ -37,7 +37,7 @@ type Reader struct {
 	kept     int // blocks of the sessions' prompts
 
 	sum   uint32             // of the lines of all requests so far
-	atEnd func(passed) error // asked at the end, for an error instead of it; nil: none
+	atEnd func(passed) error // called at the end; its error replaces io.EOF; nil: not called
 }
 
 // NewReader returns a Reader of a trace. Error: ErrTrace for options that cannot be used.
@@ -172,7 +172,7 @@ func Stream(name string, o TraceOptions) iter.Seq2[Request, error] {
 			yield(Request{}, err)
 			return
 		}
-		defer func() { _ = t.Close() }() // it was read
+		defer func() { _ = t.Close() }() // only read from: the error does not matter
 		for q, err := range t.Requests() {
 			if !yield(q, err) {
 				return

@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// lines is a trace that is made while it is read.
+// lines is a trace whose lines are made when they are read.
 type lines struct {
 	n, of int
 	line  func(i int) string
@@ -34,7 +34,7 @@ func (l *lines) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// heap returns the bytes of the heap that are in use.
+// heapInUse returns the bytes of the heap that are in use.
 func heapInUse() uint64 {
 	runtime.GC()
 	var m runtime.MemStats

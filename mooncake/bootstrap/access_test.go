@@ -20,8 +20,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// A peer of another host cannot learn through the registry whether ports of others
-// are open: its answer is the same, and nothing is dialled.
+// A peer on another host cannot learn through the registry whether a third host's port is
+// open: the registry does not dial it, and answers the same either way.
 func TestProbesRevealNothingToOtherHosts(t *testing.T) {
 	f := func(from, addr string, tried bool, networks ...netip.Prefix) {
 		t.Helper()
@@ -60,13 +60,13 @@ func TestProbesRevealNothingToOtherHosts(t *testing.T) {
 	f("10.66.6.6:9", "tcp://10.66.6.6:22", true) // its own
 	f("[2001:db8::1]:9", "tcp://[2001:db8::1]:22", true)
 	f("[2001:db8::1]:9", "tcp://[2001:db8::2]:22", false)
-	f("127.0.0.1:9", "tcp://10.0.0.7:22", true) // it could look itself
+	f("127.0.0.1:9", "tcp://10.0.0.7:22", true) // a process of this host could dial that port itself
 	f("10.66.6.6:9", "tcp://10.0.0.7:22", true, netip.MustParsePrefix("10.0.0.0/24"))
 	f("10.66.6.6:9", "tcp://10.0.1.7:22", false, netip.MustParsePrefix("10.0.0.0/24"))
 }
 
-// What changes the registry and needs no token is taken from this host's own names
-// only, and not from pages; workers and D's come by any name.
+// A DELETE without a token must come from this host, must have one of this host's names or an allowed
+// one as Host, and must not come from a web page. Registrations and queries may use any Host.
 func TestForeignHostsAndPages(t *testing.T) {
 	f := func(method, path string, want int, header ...string) {
 		t.Helper()
@@ -208,8 +208,8 @@ func TestGateOfTheRegistry(t *testing.T) {
 	f(GuardDelete, "192.0.2.1:1", "own", "200 401 401 401 401")
 }
 
-// Where queries need the token, who lacks it learns of /healthz only that the registry serves; with the token, and where queries need none,
-// the answer has the number of engines.
+// Where queries need the token, /healthz answers a caller without it only that the registry serves. With the token, or where queries need
+// none, the answer has the number of engines.
 func TestHealthTellsNoMoreThanQueries(t *testing.T) {
 	f := func(guard Guard, token, secret string, more bool) {
 		t.Helper()

@@ -48,7 +48,7 @@ type ClientOptions struct {
 	TLS          *tls.Config   // of servers at https; nil: Go's default
 }
 
-// Client speaks to one bootstrap server. Its methods are safe for concurrent use.
+// Client is a client of one bootstrap server. Its methods are safe for concurrent use.
 type Client struct {
 	base   string
 	o      ClientOptions

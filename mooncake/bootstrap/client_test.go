@@ -71,7 +71,7 @@ func TestClientAgainstRegistry(t *testing.T) {
 	}
 }
 
-// What is tried again and what is not.
+// The client repeats some failed requests and not others.
 func TestRetries(t *testing.T) {
 	register := func(c *Client) error { return c.Register(t.Context(), Registration{EngineID: "e"}) }
 	query := func(c *Client) error { _, err := c.Query(t.Context()); return err }
@@ -88,7 +88,7 @@ func TestRetries(t *testing.T) {
 			h(w, r)
 		}), ClientOptions{Timeout: limit})
 		err := call(c)
-		if limit < time.Minute { // the requests of a late machine may not arrive in their time
+		if limit < time.Minute { // on a busy machine some requests may not arrive in time
 			if n.Load() > want || !check(err) || !strings.Contains(err.Error(), fmt.Sprint("attempt ", want)) {
 				t.Errorf("%s: %d requests, want %d at most, error %v", name, n.Load(), want, err)
 			}

@@ -25,7 +25,7 @@ type worker struct {
 	expires time.Time     // with a lease
 }
 
-// charge is a worker's part of Registry's limits, and the origin that it counts for.
+// charge is what a worker adds to the weights that Registry bounds, and the origin that it counts for.
 type charge struct {
 	from   peercred.Origin
 	weight int // bytes
@@ -34,7 +34,7 @@ type charge struct {
 // vacant is a rank that must register again before the directory shows the engine.
 type vacant struct {
 	charge
-	own bool // this engine had it, not only the engine that it replaced
+	own bool // a worker of this engine had the rank; false: only the engine that it replaced
 }
 
 // row is one TP rank, its workers in the order in which they came.
@@ -55,9 +55,9 @@ type engine struct {
 	changes        int    // workers added and removed
 	json           []byte // as GET /query shows it; nil after a change
 
-	// missing has the ranks that keep the engine out of the directory: its own ones
-	// (lease ended, unregistered) until they register again, those of the engine that it
-	// replaced until settled.
+	// missing lists the ranks whose absence keeps the engine out of the directory. Its
+	// own ranks (lease ended, unregistered) count until they register again, ranks of
+	// the engine that it replaced only until settled.
 	missing map[ranks]vacant
 	settled time.Time
 }

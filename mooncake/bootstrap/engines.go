@@ -14,9 +14,9 @@ type EngineState struct {
 	DPRank  int     `json:"dp_rank"`
 	Host    string  `json:"host"` // of a side channel
 	Workers int     `json:"workers"`
-	Shown   bool    `json:"shown"`   // to D
-	Why     string  `json:"why"`     // it is not
-	Heard   float64 `json:"heard_s"` // since a worker registered last, seconds; stock vLLM registers once
+	Shown   bool    `json:"shown"`   // the directory lists it for D
+	Why     string  `json:"why"`     // why the directory does not list it
+	Heard   float64 `json:"heard_s"` // seconds since a worker registered last; stock vLLM registers once
 	Lease   bool    `json:"lease"`   // its workers repeat their registration
 }
 

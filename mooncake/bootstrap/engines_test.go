@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// The registry tells what it knows of engines: whole ones, those that D does not see and why, and when it
-// heard of them; 64 of them.
+// The registry lists up to 64 engines: complete ones, and those that it hides from D with the reason; each with
+// the time of its last registration.
 func TestEngines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, err := Open(Options{})

@@ -119,7 +119,7 @@ func TestRandomRestarts(t *testing.T) {
 			return nil
 		}
 		at := map[int]*incarnation{} // by dp
-		widest := map[int]int{}      // by n: of the one replaced
+		widest := map[int]int{}      // by n: the width of the engine that it replaced
 		last := map[int]int{}        // dp → n of the last accepted
 		width := map[int]map[int]bool{}
 		for n := range 60 {

@@ -33,7 +33,7 @@ func flood(t *testing.T, r *Registry, from peercred.Origin, first int, engineID,
 	}
 }
 
-// checkBooks compares what is counted with what is there.
+// checkBooks compares the registry's counters with its entries.
 func checkBooks(t *testing.T, r *Registry) {
 	t.Helper()
 	r.mu.Lock()
@@ -55,9 +55,9 @@ func checkBooks(t *testing.T, r *Registry) {
 	}
 }
 
-// An address that fills the registry keeps no other address's P out, and what others
-// registered stays; over a restart too. The longest texts that are taken can be read
-// back.
+// An address that fills the registry keeps no P of another address out, and the entries of other
+// addresses stay, also over a restart of the registry. The registry can read back the longest texts
+// that it accepts.
 func TestFloodOfOneAddressLeavesRoomForOthers(t *testing.T) {
 	f := func(name, id, addr string) {
 		t.Run(name, func(t *testing.T) {
@@ -95,7 +95,7 @@ func TestFloodOfOneAddressLeavesRoomForOthers(t *testing.T) {
 	f("texts that encoders escape", strings.Repeat("\u2028", maxEngineIDBytes/3), strings.Repeat("\u2028", maxAddrBytes/3))
 }
 
-// Who joins another's engine with thousands of ranks, loses those and not the engine.
+// A host that adds thousands of ranks to the engine of another host loses those ranks; the engine stays.
 func TestFloodIntoAnEngineOfAnother(t *testing.T) {
 	r := open(t, Options{MaxWorkers: 100})
 	p, bad := remote("10.0.0.7"), remote("10.66.6.6")
@@ -110,8 +110,8 @@ func TestFloodIntoAnEngineOfAnother(t *testing.T) {
 	checkBooks(t, r)
 }
 
-// Ranks that left and are waited for count as if they were there: leases that end,
-// again and again, grow nothing.
+// A rank whose lease ended, and for which the registry waits, counts like a present rank. So leases that
+// end again and again do not grow the registry.
 func TestFloodOfLeases(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := open(t, Options{MaxWorkers: 50})
@@ -134,7 +134,7 @@ func TestFloodOfLeases(t *testing.T) {
 	})
 }
 
-// Of the host with most, the engine that was silent longest goes first.
+// A full registry removes an engine of the host with the most workers: the one that registered longest ago.
 func TestLongestSilentGivesWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := open(t, Options{MaxWorkers: 4})
@@ -143,7 +143,7 @@ func TestLongestSilentGivesWay(t *testing.T) {
 			mustRegisterDirect(t, r, Registration{EngineID: fmt.Sprint("e", dp), DPRank: dp, Addr: "x"}, most)
 			time.Sleep(time.Second)
 		}
-		mustRegisterDirect(t, r, Registration{EngineID: "e0", DPRank: 0, Addr: "x"}, most) // says that it lives
+		mustRegisterDirect(t, r, Registration{EngineID: "e0", DPRank: 0, Addr: "x"}, most) // renews its registration
 		mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: 9, Addr: "a"}, remote("10.0.0.7"))
 		d, err := parseDirectory(r.current().body)
 		if _, gone := d[1]; err != nil || gone || len(d) != 4 || d[0].ID != "e0" || d[9].ID != "p" {
@@ -152,8 +152,8 @@ func TestLongestSilentGivesWay(t *testing.T) {
 	})
 }
 
-// Requests that wait: one address takes all places, another's request is let in and
-// the oldest of the first is answered.
+// One address has all places for waiting requests. A request of another address gets a place, and the
+// oldest request of the first address is answered with 503.
 func TestWaitersOfOneAddress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := open(t, Options{MaxWaiters: 3})
@@ -211,8 +211,8 @@ func TestProbesOfOneAddress(t *testing.T) {
 	wg.Wait()
 }
 
-// Where flood and P come from one address, what is proved dead gives way, and what
-// lives stays.
+// Where the flood and P come from one address, the registry removes engines whose side channel refuses
+// connections, and keeps those whose side channel accepts them.
 func TestFullOfDeadEngines(t *testing.T) {
 	r := open(t, Options{MaxWorkers: 20})
 	host := remote("10.0.0.7")

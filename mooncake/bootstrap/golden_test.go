@@ -81,7 +81,7 @@ func scripts(t testing.TB) []script {
 	return all
 }
 
-// quiet is a registry without a log that ends with the test.
+// open opens a registry and closes it when the test ends.
 func open(t testing.TB, o Options) *Registry {
 	t.Helper()
 	r, err := Open(o)

@@ -47,7 +47,7 @@ const (
 // DELETE /register, GET /healthz, GET /metrics.
 func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
 
-// newGate returns what stands in front of all routes.
+// newGate returns the gate that every request passes before its route.
 func (r *Registry) newGate() *auth.Gate {
 	o := r.o.Access
 	if r.o.Token != "" && (o.Tokens != nil || o.Authorities != nil) {
@@ -71,7 +71,7 @@ func (r *Registry) need(req *http.Request) auth.Need {
 	return auth.NeedRead
 }
 
-// figures are what /metrics shows.
+// figures returns what /metrics shows.
 func (r *Registry) figures() figures {
 	a := r.gate.Stats()
 	return figures{r.Stats(), a.Refused, a.Unaudited}

@@ -27,12 +27,12 @@ type Options struct {
 	MaxWaiters    int            // requests that wait at a time; default 1,024
 	MaxConns      int            // connections of Serve; default 4,096
 	StateFile     string         // keeps the registry over restarts; default none
-	Version       string         // of a process that is the registry: /metrics then has this, the Go runtime and the process, too
+	Version       string         // set in a process that is only a registry: /metrics then also shows this version, the Go runtime and the process
 	Token         string         // bearer token; default none
 	Access        auth.Options   // who else may send requests; its Need, Refuse and Listener are the registry's own
 	TLS           *tls.Config    // of Serve; nil: http
 	Guard         Guard          // what the token guards; default GuardDelete
-	AllowHosts    []string       // names under which DELETE is taken, besides addresses and this machine's
+	AllowHosts    []string       // host names under which DELETE is accepted, besides addresses and this machine's names
 	Log           *slog.Logger   // nil discards
 }
 

@@ -48,8 +48,8 @@ const (
 // Options.Settle has passed since its last registration; an engine that lost a worker
 // (lease ended, unregistered) when that rank registers again.
 //
-// Workers share Options.MaxWorkers by origin. In a full registry, a worker evicts the
-// engine of the origin with most that has been silent longest.
+// Origins share the room for workers. In a full registry, a new worker evicts an engine of
+// the origin with most weight: the one that has been silent longest.
 type Registry struct {
 	o       Options
 	log     *slog.Logger
@@ -186,7 +186,7 @@ func (r *Registry) scheduleLocked(t time.Time) {
 	}
 }
 
-// conflict is a registration that only the death of the old engine can admit.
+// conflict is a registration that the Registry admits only if the old engine is dead.
 type conflict struct {
 	old     *engine
 	detail  string   // vLLM's answer
@@ -565,7 +565,7 @@ func (r *Registry) sweep() {
 			}
 		}
 		switch {
-		case r.mu.byDP[e.dp] != e: // it went with its last worker, and all its charges
+		case r.mu.byDP[e.dp] != e: // dropLocked removed the engine with its last worker
 		case len(e.missing) == 0 || e.settled.IsZero():
 		case now.Before(e.settled):
 			r.scheduleLocked(e.settled)

@@ -148,7 +148,7 @@ func TestReplaceSameEngineID(t *testing.T) {
 	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"1":{"0":"`+b1+`"},"0":{"0":"`+b0+`"}}}}`)
 }
 
-// Addresses that prove nothing when they refuse: not tcp, or another host's loopback.
+// An address that is not tcp, or that is the loopback of another host, proves nothing when it refuses connections.
 func TestUnprovable(t *testing.T) {
 	f := func(addr, from string) {
 		t.Helper()
@@ -224,7 +224,7 @@ func TestHangingProbeDelaysOnlyItsRegistration(t *testing.T) {
 	}
 }
 
-// An engine that comes back narrower is shown when it has settled.
+// An engine that comes back with fewer ranks is shown after the settle time.
 func TestSettle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := open(t, Options{Settle: 10 * time.Second})
@@ -241,7 +241,7 @@ func TestSettle(t *testing.T) {
 	})
 }
 
-// Sizes that workers state, or the operator, hold an engine back until it is whole.
+// Where the workers or the operator state an engine's size, the registry shows the engine only when it is complete.
 func TestSizes(t *testing.T) {
 	r := open(t, Options{})
 	w := func(tp, pp int) Registration {
@@ -268,8 +268,8 @@ func TestSizes(t *testing.T) {
 	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"},"1":{"0":"b"}}}}`)
 }
 
-// Leases: renewed by repeating, ended to the nanosecond; what is left of an engine
-// is not shown; those who asked for none stay.
+// A repeated registration renews the lease. The lease ends to the nanosecond. The registry does not
+// show an engine of which one lease ended. A registration without a lease stays.
 func TestLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := open(t, Options{})
@@ -478,7 +478,7 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// An engine whose last lease ends at the moment when ranks of its predecessor are given up takes its charges with it once.
+// The last lease of an engine ends at the moment when the registry gives up ranks of its predecessor: its ranks are subtracted once.
 func TestLastLeaseEndsWhenAnEngineSettles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, err := Open(Options{Settle: 10 * time.Second})

@@ -89,7 +89,7 @@ func TestLateRequestGetsWholeAnswer(t *testing.T) {
 		if err = errors.Join(err, answer); err == nil && status == 200 && len(text) >= 5<<20 {
 			return
 		}
-		if late < time.Second || try == 5 || errors.Is(err, os.ErrDeadlineExceeded) { // the request of a late machine comes after the idle time
+		if late < time.Second || try == 5 || errors.Is(err, os.ErrDeadlineExceeded) { // on a busy machine the request may come after the idle time
 			t.Fatalf("%v late: %d, %d bytes, %v", late, status, len(text), err)
 		}
 	}
@@ -125,13 +125,13 @@ func TestPipeliningClientIsNotCut(t *testing.T) {
 		if err == nil {
 			return
 		}
-		if pause < r.readTimeout/2 || try == 5 || errors.Is(err, os.ErrDeadlineExceeded) { // the rest of a late machine's request comes after its time
+		if pause < r.readTimeout/2 || try == 5 || errors.Is(err, os.ErrDeadlineExceeded) { // on a busy machine the rest of the request may come too late
 			t.Fatalf("with pauses of at most %v: %v", pause, err)
 		}
 	}
 }
 
-// Connections that say nothing, or stop in the middle, or do not read, end.
+// The server ends connections that send nothing, stop in the middle of a request, or do not read.
 func TestSilentConnectionsEnd(t *testing.T) {
 	r := open(t, Options{})
 	r.readTimeout, r.idleTimeout = 50*time.Millisecond, 100*time.Millisecond
@@ -164,8 +164,8 @@ func TestWaitOutlivesReadTimeout(t *testing.T) {
 	wantAnswer(t, c, "GET /query?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n", 200, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"}}}}`)
 }
 
-// One address that opens all the connections there may be closes its own: others
-// keep theirs and get new ones.
+// When one address has opened all the connections that the server takes, the server closes connections of
+// that address. Others keep theirs and get new ones.
 func TestConnectionsOfOneAddress(t *testing.T) {
 	r := open(t, Options{MaxConns: 8})
 	base := serve(t, r)
@@ -195,7 +195,7 @@ func TestServeStops(t *testing.T) {
 		wantAnswer(t, idle, plain, 200, `{}`)
 		answer := make(chan string, 1)
 		go func() {
-			_, _ = io.WriteString(waiting, "GET /query?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n") // a failure shows below
+			_, _ = io.WriteString(waiting, "GET /query?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n") // the read below fails where this fails
 			status, text, err := waiting.answer()
 			if status != 503 || err != nil {
 				t.Error(status, err)

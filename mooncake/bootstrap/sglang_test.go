@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// A D or P of SGLang that comes to vLLM's registry hears that a P of SGLang is its own bootstrap server.
+// A D or P of SGLang that asks vLLM's registry gets an error: a P of SGLang is its own bootstrap server.
 func TestRegistryIsNotSGLangs(t *testing.T) {
 	r := open(t, Options{})
 	for _, q := range []string{"GET /route?prefill_dp_rank=-1", "PUT /route", "POST /register_dp_rank", "POST /query_dp_ranks"} {

@@ -14,7 +14,7 @@ import (
 const (
 	stateMagic    = "kvasir-bootstrap 1" // and then savedState in JSON
 	maxStateBytes = 64 << 20
-	saveEvery     = 50 * time.Millisecond // writes in between are one
+	saveEvery     = 50 * time.Millisecond // one write covers all changes in between
 	saveRetry     = 5 * time.Second       // after an error
 )
 
@@ -38,7 +38,7 @@ type savedWorker struct {
 	PP     int              `json:"pp_rank"`
 	Addr   string           `json:"addr"`
 	From   *peercred.Origin `json:"from,omitempty"`
-	Remote bool             `json:"remote,omitempty"` // of files without From
+	Remote bool             `json:"remote,omitempty"` // the state files of earlier versions have this instead of From
 	Lease  time.Duration    `json:"lease_ns,omitempty"`
 }
 
@@ -79,7 +79,7 @@ func (st *savedState) decode(doc []byte) error {
 func (st *savedState) encode() []byte {
 	var b bytes.Buffer
 	out := json.NewEncoder(&b)
-	out.SetEscapeHTML(false) // it would make six bytes of one
+	out.SetEscapeHTML(false) // the escape would make six bytes of one
 	if err := out.Encode(st); err != nil {
 		panic("BUG: bootstrap: encode the state: " + err.Error()) // numbers and valid texts
 	}

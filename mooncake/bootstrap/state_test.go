@@ -63,7 +63,7 @@ func TestStateRestart(t *testing.T) {
 	}
 }
 
-// Written soon after a change, not only at the end; a lease begins anew.
+// The registry writes its state soon after a change, not only at the end. After a restart leases run from the start again.
 func TestStateWhileRunning(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	synctest.Test(t, func(t *testing.T) {
@@ -119,7 +119,7 @@ func TestStateRefused(t *testing.T) {
 	f(`{"engines":`)
 }
 
-// A folder that takes no file any more does not stop the registry, and is told.
+// A folder into which the registry cannot write any more does not stop the registry; the log says so.
 func TestStateUnwritable(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {

@@ -40,9 +40,9 @@ func stuckWrite(t *testing.T, p *wire.Pull, list []transfer.Entry) {
 	_, _ = k.Write(append(append(b, 1, 0, 0, 0, 0, 0, 0, 0), list[0].Local[:16]...))
 }
 
-// A D that goes away ends its load, which takes a while where P is in the middle of a
-// write. Another D that asks for the transfer meanwhile is served, as is the same one
-// that comes back.
+// When a D goes away, the relay ends the load for it. This takes a while where P is in the middle
+// of a write. Another D that asks for the transfer meanwhile is served, and so is the same D when
+// it comes back.
 func TestLoadThatEndsIsNotShared(t *testing.T) {
 	for _, same := range []bool{false, true} {
 		w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
@@ -223,7 +223,7 @@ func TestReleaseDuringALoadThatEnds(t *testing.T) {
 	}
 }
 
-// A P that does not answer in time is told that the relay waits no longer: the D behind it hears of a failure of P's, and tells P nothing.
+// When P does not answer in time, the relay releases P's blocks. D cannot do so: it gets an error from the relay and has no connection to P.
 func TestReleaseAfterATimeout(t *testing.T) {
 	w := newWorld(t, relay.Options{Timeout: 300 * time.Millisecond})
 	released := make(chan struct{}, 8)

@@ -54,7 +54,7 @@ const (
 	maxGone = 64               // engines that left the registry and keep their side channels
 	goneFor = 10 * time.Minute // how long they keep them
 
-	answerWithin = 5 * time.Second // of a worker that is to show that it lives
+	answerWithin = 5 * time.Second // limit for a worker's answer that proves that its process lives
 )
 
 // refreshLoop queries P's registry regularly until the relay closes.
@@ -62,7 +62,7 @@ func (r *Relay) refreshLoop() {
 	t := time.NewTicker(max(r.o.RefreshEvery, 100*time.Millisecond))
 	defer t.Stop()
 	for {
-		_, _ = r.directory(r.ctx) // it logs
+		_, _ = r.directory(r.ctx) // directory logs its error
 		r.mu.Lock()
 		r.forgetRequestsLocked()
 		r.mu.Unlock()
@@ -113,7 +113,7 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	return text, nil
 }
 
-// lastDirectory returns the directory as it was when P's registry answered last, and failed where that had no engine.
+// lastDirectory returns the directory as it was when P's registry answered last, or the error failed if that directory had no engine.
 func (r *Relay) lastDirectory(failed error) ([]byte, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -268,8 +268,8 @@ func (r *Relay) watchLocked(e *engine, addr string) *watch {
 	return w
 }
 
-// watchedLocked says whether the relay has a connection to each worker of P. KV that was
-// pulled without them may be from another process than the life that it is kept under.
+// watchedLocked says whether the relay has a connection to each worker of P. KV pulled
+// without these connections may come from a process of another life of P.
 func (e *engine) watchedLocked() bool {
 	for _, w := range e.watches {
 		if !w.up {
@@ -279,10 +279,10 @@ func (e *engine) watchedLocked() bool {
 	return len(e.watches) > 0
 }
 
-// lives returns nil when all workers of P are still the processes that they were in the
-// given life: each answers over the connection that the relay has held since. A broken
-// connection may be noticed after bytes of the next process have come, so the answer of a
-// live process is the only proof.
+// lives returns nil when all workers of P are still the processes of the given life: each
+// answers over the connection that the relay has had open since that life began. The
+// relay may notice a broken connection only after bytes of the next process have come, so
+// the answer of a live process is the only proof.
 func (e *engine) lives(ctx context.Context, life int64) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, answerWithin, errNotProven)
 	defer cancel()

@@ -19,8 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// fleet is several P's and D's with one relay in between, and what each block of a D
-// must hold. Transfer ids come again and again, as from a proxy that counts.
+// fleet is several P's and D's with one relay in between, and the expected content of each
+// block of a D. Transfer ids repeat, as from a proxy that counts them.
 type fleet struct {
 	*world
 	rnd    *rand.Rand
@@ -39,7 +39,7 @@ type fleetP struct {
 	held   map[string]bool   // requests whose blocks are in use
 	what   map[string]string // what each transfer id stands for now; "" while it is being pulled
 	asked  map[string]bool   // transfer ids being pulled
-	former map[string]bool   // that an earlier life sent, and this one has not heard of
+	former map[string]bool   // transfer ids that an earlier life sent and this one does not know
 }
 
 type fleetD struct {
@@ -130,7 +130,7 @@ func (f *fleet) startD(d *fleetD) {
 	}
 }
 
-// forget ends the model's interest in a pull: nobody knows what the relay has now.
+// forget removes a pull from the model, which does not know what the relay keeps of it.
 func (f *fleet) forget(q *fleetPull) {
 	delete(q.p.asked, q.id)
 	if !q.recalls {
@@ -191,7 +191,7 @@ func (f *fleet) ask() {
 	}
 }
 
-// recallFormer asks for what an earlier life of P sent, which is nobody's any more.
+// recallFormer asks the relay for a transfer that an earlier life of P sent. The relay must not serve it.
 func (f *fleet) recallFormer(p *fleetP, d *fleetD, id string, slots []int) {
 	f.serial++
 	request := fmt.Sprint("r", f.serial)
@@ -335,10 +335,9 @@ func (f *fleet) sawAll() bool {
 	return f.arrived > 0 && f.fromMemory > 0 && f.failed > 0 && f.former > 0 && f.relay.Stats().Dropped > 0
 }
 
-// Several P's and D's through one relay, with lives, aborts, transfer ids that come
-// again and pulls from memory in random order: what D gets is what P had under that id
-// when D asked, or the same life's copy of it, and blocks that belong to nobody stay
-// as they are.
+// Several P's and D's transfer through one relay, with restarts, aborts, repeated transfer ids
+// and pulls from memory in random order. D gets the KV that P had under that id when D asked,
+// or the relay's copy of it from the same life of P. Blocks without a request do not change.
 func TestFleetThroughTheRelay(t *testing.T) {
 	t.Parallel() // it waits for deadlines
 	for seed := range uint64(testkit.Volume(2)) {
@@ -355,7 +354,7 @@ func TestFleetThroughTheRelay(t *testing.T) {
 			f.startD(d)
 			f.ds = append(f.ds, d)
 		}
-		// Which events come in 400 steps depends on the machine, too: go on until each came.
+		// Which events happen in 400 steps depends on the machine, too: continue until each has happened.
 		end := time.Now().Add(30 * time.Second)
 		for i := 0; i < 400 || !f.sawAll() && time.Now().Before(end); i++ {
 			f.step(true)

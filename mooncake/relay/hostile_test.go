@@ -122,7 +122,7 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 	}
 }
 
-// One pull with thousands of requests for transfers that nobody has heard of: each is
+// One pull has thousands of requests for transfers that P does not know: each is
 // answered, the log stays short, and another D is served meanwhile.
 func TestThousandsOfUnknownTransfers(t *testing.T) {
 	t.Parallel() // it waits for deadlines
@@ -152,8 +152,8 @@ func TestThousandsOfUnknownTransfers(t *testing.T) {
 	testkit.Eventually(t, "nothing but what arrived is kept", func() bool { return w.relay.Stats().KeptBytes <= 3*4096 })
 }
 
-// A D that takes connections and reads nothing holds what is pushed to it. When the
-// memory is wanted by another D, it gives way.
+// A D that accepts connections and reads nothing keeps the relay's memory occupied. When another D
+// needs that memory, the relay ends the push to the first D.
 func TestSilentDGivesMemoryBack(t *testing.T) {
 	const large = 1 << 20 // more than the kernel's buffers take, in a few transfers
 	w := newWorld(t, relay.Options{Timeout: 30 * time.Second, MemoryBytes: 32 << 20})

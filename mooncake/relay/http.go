@@ -10,9 +10,9 @@ import (
 
 // ServeHTTP answers D as a bootstrap server: GET /query lists the relay's own
 // engines, one for each of P's. GET /kept?engine=relay-ID&transfer=T says whether T
-// is in memory, or about to be. GET /healthz says whether P's server answers; with
-// KeepAcrossRestarts /query has what it said last while it does not. It refuses
-// web pages and host names that are not the relay's.
+// is in memory, or about to be. GET /healthz says whether P's server answers. While P's
+// server does not answer, /query repeats the last directory if KeepAcrossRestarts is set.
+// ServeHTTP refuses web pages and host names that are not the relay's.
 func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
 
 func (r *Relay) serveHTTP(w http.ResponseWriter, req *http.Request) {

@@ -287,8 +287,8 @@ func TestLostAnswerOfTheRelay(t *testing.T) {
 	}
 }
 
-// A D that reserves all of the memory for transfers that nobody has heard of makes
-// room for others, and gives it back when it goes.
+// A D reserves all of the relay's memory for transfers that P does not know. The relay takes
+// memory from it for other D's, and frees the rest when that D disconnects.
 func TestMemoryShares(t *testing.T) {
 	w := newWorld(t, relay.Options{Timeout: 60 * time.Second, MemoryBytes: 64 << 10})
 	wanted := map[string]wire.Wanted{}
@@ -340,7 +340,7 @@ func TestWebPagesAreRefused(t *testing.T) {
 	f(200, func(r *http.Request) { r.Header.Set("Sec-Fetch-Site", "none") })
 }
 
-// An answer of the registry counts from when it was asked: a slow one that was overtaken by a change is no answer to who asks later.
+// An answer of the registry has the age of its question. A caller that asks after a change must not get a slow answer to an earlier question.
 func TestSlowAnswerOfTheRegistryIsOld(t *testing.T) {
 	w := newWorld(t, relay.Options{})
 	before, hold := w.source(), make(chan bool)
@@ -356,7 +356,7 @@ func TestSlowAnswerOfTheRegistryIsOld(t *testing.T) {
 	time.Sleep(5 * time.Millisecond) // RefreshEvery
 	after := make(chan string)
 	go func() { after <- w.source().EngineID }()
-	time.Sleep(20 * time.Millisecond) // it waits for that answer
+	time.Sleep(20 * time.Millisecond) // w.source waits for the slow answer
 	hold <- true
 	if got := <-after; got == before.EngineID {
 		t.Errorf("still %s", got)

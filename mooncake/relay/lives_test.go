@@ -122,7 +122,7 @@ func TestLateWritesOfAFailedTransfer(t *testing.T) {
 	p := transfer.New(transfer.Options{})
 	defer p.Close()
 	var mu sync.Mutex
-	var silent, stale []*wire.Pull // not answered; of them, those that have failed
+	var silent, stale []*wire.Pull // silent: pulls without an answer; stale: those of them that have failed
 	addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
 		for id, want := range pull.Wanted {
 			if len(want.Blocks) == 0 {
@@ -166,7 +166,7 @@ func TestLateWritesOfAFailedTransfer(t *testing.T) {
 			if got > 0 {
 				break
 			}
-			if try == 5 { // a late machine may take all of the time before P has the pull
+			if try == 5 { // on a busy machine P may not get the pull in time
 				t.Fatal("P gets no pull")
 			}
 		}

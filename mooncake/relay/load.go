@@ -43,7 +43,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		r.mu.Unlock()
 		return e.await(ctx, k, fromMemory, seen)
 	}
-	if few != nil && id.only { // an earlier D lacked less. The proxy hears that nothing is kept, and sends the next request to P
+	if few != nil && id.only { // an earlier D lacked fewer blocks. The proxy then learns that nothing is kept, and sends the next request to P
 		r.dropLocked(other)
 	}
 	if before != nil {
@@ -76,8 +76,8 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 	return k, source, nil
 }
 
-// servesLocked returns k where it is the answer to a request for blocks, else nil. The error says that what is kept has too
-// few blocks. k may be nil: nothing is kept.
+// servesLocked returns k if it answers a request for blocks, else nil. The error says that k has too few blocks. k may be
+// nil: nothing is kept.
 func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTransfer, error) {
 	if k == nil || k.endingLocked() { // cancelled
 		return nil, nil
@@ -177,11 +177,11 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	return k, fromP, nil
 }
 
-// maxReleases bounds the releases at P that no D asked for, at a time. Beyond, P's own timeout frees its blocks.
+// maxReleases bounds the releases at P that run at a time without a D that asked for them. Beyond it, P's own timeout frees the blocks.
 const maxReleases = 64
 
-// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay gave it up: D hears that P
-// failed, and tells P nothing.
+// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up: D is
+// told that P failed, and so does not release the blocks.
 func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
 		return
@@ -245,8 +245,8 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	if !probe {
 		return l.pullBlocks(k.blocks)
 	}
-	// The pull names one block more than D wants. If P has that many, D has the first
-	// blocks itself, and all that D wants has come. If P refuses, D wants the whole
+	// The pull names one block more than D wants. If P has that many, D wants only the
+	// end of the prompt, and all that it wants has come. If P refuses, D wants the whole
 	// prompt.
 	err = l.pullBlocks(k.blocks)
 	if err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
@@ -256,7 +256,7 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	if prefix != nil && l.sameLife() != nil {
 		prefix = nil
 		r.mu.Lock()
-		l.now, l.life = l.e.now, anyLife // nothing has come yet, so all may come from a new life
+		l.now, l.life = l.e.now, anyLife // nothing has come yet, so all blocks may come from a new life of P
 		r.mu.Unlock()
 	}
 	if prefix == nil {
@@ -281,7 +281,8 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	return nil
 }
 
-// sameLife returns nil when P is the process that sent what is kept of this life.
+// sameLife returns nil when P's processes are still those of the load's life, or when
+// Options.KeepAcrossRestarts makes lives irrelevant.
 func (l *loading) sameLife() error {
 	if l.e.r.o.KeepAcrossRestarts {
 		return nil

@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Of a pull with one list of blocks each region without a group is of that list, also behind one that has its group.
+// In a pull with one list of blocks, each region without a group belongs to that list, also when an earlier region names its group.
 func TestRegionsWithoutAGroupAreOfTheOnlyList(t *testing.T) {
 	region := func(base uint64, group int) wire.Region {
 		return wire.Region{Base: base, Stride: 64, Payload: 64, Group: group, RowOffset: wire.NoRow}

@@ -20,9 +20,10 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// P restarts with other weights, at the same address and under the same engine id,
-// while the relay pulls the rest of a prompt whose first blocks its first life sent: D
-// gets no mixture of both: all of the second life, or an error. What the second life sent alone is served.
+// P restarts with other weights, at the same address and under the same engine id, while the
+// relay pulls the rest of a prompt. P's first life sent the first blocks of that prompt. D must not get
+// a mixture of both lives: it gets all blocks from the second life, or an error. A prompt that the
+// second life alone sent is served.
 func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 	w := full(t, relay.Options{Prefixes: true, Timeout: 20 * time.Second})
 	p := transfer.New(transfer.Options{})

@@ -80,9 +80,9 @@ func TestPrefixFromMemory(t *testing.T) {
 	w.check(0, []int{1, 2, 3, 4, 5, 6}, []int{21, 22, 23, 24, 25, 26})
 }
 
-// Where the relay cannot know that the blocks are the prompt's first ones, all come
-// from P: D has some itself; the prefix was pulled by a D that had; the prefix is not
-// there, is shorter, or of an earlier life of P.
+// The relay takes all blocks from P where it cannot know that its own blocks are the first ones of
+// the prompt: this D has the first blocks itself, the D that pulled the prefix had, or the relay has
+// no such prefix, a shorter one, or one of an earlier life of P.
 func TestPrefixThatDoesNotFit(t *testing.T) {
 	w := full(t, relay.Options{Prefixes: true})
 	w.sender.Offer("p1", "A", [][]int{{1, 2, 3}})

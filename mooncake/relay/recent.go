@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Transfers returns the last transfers, 64 at most, those that D asked for last first. A transfer of
-// which D has the whole prompt already is none.
+// Transfers returns the last transfers, at most 64, the latest request of D first. It leaves out requests
+// without blocks: there D has the whole prompt already.
 func (r *Relay) Transfers() []transferlog.Transfer { return r.last.Last() }
 
 // beginEntry begins the log entry of a request of D; nil where D wants no blocks.

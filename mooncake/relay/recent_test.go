@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Each transfer is told by itself, the last one first: two of one id, one from memory, one that D cannot
-// have, one that P did not send in time. A pull for nothing is none. What was sent is counted on both hops.
+// Transfers lists each transfer by itself, the last one first: two of one id, of which one came from memory, one that the
+// relay refused, and one that P did not send in time. A pull without blocks is not listed. Bytes are counted on both hops.
 func TestTransfers(t *testing.T) {
 	w := newWorld(t, relay.Options{Timeout: 5 * time.Second})
 	w.sender.Offer("p", "x", [][]int{{3, 4, 5}, {10, 11, 12, 13}})
@@ -77,7 +77,7 @@ func TestTransfers(t *testing.T) {
 	}
 }
 
-// One that waits for P is there while it waits, and a D that goes is the reason of its end.
+// Transfers lists a transfer that waits for P. When D goes away, the transfer ends and names that as the reason.
 func TestTransfersInProgress(t *testing.T) {
 	w := newWorld(t, relay.Options{})
 	w.sender.Expect("p", "x")

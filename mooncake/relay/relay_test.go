@@ -234,7 +234,7 @@ func TestRelay(t *testing.T) {
 	}
 }
 
-// P, relay and D with one secret transfer both ways of the relay. A P without it pushes nothing into the relay, and D hears that it failed.
+// P, relay and D with one secret can transfer from P to the relay and on to D. A P without the secret cannot push into the relay, and D's pull fails.
 func TestRelayProvesItsSecret(t *testing.T) {
 	path := t.TempDir() + "/secret"
 	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
@@ -367,7 +367,7 @@ func TestRelayFailures(t *testing.T) {
 	if err := w.pull("few", []int{1, 2}, []int{2}); err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
 		t.Fatal(err)
 	}
-	testkit.Eventually(t, "the memory of all failed requests is free", func() bool { // D's answer leaves before that
+	testkit.Eventually(t, "the memory of all failed requests is free", func() bool { // the relay answers D before it frees the memory
 		s := w.relay.Stats()
 		return s.Kept == 0 && s.KeptBytes == 0
 	})
@@ -409,8 +409,8 @@ func TestRelayEvicts(t *testing.T) {
 	}
 }
 
-// T#n! comes from memory or not at all: P, which would wait for a request that nobody sends, is not
-// asked. The relay says what it keeps, of this transfer and of another, and of no other engine.
+// The relay serves T#n! from memory or fails it. It does not ask P, which would wait for a request that
+// no proxy sends. /kept says for each transfer of this engine whether the relay keeps it.
 func TestFromMemoryOnly(t *testing.T) {
 	w := newWorld(t, relay.Options{MemoryBytes: 32 << 10})
 	shown := w.source().EngineID
@@ -442,7 +442,7 @@ func TestFromMemoryOnly(t *testing.T) {
 	if err := w.pull("x#8!", []int{20, 21, 24}, []int{22, 23}); err == nil || !strings.Contains(err.Error(), "not in memory") {
 		t.Error(err)
 	}
-	// x has fewer blocks than a D lacks: who asks is sent to P, whose answer replaces it.
+	// The relay keeps fewer blocks of x than that D asked for, so it does not offer x any more. The next pull of x asks P and replaces the copy.
 	keeps(shown, "x", false)
 	keeps(shown, "y", true)
 	w.sender.Offer("px", "x", [][]int{{0, 1, 6}, {2, 3, 7}})
@@ -583,7 +583,7 @@ func TestRelayOddMessages(t *testing.T) {
 			t.Fatalf("message %d: no answer", i)
 		}
 	}
-	testkit.Eventually(t, "the memory of all failed requests is free", func() bool { // D's answer leaves before that
+	testkit.Eventually(t, "the memory of all failed requests is free", func() bool { // the relay answers D before it frees the memory
 		s := w.relay.Stats()
 		return s.Kept == 0 && s.KeptBytes == 0
 	})

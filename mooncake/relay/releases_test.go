@@ -71,8 +71,8 @@ func TestEarlierReleases(t *testing.T) {
 	}
 }
 
-// A D that does not say how large its blocks are is refused at once where nobody says it,
-// and gets nothing where somebody says it wrong: neither of two transfers, nor from memory.
+// A D of an old release does not send the size of its blocks. The relay refuses it at once where
+// Options.BlockBytes is not set. Where that size is wrong, D gets no transfer, neither from P nor from memory.
 func TestBlocksOfUnknownSize(t *testing.T) {
 	for _, size := range []uint64{0, payload / 2, payload - 8, payload + 8, 2 * payload} {
 		w := newWorld(t, relay.Options{BlockBytes: size})

@@ -163,7 +163,7 @@ func (r *Relay) keeps(shown, transfer string) bool {
 	return false
 }
 
-// dropLocked removes k from r.mu.kept. Its memory is released with its last user.
+// dropLocked removes k from r.mu.saved. Its memory is released with its last user.
 func (r *Relay) dropLocked(k *savedTransfer) {
 	r.forgetLocked(k)
 	if k.users == 0 {

@@ -33,7 +33,7 @@ func (l *lines) String() string {
 	return l.text.String()
 }
 
-// A PUSH socket, with which SGLang's P and D speak, is closed, and one line says what it was.
+// SGLang's P and D connect with a PUSH socket. The relay closes such a connection and logs one line about it.
 func TestRelayClosesSGLang(t *testing.T) {
 	var log lines
 	w := newWorld(t, relay.Options{Log: slog.New(slog.NewTextHandler(&log, nil))})

@@ -44,7 +44,7 @@ func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 	})
 }
 
-// refusedSocket says once whose connections the side channel closes: SGLang's P and D push to each other.
+// refusedSocket logs once that the side channel closes connections of SGLang: its P and D use PUSH sockets.
 func (r *Relay) refusedSocket(peer *zmtp.Peer, socketType string) {
 	if socketType == "PUSH" {
 		r.sglang.Do(func() {
@@ -186,7 +186,7 @@ type requestKey struct {
 	memory            uint64
 }
 
-// request is such a request while it is served and for requestMemory after.
+// request is the request of a requestKey, while it is served and for requestMemory after.
 type request struct {
 	ctx    context.Context // ends with the last waiter
 	cancel context.CancelFunc

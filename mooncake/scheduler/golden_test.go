@@ -201,7 +201,7 @@ func scripts(t *testing.T, release wire.Release) (list []script, host string) {
 }
 
 // Every recorded event of the schedulers of vLLM 0.13.0 and 0.33.0: answers,
-// refusals with their texts, params afterwards, and what the workers are told.
+// refusals with their texts, params afterwards, and the metadata for the workers.
 func TestSchedulerGolden(t *testing.T) {
 	for release := range recorded {
 		cases, host := scripts(t, release)

@@ -206,7 +206,7 @@ func (m *sim) end(r *simRequest, status scheduler.RequestStatus) {
 func (m *sim) gone(r *simRequest) {
 	m.free(r)
 	if !r.pulls || r.told == 1 {
-		delete(m.live, r.ID) // else it stays until its pull was told
+		delete(m.live, r.ID) // else it stays until the workers have its pull
 	}
 }
 
@@ -262,7 +262,7 @@ func (m *sim) build() {
 	}
 }
 
-// report lets a worker speak about one transfer.
+// report lets one worker report one transfer as ended or failed.
 func (m *sim) report() {
 	if len(m.flying) == 0 {
 		return
@@ -284,7 +284,7 @@ func (m *sim) report() {
 	if len(f.left) == 0 {
 		m.flying = slices.Delete(m.flying, i, i+1)
 	}
-	for range 2 { // what is said twice counts once
+	for range 2 { // a repeated report counts once
 		u, err := m.s.Update(o)
 		if err != nil {
 			m.t.Fatal(err)
@@ -314,10 +314,10 @@ func (m *sim) updated(f *simTransfer, u scheduler.Update) {
 	}
 }
 
-// Random engines with preemptions, aborts at every point, broken params, foreign
-// transfer ids and failed loads: each block is freed exactly once and never in a
-// transfer, each accepted pull is told once, each transfer that is announced ends,
-// and nothing is left.
+// Random engines run with preemptions, aborts at every point, broken params, foreign
+// transfer ids and failed loads. Each block is freed exactly once and never during a
+// transfer. The workers get each accepted pull once. Each announced transfer ends, and
+// nothing is left.
 func schedulerProperty(t *rapid.T) {
 	o := scheduler.Options{
 		Pairing: rapid.SampledFrom([]*scheduler.Pairing{nil, scheduler.RequestIDs("self", 8998)}).Draw(t, "pairing"),

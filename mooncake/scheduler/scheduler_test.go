@@ -93,8 +93,8 @@ func TestAbortedWithoutEngine(t *testing.T) {
 	}
 }
 
-// A request whose params lack a key: the original lets it wait for a load that
-// nobody starts.
+// A request lacks a key in its params: vLLM lets it wait for a load that no worker
+// starts.
 func TestMissingKey(t *testing.T) {
 	const params = `{"do_remote_prefill":true,"transfer_id":"x","remote_bootstrap_addr":null,"remote_engine_id":"e"}`
 	s := newScheduler(t, scheduler.Options{})
@@ -122,7 +122,7 @@ func TestMissingKey(t *testing.T) {
 	}
 }
 
-// A pull that fails, by request or by block, is told when all workers are done.
+// A pull that fails, by request or by block, is reported when all workers are done.
 func TestFailedPull(t *testing.T) {
 	f := func(bad scheduler.WorkerOutput, want string) {
 		t.Helper()
@@ -141,8 +141,8 @@ func TestFailedPull(t *testing.T) {
 	f(scheduler.WorkerOutput{Worker: 1, Received: []string{"r"}}, "{[r] [] []}")
 }
 
-// A request that ends during its pull keeps its blocks until nobody writes them;
-// one that ends before the workers know of it pulls nothing.
+// A request that ends during its pull keeps its blocks until no worker writes into them.
+// A request that ends before the workers know of it pulls nothing.
 func TestAbortedPull(t *testing.T) {
 	s, r := pulled(t, scheduler.Options{})
 	r.Params.Set("do_remote_decode", true) // and had nothing to send either
@@ -228,7 +228,7 @@ func TestRequestIDsMisuse(t *testing.T) {
 	}
 }
 
-// Transfers are bounded; D is told of what P has no room for.
+// The number of transfers is bounded. D learns which transfers P has no room for.
 func TestBounded(t *testing.T) {
 	s := newScheduler(t, scheduler.Options{MaxTransfers: 2})
 	for i := range 5 {

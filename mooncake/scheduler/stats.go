@@ -32,7 +32,7 @@ type Stats struct {
 // Stats returns the counts. It may be called from any goroutine.
 func (s *Scheduler) Stats() Stats {
 	n := &s.n
-	// What ended is read first, so that no difference is negative.
+	// Read the counts of ended transfers first, so that no difference is negative.
 	loaded, failed, sent := n.loaded.Load(), n.failed.Load(), n.sent.Load()
 	pulls, delayed := n.pulls.Load(), n.delayed.Load()
 	return Stats{

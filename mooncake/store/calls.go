@@ -13,7 +13,7 @@ import (
 
 // PutOptions says how an object is to be kept.
 type PutOptions struct {
-	Replicas int    // on different segments; 0 means 1. The master makes as many as there are segments
+	Replicas int    // on different segments; 0 means 1. The master makes at most one per segment
 	Segment  string // name of the segment that is preferred while it has room
 	SoftPin  bool   // evicted after all others
 }
@@ -26,12 +26,12 @@ type Piece struct {
 
 // Replica is one copy of an object.
 type Replica struct {
-	Pieces   []Piece // in order; none where it is not in memory that TCP reaches
+	Pieces   []Piece // in order; none if the replica is not in memory that TCP reaches
 	Complete bool
 	Kind     uint8 // 0 is memory
 }
 
-// Bytes returns the length of all pieces, or the largest number where that is larger.
+// Bytes returns the sum of the lengths of the pieces, or math.MaxUint64 if the sum overflows.
 func (r *Replica) Bytes() (n uint64) {
 	for _, p := range r.Pieces {
 		if n += p.Bytes; n < p.Bytes {
@@ -46,11 +46,11 @@ const complete = 3 // the status of a replica; 2 is being written
 // Found is what the master knows of an object.
 type Found struct {
 	Replicas []Replica
-	Lease    time.Duration // from before the question; the object stays for so long
+	Lease    time.Duration // the object stays this long, counted from before the call
 	Err      error         // a Code
 }
 
-// batches calls f with parts of n keys, of which one call may have MaxKeys.
+// batches splits n keys into ranges of at most MaxKeys and calls f for each.
 func (m *Master) batches(n int, f func(from, to int) error) error {
 	for from := 0; from < n; from += m.o.MaxKeys {
 		if err := f(from, min(from+m.o.MaxKeys, n)); err != nil {
@@ -60,7 +60,7 @@ func (m *Master) batches(n int, f func(from, to int) error) error {
 	return nil
 }
 
-// largest returns the largest size of a request with keys.
+// largest returns the largest size in a request: the number of keys, the length of a key or of the tenant, or a value of more.
 func (m *Master) largest(keys []string, more ...int) int {
 	n := max(len(keys), len(m.o.Tenant))
 	for _, k := range keys {
@@ -72,7 +72,7 @@ func (m *Master) largest(keys []string, more ...int) int {
 	return n
 }
 
-// shape reports that an answer is of a type that this release does not have.
+// shape returns an error unless ok: the answer is of a type that this release does not have.
 func shape(ok bool) error {
 	if !ok {
 		return fmt.Errorf("%w: of another type", sp.ErrMalformed)
@@ -80,7 +80,7 @@ func shape(ok bool) error {
 	return nil
 }
 
-// results reads a vector of expected values: f reads the value of i, or its Code is noted.
+// results reads a vector of n expected values. For each i it calls f to read the value, or fail with its Code.
 func results(r *sp.Reader, t *sp.Type, n int, f func(i int, t *sp.Type) error, fail func(i int, c Code)) error {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindExpected); err != nil {
 		return err
@@ -123,8 +123,8 @@ func result(r *sp.Reader, t *sp.Type, f func(t *sp.Type) error) error {
 	return r.End()
 }
 
-// Exists sets present[i] to whether keys[i] is kept, and leases it: for the lease time of the master it is
-// not evicted. A key whose only replicas are beyond memory is present too; Replicas shows it.
+// Exists sets present[i] to whether the store has keys[i], and leases the object: the master does not evict it for its lease
+// time. A key whose only replicas are outside memory is present too; Replicas shows where they are.
 func (m *Master) Exists(ctx context.Context, keys []string, present []bool) error {
 	return m.batches(len(keys), func(from, to int) error {
 		some := keys[from:to]
@@ -175,7 +175,7 @@ func found(r *sp.Reader, t *sp.Type, f *Found) (err error) {
 	return nil
 }
 
-// replicas reads a vector of descriptors: ..., what it is and where, its status.
+// replicas reads a vector of descriptors. The last two parts of each are its place (a variant of kinds) and its status.
 func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindStruct && len(t.Parts[0].Parts) >= 2); err != nil {
 		return nil, err
@@ -246,8 +246,8 @@ type Started struct {
 	Err      error // a Code
 }
 
-// PutStart takes places for objects of sizes bytes each. Every memory replica must be written; then PutEnd
-// makes the object visible, and PutRevoke gives the places back.
+// PutStart reserves places for objects; sizes[i] is the length of object i in bytes. The caller must write every memory
+// replica; then PutEnd makes the object visible, or PutRevoke gives the places back.
 func (m *Master) PutStart(ctx context.Context, client UUID, keys []string, sizes []uint64, o *PutOptions) ([]Started, error) {
 	out := make([]Started, len(keys))
 	err := m.batches(len(keys), func(from, to int) error {
@@ -277,12 +277,12 @@ func (m *Master) PutStart(ctx context.Context, client UUID, keys []string, sizes
 	return out, err
 }
 
-// PutEnd makes objects visible that client has begun, and written whole. errs[i] is a Code or nil.
+// PutEnd makes objects visible that client has begun with PutStart and written whole. errs[i] is a Code or nil.
 func (m *Master) PutEnd(ctx context.Context, client UUID, keys []string, errs []error) error {
 	return m.endPut(ctx, batchPutEnd, client, keys, errs)
 }
 
-// PutRevoke gives the places of objects back that client has begun. errs[i] is a Code or nil.
+// PutRevoke gives back the places of objects that client has begun with PutStart. errs[i] is a Code or nil.
 func (m *Master) PutRevoke(ctx context.Context, client UUID, keys []string, errs []error) error {
 	return m.endPut(ctx, batchPutRevoke, client, keys, errs)
 }
@@ -356,11 +356,11 @@ func first(errs ...error) error {
 type Segment struct {
 	ID          UUID
 	Name        string
-	Base, Bytes uint64 // a range of addresses, which are names; multiples of 16 MiB suit every allocator
+	Base, Bytes uint64 // a range of addresses, which are names and not pointers; multiples of 16 MiB suit every allocator
 	Endpoint    string // of the node's transfer engine, host:port
 }
 
-// Mount gives a segment to the cluster, in client's name. It is used at once, also where the answer is lost: after
+// Mount gives a segment to the cluster, in client's name. The cluster uses it at once, even if the answer is lost: after
 // an error that is no Code the segment may have objects.
 func (m *Master) Mount(ctx context.Context, client UUID, s *Segment) error {
 	var code error
@@ -395,8 +395,8 @@ func (m *Master) Unmount(ctx context.Context, client, segment UUID) error {
 	return m.unmount(ctx, unmountSegment, client, segment, -1)
 }
 
-// UnmountAfter takes a segment back: nothing new is put there, what is there stays readable for the time
-// given. Releases before 0.3.11 cannot.
+// UnmountAfter takes a segment back after grace: until then the master puts nothing new there, and its objects stay
+// readable. Releases before 0.3.11 do not have this call.
 func (m *Master) UnmountAfter(ctx context.Context, client, segment UUID, grace time.Duration) error {
 	return m.unmount(ctx, gracefulUnmount, client, segment, grace)
 }

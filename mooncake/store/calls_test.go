@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
-// A connection that was in use while another one broke is of the former master too: it is not used for later calls,
-// which would fail with it.
+// A connection that was in use when another one broke also leads to the former master. Later calls must not use it,
+// because they would fail.
 func TestConnectionOfAFormerMasterIsNotKept(t *testing.T) {
 	master := storetest.New(t)
 	m := masterOf(t, MasterOptions{Addresses: []string{master.Addr}, CallTimeout: time.Minute})
@@ -130,13 +130,13 @@ func TestDeadlineOfEachCall(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		s.cut = make(chan bool)
-		call(ctx, time.Hour) // its answer came though
+		call(ctx, time.Hour) // its answer came nevertheless
 		call(t.Context(), time.Hour)
 	}
 }
 
-// Who waited too long for a connection makes no call: what is left of its time would not do, and its end would cost the others
-// their connections and the release.
+// A caller that waited too long for a connection makes no call. The rest of its time would be too short, and a call that times out
+// costs the other callers their connections and the known release.
 func TestWaitForAConnectionTakesNothingOfTheCall(t *testing.T) {
 	master := storetest.New(t)
 	m := masterOf(t, MasterOptions{Addresses: []string{master.Addr}, CallTimeout: time.Minute, DialTimeout: 20 * time.Millisecond, MaxConns: 1})
@@ -156,7 +156,7 @@ func TestWaitForAConnectionTakesNothingOfTheCall(t *testing.T) {
 	go func() { _, err := m.Ping(t.Context(), NewUUID()); done <- err }()
 	select {
 	case err = <-done:
-	case <-time.After(30 * time.Second): // it waits on, into the time of the call
+	case <-time.After(30 * time.Second): // wrong: it still waits, in the time for the call
 		m.release(c, keep)
 		err = <-done
 		c = nil

@@ -107,8 +107,8 @@ var (
 	ErrTransfer = errors.New("mooncake store: transfer failed")
 )
 
-// How long a put may take, from before its start: until its writes end, and until its last word. After 30 s a master
-// gives the key to whoever asks for it, and 0.3.7 would let this client end the other's put.
+// putTimes bound a put, counted from before PutStart: writes until its writes end, whole until its PutEnd. After 30 s a
+// master gives the key to any client that asks for it, and 0.3.7 would let this client end the put of that other client.
 type putTimes struct{ writes, whole time.Duration }
 
 var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second}
@@ -116,9 +116,9 @@ var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second
 // maxLeft is how long a call that gives places back may take when its context has ended.
 const maxLeft = 5 * time.Second
 
-// Put puts objects. errs[i] is nil also where another client has put the object: the first writer wins, since an object
-// is immutable. It wraps NotReady where the object exists and cannot be read now. It is NoRoom where the cluster has no room, and wraps ErrTransfer
-// where a node did not take the bytes. Nothing of an object is visible before all of it is there.
+// Put puts objects. errs[i] is nil also if another client has put the object: the first writer wins, since an object
+// is immutable. errs[i] wraps NotReady if the object exists and cannot be read now. It is NoRoom if the cluster has no room, and wraps
+// ErrTransfer if a node did not take the bytes. No object is visible before all of its bytes are there.
 func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	errs = make([]error, len(objects))
 	for from := 0; from < len(objects); {
@@ -150,8 +150,8 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	return errs
 }
 
-// checkExisting sets errs of objects that exist and cannot be read, and puts those once more that are gone meanwhile, as a silent
-// node's are after about 30 s. Where the master does not answer they stay nil.
+// checkExisting asks the master again for objects that existed. It sets errs of those that cannot be read, and puts those once more
+// that have disappeared since: a master forgets the objects of a silent node after about 30 s. If the master does not answer, errs stay nil.
 func (c *Client) checkExisting(ctx context.Context, objects []Object, existing []int, errs []error) {
 	keys := make([]string, len(existing))
 	for n, i := range existing {
@@ -186,7 +186,7 @@ func (c *Client) checkExisting(ctx context.Context, objects []Object, existing [
 	}
 }
 
-// batch returns the end of the objects from from on that have limit bytes together, or of one.
+// batch returns the end of the batch that begins at objects[from]: as many objects as fit into limit bytes, but at least one.
 func batch(objects []Object, from int, limit int64) int {
 	to, n := from, int64(0)
 	for to < len(objects) && (to == from || n+int64(objects[to].Bytes()) <= limit) {
@@ -300,9 +300,9 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	return noRoom
 }
 
-// revoke gives places back that the attempt id took after begin, also when the caller's context has ended: else they
-// stay taken for ten minutes. unsure says that keys may be another's: 0.3.7, which does not tell clients
-// apart, would revoke theirs.
+// revoke gives back the places that the attempt id reserved after begin, even if the caller's context has ended: else they
+// stay reserved for ten minutes. unsure says that another client may be putting some of the keys. Master 0.3.7 does not
+// distinguish clients and would revoke those puts too, so revoke then does nothing.
 func (c *Client) revoke(begin moment, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
@@ -313,10 +313,10 @@ func (c *Client) revoke(begin moment, id UUID, keys []string, unsure bool) {
 	_ = c.master.PutRevoke(ctx, id, keys, make([]error, len(keys))) // else the master discards them
 }
 
-// Get reads objects into their parts, which must be as long as the object. errs[i] is nil where all bytes are
-// there and the object's lease lasted until then; else the parts have no meaning. It is NotFound or NotReady for what
-// is not there, wraps ErrUnreadable for what cannot be read, LeaseExpired for what came too late. When Get returns,
-// nothing is written to the parts any more.
+// Get reads objects into their parts, which must be as long as the object. errs[i] is nil if all bytes have come before
+// the object's lease ended; else the parts have no meaning. errs[i] is NotFound or NotReady if the object is not there,
+// wraps ErrUnreadable if it cannot be read, and is LeaseExpired if its bytes came too late. When Get has returned,
+// nothing writes to the parts any more.
 func (c *Client) Get(ctx context.Context, objects []Object) (errs []error) {
 	errs = make([]error, len(objects))
 	for from := 0; from < len(objects); {
@@ -398,7 +398,7 @@ func (f *Found) Bytes() uint64 {
 	return 0
 }
 
-// read reads objects[todo] from where they were found when asked: from the first replica that answers.
+// read reads objects[todo], each from the first of its replicas that answers. found has the replicas that the master named at asked.
 func (c *Client) read(ctx context.Context, asked moment, objects []Object, todo []int, found []Found, errs []error) {
 	next := make([]int, len(objects)) // the replica to be tried
 	for _, i := range todo {
@@ -428,7 +428,7 @@ func (c *Client) read(ctx context.Context, asked moment, objects []Object, todo 
 				errs[i] = cmp.Or(errs[i], error(ErrUnreadable))
 			}
 		}
-		// A node gets as much time as the longest lease of what it has, or half of that where all of it is elsewhere too.
+		// A node gets as much time as is left of the longest lease of its objects, or half of that if other replicas of all of them can be read.
 		var cancels []func()
 		plan.run(c.te, func(of []int) context.Context {
 			left, elsewhere := time.Duration(0), true

@@ -123,8 +123,8 @@ func TestNoRoom(t *testing.T) {
 	}
 }
 
-// A node that does not take the bytes: the put fails, its place comes back, and nothing is visible. Another
-// object of the same batch is not disturbed.
+// A node refuses the bytes: the put fails, the client revokes it at the master, and the object is not visible. A
+// later put of the object succeeds.
 func TestRefusedWriteIsRevoked(t *testing.T) {
 	c := newCluster(t, 2, ClientOptions{})
 	c.master.Set(func() { c.master.Segments[0].Base += 1 << 40 }) // the node knows no such addresses
@@ -142,7 +142,7 @@ func TestRefusedWriteIsRevoked(t *testing.T) {
 	}
 }
 
-// Bytes that came after the lease's end are not believed, since the place may be another object's by then.
+// The client does not use bytes that came after the end of the lease: the memory may belong to another object by then.
 func TestLeaseThatEndsDuringTheRead(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
@@ -157,8 +157,8 @@ func TestLeaseThatEndsDuringTheRead(t *testing.T) {
 	}
 }
 
-// A clock that jumps costs misses and never wrong bytes: set forward, or found ahead after the machine slept, leases
-// seem to have ended; set back they still do end.
+// A clock that jumps costs misses and never gives wrong bytes. After a jump forward, by hand or because the machine slept, leases
+// seem to have ended. After a jump back, leases still end.
 func TestClockJumps(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	get := func() ([]byte, error) {
@@ -166,7 +166,7 @@ func TestClockJumps(t *testing.T) {
 		err := c.client.Get(t.Context(), []Object{{"a", [][]byte{got}}})[0]
 		return got, err
 	}
-	// jumps makes the wall's clock differ by d from the second look at it on.
+	// jumps makes the wall clock differ by d from its second reading on.
 	jumps := func(d time.Duration) {
 		var looks atomic.Int64
 		c.client.now = func() moment {
@@ -179,7 +179,7 @@ func TestClockJumps(t *testing.T) {
 	}
 	jumps(time.Hour)
 	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); !errors.Is(errs[0], ErrTransfer) {
-		t.Fatal(errs) // somebody else may have the key by now
+		t.Fatal(errs) // another client may have the key by now
 	}
 	jumps(-time.Hour)
 	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
@@ -220,8 +220,8 @@ func TestSecondReplica(t *testing.T) {
 	}
 }
 
-// A master that was started again forgets its nodes. They come back by themselves, under other addresses: who still
-// reads by what the former master said gets an error, never bytes of another object.
+// A restarted master has forgotten its nodes. The nodes mount themselves again, under other addresses. A client that still
+// reads at an address from the former master gets an error, never bytes of another object.
 func TestMasterStartedAgain(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	a, b := content(4, 4096), content(5, 4096)
@@ -295,7 +295,7 @@ func TestReplicasShareTheReads(t *testing.T) {
 	get(8)
 }
 
-// Who asks to be told hears that somebody else has put an object.
+// With ReportExisting, Put returns Exists for an object that is already in the store.
 func TestReportExisting(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{ReportExisting: true})
 	o := []Object{{"a", [][]byte{{1}}}}
@@ -329,7 +329,7 @@ func TestAnswersWithLaterFields(t *testing.T) {
 	}
 }
 
-// A put of an object that a silent node has is an error: the object can be neither read nor written.
+// A put of an object whose only replica is on a silent node is an error: the object can be neither read nor written.
 func TestPutOfAHiddenObject(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	o := []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}
@@ -346,8 +346,8 @@ func TestPutOfAHiddenObject(t *testing.T) {
 	}
 }
 
-// An object that exists when it is put and is gone when it is looked at, as a silent node's is once the master gives the node up, is
-// put again: it is not said to exist.
+// An object exists when Put starts, and is gone when Put looks for its replicas: the master may give up a silent node meanwhile. Put
+// then puts the object again, and does not count it as existing.
 func TestPutOfAnObjectThatGoes(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	o := []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}

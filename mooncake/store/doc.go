@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package store speaks with Mooncake Store: a cluster in which a master knows which objects are where,
-// and clients and storage nodes move the bytes among themselves with Mooncake's transfer engine.
+// Package store is a client and a storage node of Mooncake Store: a cluster in which a master knows where
+// objects are, and clients and storage nodes move the bytes among themselves with Mooncake's transfer engine.
 //
 //   - [Master] calls a real mooncake_master (coro_rpc with struct_pack bodies).
 //   - [Client] puts and gets objects.

@@ -9,13 +9,13 @@ type Code int32
 
 // The codes that mean something to a client.
 const (
-	NoRoom        Code = -200 // now; an eviction has begun
+	NoRoom        Code = -200 // there is no room now; an eviction has begun
 	BadArgument   Code = -600
 	NotYours      Code = -601
 	Complete      Code = -700
-	NotReady      Code = -703 // it is being put, or its node is silent: masters from 0.3.14 on hide the objects of such a node
+	NotReady      Code = -703 // the object is being put, or its node is silent: masters from 0.3.14 on hide the objects of such a node
 	NotFound      Code = -704
-	Exists        Code = -705 // or is being put, or hidden
+	Exists        Code = -705 // the object exists, is being put, or is hidden
 	Leased        Code = -706
 	LeaseExpired  Code = -707
 	NotSupported  Code = -1012

@@ -284,7 +284,7 @@ func TestRecordedCalls(t *testing.T) {
 	}
 }
 
-// meaning says what an answer was: the codes of its errors, true for a value.
+// meaning returns the content of an answer as text: the codes of its errors, true for a value.
 func meaning(t *testing.T, frame []byte) string {
 	r, typ, err := sp.Open(frame[responseHeader:])
 	if err != nil {

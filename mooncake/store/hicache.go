@@ -15,12 +15,12 @@ import (
 // of one rank.
 //
 //	[TAG_]MODEL_HASH_TP_k      and _v; with several stages [TAG_]MODEL_HASH_TP_PP_k
-//	[TAG_]MODEL_HASH__k        MLA, whose ranks have equal bytes; with several stages [TAG_]MODEL_HASH_PP_k, as of a rank
+//	[TAG_]MODEL_HASH__k        MLA, whose ranks have equal bytes; with several stages [TAG_]MODEL_HASH_PP_k, the form of a rank's name
 //	…_HASH_dcpN_cpN[_PP]_k     MLA in shards of decode context parallelism
 //	…_HASH_RANKS_POOL[_k|_v]   windows, indexers, drafts of a model
 //	…_HASH_RANKS_temporal      and _conv_N: states
 type HiCacheKey struct {
-	Model  string // the served model's name, each / as -, and what stands before it
+	Model  string // the tag, if any, and the served model's name with - for each /
 	Hash   string // of the page and all before it, hexadecimal
 	TP, PP int    // ranks; -1 where the name has none
 	Shard  string // dcpN_cpN; "": none

@@ -25,13 +25,13 @@ type MasterOptions struct {
 	Addresses []string
 	Tenant    string // default "default"; releases before 0.3.12 have none
 
-	// DialTimeout is for one address, where others follow also for its first answer; default 2 s.
+	// DialTimeout bounds the dial of one address and, unless it is the last address, also the wait for its first answer; default 2 s.
 	DialTimeout time.Duration
-	// CallTimeout is for one call with the search for the release; default 10 s. The wait for a connection and
-	// the dials may take DialTimeout for each address besides.
+	// CallTimeout bounds one call, with the probe of the master's release; default 10 s. The wait for a connection and
+	// the dials may take DialTimeout for each address in addition.
 	CallTimeout time.Duration
 	MaxConns    int // to the master, each for one call at a time; default 8
-	MaxKeys     int // of one call; more are asked in several; default 4096
+	MaxKeys     int // of one call; a longer list takes several calls; default 4096
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -59,8 +59,8 @@ type Master struct {
 		sync.Mutex
 		closed bool
 		idle   []*conn // the last one was used last
-		codec  *codec  // of the master of all connections; nil: not asked yet
-		breaks int     // how often one of them broke: those from before are of a former master
+		codec  *codec  // of the master that all connections lead to; nil: its release is not known yet
+		breaks int     // how often a connection broke; older connections may lead to a former master
 	}
 }
 
@@ -108,13 +108,13 @@ func (m *Master) Version(ctx context.Context) (Version, error) {
 	return v, err
 }
 
-// acquire returns a connection, and what its master's requests look like, until limit.
+// acquire returns a connection and the codec of its master. It waits until limit at most.
 func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
-	if err := caller.Err(); err != nil { // else it would be sent, and cost the connection
+	if err := caller.Err(); err != nil { // else the call would be sent, and its end would cost the connection
 		return nil, nil, err
 	}
 	ctx := caller
-	bound := func() context.CancelFunc { // a context with a limit is made only where something is to be waited for
+	bound := func() context.CancelFunc { // makes a context with a limit, only where acquire has to wait
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(caller, limit)
 		return cancel
@@ -122,7 +122,7 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	select {
 	case <-m.free:
 	default:
-		// Who waits longer is not let in: too little would be left for the call, and its end would break the connection for others.
+		// A caller that waits longer gets no connection: too little time would be left for its call, whose end would break the connection for others.
 		ctx, cancel := context.WithDeadline(caller, limit.Add(-m.o.CallTimeout))
 		defer cancel()
 		select {
@@ -170,13 +170,13 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	return c, codec, nil
 }
 
-// fate is what becomes of a connection after a call.
+// fate says what happens to a connection after a call.
 type fate int
 
 const (
-	keep   fate = iota // for another call
-	drop               // its caller gave up: the answer may still come
-	broken             // it is closed, and all as old with it, since a master that was started again may be of another release
+	keep   fate = iota // another call may use it
+	drop               // close it: its caller gave up, and the answer may still come
+	broken             // close it and all connections as old: a master that was restarted may be of another release
 )
 
 // maxHeld is how much memory for requests and answers an idle connection may hold.
@@ -227,7 +227,7 @@ func (m *Master) dial(ctx context.Context) (*conn, error) {
 	return nil, fmt.Errorf("mooncake store: no master answers: %w", errors.Join(errs...))
 }
 
-// greet connects to a master that answers within limit. Others may accept connections and say nothing.
+// greet connects to a master and waits for its first answer until limit: a master may accept a connection and send nothing.
 func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*conn, error) {
 	end := time.Now().Add(limit)
 	d := net.Dialer{Timeout: m.o.DialTimeout}
@@ -245,7 +245,7 @@ func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*
 }
 
 // probe finds out the master's release: it asks to put an object without a name, which changes nothing, in
-// the form of each release. One of them is refused as a bad name, the others as bad calls. The requests of 0.3.13 and
+// the form of each release. The master refuses the form of its own release as a bad name, the others as bad calls. The requests of 0.3.13 and
 // 0.3.14 are the same; the answers of 0.3.14 name their length.
 func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
 	for _, v := range Versions {
@@ -301,8 +301,8 @@ func (m *Master) tenant(k *codec, w *sp.Writer) {
 	}
 }
 
-// do makes one call: write appends the request to a connection, read takes the answer in. A call that may be
-// made twice is made again when a connection that had been idle breaks.
+// do makes one call: write appends the request to a connection, read decodes the answer. again says that the call may be
+// made twice: do then repeats it when a connection that had been idle breaks.
 func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn, *codec), read func(*sp.Reader, *sp.Type) error) error {
 	limit := time.Now().Add(m.o.CallTimeout + time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
 	for {

@@ -37,8 +37,8 @@ func peer(t *testing.T, text string) (addr string) {
 	return l.Addr().String()
 }
 
-// Of several masters those that accept and then say nothing, or something else, are passed over as
-// those are that refuse: only one that answers leads.
+// A Master skips addresses that accept connections and then send nothing, or send another protocol, like
+// addresses that refuse connections. It uses only a master that answers.
 func TestMastersThatDoNotAnswerArePassedOver(t *testing.T) {
 	master := storetest.New(t)
 	m := masterOf(t, MasterOptions{

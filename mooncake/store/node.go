@@ -27,7 +27,7 @@ type NodeOptions struct {
 	Name   string // of the segments, for puts that prefer them; default the endpoint
 
 	PingEvery time.Duration // default 1 s; a master gives a silent node up after about 10 s
-	Grace     time.Duration // at the end: objects stay readable for so long; default 0, they are gone at once
+	Grace     time.Duration // how long objects stay readable after the end; default 0: they are gone at once
 
 	Networks *auth.Networks    // from which clients and other nodes may reach the ports; nil: any
 	Secrets  *auth.PeerSecrets // that they prove to have; nil: none is demanded
@@ -51,9 +51,9 @@ const segmentAlign = 16 << 20
 
 // Node gives memory to a cluster: others put objects there and read them, by Mooncake's transfer engine.
 //
-// A master that has lost sight of a node forgets its objects and gives their places to others, while clients
-// may still read the former ones. So whenever that has happened the node begins a new life: another client and
-// segment id, another port, and addresses that it never had before. What is meant for its former life reaches nothing.
+// A master that gives up a node forgets its objects and gives their places to new ones, while clients may still
+// read the old objects. After that the node begins a new life: another client and segment id, another port, and
+// addresses that it never had before. Reads and writes that are meant for a former life reach nothing.
 type Node struct {
 	o      NodeOptions
 	log    *slog.Logger
@@ -66,7 +66,7 @@ type Node struct {
 		known time.Time // when the master last knew it
 	}
 
-	forgotten time.Duration // without an answer: by then the master has given this node up
+	forgotten time.Duration // time without an answer after which the master has given up this node
 	listen    func(transfer.TargetOptions, *transfer.Table) (*transfer.Target, error)
 }
 
@@ -85,7 +85,7 @@ type NodeStats struct {
 	Endpoint string // of the transfer engine, host:port
 }
 
-// life is the node as a master knows it, until that forgets it.
+// life is the node under one client id and segment; it ends when the master forgets them.
 type life struct {
 	client  UUID
 	segment Segment
@@ -129,9 +129,9 @@ func (s *NodeStats) add(t transfer.TargetStats) {
 	s.Rejected += t.RejectedAddress
 }
 
-// Run serves until ctx ends, then takes the memory back. It returns an error where the first master that
-// answers cannot be used, or the ports cannot be opened at the start; while no master answers it tries again, and
-// again whatever happens later.
+// Run serves until ctx ends, then takes the memory back. It returns an error if the first master that answers
+// cannot be used, or if it cannot open the ports at the start. While no master answers, and after any later
+// error, it tries again.
 func (n *Node) Run(ctx context.Context) error {
 	defer n.end(false)
 	if err := n.begin(); err != nil {
@@ -294,7 +294,7 @@ func (n *Node) grace(l *life) {
 		known, err := n.master.Ping(ping, l.client)
 		cancel()
 		if err == nil && !known {
-			return // it has nothing of it any more
+			return // the master has forgotten the segment already
 		}
 	}
 }

@@ -56,8 +56,8 @@ func newMaster(t *testing.T) (*storetest.Master, *Master) {
 	return fake, m
 }
 
-// A master that was once of use may refuse calls for a while, as one does that is being started or replaced. The
-// node waits for it: its memory may hold what others can still read.
+// A master that has worked before may refuse calls for a while, for example while it starts. The node
+// waits for it: clients may still read objects in the node's memory.
 func TestNodeOutlivesAMasterThatRefuses(t *testing.T) {
 	fake, m := newMaster(t)
 	n, _ := run(t, m, NodeOptions{})
@@ -70,8 +70,8 @@ func TestNodeOutlivesAMasterThatRefuses(t *testing.T) {
 	testkit.Eventually(t, "pings again", func() bool { return n.Stats().Pings > pings+3 })
 }
 
-// A master that is not ready yet when a node starts, and says so in whatever way, is no master of an unknown release:
-// the node waits for it.
+// A master that is not ready when a node starts may answer with any error. The node must not take it for a master of an unknown
+// release, and waits for it.
 func TestMasterThatIsNotReady(t *testing.T) {
 	fake, m := newMaster(t)
 	var n atomic.Int64
@@ -95,8 +95,8 @@ func TestMasterThatIsNotReady(t *testing.T) {
 	}
 }
 
-// A master of a release that is not known, and a server that is no master, get nothing of a node, and put and give nothing: each
-// call says what it is.
+// The master has an unknown release, or the server is no master. Then a node mounts nothing there, every put and get fails, and each
+// error names the cause.
 func TestMasterOfAnotherRelease(t *testing.T) {
 	fake := storetest.New(t)
 	fake.Answered = func(method string, b []byte) []byte {
@@ -126,7 +126,7 @@ func TestMasterOfAnotherRelease(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- n.Run(ctx) }()
-		if want != ErrVersion { // whatever listens there now, a master may later
+		if want != ErrVersion { // another server listens there now; a master may do so later
 			testkit.Eventually(t, "it tries on", func() bool { return n.Stats().Failures > 3 })
 			cancel()
 		}
@@ -171,8 +171,8 @@ func TestReleaseErrorsNameTheirCause(t *testing.T) {
 	}
 }
 
-// A mount that was carried out but not answered may have been used: objects may have been put there, and
-// somebody may still read them. After the master forgot them those addresses are never given to it again.
+// The master carried out a mount but its answer was lost. Clients may have put objects there, and may still read
+// them. So after the master forgot the node, the node never mounts those addresses again.
 func TestMountWithoutAnAnswerIsALife(t *testing.T) {
 	fake, m := newMaster(t)
 	var once atomic.Bool
@@ -219,8 +219,8 @@ func TestNodeStoppedWhileItMounts(t *testing.T) {
 	})
 }
 
-// A master that says by mistake that it does not know a node gets a new life, and is told that the former
-// one is over: else it would put half of all objects where nobody listens.
+// A master says by mistake that it does not know a node. The node then mounts under new addresses and unmounts the
+// former ones: else the master would place half of all objects at addresses that no node serves.
 func TestFormerLifeIsUnmounted(t *testing.T) {
 	fake, m := newMaster(t)
 	n, _ := run(t, m, NodeOptions{})
@@ -294,7 +294,7 @@ func TestPortsThatCannotBeOpened(t *testing.T) {
 	}
 }
 
-// A node does not say that the master knows it when that has been silent for so long that it knows it no more.
+// A node does not report itself as mounted when the master was silent for so long that it has forgotten the node.
 func TestMountedEndsWithASilentMaster(t *testing.T) {
 	fake, m := newMaster(t)
 	n, err := NewNode(m, NodeOptions{Memory: make([]byte, segmentAlign), PingEvery: 5 * time.Millisecond})
@@ -346,8 +346,8 @@ func TestNamesOfNodes(t *testing.T) {
 	}
 }
 
-// A master may name a node by what is no address, or is nobody's: what is there alone fails in time and is a miss, and others of
-// the batch are read.
+// A master may give a replica an invalid address, or one where no node listens. A read of an object that has no other replica fails in
+// time, and the other objects of the batch are read.
 func TestWrongNamesOfNodes(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}, {"b", [][]byte{{8}}}}); errors.Join(errs...) != nil {

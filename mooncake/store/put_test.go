@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
-// Two puts of one key by one client: the first is so late that the master gave the key to the second. What the
-// first says then must not make the second's unfinished object visible, nor give its place back.
+// One client puts a key twice. The first put is so late that the master gave the key to the second. The
+// end of the first put must neither make the second's unfinished object visible nor revoke it.
 func TestLatePutEndsNoOtherPut(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	come, gates := make(chan bool), []chan bool{make(chan bool), make(chan bool)}
@@ -38,7 +38,7 @@ func TestLatePutEndsNoOtherPut(t *testing.T) {
 		return done
 	}
 	first := put(1)
-	c.master.Set(func() { delete(c.master.Objects, "k") }) // it waited for long enough
+	c.master.Set(func() { delete(c.master.Objects, "k") }) // the master's timeout for the put has ended
 	second := put(2)
 	close(gates[0])
 	if err := <-first; err == nil {
@@ -59,8 +59,8 @@ func TestLatePutEndsNoOtherPut(t *testing.T) {
 	}
 }
 
-// A put whose start was carried out, but not answered, gives its place back: else the key could not be put
-// for as long as the master waits for its end.
+// The master carried out the start of a put but its answer was lost. The client then revokes the put: else no client
+// could put the key until the master's timeout for the put ends.
 func TestPutWithoutAnAnswerGivesItsPlaceBack(t *testing.T) {
 	for name, answer := range map[string]func(cancel func(), frame []byte) []byte{
 		"lost":    func(func(), []byte) []byte { return nil },
@@ -104,7 +104,7 @@ func hang(t *testing.T, master *storetest.Master, key string, replica int) {
 	master.Set(func() { master.Objects[key].Pieces[replica].Endpoint = addr })
 }
 
-// severalTimes calls f until it reports true: what it does has little time, and the machine may be loaded.
+// severalTimes calls f until it returns true, four times at most: f must be fast, and the machine may be busy.
 func severalTimes(t *testing.T, f func() bool) {
 	t.Helper()
 	for range 4 {
@@ -115,8 +115,8 @@ func severalTimes(t *testing.T, f func() bool) {
 	t.Error("never")
 }
 
-// A node that never answers costs the objects that are only there: others of the same batch are read, and
-// so is an object with another replica.
+// Where a node never answers, only reads of objects without another replica fail. Other objects of
+// the same batch are read, and so is an object with another replica.
 func TestSilentNodeCostsItsOwnObjects(t *testing.T) {
 	c := newCluster(t, 2, ClientOptions{})
 	te := transfer.New(transfer.Options{HandshakeTimeout: time.Minute})
@@ -158,7 +158,7 @@ func TestReadEndsWithItsLease(t *testing.T) {
 	hang(t, c.master, "a", 0)
 	c.master.Set(func() { c.master.Lease = 10 * time.Minute })
 	var looks atomic.Int64
-	c.client.now = func() moment { // the master took all of the lease but 50 ms
+	c.client.now = func() moment { // the answer of the master left 50 ms of the lease
 		m := now()
 		if looks.Add(1) > 1 {
 			took := 10*time.Minute - 50*time.Millisecond

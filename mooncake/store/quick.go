@@ -10,12 +10,12 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
-// quickBytes is how much of an answer comes with the read that found its beginning: that of 512 keys of
-// BatchExistKey takes 1,048.
+// quickBytes is how much of an answer the first read takes. The answer of BatchExistKey for 512 keys has
+// 1,048 bytes.
 const quickBytes = 4 << 10
 
-// quick makes a call with system calls that the Go scheduler does not hear of, and reads the header of a short answer
-// together with its body.
+// quick makes a call with system calls (package rawio) of which the Go scheduler does not know, and reads the header of a
+// short answer together with its body.
 type quick struct {
 	raw  syscall.RawConn
 	step func(fd uintptr) bool
@@ -26,7 +26,7 @@ type quick struct {
 	in   [quickBytes]byte
 }
 
-// newQuick returns the quick calls of a connection, or nil where it has none.
+// newQuick returns the quick calls of a connection, or nil if c gives no access to its file descriptor.
 func newQuick(c net.Conn) *quick {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -41,7 +41,7 @@ func newQuick(c net.Conn) *quick {
 	return q
 }
 
-// exchange writes b, and reads what comes first of the answer. Where the socket does not take all of b it returns
+// exchange writes b and reads the first bytes of the answer. If the socket does not take all of b, exchange returns
 // how much it took, and nothing of the answer.
 func (q *quick) exchange(b []byte) (written int, come []byte, err error) {
 	q.out, q.sent, q.got, q.err = b, 0, 0, nil
@@ -54,8 +54,8 @@ func (q *quick) exchange(b []byte) (written int, come []byte, err error) {
 	return q.sent, q.in[:q.got], err
 }
 
-// next writes the request when it is called first, and then looks for the answer. It returns whether the exchange is
-// over, and is called again when there is something to read.
+// next writes the request at the first call, and then reads the answer if it is there. It returns true when the exchange
+// is over; else the poller calls it again when there is something to read.
 func (q *quick) next(fd uintptr) bool {
 	for q.sent == 0 {
 		n, err := rawio.Write(fd, q.out)

@@ -88,7 +88,7 @@ func (e *rpcError) Unwrap() error {
 // call sends what begin's writer has and reads the answer. After an error that is no *rpcError the
 // connection is of no use.
 func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byte, error) {
-	// A deadline costs two timers: that of an earlier call serves while it ends in the last eighth of this one's time.
+	// Setting a deadline costs two timers. So an earlier call's deadline stays if it lies in the last eighth of this call's time.
 	limit := time.Now().Add(timeout)
 	if c.until.After(limit) || c.until.Before(limit.Add(-timeout/8)) {
 		if err := c.c.SetDeadline(limit); err != nil {

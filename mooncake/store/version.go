@@ -10,7 +10,7 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// Version is a release of Mooncake, as far as its calls tell it from others.
+// Version is a release of Mooncake, as far as its calls differ from those of others.
 type Version uint8
 
 // The releases that are known. Others between them were not measured.
@@ -35,7 +35,7 @@ func (v Version) String() string {
 // Versions are the known releases, the newest first.
 var Versions = [...]Version{V0_3_14, V0_3_13, V0_3_12, V0_3_11, V0_3_7}
 
-// Method is a call of the master.
+// method is a call of the master.
 type method uint8
 
 const (
@@ -62,7 +62,7 @@ var methodNames = [methods]string{
 	"MountSegment", "ReMountSegment", "UnmountSegment", "GracefulUnmountSegment", "Ping",
 }
 
-// functionIDs are what a request names its method by: the first four bytes of an MD5, read big-endian.
+// functionIDs are the numbers by which requests name their methods: the first four bytes of an MD5, read big-endian.
 var functionIDs = func() (ids [methods]uint32) {
 	for m, name := range methodNames {
 		sum := md5.Sum([]byte("mooncake::WrappedMasterService::" + name))
@@ -71,7 +71,7 @@ var functionIDs = func() (ids [methods]uint32) {
 	return ids
 }()
 
-// codec is what a release's requests look like.
+// codec has the forms of a release's requests.
 type codec struct {
 	version Version
 	forms   [methods]sp.Form // an empty literal: the release has no such call, or no arguments
@@ -171,7 +171,7 @@ func segmentForm(v Version) string {
 	return sp.Struct(sp.UUID, sp.String, sp.U64, sp.U64, sp.String, sp.String, sp.String)
 }
 
-// config appends how an object is to be kept.
+// config appends the options of a put.
 func (c *codec) config(w *sp.Writer, o *PutOptions) {
 	w.U64(uint64(max(o.Replicas, 1)))
 	switch c.version {

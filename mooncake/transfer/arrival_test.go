@@ -4,8 +4,8 @@ package transfer
 
 import "testing"
 
-// Of two regions that are written with acknowledgement, the watched one knows which of
-// its bytes have come, again after they were forgotten.
+// Two regions get writes with acknowledgement. The watched one records which of its bytes have
+// come, and does so again after that record was cleared.
 func TestWatch(t *testing.T) {
 	table := NewTable()
 	target, err := Listen(TargetOptions{}, table)

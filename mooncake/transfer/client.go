@@ -32,8 +32,8 @@ type Options struct {
 	// it; default 1 s.
 	SettleTimeout time.Duration
 
-	// Secrets prove to targets who this client is, and demand the same of them, but for
-	// the stock networks; nil: nothing is proved or demanded.
+	// With Secrets, this client and its targets prove to each other that they have a secret
+	// in common; targets in the stock networks need not. nil: nothing is proved or demanded.
 	Secrets *auth.PeerSecrets
 }
 

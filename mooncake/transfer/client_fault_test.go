@@ -57,7 +57,7 @@ func TestWriteFaults(t *testing.T) {
 	f(all(bytes.Repeat([]byte{0xff}, 24)), ErrProtocol, ErrProtocol, ErrProtocol)
 }
 
-// A confirmation that comes before the body has left is nonsense.
+// An acknowledgement that comes before the client has sent the body is a protocol error.
 func TestEarlyAck(t *testing.T) {
 	peer := fakeTarget(t, 2)
 	peer.each(func(_ int, c *net.TCPConn) {

@@ -25,7 +25,7 @@ func relisten(t *testing.T, old *Target, sameData bool) (*Target, []byte) {
 	return listen(t, 1<<20, o)
 }
 
-// A peer that restarted is met again, wherever its data port is now, without a
+// After a restart of the peer the client finds its data port again, also a new one, without a
 // failed call.
 func TestPeerRestarts(t *testing.T) {
 	for _, sameData := range []bool{true, false} {

@@ -6,7 +6,7 @@
 //
 // A [Target] publishes regions: byte slices, or ranges answered by callbacks,
 // each under a base address that is a name and not a pointer. Peers write into
-// them and read from them without asking anybody. Before the owner reuses
+// them and read from them without asking the owner. Before the owner reuses
 // memory it fences it: [Table.Fence] returns when no write can touch the ranges
 // any more.
 //

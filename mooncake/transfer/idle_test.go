@@ -60,7 +60,7 @@ func TestIdleCostsNothing(t *testing.T) {
 	}
 	waiting.Wait()
 	runtime.GC() // of what earlier tests left, not during the measurement
-	// Who polls uses the processor in every second; what earlier tests left may run in some.
+	// A polling goroutine uses the processor in every second; goroutines of earlier tests may run in some.
 	used := time.Hour
 	for i := 0; i < 10 && used > 100*time.Millisecond; i++ {
 		before := processorTime(t)

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// What a write has moved is counted on both sides, by those who want to know, and nothing by others.
+// A Progress counts the bytes of a write at the target and at the initiator. Writes without one count nothing.
 func TestProgress(t *testing.T) {
 	tab := NewTable()
 	mem := make([]byte, 24<<20)
@@ -24,7 +24,7 @@ func TestProgress(t *testing.T) {
 	defer c.Close()
 	local := make([]byte, len(mem))
 	entries := []Entry{{Local: local[:20<<20], Remote: 1 << 40}, {Local: local[20<<20 : 21<<20], Remote: 1<<40 + 22<<20}}
-	if err := c.Write(t.Context(), target.Name(), entries); err != nil { // counted by nobody
+	if err := c.Write(t.Context(), target.Name(), entries); err != nil { // without a Progress
 		t.Fatal(err)
 	}
 	var in, out Progress

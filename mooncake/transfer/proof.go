@@ -70,8 +70,8 @@ func decodeExactly(text string, n int) ([]byte, bool) {
 	return b, err == nil && len(b) == n
 }
 
-// fetchDescriptor asks segment what it publishes. With secrets it proves that it has one where the segment asks for it, and demands that of
-// peers in other networks than the stock ones. ctx needs a deadline.
+// fetchDescriptor asks segment for its descriptor. With secrets it proves that it has one if the segment demands it, and demands the same
+// proof of segments outside the stock networks. ctx needs a deadline.
 func fetchDescriptor(ctx context.Context, segment string, secrets *auth.PeerSecrets) (d *Descriptor, err error) {
 	err = exchange(ctx, segment, func(c net.Conn) error {
 		d, err = describeOn(c, segment, secrets)

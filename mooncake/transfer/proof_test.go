@@ -47,7 +47,7 @@ func peerSecrets(t testing.TB, stock string, lines ...string) *auth.PeerSecrets 
 
 const everyone = "127.0.0.0/8"
 
-// Two ends transfer where each has proved what the other demands, and else nothing passes: not a byte, not the description.
+// Two ends transfer only where each has proved the secret that the other demands. Otherwise no byte and no descriptor passes.
 func TestPeersProveTheirSecrets(t *testing.T) {
 	old, fresh, both := func(stock string) *auth.PeerSecrets { return peerSecrets(t, stock, oldSecret) },
 		func(stock string) *auth.PeerSecrets { return peerSecrets(t, stock, newSecret) },
@@ -117,7 +117,7 @@ func TestStockTargetsNeedTheirNetwork(t *testing.T) {
 	}
 }
 
-// overheard returns what an honest initiator sent on a data connection and what it heard.
+// overheard returns the bytes that an honest initiator sent and received on a data connection.
 func overheard(t *testing.T, target *Target, s *auth.PeerSecrets, name string) (sent, heard []byte, err error) {
 	t.Helper()
 	c := dialData(t, target)
@@ -143,8 +143,8 @@ func (c *tapped) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// What an initiator sent opens no second connection, nor another target; nor does what the target answered; nor a proof for another name,
-// as a process in the middle has one.
+// A proof holds for one connection. A recorded proof of the initiator opens neither a second connection nor another target. The target's
+// answer opens none either, nor does a proof for another target name, which a process in the middle could record.
 func TestProofsAreOfOneConnection(t *testing.T) {
 	s := peerSecrets(t, "", oldSecret)
 	first, _ := listen(t, 64, TargetOptions{Secrets: s})

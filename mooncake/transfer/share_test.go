@@ -102,7 +102,7 @@ func TestRefusedBlocksKeepTheConnection(t *testing.T) {
 	if s := c.Stats(); s.Dials > 2 || s.Rejected != 2*n*9/10 {
 		t.Fatalf("%+v", s)
 	}
-	// Reads, and a merged request of which one part is closed to nobody.
+	// A fence does not stop reads.
 	out := make([]byte, block)
 	err := c.Read(t.Context(), target.Name(), []Entry{{out, testBase + 1}, {make([]byte, 8), testBase - 64}, {make([]byte, 8), testBase + 5*2*block}})
 	var be *BatchError
@@ -145,7 +145,7 @@ func TestDescriptionOfAnEarlierBoot(t *testing.T) {
 	}
 }
 
-// Handshakes that say nothing do not keep others from theirs.
+// Handshake connections that send nothing do not keep others from their handshake.
 func TestSilentHandshakesGiveWay(t *testing.T) {
 	target, _ := listen(t, 4096, TargetOptions{MaxHandshakes: 4, HandshakeTimeout: time.Minute})
 	for range 12 {
@@ -162,7 +162,7 @@ func TestSilentHandshakesGiveWay(t *testing.T) {
 	}
 }
 
-// Connections to peers that are gone do not stay: a call to another peer finds them.
+// The client closes connections to peers that are gone: a call to another peer finds and closes them.
 func TestConnectionsOfDeadPeersAreClosed(t *testing.T) {
 	c := client(t, Options{Conns: 1})
 	entries := []Entry{{make([]byte, 8), testBase}}
@@ -196,8 +196,8 @@ func TestConnectionsOfDeadPeersAreClosed(t *testing.T) {
 	}
 }
 
-// Data connections that ask for nothing give way when there are too many; one that was
-// used stays, however long it is idle.
+// When a target has too many data connections, it closes those that never sent a request. One that
+// was used stays, however long it is idle.
 func TestUnaskedConnectionsGiveWay(t *testing.T) {
 	target, _ := listen(t, 4096, TargetOptions{MaxConns: 4})
 	used := client(t, Options{Conns: 1})

@@ -330,7 +330,7 @@ func TestFenceOfManyRangesDelaysNoOtherFence(t *testing.T) {
 		if others >= 10 && longest < took/4 {
 			return
 		}
-		if try == 10 { // a late machine may hold up anything
+		if try == 10 { // a busy machine may delay anything
 			t.Fatalf("%d others beside a fence of %v, one of them was held up for %v", others, took, longest)
 		}
 		table.Reopen(ranges...)

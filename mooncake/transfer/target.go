@@ -38,8 +38,8 @@ type TargetOptions struct {
 
 	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
-	// Secrets demand of peers, but those of the stock networks, that they prove to have one. A connection that does not within
-	// HandshakeTimeout is closed. nil: nothing is demanded.
+	// With Secrets, peers outside the stock networks must prove that they have one. The target closes a connection without a proof
+	// after HandshakeTimeout. nil: nothing is demanded.
 	Secrets *auth.PeerSecrets
 
 	Log *slog.Logger // refused and broken connections, at debug; default none
@@ -200,8 +200,8 @@ func (t *Target) SelfDial(ctx context.Context) error {
 	return c.Close()
 }
 
-// accept runs serve for each connection of l until l closes. max bounds the
-// data connections; the backlog of the kernel takes storms.
+// accept calls start for each connection of l until l closes. start may block: the
+// kernel's backlog then keeps new connections.
 func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 	for delay := time.Duration(0); ; {
 		c, err := l.Accept()

@@ -77,8 +77,8 @@ func TestTargetCutByInitiator(t *testing.T) {
 	t.Logf("%d cases", cases)
 }
 
-// Whoever stops within a frame is cut after the timeout; whoever is silent
-// between frames is not.
+// The target cuts a peer that stops within a frame after the timeout, and keeps one
+// that is silent between frames.
 func TestTargetStalledPeer(t *testing.T) {
 	target, _ := listen(t, 64<<20, TargetOptions{ProgressTimeout: 600 * time.Millisecond})
 	idle := dialData(t, target)
@@ -251,7 +251,7 @@ func throw(t *testing.T, addr string, b []byte, reset bool) {
 	c.(*net.TCPConn).SetLinger(0)
 }
 
-// A handshake client that says nothing, or too much, holds up nobody.
+// A handshake client that sends nothing, or too much, delays no other.
 func TestHandshakeFaults(t *testing.T) {
 	target, _ := listen(t, 1<<16, TargetOptions{HandshakeTimeout: 1500 * time.Millisecond, MaxHandshakes: 8})
 	var silent []net.Conn
@@ -401,7 +401,7 @@ func waitConns(t *testing.T, target *Target, n int) {
 	}
 }
 
-// The advertised address is checked: somebody else, or nobody, answers there.
+// SelfDial checks the advertised address: it fails where another target, or none, answers there.
 func TestSelfDial(t *testing.T) {
 	target, _ := listen(t, 4096, TargetOptions{})
 	if err := target.SelfDial(timeout(t, 60*time.Second)); err != nil {

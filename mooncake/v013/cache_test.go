@@ -15,7 +15,7 @@ func TestNewCache(t *testing.T) {
 	tensor := mooncake.Tensor{Layer: "a", Shape: []int{2, 8, 16, 2}, Stride: []int{256, 32, 2, 1}, Element: 2}
 	c, err := NewCache(mem, []mooncake.Tensor{tensor, tensor}, mooncake.Cache{KVHeads: 2})
 	if err != nil || len(c.Regions) != 2 || c.Regions[1].Base-c.Regions[0].Base != 512 || c.Regions[0].Stride != 64 {
-		t.Fatalf("%+v %v", c, err) // keys and values; the second tensor is the first again
+		t.Fatalf("%+v %v", c, err) // keys and values; the second tensor is the same memory as the first
 	}
 	mla := mooncake.Tensor{Layer: "a", Kind: mooncake.MLATensor, Shape: []int{8, 16, 4}, Stride: []int{64, 4, 1}, Element: 2}
 	if c, err = NewCache(mem, []mooncake.Tensor{mla}, mooncake.Cache{}); err != nil || len(c.Regions) != 1 || c.Regions[0].Payload != 128 {

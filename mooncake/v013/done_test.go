@@ -17,8 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// original is a P that answers as vLLM 0.13: trans_done also to a pull of which it
-// knows one request too few, and sends nothing of that pull then.
+// original is a P that answers as vLLM 0.13. When it does not know one request of a pull, it sends
+// nothing of that pull and answers trans_done all the same.
 type original struct {
 	x  *pair
 	at string
@@ -93,8 +93,8 @@ func (p *original) source() mooncake.Source {
 	return mooncake.Source{Host: host, Port: n}
 }
 
-// P says trans_done to a request that it never had. D believes what has come, before
-// and after the first bytes of this P, and from its next life at the same port.
+// P says trans_done to a request that it never had. D trusts only the bytes that have arrived: before
+// and after the first bytes of this P, and also after P's restart at the same port.
 func TestDoneWithoutBytes(t *testing.T) {
 	x := newPair(t, mooncake.SenderOptions{}, mooncake.ReceiverOptions{ArrivalTimeout: 300 * time.Millisecond})
 	p, router := newOriginal(t, x, "127.0.0.1:*")
@@ -127,8 +127,8 @@ func TestDoneWithoutBytes(t *testing.T) {
 	good(p, "g", 3, 6)
 }
 
-// Of requests that travel together, those that P knows arrive: it sent none of them
-// with the one that it does not know.
+// One pull has requests that P knows and one that P does not know, so P sends none of them. D then asks for
+// each alone, and those that P knows arrive.
 func TestUnknownInCompanyOfTheOriginal(t *testing.T) {
 	x := newPair(t, mooncake.SenderOptions{}, mooncake.ReceiverOptions{ArrivalTimeout: 300 * time.Millisecond})
 	p, router := newOriginal(t, x, "127.0.0.1:*")

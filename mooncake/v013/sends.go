@@ -176,8 +176,8 @@ func (h *heldPull) blocks() [][]int {
 }
 
 // end ends the pull, once. It returns the requests that are sent and that no other
-// pull holds, each once: their blocks are free. Those of a pull that failed have
-// their lease anew.
+// pull holds, each once: their blocks are free. The leases of the other requests begin
+// again.
 func (h *heldPull) end(sent bool, now time.Time) (free []string) {
 	for _, e := range h.sends {
 		e.pulls--

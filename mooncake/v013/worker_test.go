@@ -221,7 +221,7 @@ func TestAbortsInCompany(t *testing.T) {
 	if len(failed) != 3 || failed["r3"] != nil || failed["r4"] != nil {
 		t.Fatalf("failed: %v", failed)
 	}
-	// D releases an aborted request behind its result. That release ends what P has under the id then.
+	// D sends the release of an aborted request after its result. The release ends the request that P has under that id at that time.
 	testkit.Eventually(t, "P has freed all", func() bool { return x.sender.Stats().Transfers == 0 })
 	x.announce("r0")
 	x.offer("r0", 20)

@@ -63,16 +63,16 @@ type Pull struct {
 	// LayoutID names Regions for later pulls that leave them out; 0 means none.
 	LayoutID uint64
 
-	// Release is a release that speaks as D does, as far as its fields tell.
+	// Release is the newest release whose pulls have no more fields than D sent.
 	// DecodePull sets it.
 	Release Release
 
-	// Deadline is what a Kvasir D adds under a key that stock peers ignore: D
+	// DeadlineMillis is what a Kvasir D adds under a key that stock peers ignore: D
 	// gives the pull up after that many milliseconds. 0 means a stock D.
 	DeadlineMillis int
 }
 
-// Status is P's word on a pull.
+// Status is the state of a pull in P's reply.
 type Status int
 
 // The states of a pull. StatusFinish and StatusError end it.
@@ -298,8 +298,8 @@ func (w *rawPull) field(d *decoder, name string, v []byte) (rest []byte, err err
 	return rest, err
 }
 
-// release is the newest one that would not have sent more; flat, if block ids came
-// without groups.
+// release returns the newest release that would not have sent more fields. flat says that
+// block ids came without groups.
 func (w *rawPull) release(flat bool) Release {
 	switch {
 	case len(w.bases) == 0:

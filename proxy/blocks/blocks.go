@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package blocks knows which prompts' KV an engine has, as the engine says it in its KV events, and
-// where in a prompt's bytes those blocks end.
+// Package blocks knows from an engine's KV events which blocks of prompts the engine has, and where in
+// a prompt's bytes those blocks end.
 //
-// Blocks have names of our own: a chain of hashes over the token ids that events carry. So it does not
-// matter how an engine hashes, and blocks of several engines can be compared. Prompts come as bytes;
-// Prompts remembers, for marks in a prompt (package prefix), the block that ends about there, once an
-// engine has made tokens of the prompt.
+// The package names blocks itself: by a chain of hashes over the token ids that events carry. So it does not
+// matter how an engine hashes, and blocks of several engines can be compared. Prompts come as bytes:
+// once an engine has tokenized a prompt, Prompts remembers for the marks in it (package prefix) the block
+// that ends near each mark.
 package blocks
 
 import (
@@ -48,7 +48,7 @@ func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
 	return keys
 }
 
-// Scope is what keeps the blocks of one model and salt apart where a publisher reports several models.
+// Scope returns the salt that separates the blocks of one model and salt from others of a publisher that reports several models.
 func Scope(model, salt string) string { return model + "\x00" + salt }
 
 // Held is the blocks of one publisher. Its methods are safe for concurrent use.
@@ -61,7 +61,7 @@ type Held struct {
 		by     map[uint64]held // by the engine's own hash
 		keys   map[Key]int     // how many of by have it; none is 0
 		tokens int             // of a block; 0: not known
-		all    bool            // every block that is there was reported
+		all    bool            // the publisher has reported every block that it has
 		full   bool            // max was reached since it was empty
 	}
 }
@@ -71,23 +71,23 @@ type held struct {
 	n   int // how often it was stored and not removed
 }
 
-// NewHeld returns a Held of at most max blocks, about 100 bytes each. Further ones are not taken; the
-// blocks that it knows are then no longer all.
+// NewHeld returns a Held of at most max blocks, about 100 bytes each. It ignores further blocks; then it
+// no longer knows all blocks of the publisher.
 func NewHeld(max int) *Held {
 	h := &Held{max: max}
 	h.Reset(false)
 	return h
 }
 
-// NewCacheHeld returns a Held of what a cache server has: blocks count in every medium, and those of different
-// models are apart, under names of Scope.
+// NewCacheHeld returns a Held for a cache server: blocks count in every medium, and Scope separates the blocks of
+// different models.
 func NewCacheHeld(max int) *Held {
 	h := NewHeld(max)
 	h.cache = true
 	return h
 }
 
-// Reset forgets everything. all: there is nothing.
+// Reset forgets all blocks. all says that the publisher has no block now.
 func (h *Held) Reset(all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -106,8 +106,8 @@ func hashOf(b []byte) (h uint64) {
 	return h
 }
 
-// Apply takes a batch. Of hybrid models the first group counts, of an engine's media GPU; blocks of LoRA
-// adapters do not. model is whose blocks those of a cache server are.
+// Apply applies a batch of events. Of hybrid models only the first group counts, of an engine's media only the
+// GPU; blocks of LoRA adapters do not count. model is the model of a cache server's batch.
 func (h *Held) Apply(b *event.Batch, model string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -142,7 +142,7 @@ func (h *Held) storeLocked(ev *event.Event, scope string, apart uint64) {
 	k := root(scope, ev.BlockTokens)
 	if ev.Parent != nil {
 		parent, ok := h.mu.by[hashOf(ev.Parent)^apart]
-		if !ok { // it was stored before anybody listened
+		if !ok { // the parent was stored before the proxy followed the events
 			return
 		}
 		k = parent.key
@@ -180,16 +180,17 @@ func (h *Held) removeLocked(id uint64) {
 	}
 }
 
-// Blocks is how many blocks are known, of how many tokens each; all: there are no others.
+// Blocks returns how many blocks are known, and how many tokens each has. all says that the publisher has no others.
 func (h *Held) Blocks() (n, tokens int, all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return len(h.mu.by), h.mu.tokens, h.mu.all && !h.mu.full
 }
 
-// Longest returns how many bytes of a prompt are there, by the last of its marks before a block that is not: an
-// engine cannot use what lies behind a hole. known is what Prompts.Find has of the marks; reach is the last of them of which it
-// has blocks as long as these. all: there are no others.
+// Longest returns how many leading bytes of a prompt the publisher has: up to the last mark before the first missing block, since an
+// engine cannot use blocks behind a hole. known is the result of Prompts.Find for the marks. reach is the end of the last mark whose
+// block is known in this publisher's block size; Longest says nothing about bytes beyond it. all says that the publisher has no other
+// blocks than those of its events.
 func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -209,15 +210,15 @@ func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, al
 	return bytes, reach, h.mu.all && !h.mu.full
 }
 
-// Known is the last whole block before a mark, of blocks of so many tokens. A zero Key with Tokens says that
-// there is none, a zero Known that nothing is known.
+// Known is the last whole block before a mark, when blocks have Tokens tokens. A zero Key with Tokens says that
+// there is no such block, a zero Known that nothing is known.
 type Known struct {
 	Key    Key
 	Tokens int
 }
 
-// Prompts remembers blocks at marks. It keeps two sets of at most max marks; when the younger is full the
-// older goes. Its methods are safe for concurrent use.
+// Prompts remembers blocks at marks. It keeps two sets of at most max marks; when the younger is full it drops
+// the older. Its methods are safe for concurrent use.
 type Prompts struct {
 	max int
 
@@ -234,8 +235,8 @@ func NewPrompts(max int) *Prompts {
 	return p
 }
 
-// Learn takes the tokens of a prompt whose bytes have these marks. Where a mark lies in the tokens is
-// estimated by its share of the bytes, a block early.
+// Learn records the blocks of a prompt with these marks and tokens. It estimates where a mark lies in the tokens
+// by the mark's share of the bytes, and chooses one block less.
 func (p *Prompts) Learn(marks []prefix.Mark, salt string, blockTokens int, tokens []int64) {
 	if len(marks) == 0 || blockTokens <= 0 {
 		return

@@ -74,8 +74,8 @@ const (
 	eve = "the first of two prompts, but another end"
 )
 
-// Two engines that hash differently hold what they say, of two prompts with one beginning: blocks count as
-// often as they were stored, unknown parents, other groups, media and adapters do not.
+// Two engines with different hashes report blocks of two prompts with one beginning. A block that was stored twice must be
+// removed twice. Blocks of an unknown parent, another group, medium or adapter do not count.
 func TestHeld(t *testing.T) {
 	v := view{blocks.NewPrompts(1000)}
 	a, b := blocks.NewHeld(100), blocks.NewHeld(100)
@@ -127,8 +127,8 @@ func TestHeld(t *testing.T) {
 	}
 }
 
-// A cache server tells of two models with the same hashes, in memory and below: each has its own, until the
-// last medium has it no more.
+// A cache server reports chunks of two models with the same hashes, in memory and in tiers below. Each model has its own chunks. A
+// chunk counts until its last medium has removed it.
 func TestCacheHeld(t *testing.T) {
 	h := blocks.NewCacheHeld(100)
 	apply := func(model, medium string, events ...event.Event) {
@@ -167,7 +167,7 @@ func TestCacheHeld(t *testing.T) {
 	f("another salt", 0, 24)
 }
 
-// A block in the middle of a prompt is gone, and those behind it are not: nobody can use them, until it is there again.
+// A block in the middle of a prompt is removed and those behind it are not. Those behind do not count until it is stored again.
 func TestHole(t *testing.T) {
 	for scope, h := range map[string]*blocks.Held{"": blocks.NewHeld(100), blocks.Scope("", ""): blocks.NewCacheHeld(100)} {
 		v := view{blocks.NewPrompts(1000)}
@@ -254,8 +254,8 @@ func wants(t *testing.T, f *blocks.Follower, what string, blocks int, all bool) 
 	})
 }
 
-// With replays a follower has what was published before it came, what was lost on the way and what a publisher
-// says that was started again; it knows when replays do not reach back.
+// With replays a follower gets the events from before its start, events that were lost on the way, and the events of a
+// restarted publisher. It notices when replays do not reach back far enough.
 func TestFollowerWithReplay(t *testing.T) {
 	p := blockstest.Start(t, "127.0.0.1", 0, 0)
 	p.Publish(false, stored("a", ada, 0, 2))
@@ -284,8 +284,8 @@ func TestFollowerWithReplay(t *testing.T) {
 	wants(t, f, "a replay that never comes", 8, false)
 }
 
-// Replays have a connection of their own. A message that a replay has brought already changes nothing when it comes. What is known
-// becomes void when a publisher begins again behind a forwarder, which keeps the connection.
+// Replays have a connection of their own. A message that a replay has brought already changes nothing when it comes. A follower
+// discards its state when a publisher restarts behind a forwarder, which keeps the connection.
 func TestMessageAfterItsReplayChangesNothing(t *testing.T) {
 	p := blockstest.Start(t, "127.0.0.1", 0, 0)
 	p.Publish(false, stored("a", ada, 0, 2))
@@ -307,7 +307,7 @@ func TestMessageAfterItsReplayChangesNothing(t *testing.T) {
 	wants(t, f, "the next one", 3, true)
 }
 
-// Without replays a gap, and a beginning that nobody heard, make that not all is known.
+// Without replays a follower reports its state as incomplete after a gap, and when it started later than the publisher.
 func TestFollowerWithoutReplay(t *testing.T) {
 	p := blockstest.Start(t, "127.0.0.1", 0, 0)
 	f := follow(t, p, false)

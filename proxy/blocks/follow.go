@@ -35,9 +35,9 @@ type Options struct {
 // maxLate bounds the messages that wait for a replay.
 const maxLate = 4096
 
-// Follower keeps a Held as a publisher's events say: in their order, none left out. After a gap, a lost
-// connection or a restart of the publisher it asks for a replay; where there is none, or it does not reach back
-// as far, it forgets what it knew.
+// Follower applies a publisher's events to a Held, in their order and without gaps. After a gap, a lost
+// connection or a restart of the publisher it asks for a replay. If there is none, or the replay does not reach
+// back far enough, it forgets what it knew.
 //
 // Frames: topic, sequence (8 bytes, big-endian), batch. A replay is asked for with an empty frame and the first
 // sequence; each answer has an empty frame before those three, the last one sequence -1. Source: vLLM 0.32,
@@ -53,12 +53,12 @@ type Follower struct {
 		sync.Mutex
 		begun  bool
 		next   uint64 // sequence
-		live   uint64 // the number after that of the last message on this connection, replays left out
+		live   uint64 // the sequence after that of the last message on this connection, without replays
 		epoch  uint64 // of the publisher; 0: it has none
-		asking bool   // a replay is under way, and began where
-		from   uint64
-		first  bool // its first answer has not come
-		asked  int  // replays
+		asking bool   // a replay is under way
+		from   uint64 // the sequence that the replay was asked for
+		first  bool   // the replay's first answer has not come
+		asked  int    // replays
 		late   []message
 		closed bool
 		timer  *time.Timer
@@ -114,10 +114,10 @@ func (f *Follower) Close() {
 	f.endLocked()
 }
 
-// Resets is how often what was known became void.
+// Resets returns how often the Follower had to forget known blocks.
 func (f *Follower) Resets() int64 { return f.resets.Load() }
 
-// state hears of the publisher's connection. What was published without one is lost.
+// state handles a change of the publisher's connection. Events published without a connection are lost, so it asks for a replay.
 func (f *Follower) state(connected bool, _ error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -134,7 +134,7 @@ func (f *Follower) state(connected bool, _ error) {
 	f.askLocked(from)
 }
 
-// replayState hears of the connection for replays, which may be there later than the publisher's.
+// replayState handles a change of the connection for replays, which may come later than the publisher's.
 func (f *Follower) replayState(connected bool, _ error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -151,7 +151,7 @@ func (f *Follower) voidLocked(all bool) {
 	f.Reset(all)
 }
 
-// askLocked asks for a replay; without one the stream goes on where it is.
+// askLocked asks for a replay from a sequence. If it cannot, the Follower goes on with the next event.
 func (f *Follower) askLocked(from uint64) {
 	if f.replay == nil || f.mu.asking || f.mu.closed {
 		return
@@ -180,7 +180,7 @@ func (f *Follower) endLocked() {
 	f.mu.asking, f.mu.late = false, nil
 }
 
-// goOnLocked ends a replay and takes what came meanwhile.
+// goOnLocked ends a replay and applies the events that came meanwhile.
 func (f *Follower) goOnLocked() {
 	late := f.mu.late
 	f.endLocked()
@@ -204,16 +204,16 @@ func (f *Follower) published(m zmtp.Message) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	// A connection brings ascending numbers: one that is lower than the last one is of a publisher that has begun again.
+	// On one connection sequences ascend: a lower one than the last comes from a publisher that has begun again.
 	again := got.seq < f.mu.live
 	f.mu.live = got.seq + 1
 	switch {
 	case f.mu.asking && !again && len(f.mu.late) < maxLate:
 		f.mu.late = append(f.mu.late, got)
 		return
-	case f.mu.asking: // too many wait, or what is asked for is of an earlier life
+	case f.mu.asking: // too many messages wait, or the publisher restarted and the replay is of its earlier life
 		f.goOnLocked()
-	case !again && f.knownLocked(&got): // the replay was faster than the connection
+	case !again && f.knownLocked(&got): // the replay has brought this event already
 		return
 	case f.mu.begun && got.seq > f.mu.next && !f.restartedLocked(&got.batch):
 		if f.askLocked(f.mu.next); f.mu.asking {
@@ -226,7 +226,7 @@ func (f *Follower) published(m zmtp.Message) {
 
 func (f *Follower) restartedLocked(b *event.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
 
-// takeLocked takes the next batch. One that does not follow the last one makes what was known void.
+// takeLocked applies a batch. If the batch does not follow the last one, it forgets the known blocks first.
 func (f *Follower) takeLocked(m *message) {
 	if !f.mu.begun || m.seq != f.mu.next || f.restartedLocked(&m.batch) {
 		f.voidLocked(m.seq == 0)

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// An event with fewer tokens than its blocks have, or with blocks of no tokens, does not count and harms nothing.
+// The follower ignores an event with fewer tokens than its blocks have, or with blocks of no tokens.
 func TestEventsWithoutTheirTokensDoNotCount(t *testing.T) {
 	h := blocks.NewHeld(100)
 	for _, spoil := range []func(*event.Event){
@@ -54,7 +54,7 @@ func TestBlockOfTwoHashesIsThereUntilBothAreRemoved(t *testing.T) {
 	apply(0, removed("b", ada, 0))
 }
 
-// Messages that are none of a publisher's are passed over: what is known stays.
+// The follower skips messages that no publisher of KV events sends, and keeps its state.
 func TestMalformedMessagesArePassedOver(t *testing.T) {
 	pub := zmtp.NewPub(zmtp.PubOptions{})
 	defer pub.Close()

@@ -24,7 +24,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// ErrFile means that a file of keys has a line that is none.
+// ErrFile means that a file of keys has a malformed line.
 var ErrFile = errors.New("keys: file")
 
 // Limits of a file.
@@ -40,7 +40,7 @@ type hash = [sha256.Size]byte
 // Key is what one secret may do. Its methods are safe for concurrent use.
 type Key struct {
 	Name string
-	Salt string // for its prefix cache: that of no other key; "": none
+	Salt string // of its prefix cache, which no other key has; "": none
 
 	of     hash
 	rate   float64 // requests per second; 0: any
@@ -73,7 +73,7 @@ func Open(path string) (*Set, error) {
 	return s, nil
 }
 
-// Watch reads the file again when it has changed, looking each interval, until ctx ends. A file that is being written does not count.
+// Watch checks the file every interval and reads it again when it has changed, until ctx ends. It ignores a file that is still being written.
 func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
 	s.file.Watch(ctx, interval, log)
 }
@@ -167,7 +167,7 @@ func parseKey(words []string) (*Key, error) {
 // Len is how many keys there are.
 func (s *Set) Len() int { return len(*s.keys.Load()) }
 
-// Find returns the key of a secret; nil for none. It compares hashes: what the time of a miss shows of them does not lead to a secret.
+// Find returns the key of a secret; nil for none. It compares hashes, so the time that a miss takes tells nothing about a secret.
 func (s *Set) Find(secret string) *Key {
 	return (*s.keys.Load())[sha256.Sum256([]byte(secret))]
 }
@@ -175,7 +175,7 @@ func (s *Set) Find(secret string) *Key {
 // burst is how many requests may come at once after a pause.
 func (k *Key) burst() float64 { return math.Max(1, math.Ceil(k.rate)) }
 
-// Begin asks for one more request. If it may not be, wait says when it may, for all that is known.
+// Begin asks to begin one more request. If the key may not, wait is the estimated time until it may.
 // Each Begin that is ok needs an End.
 func (k *Key) Begin(now time.Time) (wait time.Duration, ok bool) {
 	k.mu.Lock()

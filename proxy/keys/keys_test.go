@@ -36,7 +36,7 @@ func write(t *testing.T, path, text string) {
 	}
 }
 
-// Each secret is one key, with a salt of its own; others are none.
+// Each secret finds one key, with a salt of its own. An unknown secret finds none.
 func TestFind(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keys")
 	write(t, path, "# who may\n\n"+line("ada", "s1", "")+line("bob", "s2", "rate=2 concurrent=3")+line("eve", "s3", "salt=off"))
@@ -163,8 +163,8 @@ func TestWatch(t *testing.T) {
 	})
 }
 
-// A file that is being written locks no client out: neither while it is empty, nor while it ends in a line, nor while it
-// lacks lines. Its keys count once it has come to rest, and what is logged is logged once.
+// A file that is being written locks no client out: neither while it is empty, nor while it ends within a line, nor while it
+// lacks lines. Its keys count when the file has not changed for a while, and each problem is logged once.
 func TestFilesThatAreBeingWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keys")
 	synctest.Test(t, func(t *testing.T) {

@@ -5,12 +5,12 @@
 //	KEYS 1  PREFIX{ID}:rate     hash: tokens left, at (ms)
 //	KEYS 2  PREFIX{ID}:now      hash: proxy -> "requests expiry (ms)"
 //
-// A proxy writes how many requests it has in progress itself, not a difference, and writes it again
-// before it expires: what was lost is right again soon, and a proxy that died counts no more after
+// A proxy writes how many requests it has in progress, not a difference, and writes the number again
+// before it expires: so a lost write is soon repaired, and a dead proxy counts no more after
 // Options.Life. Times are the server's.
 //
-// Without an answer every request is let in: the limits that each proxy has by itself hold then. That
-// is logged when it begins and when it ends.
+// If the server does not answer, every request is allowed, within the limits that each proxy keeps by
+// itself. Limits logs when this begins and when it ends.
 package limits
 
 import (
@@ -41,8 +41,8 @@ type Options struct {
 
 	Prefix  string        // of names in the server; default "kvasir:proxy:"
 	Timeout time.Duration // of a connection, and of a call; default 250 ms
-	Pause   time.Duration // after a failure, for which the server is not asked; default 1 s
-	Life    time.Duration // for which the requests of a proxy that says nothing count; default 15 s
+	Pause   time.Duration // after a failure, in which the server is not asked; default 1 s
+	Life    time.Duration // how long the requests of a silent proxy count; default 15 s
 
 	Log *slog.Logger // nil discards
 }
@@ -84,7 +84,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// maxAsks bounds the requests that wait for an answer; more are let in.
+// maxAsks bounds the requests that wait for an answer; further requests are allowed at once.
 const maxAsks = 1024
 
 // Limits counts requests. Its methods are safe for concurrent use.
@@ -163,7 +163,7 @@ func (l *Limits) Stats() Stats {
 	return Stats{l.n.asked.Load(), l.n.refused.Load(), l.n.unknown.Load()}
 }
 
-// Begin asks for one more request. If it may not be, wait says when it may, for all that is known. Each
+// Begin asks to begin one more request. If the key may not, wait is the estimated time until it may. Each
 // Begin that is ok needs an End. It waits no longer than a few times Options.Timeout.
 func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 	a := &ask{Limit: what, done: make(chan struct{})}
@@ -189,7 +189,7 @@ func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 // End notes that a request has ended.
 func (l *Limits) End(what Limit) { l.add(what, -1, true) }
 
-// add counts requests in progress; tell: the server has to hear of it.
+// add adds n to the key's requests in progress. With tell, run reports the new count to the server.
 func (l *Limits) add(what Limit, n int, tell bool) (now int) {
 	if what.AtOnce == 0 {
 		return 0
@@ -207,7 +207,7 @@ func (l *Limits) add(what Limit, n int, tell bool) (now int) {
 	return now
 }
 
-// wake has run tell what has changed.
+// wake makes run report the counts that have changed.
 func (l *Limits) wake() {
 	select {
 	case l.news <- struct{}{}:

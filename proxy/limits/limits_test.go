@@ -137,7 +137,7 @@ func TestRealRate(t *testing.T) {
 	testkit.Eventually(t, "time gives another", func() bool { _, ok := b.Begin(fast); return ok })
 }
 
-// A proxy that ends, or that says nothing any more, counts no more.
+// The requests of a proxy that was closed do not count any more, and the closed one refuses none.
 func TestProxyIsGone(t *testing.T) {
 	r := limitstest.Start(t)
 	l := limits.Limit{Key: "ada", AtOnce: 2}
@@ -168,8 +168,8 @@ func TestProxyIsGone(t *testing.T) {
 	}
 }
 
-// While the server is silent every request is let in, which is said once, not at each request; when it
-// answers again, what is in progress counts at once. A server that has forgotten the script is told it.
+// While the server is silent every request is let in, and the log says so once. When the server answers
+// again, requests in progress count at once. A server that has lost the script gets it again.
 func TestServerIsAway(t *testing.T) {
 	r := limitstest.Start(t)
 	var log safeBuffer
@@ -240,7 +240,7 @@ func (s *safeBuffer) String() string {
 
 func (s *safeBuffer) count(words string) int { return strings.Count(s.String(), words) }
 
-// Answers that are none let requests in, and cost nothing else.
+// A malformed answer of the server lets the request in and has no other effect.
 func TestGarbage(t *testing.T) {
 	for _, answer := range []string{"+OK\r\n", "*2\r\n:1\r\n", "*-1\r\n", "$5\r\nab", "HTTP/1.1 400\r\n\r\n", "*2\r\n+a\r\n+b\r\n", "-ERR no\r\n"} {
 		addr := garbage(t, answer)
@@ -292,8 +292,8 @@ func garbage(t *testing.T, answer string) string {
 	return l.Addr().String()
 }
 
-// A request that outlives what the server keeps is reported again in time, also where no other one comes and where the server
-// has lost it.
+// A request that lasts longer than the server keeps its entry is reported again in time, also where no other request comes and where
+// the server has lost the entry.
 func TestRequestsInProgressAreReportedAgain(t *testing.T) {
 	r := limitstest.Start(t)
 	a, err := limits.New(limits.Options{Addr: r.Addr, Timeout: 20 * time.Second, Life: 300 * time.Millisecond})
@@ -309,7 +309,7 @@ func TestRequestsInProgressAreReportedAgain(t *testing.T) {
 		a.End(l)
 		return false
 	})
-	r.Forget() // as one that was started again: it is told the scripts once more
+	r.Forget() // like a restarted server: the proxy sends it the scripts once more
 	begun := time.Now()
 	testkit.Eventually(t, "the server counts it after three lives of a report", func() bool { return time.Since(begun) > 900*time.Millisecond && r.Now("ada") == 1 })
 	a.End(l)

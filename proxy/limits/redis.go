@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/resp"
 )
 
-// begin is asked for one more request of a key. ARGV: rate, burst, at once, proxy, its requests with this
-// one, life (ms). It answers 1 and 0, or 0 and how long to wait, ms.
+// begin is the script that admits one more request of a key. ARGV: rate, burst, at once, proxy, its requests
+// with this one, life (ms). It answers 1 and 0, or 0 and how long to wait, ms.
 const begin = `local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local rate, burst, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -51,7 +51,7 @@ if most > 0 then
 end
 return {1, 0}`
 
-// note records how many requests of a key a proxy has. ARGV: proxy, requests, life (ms).
+// note is the script that records how many requests of a key a proxy has. ARGV: proxy, requests, life (ms).
 const note = `local t = redis.call('TIME')
 if tonumber(ARGV[2]) == 0 then return redis.call('HDEL', KEYS[1], ARGV[1]) end
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %.0f', ARGV[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[3]))
@@ -82,7 +82,7 @@ func (l *Limits) run(ctx context.Context) {
 	}
 }
 
-// serve answers a request and those that came behind it.
+// serve answers an ask and those that wait behind it, at most maxBatch.
 func (l *Limits) serve(ctx context.Context, first *ask) {
 	batch := []*ask{first}
 	for len(batch) < maxBatch {
@@ -205,7 +205,7 @@ func (l *Limits) report(ctx context.Context) {
 	l.settle(ctx, err)
 }
 
-// leave takes this proxy out of the counts, and lets in who waits.
+// leave takes this proxy out of the server's counts, and allows the requests that wait.
 func (l *Limits) leave() {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.o.Timeout)
 	defer cancel()
@@ -229,7 +229,7 @@ func (l *Limits) leave() {
 
 var errRests = errors.New("the server did not answer a moment ago")
 
-// connect sees to a connection, and gives the next calls their time.
+// connect makes sure that there is a connection, and sets the deadline of the next calls.
 func (l *Limits) connect(ctx context.Context) error {
 	if time.Now().Before(l.rests) {
 		return errRests
@@ -292,8 +292,8 @@ func (l *Limits) disconnect() {
 	}
 }
 
-// settle records how a call went. After one that failed the server rests; unreported counts are sent on
-// recovery.
+// settle records the result of a call. After a failure it does not ask the server for Options.Pause; after
+// recovery it reports all counts again.
 func (l *Limits) settle(ctx context.Context, err error) {
 	switch {
 	case errors.Is(err, errRests):

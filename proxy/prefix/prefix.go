@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package prefix remembers which engine has seen which beginnings of prompts, in a fixed amount
-// of memory, and places unseen beginnings so that several proxies agree. It also
-// remembers of which prompts relays have the KV.
+// of memory, and chooses engines for unseen beginnings so that several proxies agree.
+// It also remembers the prompts whose KV relays have.
 //
 // Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of
 // hashes at fixed offsets, which lie closer together at the start of a prompt.
@@ -55,8 +55,8 @@ const (
 	ways   = 8 // engines and prefixes that share a row
 )
 
-// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries the
-// one that was not used for longest gives way. Its methods are safe for concurrent use.
+// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries a new
+// entry replaces the least recently used one. Its methods are safe for concurrent use.
 type Index struct {
 	clock  atomic.Uint32
 	rows   uint64
@@ -92,8 +92,8 @@ type Seen struct {
 	Bytes  int
 }
 
-// Lookup appends to dst, for each engine that has seen any of the marks, up to where. It stops
-// behind two marks that no engine has seen.
+// Lookup appends to dst each engine that has seen any of the marks, with the end of the last mark that
+// it has seen. It stops after two marks in a row that no engine has seen.
 func (x *Index) Lookup(dst []Seen, marks []Mark) []Seen {
 	from, missed := len(dst), 0
 	for _, m := range marks {
@@ -147,6 +147,6 @@ func (x *Index) Add(marks []Mark, engine uint32) {
 	}
 }
 
-// Weight orders engines for a key: the one with most is its home. All who know the same names
-// agree, and when an engine goes only its keys move (rendezvous hashing).
+// Weight orders engines for a key: the engine with the highest weight is the key's home. All proxies with
+// the same engine names agree, and when an engine goes only its keys move (rendezvous hashing).
 func Weight(key uint64, engine string) uint64 { return xxh3.HashStringSeed(engine, key) }

@@ -51,7 +51,7 @@ func TestMarksFollowTheCommonBeginning(t *testing.T) {
 	}
 }
 
-// Each of two engines is found with what it has seen, up to the end of that.
+// Lookup finds each of two engines with the longest beginning of the prompt that it has seen.
 func TestLookup(t *testing.T) {
 	x := New(1 << 12)
 	long, short := text(1, 20000), text(1, 20000)[:6000]
@@ -72,7 +72,7 @@ func TestLookup(t *testing.T) {
 	}
 }
 
-// However many prompts come, memory stays; what is used again and again stays too.
+// The memory of the index is bounded, however many prompts come. Entries that are used again and again stay.
 func TestIndexIsBounded(t *testing.T) {
 	x := New(4096)
 	hot := Marks(nil, 0, text(1, 4000))

@@ -8,10 +8,10 @@ import (
 	"sync"
 )
 
-// RelayedKey names all of a request that decides on the KV of its prompt, and whose it is.
+// RelayedKey is a hash of everything in a request that decides the KV of its prompt, and of whose prompt it is.
 type RelayedKey [sha256.Size]byte
 
-// RelayedKV is what went from P to D through a relay, which may still have it.
+// RelayedKV names a prompt's KV that went from P to D through a relay. The relay may still have it.
 type RelayedKV struct {
 	Registry string // the relay's address
 	Engine   string // P, as the relay names it
@@ -47,7 +47,7 @@ func (s *RelayedPrompts) addLocked(k RelayedKey, r RelayedKV) {
 	s.mu.young[k] = r
 }
 
-// Find returns what a relay has of a prompt, and a transfer id under which it gives it once more.
+// Find returns the KV of a prompt at a relay, and a transfer id under which D can get it once more.
 func (s *RelayedPrompts) Find(k RelayedKey) (r RelayedKV, id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

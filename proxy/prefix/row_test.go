@@ -4,7 +4,7 @@ package prefix
 
 import "testing"
 
-// In a full row the entry that was not used for longest gives way, also once the clock has gone round.
+// In a full row a new entry replaces the least recently used one, also after the clock has wrapped around.
 func TestEntryThatWasNotUsedForLongestGivesWay(t *testing.T) {
 	for _, clock := range []uint32{0, 1<<32 - 5} {
 		x := New(1)

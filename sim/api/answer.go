@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// answer writes what becomes of a request of completions or chat: at the end, or event by event.
+// answer writes the answer to a request of completions or chat: whole at the end, or event by event.
 type answer struct {
 	a     *API
 	w     http.ResponseWriter
@@ -40,7 +40,7 @@ type sequence struct {
 	end    *engine.End
 	stream *engine.Stream
 
-	// An event with nothing but text is these, and the text in between.
+	// An event that has only text is written as before, the text, behind.
 	before, behind []byte
 }
 
@@ -125,7 +125,7 @@ func (n *answer) response(object string) *response {
 	return &response{ID: n.id, Object: object, Created: n.start.Unix(), Model: n.a.e.Model(), Choices: []choice{}}
 }
 
-// take takes tokens of a sequence in, and its end; it reports whether there is more to come.
+// take adds tokens of a sequence, and its end, to the answer; it reports whether more may come.
 func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	n.observe(more, end)
 	if now := time.Now(); now.Sub(n.armed) > sendTimeout/8 {
@@ -150,7 +150,7 @@ func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	if !n.started && !failed {
 		n.open()
 	}
-	// The reason of the end has an event even where it comes after the last token, alone.
+	// The reason of the end gets an event of its own if it comes after the last token.
 	if ended := end != nil && !failed; (len(more) > 0 || ended) && !n.event(q, more, end) {
 		return false // the client has gone
 	}

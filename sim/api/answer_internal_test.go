@@ -47,7 +47,7 @@ func TestStreamsEndWithAReason(t *testing.T) {
 	}
 }
 
-// An event that is put together is the one that encoding/json writes, whatever the names in it are.
+// An event that the API builds from parts equals the one that encoding/json writes, whatever names it has.
 func TestEventsPutTogether(t *testing.T) {
 	e, err := engine.Open(t.Context(), engine.Options{Model: `@text@ "<m>`, KV: kvmem.Geometry{Layers: 1, Heads: 1, HeadBytes: 8, BlockTokens: 16, Blocks: 8}})
 	if err != nil {
@@ -60,7 +60,7 @@ func TestEventsPutTogether(t *testing.T) {
 		for _, whole := range []bool{false, true} {
 			w := httptest.NewRecorder()
 			n := &answer{a: a, w: w, rc: http.NewResponseController(w), body: &body{Stream: true}, chat: chat, id: `@text@"\`, seqs: []*sequence{{}}}
-			if whole { // continuous usage is not put together; without its figures it is the same
+			if whole { // events with continuous usage are not built from parts; without the figures they are equal
 				n.body.StreamUsage.Continuous = true
 			}
 			n.take(n.seqs[0], []uint32{1, 2}, nil)

@@ -32,7 +32,7 @@ type Options struct {
 	SameIDs bool
 	// Ranks is how many data-parallel ranks clients may name; default 1.
 	Ranks int
-	// KeepAlive is after how long without an event a stream has a comment, vLLM's --sse-keep-alive-interval; 0: it never has.
+	// KeepAlive is the time without an event after which a stream gets a comment: vLLM's --sse-keep-alive-interval; 0: never.
 	KeepAlive time.Duration
 	// Metrics adds figures of what stands in front of the engine; nil: none.
 	Metrics func(*metrics.Registry)
@@ -58,7 +58,7 @@ type API struct {
 	responses responseStore
 }
 
-// New returns an API of an engine, which stays the caller's.
+// New returns the API of an engine. The caller closes the engine.
 func New(e *engine.Engine, o Options) *API {
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
 	o.Ranks = max(o.Ranks, 1)
@@ -149,7 +149,7 @@ func (a *API) text(w http.ResponseWriter, r *http.Request) ([]byte, *apiError) {
 		}
 		return nil, badRequest("", "%v", err)
 	}
-	// The server's limit on reading ends with the body. Left on, it would pass for a client that leaves.
+	// The server's limit on reading ends with the body. Left on, its end would look like a client that leaves.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return text, nil
 }
@@ -426,7 +426,7 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, prompts [][
 	a.follow(r.Context(), seqs, idle, an.take)
 }
 
-// failure says an engine's error to a client.
+// failure returns the error that a client gets for an engine's error.
 func failure(err error) *apiError {
 	switch {
 	case errors.Is(err, engine.ErrTooLong):

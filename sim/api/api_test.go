@@ -142,8 +142,8 @@ func stream(t testing.TB, url, body string) (list []completion) {
 	return list
 }
 
-// An answer that comes back in the next turn is the same tokens: the turn hits what the one
-// before it computed.
+// An answer that a client sends back in the next turn becomes the same tokens, so the turn hits the KV
+// of the turn before it.
 func TestChatTurnsHit(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	history := `{"role":"user","content":"` + strings.Repeat("tell me of fish ", 10) + `"}`
@@ -168,7 +168,7 @@ func TestChatTurnsHit(t *testing.T) {
 	}
 }
 
-// What cannot be is refused in vLLM's words, with the field.
+// Invalid requests are refused with vLLM's error text, which names the field.
 func TestRefusals(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	f := func(path, body string, status int, words string) {

@@ -59,7 +59,7 @@ func (s *eventStream) comment() bool {
 	return s.rc.Flush() == nil
 }
 
-// one runs a request of one prompt and one answer. fail writes an error, deltas and whole the answer.
+// one runs a request of one prompt and one answer. fail writes an error, delta a part of a stream, and whole the whole answer or its end.
 func (a *API) one(w http.ResponseWriter, r *http.Request, b *body, prompt []uint32, shown string, fail func(*apiError), s *eventStream, delta func(text string) bool, whole func(q *sequence)) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()

@@ -48,8 +48,8 @@ func streamClients(args string) {
 	wg.Wait()
 }
 
-// A thousand streams, a token each in every step. It reports the processor time of this process, the engine
-// and its API, for a token; the clients are another process. 10 us is a token each 10 ms on one core.
+// BenchmarkStreams runs a thousand streams, each with a token in every step. It reports the processor time per token of
+// this process, which has the engine and its API. The clients are another process. 10 us means a token each 10 ms on one core.
 func BenchmarkStreams(b *testing.B) {
 	const streams, tokens = 1000, 500
 	var took time.Duration

@@ -127,8 +127,8 @@ func runChild(v string) error {
 	return e.Close()
 }
 
-// serveCache is a cache server. Told to end, it waits until nothing of its pool is held, which a
-// quarantine of 2 s bounds, and prints what is held all the same.
+// serveCache runs a cache server. When ctx ends, it waits at most 30 s until no transfer or store is pending; a
+// quarantine of 2 s bounds each of them. Then it prints how many are left.
 func serveCache(ctx context.Context, c *child, addr string) error {
 	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 64 << 20, Dir: c.Dir, ChunkTokens: 32})
 	if err != nil {
@@ -279,7 +279,7 @@ func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first
 // errDown means that an engine is down, stops, or died during a request.
 var errDown = errors.New("the engine is down")
 
-// ask posts one completion. It returns the tokens, and what P says for D.
+// ask posts one completion. It returns the tokens, and P's transfer parameters for D.
 func (d *deployment) ask(ctx context.Context, c *child, id string, tokens []uint32, n int, params map[string]any) (got []uint32, said map[string]any, err error) {
 	body, err := json.Marshal(map[string]any{"prompt": tokens, "max_tokens": n, "return_token_ids": true, "kv_transfer_params": params})
 	if err != nil {
@@ -316,7 +316,7 @@ func (d *deployment) ask(ctx context.Context, c *child, id string, tokens []uint
 	return answer.Choices[0].IDs, answer.Params, nil
 }
 
-// play runs one request, from its start again while engines are down, as a router does.
+// play runs one request. While engines are down it starts the request again, as a router does.
 func (d *deployment) play(ctx context.Context, i int, tokens []uint32, n int) ([]uint32, error) {
 	for life := 0; ; life++ {
 		got, err := d.once(ctx, i, fmt.Sprint("x", i, "-", life), tokens, n)
@@ -354,8 +354,8 @@ func (d *deployment) once(ctx context.Context, i int, id string, tokens []uint32
 	return got, err
 }
 
-// Two of each kind of engine, a cache server and a registry, each killed with SIGKILL while 16
-// requests are in flight, some of whose clients leave: all answers are right, nothing hangs, no
+// P, D, two engines that share a cache server, the server and a registry are each killed with SIGKILL while 16
+// requests are in flight and some clients leave. All answers are right, nothing hangs, no
 // block is lost, memory stays flat. KVASIR_SOAK is the number of requests of each deployment;
 // without it one small deployment is run.
 func TestDeploymentKilled(t *testing.T) {

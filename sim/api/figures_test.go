@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 )
 
-// The figures of connectors are among the engine's, those of two of one kind apart.
+// The engine's metrics include those of its connectors. Two connectors of one kind have separate metrics.
 func TestConnectorFigures(t *testing.T) {
 	c, err := kvconfig.Parse([]byte(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[
 		{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"},{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}]}}`))
@@ -40,8 +40,8 @@ func TestConnectorFigures(t *testing.T) {
 	}
 }
 
-// An engine that ends all requests ends their streams with a reason, of clients that wait for a
-// whole answer too, and goes on.
+// When an engine aborts all requests, each stream ends with a reason, and so does the answer to a client that
+// waits for a whole one. The engine continues.
 func TestAbortAll(t *testing.T) {
 	e, url := serve(t, engine.Options{StepTime: 200 * time.Millisecond}) // no request ends by itself
 	var bodies []io.ReadCloser

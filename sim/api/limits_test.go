@@ -19,9 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
-// An answer takes as long as it takes: the server's limits on reading a request and on writing
-// to a client that does not read are no limits of a stream, nor of a client that waits for a
-// whole answer.
+// The server's limits on reading a request and on writing to a client that does not read do not limit
+// the length of a stream, nor the time of a client that waits for a whole answer.
 func TestAnswersLongerThanTheServersTimeouts(t *testing.T) {
 	e, err := engine.Open(t.Context(), engine.Options{
 		MaxModel: 512, StepTime: 20 * time.Millisecond,
@@ -68,7 +67,7 @@ func TestAnswersLongerThanTheServersTimeouts(t *testing.T) {
 	}
 }
 
-// Numbers at the ends of their types are refused, with what is allowed; none of them makes a
+// Numbers at the ends of their types are refused, and the error says what is allowed. None of them makes a
 // request that never ends.
 func TestNumbersAtTheEndsOfTheirTypes(t *testing.T) {
 	e, url := serve(t, engine.Options{})
@@ -122,7 +121,7 @@ func TestNumbersAtTheEndsOfTheirTypes(t *testing.T) {
 	}
 }
 
-// With ids that clients choose, the second request of an id is refused and the first goes on.
+// With ids that clients choose, the second request of an id is refused and the first continues.
 func TestTwoRequestsOfOneID(t *testing.T) {
 	for step := 10 * time.Millisecond; !secondOfOneIDIsRefused(t, step); step *= 2 {
 	}

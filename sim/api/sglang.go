@@ -50,7 +50,7 @@ type SGLang struct {
 	}
 }
 
-// NewSGLang returns the API of an engine, which stays the caller's. Its MooncakeConnector is kv_producer for prefill, kv_consumer for decode.
+// NewSGLang returns the API of an engine. The caller closes the engine, whose MooncakeConnector must be kv_producer for prefill, kv_consumer for decode.
 func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	o.Mode = cmp.Or(o.Mode, "null")
 	o.Bootstrap = cmp.Or(o.Bootstrap, 8998)
@@ -329,7 +329,7 @@ func adapterOf(model string) string {
 	return adapter
 }
 
-// refuse says what is wrong with a request: of a stream with an event.
+// refuse tells the client what is wrong with a request; on a stream, in an event.
 func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest, text string) {
 	if !q.Stream {
 		s.fail(w, r, 400, text)

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// sglangAnswer writes what becomes of a request, as SGLang does.
+// sglangAnswer writes the answer to a request, as SGLang does.
 type sglangAnswer struct {
 	s        *SGLang
 	w        http.ResponseWriter
@@ -27,7 +27,7 @@ type sglangAnswer struct {
 	end    *engine.End
 }
 
-// follow writes the answer. P's comes when D has the KV.
+// follow writes the answer. P answers once D has the KV.
 func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	n.s.waits(1)
 	waiting := true
@@ -76,7 +76,7 @@ func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	n.whole()
 }
 
-// failed says that the engine failed: of a stream with an event.
+// failed tells the client that the engine failed; on a stream, in an event.
 func (n *sglangAnswer) failed(status int, text string) {
 	if !n.q.Stream {
 		n.s.fail(n.w, n.r, status, text)
@@ -139,7 +139,7 @@ func (n *sglangAnswer) object(chunk bool, choices ...any) map[string]any {
 	return map[string]any{"id": n.q.RID, "object": kind, "created": time.Now().Unix(), "model": n.s.a.e.Model(), "choices": choices, "usage": nil}
 }
 
-// event writes tokens as they come and reports whether the client is there. Those of /generate repeat all before.
+// event writes tokens as they come and reports whether the client is there. Events of /generate repeat all tokens before.
 func (n *sglangAnswer) event(more []uint32) bool {
 	n.beginStream()
 	if n.r.URL.Path == "/generate" {

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// Boot is P's bootstrap server as SGLang 0.5.23 has it. It is the registry of the simulated P, too: its own address is what it names as
-// P's side channel.
+// Boot is P's bootstrap server as SGLang 0.5.23 has it. It is the registry of the simulated P, too, so it names its own address as P's
+// side channel.
 type Boot struct {
 	registry *bootstrap.Registry
 	page     int
@@ -28,7 +28,7 @@ type Boot struct {
 	}
 }
 
-// NewBoot returns a bootstrap server that knows a P of some ranks once so many have registered. The registry stays the caller's.
+// NewBoot returns a bootstrap server that knows P once as many ranks have registered. The caller closes the registry.
 func NewBoot(registry *bootstrap.Registry, page, ranks int) *Boot {
 	b := &Boot{registry: registry, page: page, ranks: ranks}
 	b.mu.rooms = make(map[string]json.RawMessage)

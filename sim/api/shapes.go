@@ -203,8 +203,8 @@ func (b *body) promptProbs(q *sequence) any {
 	return list
 }
 
-// prompts returns the prompts of a completion: a text, a list of token ids, or a list of several of one kind. texts is theirs,
-// token ids as words.
+// prompts returns the prompts of a completion: a text, a list of token ids, or a list of several of one kind. texts has the text of
+// each prompt, with token ids as words.
 func (b *body) prompts() (prompts [][]uint32, texts []string, bad *apiError) {
 	raw := bytes.TrimSpace(b.Prompt)
 	if len(raw) == 0 || string(raw) == "null" {

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// A stop token ends an answer, and is its reason; a P whose token is one keeps no KV.
+// A stop token ends an answer and is its stop reason. A P whose token is a stop token keeps no KV.
 func TestStopTokens(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	_, text := post(t, url+"/v1/completions", `{"prompt":"a b c","max_tokens":6,"return_token_ids":true}`)
@@ -73,7 +73,7 @@ func TestListsOfPrompts(t *testing.T) {
 	f(`"a"`, []string{`"a"`}, 2)
 }
 
-// Answers have what a request asks for beside text: the prompt, log probabilities, tokens, calls of tools.
+// Answers have the extra parts that a request asks for: the prompt, log probabilities, tokens, calls of tools.
 func TestWhatElseAnswersHave(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	f := func(path, body string, want ...string) {
@@ -102,7 +102,7 @@ func TestWhatElseAnswersHave(t *testing.T) {
 	f("/inference/v1/generate", `{"token_ids":[1,2,3],"sampling_params":{"max_tokens":2}}`, `"token_ids":[`)
 }
 
-// A response can be read again, and a conversation goes on from it.
+// A response can be read again, and a conversation can continue from it.
 func TestResponsesAreRemembered(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	_, text := post(t, url+"/v1/responses", `{"input":"a b","max_output_tokens":3}`)
@@ -130,7 +130,7 @@ func TestResponsesAreRemembered(t *testing.T) {
 	}
 }
 
-// Adapters come and go, under names that are models meanwhile.
+// Adapters can be loaded and unloaded; while one is loaded, its name is a model.
 func TestAdapters(t *testing.T) {
 	_, url := serve(t, engine.Options{})
 	ask := func() int {

@@ -13,10 +13,10 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// Bytes gives the engines KV memory with real bytes, as many layers and KV heads as the model
-// has. Steps write the KV of their tokens, transfers copy blocks when they end, and whoever reads
-// compares: what arrives, what a request begins with, and what is left of it at its end. The
-// schedule is as without bytes. The store is the server's own then (package store).
+// Bytes gives the engines KV memory with real bytes, with as many layers and KV heads as the model
+// has. Steps write the KV of their tokens, and transfers copy blocks when they end. The engines
+// compare KV that arrives, KV with which a request begins, and all KV of a request at its end. The
+// schedule is the same as without bytes. The store is then the server's own (package store).
 type Bytes struct {
 	// HeadBytes are K and V of one head and token: a multiple of 8. Default 8; models have
 	// hundreds.
@@ -72,7 +72,7 @@ func (o *Options) checkMemory() error {
 		ErrMemory, o.Prefill+o.Decode, g.Blocks, g.BlockTokens, o.Store.Blocks, kv.FormatBytes(n), kv.FormatBytes(maxBytes))
 }
 
-// Carried is what a run did with bytes.
+// Carried counts what a run did with bytes.
 type Carried struct {
 	Memory  int64  `json:"memory_bytes"`   // of KV: all engines and the store
 	Moved   int64  `json:"moved_bytes"`    // from P to D
@@ -98,7 +98,7 @@ func (q *request) prepare(blockTokens int, named bool) {
 	}
 }
 
-// forget lets go of what only bytes need of q.
+// forget drops the fields of q that only runs with bytes need.
 func (q *request) forget() { q.chain, q.names, q.pushed = nil, nil, nil }
 
 // generate makes the next token of q. It follows from the tokens before it.
@@ -146,9 +146,9 @@ func newMemory(r *run) (*memory, error) {
 	return m, m.group.Check()
 }
 
-// begin takes a step in that was decided: it compares what requests begin with, and what is left
-// of those that get their last token. Blocks that another row of the step still writes are
-// compared at its end.
+// begin is called when a step was decided. It compares the KV with which requests begin, and all
+// KV of requests that get their last token. It compares blocks that another row of the step still
+// writes at the step's end.
 func (m *memory) begin(s *sched.Scheduler, rows []sched.Row) {
 	m.rows, m.later = rows, m.later[:0]
 	clear(m.writing)
@@ -222,8 +222,8 @@ func (c *Carried) count(b []byte, counter *int64) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// landed notes that a block has arrived, and gives it a wrong bit if it is its turn: in the last
-// layer and head of the block's first token.
+// landed counts a block that has arrived. If it is the block of Bytes.Corrupt, landed flips a bit
+// in the last layer and head of the block's first token.
 func (m *memory) landed(block sched.BlockID) {
 	c := &m.run.carried
 	if c.arrived++; c.arrived == m.run.o.Bytes.Corrupt {
@@ -245,7 +245,7 @@ func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	}
 }
 
-// push takes the prompt's KV out of P, which gives its blocks away: it is in D's buffer then.
+// push copies the prompt's KV out of P into q.pushed, D's buffer, because P gives its blocks to others.
 func (m *memory) push(q *request, table []sched.BlockID) {
 	blocks := (q.Input + m.kv.BlockTokens - 1) / m.kv.BlockTokens
 	q.pushed = make([]byte, blocks*m.block)

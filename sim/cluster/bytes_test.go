@@ -40,15 +40,15 @@ func chats(t *testing.T, n int) []workload.Request {
 	return list
 }
 
-// same compares two runs but for what only bytes have.
+// same compares two runs without their byte counts.
 func same(a, b *cluster.Result) bool {
 	x, y := *a, *b
 	x.Bytes, y.Bytes = nil, nil
 	return reflect.DeepEqual(x, y)
 }
 
-// The schedule with bytes is that without, by every transport, with little KV memory, and with a
-// store that holds all; and a second run has the same bytes in the same order.
+// A run with bytes has the same schedule as one without, by every transport, with little KV memory, and with a
+// store that holds all blocks. A second run has the same bytes in the same order.
 func TestBytesChangeNothing(t *testing.T) {
 	list := chats(t, 80)
 	f := func(name string, o cluster.Options) {
@@ -63,7 +63,7 @@ func TestBytesChangeNothing(t *testing.T) {
 			t.Errorf("%s: two runs differ: %+v, %+v", name, with.Bytes, again.Bytes)
 		}
 		b := with.Bytes
-		if b.Wrong != 0 || b.Checked < b.Moved+b.Loaded-int64(2*len(list)*16*tokenBytes) { // the ends of last blocks mean nothing
+		if b.Wrong != 0 || b.Checked < b.Moved+b.Loaded-int64(2*len(list)*16*tokenBytes) { // the unused ends of last blocks are not checked
 			t.Errorf("%s: %+v", name, b)
 		}
 		if (b.Moved > 0) != (o.Prefill > 0) || (b.Loaded > 0 && b.Stored > 0) != (o.Store.Blocks > 0) {
@@ -86,7 +86,7 @@ func TestBytesChangeNothing(t *testing.T) {
 	f("store of engines that do both", cluster.Options{Profile: tight, Decode: 2, Store: cluster.Store{Blocks: 5000, GBps: 10}})
 }
 
-// The moved bytes are all blocks of all prompts, but for those that D had; each of them is compared.
+// The moved bytes are all blocks of all prompts except those that D already had. Each of them is compared.
 func TestBytesAreCounted(t *testing.T) {
 	o := cluster.Options{Profile: small(t, 400), Prefill: 1, Decode: 1, Bytes: &cluster.Bytes{HeadBytes: 16}}
 	r := run(t, equal(2, 100, 3), o)
@@ -102,8 +102,8 @@ func TestBytesAreCounted(t *testing.T) {
 	}
 }
 
-// One wrong bit in any block that arrives fails the requests that read it, and no others; the times
-// are as they were.
+// One wrong bit in an arriving block fails the requests that read it, and no others. The times
+// do not change.
 func TestWrongBitIsNoticed(t *testing.T) {
 	f := func(name string, list []workload.Request, blocks int, o cluster.Options, others bool) {
 		t.Helper()
@@ -142,7 +142,7 @@ func TestWrongBitIsNoticed(t *testing.T) {
 		cluster.Options{Profile: p, Decode: 1, NoPrefixCache: true, Store: cluster.Store{Blocks: 100, GBps: 10}}, true)
 }
 
-// A store with room for little evicts, and what it still has is right.
+// A small store evicts, and the blocks that it still has are right.
 func TestBytesWithSmallStore(t *testing.T) {
 	list := chats(t, 100)
 	o := cluster.Options{Profile: small(t, 70), Prefill: 2, Decode: 1, Store: cluster.Store{Blocks: 120, GBps: 10}, Bytes: &cluster.Bytes{Dir: t.TempDir()}}
@@ -158,8 +158,8 @@ func TestBytesWithSmallStore(t *testing.T) {
 	}
 }
 
-// Two equal prompts in one step: the second begins with blocks that the first still computes, and
-// they are compared when it has.
+// Two equal prompts run in one step. The second begins with blocks that the first still computes. They
+// are compared when the first has computed them.
 func TestSharedWithinAStep(t *testing.T) {
 	p := small(t, 100)
 	p.Constants.SpacingMS = 0
@@ -171,8 +171,8 @@ func TestSharedWithinAStep(t *testing.T) {
 	}
 }
 
-// A workload whose names do not stand for prefixes has equal names over unlike KV: no such hit is
-// taken.
+// In a workload whose block names do not stand for prefixes, equal names may have different KV. The run does not
+// count these as hits.
 func TestNamesThatAreNoPrefixes(t *testing.T) {
 	prompt := func(at time.Duration, blocks ...int64) workload.Request {
 		return workload.Request{Arrival: at, Input: 16 * len(blocks), Output: 2, Blocks: blocks, BlockTokens: 16}
@@ -180,13 +180,13 @@ func TestNamesThatAreNoPrefixes(t *testing.T) {
 	list := []workload.Request{
 		prompt(0, 1, 2, 3, 4), prompt(time.Minute, 9, 2, 3, 4), prompt(2*time.Minute, 1, 2, 3, 4), prompt(3*time.Minute, 9, 2, 3, 5), prompt(4*time.Minute, 1, 2, 3, 4),
 	}
-	r := run(t, list, cluster.Options{Profile: small(t, 9), Decode: 1, Bytes: &cluster.Bytes{}}) // a prompt pushes the one before out, in part
+	r := run(t, list, cluster.Options{Profile: small(t, 9), Decode: 1, Bytes: &cluster.Bytes{}}) // each prompt evicts a part of the one before it
 	if r.Bytes.Wrong != 0 || r.Bytes.Checked == 0 {
 		t.Errorf("%+v", r.Bytes)
 	}
 }
 
-// A run that is interrupted has what it did, and leaves nothing behind.
+// An interrupted run returns its results so far, and leaves nothing behind.
 func TestInterruptedWithBytes(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	o := cluster.Options{

@@ -29,7 +29,7 @@ type engine struct {
 	memory *memory // nil: no bytes
 	busy   bool    // a step is being computed
 
-	out   sched.Output  // what became of transfers since the last step's end
+	out   sched.Output  // the outcome of transfers since the last step's end
 	extra time.Duration // of the step that is being scheduled, by what its requests receive
 	link  time.Duration // its network is in use until then
 	met   map[*engine]bool
@@ -42,10 +42,10 @@ type engine struct {
 // core decides what an engine's steps compute.
 type core interface {
 	add(q *request) error
-	// begin starts a step. Without tokens there is nothing to compute, and the step's end brings
-	// only what arrived; again says that the next step may differ all the same.
+	// begin starts a step. A step without tokens computes nothing, and its end only reports loads
+	// that arrived; again says that the next step may differ all the same.
 	begin() (w costmodel.Work, again bool)
-	// end ends it: who has one more token, and who is done.
+	// end ends the step and returns the requests that got a token and those that ended.
 	end(out sched.Output) (tokens, ended []*request)
 	busy() bool
 }
@@ -59,7 +59,7 @@ func (e *engine) turn() {
 			again = again || len(e.out.Arrived) > 0 || len(e.out.Sent) > 0
 			e.end()
 			if !again {
-				return // whatever comes next turns the engine
+				return // the next event calls turn again
 			}
 			continue
 		}

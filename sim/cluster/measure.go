@@ -25,7 +25,7 @@ func (r *Result) Measure(o bench.Options) *bench.Result {
 	return out
 }
 
-// errUnfinished is of requests that a run did not come to the end of.
+// errUnfinished is the error of requests that had not ended when the run did.
 var errUnfinished = errors.New("the run was ended before")
 
 // sample is the request as its client saw it, without its ITL.

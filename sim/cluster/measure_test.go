@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 )
 
-// A run measured as a client's benchmark has the figures that it has itself, and stages that add
-// up to the mean TTFT but for the way to P and to the client.
+// Measure gives a run the same figures as Figures does, and stages whose sum is the mean TTFT without the
+// way to P and to the client.
 func TestMeasure(t *testing.T) {
 	p := profile(t)
 	r := run(t, equal(40, 300, 30), cluster.Options{Profile: p, Prefill: 1, Decode: 1})

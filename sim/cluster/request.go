@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// Record is what became of one request. Times are from the start of the run; 0 is not reached.
+// Record is the history of one request. Times are from the start of the run; 0 is not reached.
 type Record struct {
 	Input  int `json:"input"`
 	Output int `json:"output"` // generated

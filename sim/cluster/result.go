@@ -24,7 +24,7 @@ type Result struct {
 	sums *sums // of Stream
 }
 
-// result returns what the run measured. It takes in what has not ended.
+// result returns what the run measured, including the requests that have not ended.
 func (r *run) result() *Result {
 	for q := range r.open {
 		r.take(q)
@@ -56,7 +56,7 @@ func (r *run) result() *Result {
 	return out
 }
 
-// take takes in what became of a request.
+// take adds a request to the result.
 func (r *run) take(q *request) {
 	if q.Last == 0 && q.Error == "" {
 		r.out.Unfinished++

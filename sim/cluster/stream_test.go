@@ -27,7 +27,7 @@ func heap() int64 {
 	return int64(m.HeapAlloc)
 }
 
-// A run of requests that come one after another is that of a list, by every transport, with bytes, a store, a limit on concurrency, and requests that fit nowhere.
+// A run over a stream of requests equals a run over a list, by every transport, with bytes, a store, a limit on concurrency, and requests that fit nowhere.
 func TestStreamIsRun(t *testing.T) {
 	list := chats(t, 150)
 	list[40].Input, list[40].Blocks = 1<<20, nil
@@ -97,7 +97,7 @@ func TestRunOfAnUnsortedList(t *testing.T) {
 	}
 }
 
-// endless are n requests of 50 blocks, two a second, made while they are asked for.
+// endless returns n requests of 50 blocks, two a second, and makes each one when it is read.
 func endless(n int, each func(i int)) iter.Seq2[workload.Request, error] {
 	return func(yield func(workload.Request, error) bool) {
 		for i := range n {
@@ -136,11 +136,11 @@ func TestStreamTakesBoundedMemory(t *testing.T) {
 	}
 	f("P and D", 6000, 1<<20, cluster.Options{Prefill: 1, Decode: 1})
 	f("store", 6000, 1<<20, cluster.Options{Decode: 1, Store: cluster.Store{Blocks: 1000, GBps: 10}})
-	// The store keeps notes of 4,096 lookups and 65,536 objects that went.
+	// The store keeps notes of 4,096 lookups and 65,536 evicted objects.
 	f("bytes", 400, 2<<20, cluster.Options{Prefill: 1, Decode: 1, Store: cluster.Store{Blocks: 1000, GBps: 10}, Bytes: &cluster.Bytes{Dir: t.TempDir()}})
 }
 
-// An error of the requests, and an end of the context, end a run with the result so far.
+// A run ends with the result so far when the requests give an error or the context ends.
 func TestStreamThatEndsEarly(t *testing.T) {
 	broken := errors.New("line 7 is bad")
 	o := cluster.Options{Profile: small(t, 2000), Prefill: 1, Decode: 1, Total: 500}
@@ -171,7 +171,7 @@ func TestStreamThatEndsEarly(t *testing.T) {
 	}
 }
 
-// A trace whose times count from 1970 is an error that says what to do.
+// A trace whose times count from 1970 gives an error that says what to do.
 func TestTimesThatAreTooLate(t *testing.T) {
 	list := equal(3, 100, 2)
 	list[2].Arrival = 1_700_000_000 * time.Second

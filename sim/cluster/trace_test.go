@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 )
 
-// 1,000 requests of a production trace, where it is at hand, at 1/32 of their size: as without bytes,
-// and every byte is right.
+// 1,000 requests of a production trace, if the file is there, at 1/32 of their size: the schedule is as without
+// bytes, and every byte is right.
 func TestProductionTraceWithBytes(t *testing.T) {
 	f, err := os.Open("../../../shared/traces/conversation_trace.jsonl")
 	if err != nil {

@@ -13,8 +13,8 @@ const (
 	leastFresh   = 1 << 13 // are sorted together
 )
 
-// Values are numbers of at least 0, of which each different one takes 16 bytes however often it comes, and as many again while they are
-// counted. Up to Most different ones are exact; of more, the last bits are rounded away until half as many differ.
+// Values are numbers of at least 0. Each different number takes 16 bytes, however often it comes, and 16 more while they are counted. Up
+// to Most different numbers are exact; beyond, Values rounds the last bits of all away until at most half of Most differ.
 type Values struct {
 	Most int // default 2^22
 

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Values have the mean and percentiles of a sorted list, to the last bit while few enough differ, and afterwards to within what is rounded away.
+// Values gives the mean and percentiles of a sorted list, exactly while at most Most values differ, and then within its rounding error.
 func TestValuesAreAList(t *testing.T) {
 	f := func(n, different, most int, within float64) {
 		t.Helper()

@@ -3,7 +3,7 @@
 // Package cluster runs whole deployments in virtual time: prefill and decode engines, or
 // engines that do both, a cache below them, the network between them. Each engine has vLLM's
 // scheduler (package sim/sched) and its paged KV cache, without bytes or with (Options.Bytes);
-// package sim/clock says how long its steps and transfers take.
+// package sim/costmodel says how long its steps and transfers take.
 //
 // A run is an event loop in one goroutine. The same requests and options give the same result,
 // to the nanosecond. Memory: the names, block tables and 8 bytes for each generated token of the
@@ -45,8 +45,8 @@ type Options struct {
 	Prefill, Decode int
 
 	Transport Transport
-	// FirstToken: the client's first token is P's, handed out when D has the KV. Otherwise D
-	// computes the last prompt token again, and the first token is its.
+	// FirstToken: the client's first token is P's, delivered when D has the KV. Otherwise D
+	// computes the last prompt token again, and the first token is D's.
 	FirstToken bool
 	// PrefillAlone: engines that do both compute prompts first and alone, as SGLang does.
 	PrefillAlone bool
@@ -127,7 +127,7 @@ type run struct {
 	next              *request // the next to arrive, without a limit on concurrency; nil: none
 	open              map[*request]struct{}
 	blocks            int           // names of the open requests' blocks
-	door              time.Duration // when the last request was at its engine's door
+	door              time.Duration // when the last request reached its engine
 	sent, done        int
 	out               *Result
 	gaps              bool          // Records have them
@@ -298,7 +298,7 @@ func (r *run) loop(ctx context.Context) error {
 		if r.failed != nil {
 			return r.failed
 		}
-		// Of what happens at one time arrivals come first.
+		// Of events at the same time, arrivals come first.
 		arrival := r.next != nil && r.o.Concurrency == 0 && (len(r.queue.list) == 0 || r.next.from.Arrival <= r.queue.list[0].at)
 		if arrival {
 			r.now = r.next.from.Arrival
@@ -409,7 +409,7 @@ func (r *run) begun(e *engine, q *request) {
 	}
 }
 
-// token takes a token of e in.
+// token records that q got a token at e.
 func (r *run) token(e *engine, q *request) {
 	if e.role != decode && q.Prefilled == 0 {
 		q.Prefilled = r.now
@@ -433,7 +433,7 @@ func (r *run) deliver(q *request, at time.Duration) {
 	q.Last = at
 }
 
-// ended takes the end of q in e in.
+// ended handles the end of q at e.
 func (r *run) ended(e *engine, q *request) {
 	if r.store != nil && e.role != decode {
 		r.store.put(q)

@@ -37,7 +37,7 @@ func run(t *testing.T, list []workload.Request, o cluster.Options) *cluster.Resu
 	return r
 }
 
-// equal returns n requests that arrive at once and have nothing in common.
+// equal returns n requests of equal size that arrive at once and share no prefix.
 func equal(n, input, output int) []workload.Request {
 	out := make([]workload.Request, n)
 	for i := range out {
@@ -90,7 +90,7 @@ func TestOneRequestByHand(t *testing.T) {
 	}
 }
 
-// A load that ends while D computes is noticed after that step, and its first token needs one more.
+// When a load ends during a step of D, D notices it after that step, and the first token needs one more step.
 func TestLoadsAlignWithSteps(t *testing.T) {
 	p := profile(t)
 	list := equal(2, 500, 60)
@@ -151,7 +151,7 @@ func TestPKeepsBlocksUntilTheyAreSent(t *testing.T) {
 	}
 }
 
-// A D without room for all preempts, computes again, and everybody gets all tokens.
+// A D without room for all requests preempts and computes again, and each request gets all of its tokens.
 func TestPreemption(t *testing.T) {
 	p := profile(t)
 	p.Blocks = 40
@@ -166,7 +166,7 @@ func TestPreemption(t *testing.T) {
 	}
 }
 
-// What the memory of one engine has is not computed again there; what the store has, nowhere.
+// An engine does not compute blocks again that are in its own memory. No engine computes blocks again that are in the store.
 func TestPrefixCacheAndStore(t *testing.T) {
 	p := profile(t)
 	p.BlockTokens = 64
@@ -193,7 +193,7 @@ func TestPrefixCacheAndStore(t *testing.T) {
 	f(cluster.Options{Decode: 1, NoPrefixCache: true, Store: cluster.Store{Blocks: 5, GBps: 10}}, 0, 5*64, 5*64)
 }
 
-// SGLang's way: while prompts wait nobody decodes, and prompts never share a step with decoding.
+// As in SGLang, no request decodes while prompts wait, and prompts never share a step with decoding.
 func TestPrefillAlone(t *testing.T) {
 	p := profile(t)
 	list := equal(4, 2048, 50)

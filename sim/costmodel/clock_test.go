@@ -22,7 +22,7 @@ func profile(t *testing.T, name string) *costmodel.Profile {
 	return p
 }
 
-// The quantities that follow from published dimensions, worked out apart.
+// The quantities that follow from published dimensions, compared with figures that were calculated separately.
 func TestArithmeticOfModels(t *testing.T) {
 	f := func(name string, weights, step, kv, linear, attention, head float64) {
 		t.Helper()
@@ -89,7 +89,7 @@ func TestTransfers(t *testing.T) {
 	if p.TransferBytes(3) != 3*16*57344 {
 		t.Errorf("%d bytes", p.TransferBytes(3))
 	}
-	// 1,000 tokens are 57.3 ms of the network: hidden behind a long step but for the last layer.
+	// The network needs 57.3 ms for 1,000 tokens. Behind a long step only the last layer's transfer is visible.
 	if got, want := p.Push(1000, time.Second), 2*time.Millisecond+57344*time.Microsecond/28; got != want {
 		t.Errorf("after a long step P waits %v, want %v", got, want)
 	}
@@ -148,7 +148,7 @@ func TestSet(t *testing.T) {
 	}
 }
 
-// What is printed names every constant, where it is from, and has a sum for each step.
+// Print names every constant and its source, and shows a sum for each step.
 func TestPrint(t *testing.T) {
 	for _, name := range costmodel.Names {
 		var b bytes.Buffer

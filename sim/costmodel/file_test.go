@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// A profile that is written and read is the same; what is not one is refused with a reason.
+// A profile that is written and read again is the same. A file that is no profile is refused with a reason.
 func TestProfileFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "own.json")
 	for _, name := range costmodel.Names {

@@ -102,8 +102,8 @@ func Play(ctx context.Context, requests iter.Seq2[workload.Request, error], o Pl
 	return &total, errors.Join(errs...)
 }
 
-// pull returns what takes the next request and its number, for several goroutines, and what ends the requests. After the last one and after an error
-// there are no more.
+// pull returns take, with which several goroutines get the next request and its number, and stop, which ends the sequence. After the last request
+// and after an error there are no more.
 func pull(requests iter.Seq2[workload.Request, error]) (take func() (at int, q workload.Request, more bool, err error), stop func()) {
 	var mu sync.Mutex
 	next, stop := iter.Pull2(requests)

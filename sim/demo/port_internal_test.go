@@ -8,7 +8,8 @@ import (
 	"testing"
 )
 
-// A connection of any process takes a port that the system gives out; then the server could not start again after it was killed.
+// The demo's port is outside the range from which the system gives ports to connections. Else a connection of any process could take it, and
+// the server could not start again after it was killed.
 func TestPortIsNoneThatTheSystemGivesOut(t *testing.T) {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
-// Steps take as long as the profile says: two prompts one after the other, and what each generates.
+// Steps take as long as the profile says: for two prompts one after the other, and for the tokens that each generates.
 func TestStepsTakeTheTimeOfTheProfile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, err := costmodel.Get(costmodel.A10Qwen)

@@ -27,21 +27,21 @@ type kvConnector interface {
 	// settle waits until nothing reads blocks that the step gave to others. It comes before any
 	// connector's build.
 	settle(step *sched.Step) error
-	// build gives the workers what a step decided, before it is computed.
+	// build gives the workers the decisions of a step, before the step is computed.
 	build(step *sched.Step) error
-	// computed reports to them that it is.
+	// computed tells the workers that the step is computed.
 	computed(step *sched.Step)
 	// finish says that q ends; keep: its blocks stay until poll names it as sent.
 	finish(q *request, why sched.Reason) (keep bool)
-	// poll returns what became of transfers. ended are requests that ended before this step.
+	// poll returns the outcome of transfers. ended are requests that ended before this step.
 	poll(ended []string) sched.Output
 	// collect adds the figures of both halves.
 	collect(reg *metrics.Registry, labels map[string]string)
 	close(ctx context.Context) error
 }
 
-// Collect adds the figures of the engine's connectors to reg; they have labels, and which of the
-// connectors they are of.
+// Collect adds the figures of the engine's connectors to reg, with labels and the label connector:
+// the connector's index.
 func (e *Engine) Collect(reg *metrics.Registry, labels map[string]string) {
 	for i, c := range e.conns {
 		c.collect(reg, with(labels, "connector", i))
@@ -80,8 +80,8 @@ func (e *Engine) connect() error {
 	return nil
 }
 
-// connectors is all of an engine's as the scheduler sees them: the first that has something
-// loads, all may keep blocks, as in vLLM's MultiConnector.
+// connectors are all connectors of an engine, as the scheduler sees them: the first that has KV
+// loads it, and all may keep blocks, as in vLLM's MultiConnector.
 type connectors struct{ e *Engine }
 
 func (c connectors) Match(r *sched.Request, local int) (external int, async, ok bool) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package engine is a simulated vLLM engine: it schedules like vLLM, holds real KV bytes in
-// paged memory, and speaks the real connectors. Only the model is missing: the KV of a token
+// paged memory, and uses the real connectors. Only the model is missing: the KV of a token
 // follows from the tokens before it (package sim/kvmem), and so does the next token.
 //
 // Whatever KV a request is given, by the prefix cache, another engine or a cache server, is

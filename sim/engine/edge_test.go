@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// Prompts of one token, of exactly a block and beside it, and the longest of the model pass from
-// P to D in every kind of model.
+// Prompts of one token, of a block exactly, of one token more or less, and of the model's greatest length pass
+// from P to D in every kind of model.
 func TestPromptsAtTheEdges(t *testing.T) {
 	for name, groups := range hybrids {
 		port := testkit.FreePort(t)

@@ -60,8 +60,8 @@ type Options struct {
 	Getenv func(string) (string, bool)
 	// First is the dialect of vLLM 0.13 for a MooncakeConnector: no transfer ids, no registry.
 	First bool
-	// StoreRelease is whose decisions and keys a MooncakeStoreConnector has; default ours, with the
-	// keys of vLLM 0.24 and later.
+	// StoreRelease is the release whose decisions and keys a MooncakeStoreConnector has; default ours, with
+	// the keys of vLLM 0.24 and later.
 	StoreRelease coordinator.Release
 	// PPSize is how many pipeline stages the layers are on, each with its ranks; default 1. An
 	// LMCacheMPConnector registers a worker for each; other connectors have one stage.
@@ -69,11 +69,11 @@ type Options struct {
 	// DPRank is the place of the engine among DPSize of its model, default 0 of 1. A
 	// MooncakeConnector registers it.
 	DPRank, DPSize int
-	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and
-	// the prompt's; 0: the prompt's alone; nil: all.
+	// Retention thins what a MooncakeStoreConnector keeps of window groups: one tail per this number of tokens,
+	// and the tail of the prompt; 0: only the tail of the prompt; nil: all.
 	Retention *int
-	// Unnegotiated has an LMCacheMPConnector speak as lmcache 0.5.6 does, also to a server of a later
-	// release: it takes the server's chunk size as it is.
+	// Unnegotiated makes an LMCacheMPConnector use the protocol of lmcache 0.5.6, also with a server of a
+	// later release: it accepts the server's chunk size as it is.
 	Unnegotiated bool
 	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
 	ShmDir string
@@ -126,7 +126,7 @@ type Engine struct {
 	free     func() error // of the memory
 
 	wake chan struct{}
-	done chan struct{} // closed when Run has returned
+	done chan struct{} // closed when run has returned
 	stop context.CancelFunc
 	ctx  context.Context
 
@@ -293,7 +293,7 @@ func (e *Engine) call(f func()) error {
 	}
 }
 
-// Submit takes a request in; the Stream has its tokens and its end. The request ends when ctx
+// Submit starts a request; the Stream has its tokens and its end. The request ends when ctx
 // does.
 func (e *Engine) Submit(ctx context.Context, r Request) (*Stream, error) {
 	if err := e.check(&r); err != nil {
@@ -323,7 +323,7 @@ func (e *Engine) check(r *Request) error {
 }
 
 func (e *Engine) add(q *request) error {
-	if e.sched.Known(q.r.ID) { // before the connectors hear of it
+	if e.sched.Known(q.r.ID) { // before the connectors get the request
 		return fmt.Errorf("%w: %.128q", ErrInUse, q.r.ID)
 	}
 	for _, c := range e.conns {
@@ -414,7 +414,7 @@ const (
 	keptPoll = 10 * time.Millisecond
 )
 
-// turn is one step of the engine: decide, compute, take in what became of transfers.
+// turn is one step of the engine: decide, compute, process the outcome of transfers.
 func (e *Engine) turn() {
 	step := e.sched.Schedule()
 	for _, h := range step.Hits {
@@ -492,7 +492,7 @@ func (e *Engine) compute(step *sched.Step) {
 		if row.Kind != sched.RowRunning {
 			q.begun(time.Now())
 		}
-		if row.Kind != sched.RowRunning || e.sched.Last(row) { // what it begins with, and what is left of it in the end
+		if row.Kind != sched.RowRunning || e.sched.Last(row) { // compare at its begin and at its end
 			e.inspect(row)
 		}
 		e.mem.Write(row.Request.Tables(), q.chain, row.Before, row.Before+row.Tokens)
@@ -547,7 +547,7 @@ func (e *Engine) finish(q *request, why sched.Reason, err error) {
 	q.stream.end(&End{why.String(), err, q.params, q.notComputed()})
 }
 
-// poll asks the connectors what became of their transfers.
+// poll asks the connectors for the outcome of their transfers.
 func (e *Engine) poll(ended []string) (out sched.Output) {
 	for _, c := range e.conns {
 		o := c.poll(ended)

@@ -78,8 +78,8 @@ type chunkEvents struct {
 // maxChunks bounds the chunks that are announced; others are not.
 const maxChunks = 1 << 20
 
-// events appends the events of the workers. A chunk is announced when every worker that stores has stored it. When a
-// worker registers again, the server may be a new one: what was announced is withdrawn.
+// events appends the events of the workers. It announces a chunk when every worker that stores has stored it. When a
+// worker registers again, the server may be a new one, so events withdraws all announced chunks.
 func (k *lmcacheConn) events(list []event.Event) []event.Event {
 	for _, w := range k.workers {
 		reported, _ := w.Events()

@@ -40,7 +40,7 @@ type StoreStats struct {
 	connector.WorkerStats
 }
 
-// HoldLoads takes the place of the loads of each rank of an engine's MooncakeStoreConnector, until release.
+// HoldLoads occupies the load slot of each rank of an engine's MooncakeStoreConnector until release is called.
 func (e *Engine) HoldLoads() (release func()) {
 	k := e.conns[0].(*storeConn)
 	for _, place := range k.loads {

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// An engine that lends its memory has all of it from the start: a file system that others fill later
-// costs stores at the server, never the engine.
+// An engine that lends its memory allocates all of it at the start. When others fill the file system later,
+// stores at the server fail, but never the engine.
 func TestLentMemoryOutlivesAFullFileSystem(t *testing.T) {
 	testkit.SmallFS(t, 24<<20, func(t *testing.T, dir string) {
 		n := startNodeWith(t, dir, "pool", 8<<20, server.Options{ChunkTokens: 32, ShmDir: dir, Log: testLog(t)})

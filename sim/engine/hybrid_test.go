@@ -27,7 +27,7 @@ var hybrids = map[string][]sched.Group{
 	"one window":         {{Window: 50}},
 }
 
-// Hybrid models give the tokens of any other run, from their prefix cache too, in a memory so
+// Hybrid models give the same tokens in each run, also from their prefix cache, with a memory so
 // small that requests are preempted.
 func TestHybridAlone(t *testing.T) {
 	preempted := int64(0)
@@ -61,10 +61,9 @@ func TestHybridAlone(t *testing.T) {
 	}
 }
 
-// Hybrid models through a cache server that copies, whose objects are of all groups or of each, and through one whose pool
-// the engines read and write: prompts that
-// grow turn by turn, cut by steps anywhere in a chunk, in a memory so small that requests are
-// preempted. What one engine stored, another loads.
+// Hybrid models use a cache server that copies, with one object for all groups or one for each, and a server whose pool
+// the engines read and write. The prompts grow turn by turn, steps cut them anywhere in a chunk, and the memory is so
+// small that requests are preempted. One engine loads the chunks that another one stored.
 func TestHybridCacheServer(t *testing.T) {
 	for name, groups := range hybrids {
 		for _, how := range []struct {
@@ -131,8 +130,8 @@ func TestHybridCacheServer(t *testing.T) {
 	}
 }
 
-// Workers that copy themselves register a single group as full attention, as LMCache's, and several groups at servers of 0.5.7
-// alone: another model is refused with what it needs, before anything is registered.
+// Workers that copy themselves register a single group as full attention, as LMCache's do. They register several groups only at servers
+// of 0.5.7. Another model is refused before anything is registered, and the error says which setting it needs.
 func TestHybridNeedsLentMemory(t *testing.T) {
 	n := startNode(t, 8<<20)
 	for name, groups := range hybrids {
@@ -152,7 +151,7 @@ func TestHybridNeedsLentMemory(t *testing.T) {
 	}
 }
 
-// P and D of hybrid models: windows are clipped, the last token of models with states is D's.
+// P and D of hybrid models: windows are clipped, and D computes the last token of models with states.
 func TestHybridPair(t *testing.T) {
 	for name, groups := range hybrids {
 		for _, tp := range [][2]int{{1, 1}, {2, 2}, {2, 1}} {

@@ -43,8 +43,8 @@ func sameAs(t *testing.T, o engine.Options, tokens int, engines ...*engine.Engin
 	}
 }
 
-// What one engine stored, another one loads: every layout, in both modes, with pipeline stages and over several
-// servers that share the ranks. Ranks of MLA have the same bytes; one of a server stores them.
+// One engine loads what another one stored: in every layout, in both modes, with pipeline stages and over several
+// servers that share the ranks. All ranks of MLA have the same bytes, so one rank per server stores them.
 func TestCacheServerLayouts(t *testing.T) {
 	f := func(mode string, layout kvmem.Layout, tp, pp, servers int) {
 		t.Helper()
@@ -87,7 +87,7 @@ func TestCacheServerLayouts(t *testing.T) {
 	f("engine_driven", kvmem.MLA, 4, 1, 2)
 }
 
-// Of servers that have unlike prefixes the shortest one is the hit, and the others get their pins back.
+// When servers have prefixes of different lengths, the hit is the shortest one, and the engine releases the other servers' pins.
 func TestServersThatDiffer(t *testing.T) {
 	nodes := []*node{startNode(t, 8<<20)}
 	for i := range 3 {
@@ -110,7 +110,7 @@ func TestServersThatDiffer(t *testing.T) {
 	}
 }
 
-// P's blocks are D's in every layout that the dialect registers: 0.13 the split one too, one region each for keys and values.
+// D's blocks equal P's in every layout that the dialect registers. 0.13 also registers the split layout, with one region each for keys and values.
 func TestPrefillAndDecodeLayouts(t *testing.T) {
 	f := func(first bool, layout kvmem.Layout, tp int) {
 		t.Helper()
@@ -171,7 +171,7 @@ func TestStoreLayouts(t *testing.T) {
 	}
 }
 
-// Ranks that cannot be are refused.
+// Impossible ranks are refused.
 func TestRanks(t *testing.T) {
 	f := func(want string, change func(o *engine.Options)) {
 		t.Helper()
@@ -232,7 +232,7 @@ func TestDataParallelRanks(t *testing.T) {
 	}
 }
 
-// eventLog is what an engine publishes.
+// eventLog collects the KV events that an engine publishes.
 type eventLog struct {
 	mu   sync.Mutex
 	list []event.Event
@@ -244,7 +244,7 @@ func (l *eventLog) add(list []event.Event) {
 	l.list = append(l.list, list...)
 }
 
-// has returns the tokens that blocks of a medium hold, by the events so far.
+// has returns the tokens of each block in a medium, according to the events so far.
 func (l *eventLog) has(medium string) map[string][]int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -267,7 +267,7 @@ func (l *eventLog) has(medium string) map[string][]int64 {
 	return out
 }
 
-// Subscribers learn of the blocks of the engine's own cache, and of the chunks that all of its ranks have stored on a
+// The events report the blocks of the engine's own cache, and the chunks that all of its ranks have stored on a
 // cache server.
 func TestKVEvents(t *testing.T) {
 	n := startNode(t, 8<<20)

@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// An id may come again once its request has ended: each life gives its blocks back, also those
-// of which nothing is stored or loaded.
+// A request id may be used again when its request has ended. Each request gives its blocks back, also when
+// nothing of it was stored or loaded.
 func TestLivesOfOneID(t *testing.T) {
 	for _, mode := range []string{"engine_driven", "lmcache_driven"} {
 		n := startNode(t, 8<<20)
@@ -29,8 +29,8 @@ func TestLivesOfOneID(t *testing.T) {
 	}
 }
 
-// Figures tell what was done: a prompt counts once, when it has a token, and what failed to load
-// counts as computed.
+// In the metrics a prompt counts once, when it has its first token. Tokens that failed to load
+// count as computed.
 func TestFigures(t *testing.T) {
 	g := geometry(1)
 	g.Blocks = 24

@@ -18,8 +18,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and a worker for each rank. Of several
-// servers each has as many workers, in the order of ranks.
+// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and a worker for each rank. Several
+// servers share the workers equally, in the order of ranks.
 type lmcacheConn struct {
 	e        *Engine
 	clients  []*lmcache.Client        // of each server

@@ -80,7 +80,7 @@ func lmcacheConfig(url, mode string) string {
 		"kv_connector_extra_config":{"lmcache.mp.server_urls":%q,"lmcache.mp.mp_transfer_mode":%q}}`, url, mode)
 }
 
-// What one engine computed, another loads: the same tokens, every byte compared.
+// One engine loads what another one computed: the tokens are the same, and every byte is compared.
 func TestCacheServer(t *testing.T) {
 	f := func(mode string, tp int, inline bool) {
 		t.Helper()
@@ -121,7 +121,7 @@ func TestCacheServer(t *testing.T) {
 	f("engine_driven", 2, true)
 }
 
-// What an engine computed is stored when it ends, also when it ends right after its answer.
+// An engine that ends stores what it computed, also when it ends right after its answer.
 func TestEndingEngineStoresWhatItComputed(t *testing.T) {
 	f := func(name, dir, config string, env map[string]string) {
 		t.Helper()

@@ -22,9 +22,9 @@ import (
 
 // storeConn is vLLM's MooncakeStoreConnector: one scheduler, and a worker for each rank.
 //
-// Loads go straight into the request's blocks, which stay its own until poll has said that the load
-// has ended. What is stored is copied when it was computed, since blocks may be given to others
-// meanwhile.
+// Loads go straight into the request's blocks, which stay its own until poll has reported the end of
+// the load. The connector copies blocks to be stored when they are computed, since the engine may give
+// them to other requests before they are stored.
 type storeConn struct {
 	e       *Engine
 	o       *kvconfig.MooncakeStore
@@ -57,18 +57,18 @@ type storeRequest struct {
 	end    int // of the prefill
 	lookup *lookup
 	cancel context.CancelFunc // of its load; nil: none goes on
-	failed bool               // a load did: the store is not asked again, which would find the same
+	failed bool               // a load failed: the store is not asked again, since it would find the same objects
 }
 
-// lookup is a question that goes on, or was answered.
+// lookup is a lookup of the store, in progress or answered.
 type lookup struct {
 	tokens  int
 	done    chan struct{} // closed with the answer
 	hit     int
-	expires time.Time // what was found is leased until then
+	expires time.Time // end of the lease of what was found
 }
 
-// save is what was computed, copied.
+// save is a copy of computed blocks that wait to be stored.
 type save struct {
 	prompt connector.Prompt
 	blocks []connector.Block
@@ -81,7 +81,7 @@ const (
 	loadTimeout   = 30 * time.Second
 	saveTimeout   = 30 * time.Second
 
-	// A hit that no blocks were found for in this time is looked for again: leases end after 5 s or 10 s.
+	// A hit whose request got no blocks in this time is looked up again: leases end after 5 s or 10 s.
 	hitLife = 3 * time.Second
 
 	// maxSaves bounds the bytes that wait to be stored; what comes beyond is not stored.
@@ -278,7 +278,7 @@ func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt
 	return errors.Join(k.workers[rank].Load(ctx, prompt, blocks, parts)...)
 }
 
-// memory returns the pieces of a block of one rank: a layer's after another's.
+// memory returns the pieces of a block of one rank, layer after layer.
 func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
 	var parts [][]byte
 	for _, layer := range k.e.mem.RankLayers(rank) {
@@ -292,7 +292,7 @@ func (k *storeConn) settle(*sched.Step) error { return nil }
 
 func (k *storeConn) build(*sched.Step) error { return nil }
 
-// computed copies what the step has completed of prompts, and what the prefix cache gave.
+// computed copies the blocks of prompts that the step has completed, and those that came from the prefix cache.
 func (k *storeConn) computed(step *sched.Step) {
 	if k.o.Role == wire.Consumer && !k.o.SaveDecode {
 		return

@@ -72,8 +72,8 @@ func stored(t testing.TB, e *engine.Engine) {
 	testkit.Eventually(t, "everything is stored", func() bool { return e.StoreStats().Waiting == 0 })
 }
 
-// What one engine computed another loads from the store: hybrid models, several ranks, both generations of
-// keys, prompts that grow, in a memory so small that requests are preempted.
+// One engine loads from the store what another one computed: with hybrid models, several ranks, both generations of
+// keys and growing prompts, and with a memory so small that requests are preempted.
 func TestStore(t *testing.T) {
 	f := func(name string, groups []sched.Group, tp int, release coordinator.Release) {
 		t.Helper()
@@ -132,7 +132,7 @@ func TestStore(t *testing.T) {
 	f("full", []sched.Group{{}}, 2, coordinator.Release(0))
 }
 
-// Exactly the blocks of the masks are stored and loaded, byte for byte: counted by a rule of this test's own.
+// Exactly the blocks of the masks are stored and loaded. The test counts their bytes by a rule of its own.
 func TestStoreMovesTheMaskedBlocks(t *testing.T) {
 	const block, window, tokens = 16, 100, 40*16 + 5
 	need := (window - 1 + block - 1) / block
@@ -198,7 +198,7 @@ func TestStoreThatFails(t *testing.T) {
 	if s := askAll("whole").Stats(); s.LoadedTokens != 192 {
 		t.Fatalf("%+v", s)
 	}
-	c.Set(func() { // all of it was on a node that has gone, while the master still names it
+	c.Set(func() { // every object was on a node that has gone, while the master still names that node
 		for name := range c.Objects {
 			c.Objects[name].Pieces[0].Endpoint = "127.0.0.1:1"
 		}
@@ -215,7 +215,7 @@ func TestStoreThatFails(t *testing.T) {
 	}
 }
 
-// A producer loads what another one has stored, as in vLLM, where the role decides on storing alone.
+// A producer loads what another one has stored. As in vLLM, the role only decides about storing.
 func TestProducersLookUp(t *testing.T) {
 	c := newStoreCluster(t, 1)
 	o := engine.Options{Model: "org/model", KV: geometry(1), MaxModel: 512}

@@ -145,7 +145,8 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// P computes, D goes on: the same tokens as from one engine alone, all KV from P, blocks free.
+// P computes the prompt and D continues: the tokens are those of one engine alone, all KV comes from P, and all blocks are
+// free afterwards.
 func TestPrefillAndDecode(t *testing.T) {
 	f := func(pTP, dTP int) {
 		t.Helper()
@@ -188,7 +189,7 @@ func TestPrefillAndDecode(t *testing.T) {
 	f(4, 2)
 }
 
-// P and D with one secret transfer; with another, or where one of them has none, D computes the prompt and the answer is the same.
+// P and D with one secret transfer KV. With different secrets, or where one of them has none, D computes the prompt and the answer is the same.
 func TestPairProvesItsSecret(t *testing.T) {
 	secrets := func(text, stock string) *auth.PeerSecrets {
 		path := filepath.Join(t.TempDir(), "secret")

@@ -58,8 +58,8 @@ func (n *sizedNode) start(t testing.TB) {
 }
 
 // Engines with blocks of 16, 48 and 544 tokens share a node, each in both dialects: those of 0.5.7 negotiate chunks of
-// 256, 288 and 544 tokens, those of 0.5.6 take 256, 144 and 544 from their listeners. All find what they stored, the two of 256 and
-// of 544 what the other dialect stored; a quota and eviction hold over all sizes; a restart keeps all.
+// 256, 288 and 544 tokens, those of 0.5.6 take 256, 144 and 544 from their listeners. Each finds the chunks that it stored. Those with chunks of
+// 256 and of 544 also find the other dialect's chunks. A quota and eviction work over all sizes. A restart keeps all chunks.
 func TestChunkSizesOfOneNode(t *testing.T) {
 	dir, err := os.MkdirTemp("/dev/shm", "kvasir_engine_test")
 	if err != nil {
@@ -84,7 +84,7 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 		e.Engine = open(t, engine.Options{KV: g, MaxModel: 4096, ShmDir: dir, Unnegotiated: e.old}, config, nil)
 	}
 	alone := open(t, engine.Options{KV: geometry(1), MaxModel: 2048}, "", nil)
-	// ask has all engines answer a prompt at once, and returns how many tokens each loaded.
+	// askAll sends a prompt to all engines at once, and returns how many tokens each loaded.
 	asked := 0
 	askAll := func(tokens int, seed uint32, salt string) []int64 {
 		t.Helper()
@@ -131,7 +131,7 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 			return true
 		})
 	}
-	// hits is keep while nothing may be stored anew.
+	// hits is keep, and fails if a chunk is stored meanwhile.
 	hits := func(what string, seed uint32, salt string) {
 		t.Helper()
 		before := n.store.Stats().StoredChunks
@@ -150,7 +150,7 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 		t.Error("no chunks were found after a restart")
 	}
 
-	// What a tenant with a quota has stays, whatever the others store, in chunks of every size.
+	// The chunks of a tenant with a quota stay, in every size, whatever the other tenants store.
 	if err := n.store.SetQuota("red", sizedPool/2); err != nil {
 		t.Fatal(err)
 	}

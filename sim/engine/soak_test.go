@@ -112,8 +112,8 @@ func TestServerKilled(t *testing.T) {
 		}
 		return n
 	}
-	// Beyond the requests that are wanted come more, while the server was not killed twice after it was of use: it may start so late that
-	// the engines are done without it.
+	// After the wanted number of requests more are sent until the server was killed twice and the engines have loaded tokens: the server may
+	// start so late that the engines are done without it.
 	limit := time.Now().Add(3 * time.Minute)
 	more := func(i int64) bool {
 		return i < int64(requests) || (kills.Load() < 2 || tokensLoaded() == 0) && time.Now().Before(limit)
@@ -148,7 +148,7 @@ func TestServerKilled(t *testing.T) {
 		})
 	}
 	for more(next.Load()) {
-		// A server is killed after it was of use, however slow the machine is.
+		// The server is killed only after the engines have loaded tokens from it, however slow the machine is.
 		before := tokensLoaded()
 		for end := time.Now().Add(20 * time.Second); tokensLoaded() == before && more(next.Load()) && time.Now().Before(end); {
 			time.Sleep(10 * time.Millisecond)

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// counters are written by the loop and read by anybody.
+// counters are written by the loop; any goroutine may read them.
 type counters struct {
 	steps, promptTokens, generated    atomic.Int64
 	queries, hits, asked, preemptions atomic.Int64

@@ -19,8 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// Bytes that somebody changed fail the request that begins with them, once: the blocks are found
-// no more, and nothing of that request is stored for others.
+// Changed bytes fail the request that begins with them, once. Afterwards no lookup finds those blocks,
+// and nothing of the failed request is stored for others.
 func TestWrongBytesAreFoundOnce(t *testing.T) {
 	for name, groups := range hybrids {
 		n := startNode(t, 8<<20)
@@ -49,8 +49,8 @@ func TestWrongBytesAreFoundOnce(t *testing.T) {
 	}
 }
 
-// Bytes that are changed while a request runs fail it at its end, whoever shares them. What has
-// left all windows by then is not looked at.
+// Bytes that change while requests run fail each request that shares them, at its end. The engine does not check
+// blocks that have left all windows by then.
 func TestWrongBytesAtTheEnd(t *testing.T) {
 	for name, groups := range hybrids {
 		if name == "one window" {
@@ -90,8 +90,7 @@ func TestWrongBytesAtTheEnd(t *testing.T) {
 	}
 }
 
-// An engine that waits for its cache server stops when it is told to; a second one, told nothing,
-// goes on and finds the server.
+// An engine that waits for its cache server stops when its context ends, and leaves no segment of shared memory.
 func TestInterruptedStart(t *testing.T) {
 	port := testkit.FreePort(t)
 	c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", port), "lmcache_driven")))
@@ -111,12 +110,12 @@ func TestInterruptedStart(t *testing.T) {
 	}
 }
 
-// What does not fit is refused with one line that says what to change, before anything is
-// allocated or anybody is asked; what fits just so is served.
+// A model that does not fit is refused with one line that says what to change, before anything is
+// allocated and before the engine asks a server. A model that just fits is served.
 func TestModelsThatDoNotFit(t *testing.T) {
 	f := func(want string, change func(o *engine.Options)) {
 		t.Helper()
-		c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePort(t)), "lmcache_driven"))) // nobody is there
+		c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePort(t)), "lmcache_driven"))) // no server is there
 		if err != nil {
 			t.Fatal(err)
 		}

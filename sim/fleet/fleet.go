@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fleet plays requests in virtual time on a fleet of nodes over one store: what RAM and
-// store have of the prompts, what passes between them, and where the store's bandwidth binds.
+// Package fleet plays requests in virtual time on a fleet of nodes over one store. It measures how
+// much of the prompts RAM and store have, how many bytes pass between them, and where the store's
+// bandwidth binds.
 //
-// A node is a pool of blocks (least recently used ones go) below an engine that computes one
-// prompt after the other. It loads and writes as package store does: lookups ask in batches,
-// reads go head first and not more at a time than the server allows, what comes after the
-// timeout is computed and stays, what was evicted meanwhile is not written. Decoding is left
-// out.
+// A node is a pool of blocks (it evicts the least recently used) below an engine that computes
+// one prompt after the other. It loads and writes as package store does: Lookups ask in batches.
+// Reads go head first, at most as many at a time as the server allows. Blocks that come after
+// the timeout stay, but their prompt was computed. Blocks that were evicted before their write
+// are not written. Decoding is left out.
 package fleet
 
 import (
@@ -37,7 +38,7 @@ const (
 	Sticky Route = "sticky"
 )
 
-// Store is what all nodes share. A zero bandwidth is none that binds.
+// Store is the store that all nodes share. A zero bandwidth is unlimited.
 type Store struct {
 	Blocks    int           // that it keeps; least recently used ones go; 0: all
 	ReadGBps  float64       // 10^9 bytes a second, of all nodes together
@@ -50,7 +51,7 @@ type Options struct {
 	Profile  *costmodel.Profile // BlockTokens are those of the requests
 	Nodes    []int              // ascending
 	Pool     int                // blocks of a node's RAM
-	NodeGBps float64            // network of a node, each direction; 0: as fast as it likes
+	NodeGBps float64            // network of a node, each direction; 0: unlimited
 	Timeout  time.Duration      // that a lookup waits for the store; default 2 s
 	Route    Route              // default Even
 	Store    Store

@@ -33,13 +33,13 @@ func profile(t *testing.T, block int) *costmodel.Profile {
 	return p
 }
 
-// made are n conversations' requests for each of some nodes, at a rate per second and node.
+// made returns the requests of n conversations per node, at a rate per second and node.
 func made(n, nodes int, rate float64) ([]workload.Request, error) {
 	list := workload.Chats(n*nodes, workload.ChatOptions{Seed: 1, Open: 12 * nodes})
 	return list, workload.Arrive(list, rate*float64(nodes), 1, 1)
 }
 
-// chats are the same for a fleet.
+// chats returns made as a function of the number of nodes, as fleet.Options takes it.
 func chats(n int, rate float64) func(int) iter.Seq2[workload.Request, error] {
 	return func(nodes int) iter.Seq2[workload.Request, error] {
 		list, err := made(n, nodes, rate)
@@ -50,7 +50,7 @@ func chats(n int, rate float64) func(int) iter.Seq2[workload.Request, error] {
 	}
 }
 
-// atRate are requests of a list that come at a rate.
+// atRate returns the requests of a list with arrivals at a rate.
 func atRate(t *testing.T, list []workload.Request, rate float64) iter.Seq2[workload.Request, error] {
 	t.Helper()
 	span, err := fleet.SpanOf(t.Context(), workload.Each(list))
@@ -69,8 +69,8 @@ func run(t *testing.T, o fleet.Options) []fleet.Point {
 	return got
 }
 
-// Requests far apart over a store with room for all find what one cache with room for all would
-// have, whatever the number of nodes and their RAM.
+// When requests are far apart and the store has room for all blocks, the fleet hits as much as one cache with room
+// for all, whatever the number of nodes and their RAM.
 func TestFleetIsOneCache(t *testing.T) {
 	list, _ := made(300, 1, 1)
 	for i := range list {
@@ -104,8 +104,8 @@ func TestFleetIsOneCache(t *testing.T) {
 	}
 }
 
-// Where the bandwidth is less than what the fleet asks for, it binds: it is in use all the time, no
-// more than it has passes, and the hits of the store are fewer.
+// When the fleet needs more than the store's bandwidth, the bandwidth is the bottleneck: the traffic is at most
+// the bandwidth, and the store has fewer hits.
 func TestBandwidthBinds(t *testing.T) {
 	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 64}, Pool: 100, Requests: chats(60, 1)}
 	free := run(t, o)
@@ -141,7 +141,7 @@ func TestSticky(t *testing.T) {
 	}
 }
 
-// A store with little room forgets, and what went after a lookup is not read.
+// A small store evicts blocks. A block that is evicted after its lookup is not read.
 func TestSmallStore(t *testing.T) {
 	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{4}, Pool: 30, Requests: chats(200, 2)}
 	all := run(t, o)[0]
@@ -292,8 +292,8 @@ func TestFleetTakesBoundedMemory(t *testing.T) {
 	}
 }
 
-// A production trace, where it is at hand: whatever the fleet, what one cache would have, until
-// the store's bandwidth binds.
+// A production trace, if the file is there: each fleet hits as much as one cache, until
+// the store's bandwidth is the bottleneck.
 func TestProductionTrace(t *testing.T) {
 	f, err := os.Open("../../../shared/traces/conversation_trace.jsonl")
 	if err != nil {
@@ -318,7 +318,8 @@ func TestProductionTrace(t *testing.T) {
 	}
 }
 
-// Networks on which nothing ever comes: what is waited for is computed, times do not run backwards, and shares are shares.
+// On networks that are almost infinitely slow, engines compute the blocks instead of waiting, times are positive, and shares are
+// between 0 and 1.
 func TestNetworksOnWhichNothingComes(t *testing.T) {
 	for _, gbps := range []float64{1e-300, 1e-9, 1e-3} {
 		o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 3}, Pool: 40, NodeGBps: gbps, Requests: chats(60, 1)}

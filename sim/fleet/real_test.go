@@ -60,7 +60,7 @@ func (n *realNode) close(t *testing.T) {
 	}
 }
 
-// play looks a prompt up, stores what is no hit, and returns the hits and those of the tier.
+// play looks a prompt up, stores the blocks that did not hit, and returns the number of hits and of hits in the tier.
 func (n *realNode) play(t *testing.T, number int, q *workload.Request) (hit, below int) {
 	t.Helper()
 	hashes := make([]kv.Hash, q.Input/q.BlockTokens)
@@ -91,10 +91,10 @@ func (n *realNode) play(t *testing.T, number int, q *workload.Request) (hit, bel
 	return hit, below
 }
 
-// Stores of servers over one tier have the hits, ask for the keys and move the objects that the
-// simulation says, where requests are so far apart that speeds do not matter. What a small RAM evicts
-// depends on the order in which reads and writes at once end, so there the figures are nearly those;
-// so are the keys asked for.
+// Real stores over one tier have the same hits, key lookups and moved objects as the simulation, when
+// requests are so far apart that speeds do not matter. With a small RAM the evictions depend on the order
+// in which concurrent reads and writes end, so those figures are only nearly equal. So is the number of key
+// lookups.
 func TestAsRealNodes(t *testing.T) {
 	for _, c := range []struct{ nodes, pool int }{{1, 60}, {2, 60}, {2, 400}, {4, 60}, {4, 4000}} {
 		t.Run(fmt.Sprintf("%d nodes of %d blocks", c.nodes, c.pool), func(t *testing.T) {
@@ -115,7 +115,7 @@ func TestAsRealNodes(t *testing.T) {
 				for i := range list {
 					h, b := nodes[i%c.nodes].play(t, i, &list[i])
 					ram, below = ram+h-b, below+b
-					time.Sleep(time.Minute) // what is to be written is
+					time.Sleep(time.Minute) // until all writes are done
 				}
 				var asked, reads, writes uint64
 				for _, n := range nodes {

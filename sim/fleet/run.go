@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
-// What a server allows itself; one engine is one peer, which has half of what others leave
-// (store/below.go, probe, outbox).
+// Limits of a server. One engine is one peer, which may use half of what other peers leave
+// (store/below.go; probe.go and writeback.go of store/tiering).
 const (
 	maxReads            = 16
 	maxReadBytes        = 512 << 20
@@ -50,7 +50,7 @@ type run struct {
 // never is a time at which nothing comes any more, 36 years: sums of such times are still times.
 const never = 1 << 60
 
-// link is a network that gives one block after the other.
+// link is a network that transfers one block after the other.
 type link struct {
 	gbps float64
 	free time.Duration // in use until then
@@ -403,7 +403,7 @@ func (r *run) sticky(q *workload.Request) *node {
 	return slices.MinFunc(r.nodes, func(a, b *node) int { return a.requests - b.requests })
 }
 
-// bound is the share of time in use from which a bandwidth binds: at peaks it did before.
+// bound is the share of time in use from which a bandwidth binds: at peaks it binds already below it.
 const bound = 0.9
 
 // point is what the run measured.

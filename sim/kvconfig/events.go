@@ -58,8 +58,8 @@ func ParseEvents(text []byte) (*Events, error) {
 	return e, nil
 }
 
-// listenURL checks an address to listen on. vLLM's "*" is all interfaces. An address that names a host is
-// listened on as well, where vLLM connects to a subscriber.
+// listenURL checks an address to listen on. vLLM's "*" is all interfaces. The engine also listens on an address
+// that names a host; vLLM would connect to a subscriber there.
 func (p *problems) listenURL(key, s string) string {
 	kind, rest, found := strings.Cut(s, "://")
 	if s != "" && (!found || kind != "tcp" && kind != "ipc" || rest == "") {

@@ -79,7 +79,7 @@ func TestMooncake(t *testing.T) {
 	}
 }
 
-// Everything that is wrong is named at once, with what would be right.
+// One error names every mistake, with the right values.
 func TestWrongConfigurations(t *testing.T) {
 	f := func(text string, what ...string) {
 		t.Helper()
@@ -159,7 +159,7 @@ func TestHost(t *testing.T) {
 	l.Close()
 }
 
-// Whatever is read has a connector and a role, and its keys can be read without a panic.
+// Every configuration that Parse accepts has a connector and a role, and its keys can be read without a panic.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"kv_connector":"MooncakeConnector","kv_role":"kv_both","kv_connector_extra_config":{"num_workers":1}}`))
 	f.Add([]byte(`{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_connector_extra_config":{"lmcache.mp.port":"1"}}`))

@@ -47,7 +47,7 @@ func TestMooncakeStore(t *testing.T) {
 	wants(t, err, "kv_connector is MooncakeStoreConnector")
 }
 
-// The variables that vLLM reads are taken, or named where they change nothing.
+// The variables that vLLM reads are used, or listed in Moot where they change nothing.
 func TestMooncakeStoreEnvironment(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "mooncake.json")
 	if err := os.WriteFile(file, []byte(`{"master_server_address":"m:50051","protocol":"tcp"}`), 0o600); err != nil {

@@ -4,8 +4,8 @@
 // engine, whose values follow from the tokens.
 //
 // The KV of a token is a function of all tokens up to it, of the layer and of the KV head.
-// So every block says what it must hold, wherever it came from: a wrong byte in any layer,
-// head or token is found by Check.
+// So the tokens decide every byte of a block, wherever the block came from: Check finds a wrong
+// byte in any layer, head or token.
 package kvmem
 
 import (

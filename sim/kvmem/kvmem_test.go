@@ -31,7 +31,7 @@ func memoryOf(t testing.TB, tp int, layout kvmem.Layout) *kvmem.Memory {
 	return m
 }
 
-// Any byte that is not the token's is found, wherever it is.
+// The check finds any wrong byte, wherever it is.
 func TestEveryByteIsChecked(t *testing.T) {
 	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}
 	c := kvmem.Chain(nil).Append(tokens...)
@@ -74,8 +74,8 @@ func TestEveryByteIsChecked(t *testing.T) {
 
 var layouts = []kvmem.Layout{kvmem.Fused, kvmem.NHD, kvmem.HND, kvmem.FlashInfer, kvmem.MLA}
 
-// A block lies as its layout says: package paged, which reads each form by itself, makes the same chunk of all
-// layouts that have K and V apart; and the pieces of a block are all of it.
+// Each layout places a block as documented: package paged reads each form with its own code, and gets the same chunk from
+// all layouts with separate K and V. The pieces of a block cover all of it.
 func TestLayouts(t *testing.T) {
 	c := kvmem.Chain(nil).Append(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
 	table := [][]int32{{7, 3}}

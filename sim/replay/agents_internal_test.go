@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// liveBlocks is the mean number of blocks of the sessions that go on.
+// liveBlocks returns the mean number of blocks of the live sessions.
 func liveBlocks(requests []workload.Request) int {
 	left, live := map[int]int{}, map[int]int{}
 	for i := range requests {
@@ -28,8 +28,8 @@ func liveBlocks(requests []workload.Request) int {
 	return sum / max(1, len(requests))
 }
 
-// 14 coding agents at a time whose live KV is 1.8 times the pool. Where all pause alike, each session comes when an LRU has
-// just evicted it.
+// 14 coding agents run at a time, and their live KV is 1.8 times the pool. Where all pause equally long, an LRU evicts each session
+// just before its next request.
 func TestTheDefaultServesAgents(t *testing.T) {
 	f := func(name string, o workload.AgentOptions, more float64) {
 		t.Helper()

@@ -90,7 +90,7 @@ func agents(seed uint64, requests int) (out [][]int64) {
 	return out
 }
 
-// documents are questions about documents, of which some are asked about often.
+// documents are prompts with questions about documents. Some documents are asked about often.
 func documents(seed uint64, requests int) (out [][]int64) {
 	r := rand.New(rand.NewPCG(seed, 2))
 	z := rand.NewZipf(r, 1.1, 4, 8000)
@@ -132,7 +132,7 @@ func quarterHits(t *testing.T, p *prompts, policy string, capacity int) (hits [4
 	return hits
 }
 
-// checkCurve compares what is estimated at the end of each quarter of a trace with what caches of those sizes had.
+// checkCurve compares the estimate at the end of each quarter of a trace with the hits of real caches of those sizes.
 func checkCurve(t *testing.T, name string, requests []workload.Request, policy string, capacity int) {
 	t.Helper()
 	p := numbered(t, requests)
@@ -167,7 +167,7 @@ func checkCurve(t *testing.T, name string, requests []workload.Request, policy s
 	}
 }
 
-// The ceiling is within a point and the curves are within three points of what caches have, at each quarter of a trace.
+// At each quarter of a trace the ceiling is within one point, and the curves are within three points, of the hits of real caches.
 func TestCurveIsThatOfRealCaches(t *testing.T) {
 	checkCurve(t, "agents", prompts512(agents(1, 6000)), "leaf-hazard", 1500)
 	checkCurve(t, "documents", prompts512(documents(1, 6000)), "leaf-hazard", 1500)
@@ -181,7 +181,7 @@ func TestCurveOfConversationTrace(t *testing.T) {
 	checkCurve(t, "conversation", requests, "leaf-hazard", 4000)
 }
 
-// A tier below the pool makes it as large as both; one without end has the ceiling.
+// With a tier below, the hits are those of a pool as large as both. With an unlimited tier they reach the ceiling.
 func TestCurveOfTiers(t *testing.T) {
 	requests := prompts512(documents(2, 3000))
 	p := numbered(t, requests)
@@ -227,7 +227,7 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// BenchmarkCurves reports the processor time that a lookup pays for each chunk, and that of Play in the background.
+// BenchmarkCurves reports the processor time per chunk in a lookup, and in Play in the background.
 func BenchmarkCurves(b *testing.B) {
 	p := numbered(b, prompts512(agents(1, 6000)))
 	names := make([][]uint64, p.requests)

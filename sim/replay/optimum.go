@@ -8,14 +8,14 @@ import (
 	"slices"
 )
 
-// optimum counts the hits of the best policy there is, which knows all requests to come: after each,
-// of what was there and what the request has, it keeps what is used again the soonest. A block is
-// never used later than what continues it, and of equals the deeper goes, so what goes is a leaf of
-// the prefix tree. It may refuse blocks at once, as no server does that stores before it knows: an
-// upper bound for all.
+// optimum counts the hits of the best possible policy, which knows all requests to come. After each request
+// it keeps those blocks, of the cache and of the request, that are used again soonest. A block is never used
+// later than the blocks that continue it, and of equals the deeper goes first, so an evicted block is always
+// a leaf of the prefix tree. The optimum may refuse new blocks at once, which a server that must store them
+// first cannot do: so it is an upper bound for all policies.
 //
-// next has the next use of each block of the tape. A heap holds what is there, and some that is not any more: it is made anew before that is
-// more than half.
+// next has the next use of each block of the tape. A heap has the blocks that are there and stale entries; it is made anew before the stale
+// entries are more than half.
 func optimum(ctx context.Context, p *prompts, next *words, capacity int) (hits int64, err error) {
 	kept := make([]future, p.blocks+1) // zero: not there
 	var order futures

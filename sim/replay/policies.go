@@ -151,8 +151,8 @@ func playPolicy(ctx context.Context, p *prompts, policy string, capacity int) (h
 	return hits, err
 }
 
-// player is a cache of blocks under a policy. It asks the policy as a store asks: what is there of a prompt is busy while the rest is
-// stored, head first; then the new blocks are added and the others used, tail first.
+// player is a cache of blocks under a policy. It calls the policy as a store does: the blocks of a prompt that are there are busy while it
+// stores the rest, head first; then it adds the new blocks and uses the others, tail first.
 type player struct {
 	policy   evict.Policy
 	capacity int

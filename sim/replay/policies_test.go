@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// best tries all that a cache could keep after each request: the truth about the optimum.
+// best returns the true optimum: it tries every set of blocks that a cache could keep after each request.
 func best(prompts [][]int64, capacity int) int {
 	type state = uint32 // a bit for each block
 	at := map[state]int{0: 0}
@@ -55,8 +55,8 @@ func best(prompts [][]int64, capacity int) int {
 	return most
 }
 
-// The optimum is what trying everything finds, on small random trees of prompts; no policy has more;
-// and with room for all, all have the same.
+// On small random trees of prompts the optimum equals the result of best, and no policy has more hits.
+// With room for all blocks, all policies have the same hits.
 func TestOptimumIsExact(t *testing.T) {
 	paths := [][]int64{{0, 1, 2}, {0, 1, 3}, {0, 4}, {5, 6, 7}, {5}, {8}}
 	for seed := range uint64(12) {
@@ -89,8 +89,8 @@ func TestOptimumIsExact(t *testing.T) {
 	}
 }
 
-// Tokens of hit blocks count whole, those of the last, partial block never; names count only after
-// what is before them.
+// All tokens of hit blocks count, those of the last, partial block never. A block hits only when all blocks
+// before it hit.
 func TestRates(t *testing.T) {
 	r, err := replay.ComparePolicies(t.Context(), []workload.Request{
 		{Input: 25, Blocks: []int64{1, 2, 3}, BlockTokens: 10},
@@ -105,8 +105,8 @@ func TestRates(t *testing.T) {
 	}
 }
 
-// turns makes conversations whose people think for very different times and go on with a chance that
-// depends on the turn, beside long prompts that come once.
+// turns makes conversations with very different pauses, each of which continues with a chance that
+// depends on the turn. Beside them are long prompts that come once.
 func turns(n int, seed uint64) (out []workload.Request) {
 	r := rand.New(rand.NewPCG(seed, 7))
 	type chat struct {
@@ -154,8 +154,8 @@ func turns(n int, seed uint64) (out []workload.Request) {
 	return out
 }
 
-// The default closes a part of the gap on workloads that nobody fitted it to, at no size below an
-// LRU: conversations of two kinds, one after the other too, and what workload makes.
+// The default policy closes a part of the gap on workloads to which it was not fitted, and is not below an LRU at
+// any size: on two kinds of conversations, also one after the other, and on those of package workload.
 func TestTheDefaultLearnsOtherWorkloads(t *testing.T) {
 	f := func(name string, requests []workload.Request, gap float64, sizes ...int) {
 		t.Helper()
@@ -186,8 +186,8 @@ func TestTheDefaultLearnsOtherWorkloads(t *testing.T) {
 	f("turns, then chats", append(turns(1500, 3), workload.Chats(1500, workload.ChatOptions{Open: 100})...), 0.05, 200, 1000)
 }
 
-// documentRequests are questions about documents of unlike popularity. A question comes once; its document, which is in the middle of
-// no prompt's end, comes again.
+// documentRequests returns questions about documents of different popularity. A question comes once. Its document comes again, and is never at
+// the end of a prompt.
 func documentRequests(n int) (out []workload.Request) {
 	r := rand.New(rand.NewPCG(5, 2))
 	popularity := rand.NewZipf(r, 1.1, 4, 8000)

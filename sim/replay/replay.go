@@ -34,8 +34,8 @@ func (c *Cache[K]) Has(k K) bool {
 }
 
 // PutRun makes the n blocks of a prompt the most recently used ones, the first of them most of
-// all, so that a prompt's end goes before its start. Those that are there do not give way to
-// those that are not.
+// all, so that a prompt's end goes before its start. It does not evict blocks of the prompt
+// to make room for others of it.
 func (c *Cache[K]) PutRun(n int, name func(i int) K) {
 	if c.capacity > 0 {
 		for i := range n {
@@ -139,8 +139,8 @@ func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], ca
 	return r, nil
 }
 
-// history is what there was over the time of a trace: up to 65,536 requests one by one, of more requests sums of as many as necessary that
-// follow one another.
+// history has the blocks and hits of a trace over time: one Part for each request, up to 65,536. For more requests, each Part is the sum of
+// as many consecutive requests as necessary.
 type history struct {
 	list  []Part
 	each  int // requests of one sum
@@ -167,7 +167,7 @@ func (h *history) add(p Part) {
 	h.list, h.added = append(h.list, p), 1
 }
 
-// parts divides what there was into MostParts of equal length in time; none where there was nothing.
+// parts divides the history into MostParts parts of equal length in time; nil without requests.
 func (h *history) parts(span time.Duration) []Part {
 	if len(h.list) == 0 {
 		return nil

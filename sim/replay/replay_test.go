@@ -20,7 +20,7 @@ func requests(prompts ...[]int64) (out []workload.Request) {
 	return out
 }
 
-// A hit is a run from the start: what follows a block that is missing does not count.
+// Hits are a run of blocks from the start: blocks behind a missing one do not count.
 func TestHitsAreRunsFromTheStart(t *testing.T) {
 	got, err := replay.Run(t.Context(), requests([]int64{1, 2, 3}, []int64{1, 2, 4}, []int64{9, 2, 3}, []int64{1, 2, 3}), 0)
 	if err != nil || got.Requests != 4 || got.Blocks != 12 || got.HitBlocks != 2+0+3 || got.Tokens != 4*21 || got.HitTokens != 16+21 {
@@ -62,7 +62,7 @@ func TestAgainstList(t *testing.T) {
 				}
 				hits++
 			}
-			var known []int64 // they are used before room is made for the others
+			var known []int64 // these count as used before the others need room
 			for _, b := range r.Blocks {
 				if slices.Contains(kept, b) && !slices.Contains(known, b) {
 					known = append(known, b)

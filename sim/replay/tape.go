@@ -49,7 +49,7 @@ func (w *words) add(v uint32) error {
 	return nil
 }
 
-// end says that a page is whole: it goes to the file where memory has as many as it may.
+// end is called when a page is full. It writes the page to the file if memory has as many pages as it may.
 func (w *words) end(page int) (err error) {
 	if page < 0 || w.held < w.most {
 		return nil
@@ -96,7 +96,7 @@ func (w *words) close() {
 	}
 }
 
-// prompts are the full blocks of a trace's prompts, numbered from 1; 0 is no block. close frees what they take on a disk.
+// prompts are the full blocks of a trace's prompts, numbered from 1; 0 is no block. close removes the temporary file.
 type prompts struct {
 	tape     words // of each prompt its blocks, the first one with begin; begin alone for a prompt without a full block
 	requests int
@@ -109,9 +109,9 @@ type prompts struct {
 // begin marks the first block of a prompt.
 const begin = 1 << 31
 
-// numberPrompts names the full blocks of the requests by numbers. A block is what its name and all before
-// it say: a name that comes after two beginnings is two blocks. held is how many words of a tape are in memory, different how many
-// blocks there may be.
+// numberPrompts gives the full blocks of the requests numbers. A block's name and all names before it identify it: the same name
+// after two different beginnings is two blocks. held is how many words of a tape stay in memory, different how many
+// different blocks there may be.
 func numberPrompts(ctx context.Context, requests iter.Seq2[workload.Request, error], held, different int) (p *prompts, err error) {
 	type step struct {
 		before uint32
@@ -165,8 +165,8 @@ func numberPrompts(ctx context.Context, requests iter.Seq2[workload.Request, err
 
 func (p *prompts) close() { p.tape.close() }
 
-// play calls f for each prompt, with its blocks and what with has for these, until it answers false or ctx ends. The slices are f's until
-// it returns. with may be nil.
+// play calls f for each prompt, with its blocks and the words of with at the same places, until f returns false or ctx ends. f may use the
+// slices until it returns. with may be nil.
 func (p *prompts) play(ctx context.Context, with *words, f func(request int, blocks, also []uint32) bool) error {
 	var blocks, also, page, other []uint32
 	request := -1

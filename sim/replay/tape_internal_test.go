@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// numbered is what numberPrompts makes of requests in memory.
+// numbered returns the result of numberPrompts for requests in memory.
 func numbered(t testing.TB, requests []workload.Request) *prompts {
 	t.Helper()
 	p, err := numberPrompts(t.Context(), workload.Each(requests), maxHeldWords, maxDifferent)
@@ -29,7 +29,7 @@ func numbered(t testing.TB, requests []workload.Request) *prompts {
 	return p
 }
 
-// meter is a context that measures the heap when it is asked whether it has ended.
+// meter is a context that measures the heap in each 64th call of Err.
 type meter struct {
 	context.Context
 	asked int
@@ -46,7 +46,7 @@ func (m *meter) Err() error {
 	return m.Context.Err()
 }
 
-// repeating are requests, made while they are asked for, of prompts that come again and again.
+// repeating returns requests whose prompts repeat, and makes each one when it is read.
 func repeating(requests, prompts, length int) iter.Seq2[workload.Request, error] {
 	return func(yield func(workload.Request, error) bool) {
 		r := rand.New(rand.NewPCG(1, 2))
@@ -88,7 +88,7 @@ func TestComparingTakesBoundedMemory(t *testing.T) {
 	}
 }
 
-// What a tape gives back is what was put there, from memory and from a file, and so are the next uses, which a plain search finds.
+// A tape returns the values that were put into it, from memory and from a file. The next uses are those that a plain search finds.
 func TestTapeAndNextUses(t *testing.T) {
 	for _, held := range []int{1, 3 * pageWords, maxHeldWords} {
 		r := rand.New(rand.NewPCG(7, uint64(held)))
@@ -144,7 +144,7 @@ func TestTapeAndNextUses(t *testing.T) {
 	}
 }
 
-// Too many different blocks, a place for files that is none, and an end while the trace is read are errors with words.
+// Too many different blocks, an unusable folder for files, and an end of the context while the trace is read give clear errors.
 func TestLongTracesThatCannotBePlayed(t *testing.T) {
 	f := func(want string, o PolicyOptions, requests iter.Seq2[workload.Request, error]) {
 		t.Helper()

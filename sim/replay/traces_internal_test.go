@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// On public traces the default closes a fifth of the gap between an LRU and the optimum on average, and is never far below an LRU, up to
-// room for all blocks.
+// On public traces the default policy closes a fifth of the gap between an LRU and the optimum on average. It is never far below an LRU, in
+// caches up to the size of all blocks.
 func TestTheDefaultOnPublicTraces(t *testing.T) {
 	files, err := filepath.Glob("../../../shared/traces/*.jsonl")
 	if err != nil || len(files) == 0 {

@@ -108,13 +108,13 @@ func (s *Scheduler) groupNeed(table []BlockID, group Group, x, total int, hit []
 	return n
 }
 
-// allocate gives r blocks for n more tokens, after a hit of local tokens and external ones
-// that are loaded. admission says that r waits; an asynchronous load has n 0 and promises
-// nothing of its content. It changes nothing but what left a window when it fails.
+// allocate gives r blocks for n more tokens, after a hit of local tokens and external tokens
+// that are loaded. admission says that r waits. An asynchronous load has n 0, and its blocks
+// cannot be found yet. If allocate fails, it has only freed blocks that left a window.
 func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external int, admission, async bool) bool {
 	total := min(r.done+local+external, s.c.MaxModel)
 	upto := min(total+n, s.c.MaxModel)
-	looks := total // the next token to compute: what it does not look at takes no blocks
+	looks := total // position of the next token to compute: tokens that it does not look at take no blocks
 	if async && total == r.tokens {
 		looks-- // the last token is computed all the same
 	}
@@ -158,9 +158,9 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	return true
 }
 
-// standsStill reports whether only reservations keep r from loading, its own among them, and nothing goes on that would end
-// one. vLLM 0.32 leaves a request whose load failed among the prefills in flight: it must fit beside its own reservation, and
-// where it does not, it stands at the head of the queue for ever.
+// standsStill reports whether only reservations keep r from loading, r's own among them, and nothing is in progress that would
+// end one. vLLM 0.32 leaves a request whose load failed among the prefills in flight: the request must fit beside its own
+// reservation, and if it does not fit, it stays at the head of the queue for ever.
 func (s *Scheduler) standsStill(r *Request) bool {
 	if !r.prefill || len(s.running) > 0 || len(s.late) > 0 {
 		return false
@@ -173,7 +173,7 @@ func (s *Scheduler) standsStill(r *Request) bool {
 	return true
 }
 
-// adopt puts the blocks of a hit into r's table, but for the first out ones.
+// adopt puts the blocks of a hit into r's table, except the first out blocks.
 func (s *Scheduler) adopt(r *Request, g int, hit []BlockID, out int) {
 	for i, b := range hit {
 		if i < out {

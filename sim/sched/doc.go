@@ -14,9 +14,10 @@
 //
 // Source: Scheduler, AsyncScheduler, KVCacheManager and BlockPool of vLLM 0.32.0; vectors in
 // internal/testkit/testdata/vllm-scheduler, of one group of full attention or of a sliding
-// window. No speculation. Where vLLM would use KV that is not there, it is not followed: a load
-// of a hybrid model that fails in part begins anew, and a prompt that was loaded whole keeps what
-// its last token looks at. Nor where vLLM stands still: a request whose load failed begins again although it does not fit beside the
-// reservation that it left. One such case is as recorded: under Config.Priority a victim that
-// gives way in the pass that scheduled it leaves blocks that can be found and were not computed.
+// window. No speculation. The package departs from vLLM where vLLM would use KV that is not there:
+// a load of a hybrid model that fails in part begins anew, and a prompt that was loaded whole keeps
+// the blocks that its last token looks at. It departs where vLLM stands still: a request whose load
+// failed begins again although it does not fit beside the reservation that it left. It follows vLLM
+// in one case of KV that is not there: under Config.Priority, a victim that is preempted in the pass
+// that scheduled it leaves blocks that can be found but were not computed.
 package sched

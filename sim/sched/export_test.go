@@ -5,7 +5,7 @@ package sched
 // Waiting returns the requests that wait without blocks, in order.
 func (s *Scheduler) Waiting() []*Request { return s.waiting.list() }
 
-// Holding returns those that wait with blocks.
+// Holding returns the requests that wait with blocks.
 func (s *Scheduler) Holding() []*Request { return s.holding.list() }
 
 func (q *queue) list() (out []*Request) {
@@ -15,7 +15,7 @@ func (q *queue) list() (out []*Request) {
 	return out
 }
 
-// Pool returns the free queue, and the blocks that can be found.
+// Pool returns the free queue, and the blocks that the prefix cache can find.
 func (s *Scheduler) Pool() (free, cached []BlockID) {
 	cached = []BlockID{}
 	for i := range s.pool.blocks {

@@ -17,8 +17,8 @@ func (elsewhere) Match(r *sched.Request, local int) (external int, async, ok boo
 func (elsewhere) Allocated(*sched.Request, int)            {}
 func (elsewhere) Finish(*sched.Request, sched.Reason) bool { return false }
 
-// A request whose load failed as a whole begins to load again, although it takes more than half of the cache, and what waits behind it
-// gets its turn. vLLM 0.32 counts the request's own reservation against it, and stands still.
+// A request whose load failed wholly begins to load again, although it needs more than half of the cache, and the request behind it
+// gets its turn. vLLM 0.32 counts the request's own reservation against it, so no request runs any more.
 func TestRequestBeginsAgainAfterAFailedLoad(t *testing.T) {
 	for _, groups := range [][]sched.Group{nil, {{}, {Window: 64}}} {
 		s, err := sched.New(sched.Config{Blocks: 40, MaxModel: 512, Connector: elsewhere{}, Receives: true, Recompute: true, Groups: groups})

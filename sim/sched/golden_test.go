@@ -56,7 +56,7 @@ type engine struct {
 	c    *recorded
 	s    *sched.Scheduler
 	reqs []*sched.Request
-	none []int // how often the connector still says that it does not know
+	none []int // how often the connector still answers that it does not know yet
 
 	asked, allocated [][]any // of this pass
 	names            map[sched.Hash]int
@@ -346,8 +346,8 @@ func mustJSON(v any) json.RawMessage {
 	return b
 }
 
-// Every recorded step of vLLM 0.32.0: what is scheduled, how many tokens, which blocks, who is
-// preempted, what hits, in which order, and the free queue at the end.
+// Every recorded step of vLLM 0.32.0 is the same: the scheduled requests, their tokens and blocks, the preempted
+// requests, the hits, the order, and the free queue at the end.
 func TestGolden(t *testing.T) {
 	var doc struct{ Cases []recorded }
 	testkit.ReadVector(t, "vllm-scheduler/scheduler-v0320.json", &doc)

@@ -89,7 +89,7 @@ func (s *Scheduler) Process(o Output) Result {
 	return out
 }
 
-// freeLate gives back what no step in flight writes to any more.
+// freeLate frees the late blocks to which no step in flight writes any more.
 func (s *Scheduler) freeLate() {
 	for len(s.late) > 0 && s.late[0].step <= s.processed {
 		s.pool.release(s.late[0].blocks)
@@ -127,8 +127,8 @@ func (s *Scheduler) output(row *Row, out *Result) {
 	}
 }
 
-// loadErrors takes back what a failed load did not bring. It returns the requests that end
-// with it.
+// loadErrors takes back the tokens that a failed load did not bring. It returns the requests
+// that end because of it.
 func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	if len(o.Bad) == 0 && len(o.Failed) == 0 {
 		return nil
@@ -230,7 +230,7 @@ func (s *Scheduler) fail(r *Request, first, before int, ended []*Request) []*Req
 }
 
 // complete reports whether r has all blocks that the token after its first n looks at. A group
-// with a window or states has none before the end of what was to be loaded.
+// with a window or states has no blocks that the token at the end of the load does not look at.
 func (s *Scheduler) complete(r *Request, n int) bool {
 	for g, group := range s.c.Groups {
 		if slices.Contains(r.tables[g][group.outside(n, s.c.BlockTokens):s.blocksFor(n)], 0) {

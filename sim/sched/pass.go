@@ -43,8 +43,8 @@ type Step struct {
 	number int64 // of those with tokens; 0 without
 }
 
-// Schedule decides the next step. A step without rows may have ends to tell, and its output
-// can report loads.
+// Schedule decides the next step. A step without rows may still list ended requests, and its
+// output can report loads.
 func (s *Scheduler) Schedule() *Step {
 	p := pass{Scheduler: s, step: &Step{}, budget: s.c.MaxTokens, cap: s.c.MaxTokens}
 	if n := len(s.running) + s.waiting.n + s.holding.n; n > 1 && s.c.LongPrefill > 0 {
@@ -144,7 +144,7 @@ func copyTables(tables [][]BlockID, from int) [][]BlockID {
 	return out
 }
 
-// victim is who gives way.
+// victim returns the running request to preempt.
 func (s *Scheduler) victim() *Request {
 	v := s.running[len(s.running)-1]
 	if s.c.Priority {
@@ -187,8 +187,8 @@ func (p *pass) admitWaiting() {
 	}
 }
 
-// admit lets the request at the head in, or begin to load. skip: it waits, those behind it
-// may overtake it; not ok: nothing more is admitted in this step.
+// admit admits the request at the head of the queue, or lets it begin to load. skip: the
+// request waits, and those behind it may overtake it; not ok: this step admits no more.
 func (p *pass) admit(r *Request) (skip, ok bool) {
 	s := p.Scheduler
 	if r.status == Loading {

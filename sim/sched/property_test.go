@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// chainOf is what the KV of each token of a prompt and its outputs follows from. Prompts of one
+// chainOf returns a value for each token of a prompt and its outputs; value makes KV of it. Prompts of one
 // base are equal up to the token split.
 func chainOf(base, variant uint64, split, n int) []uint64 {
 	out := make([]uint64, n)
@@ -32,7 +32,7 @@ func chainOf(base, variant uint64, split, n int) []uint64 {
 
 const garbage = 1
 
-// kvBlock is what one block holds: of each token, or in slot 0 the state after one.
+// kvBlock is the content of one block: the KV of each token, or in slot 0 the state after a token.
 type kvBlock struct {
 	group int
 	slots []uint64
@@ -53,19 +53,19 @@ type simRequest struct {
 	sched.Request
 	chain []uint64
 	ended bool
-	kept  [][]sched.BlockID // tables that a reader needs until Sent; nil: nobody reads
+	kept  [][]sched.BlockID // tables that a reader needs until Sent; nil: there is no reader
 	reads int               // tokens that the reader wants
 }
 
-// simStep is a step that the worker has not computed, with the tables as it was told of them.
+// simStep is a step for the worker, with a copy of the tables as they were when it was scheduled.
 type simStep struct {
 	step     *sched.Step
 	tables   [][][]sched.BlockID
 	computed bool
 }
 
-// world is an engine: a scheduler, a worker, loads and readers at times of their own. Its
-// memory says what each block really holds.
+// world is an engine: a scheduler, a worker, and loads and readers that run at random times. Its
+// memory has the real content of each block.
 type world struct {
 	t      *rapid.T
 	c      sched.Config
@@ -73,7 +73,7 @@ type world struct {
 	memory []kvBlock
 	live   map[string]*simRequest
 	loads  []*kvLoad
-	sends  []string // ended requests that somebody reads
+	sends  []string // ended requests with a reader
 	steps  []*simStep
 	bad    []sched.BlockID
 	failed []string
@@ -114,7 +114,7 @@ func tablesOf(r *sched.Request) [][]sched.BlockID {
 
 func (w *world) Allocated(r *sched.Request, external int) {
 	if external > 0 {
-		// The scheduler says r.Computed later; what is there already is what its tables begin with.
+		// The scheduler sets r.Computed later. The tables begin with the blocks that are there already.
 		w.loads = append(w.loads, &kvLoad{id: r.ID, r: r.Data.(*simRequest), tables: tablesOf(r), from: -external, bad: map[sched.BlockID]bool{}})
 	}
 }
@@ -125,7 +125,7 @@ func (w *world) Finish(r *sched.Request, why sched.Reason) bool {
 	if rapid.IntRange(0, 1).Draw(w.t, "keep") == 0 {
 		return false
 	}
-	// One that was preempted while its last token was in flight has no KV, or has gone past its end.
+	// A request that was preempted while its last token was in flight has no KV, or is past its end.
 	if why == sched.Length && r.Computed() == r.Tokens()-1 && len(r.Tables()[0]) > 0 {
 		// A worker computes the last step before it reads; KV of the last token does not exist.
 		q.kept, q.reads = tablesOf(r), r.Tokens()-1
@@ -136,7 +136,7 @@ func (w *world) Finish(r *sched.Request, why sched.Reason) bool {
 
 func (w *world) value(q *simRequest, g, token int) uint64 { return q.chain[token] + uint64(g) }
 
-// put writes KV of a token; blocks that are not kept take nothing.
+// put writes the KV of a token into block b. Block 0 stands for blocks that are not kept: put ignores it.
 func (w *world) put(b sched.BlockID, g, token int, v uint64) {
 	if b == 0 {
 		return
@@ -150,7 +150,7 @@ func (w *world) put(b sched.BlockID, g, token int, v uint64) {
 	}
 }
 
-// needs checks that tables hold what computing the token after the first n of q looks at.
+// needs checks that tables have all KV that computing the token after the first n of q reads.
 func (w *world) needs(who string, q *simRequest, tables [][]sched.BlockID, n int) {
 	size := w.c.BlockTokens
 	for g, group := range w.c.Groups {
@@ -227,7 +227,7 @@ func (w *world) schedule() {
 	w.steps = append(w.steps, p)
 }
 
-// deliver writes what a load brings; end also tells the scheduler.
+// deliver writes KV of a load. With end it also reports the end of the load to the scheduler.
 func (w *world) deliver(i int, end bool) {
 	l := w.loads[i]
 	size := w.c.BlockTokens
@@ -347,8 +347,8 @@ func drawConfig(t *rapid.T) sched.Config {
 		Recompute: rapid.Bool().Draw(t, "recompute"), Events: true, Sends: true, Receives: true,
 		NoPrefixCache: rapid.IntRange(0, 9).Draw(t, "no cache") == 0,
 	}
-	// A victim that gives way in the pass that scheduled it keeps its blocks findable, as in vLLM,
-	// though they are not computed. Only priorities choose such a victim.
+	// A request that is preempted in the pass that scheduled it keeps its blocks in the prefix cache, as in vLLM,
+	// although they are not computed. Only priorities choose such a victim.
 	c.Priority = c.Priority && c.NoPrefixCache
 	whole := (c.MaxModel+size-1)/size + 1
 	c.Blocks = whole*len(c.Groups) + 2 + rapid.IntRange(0, 2*whole).Draw(t, "blocks")
@@ -358,8 +358,8 @@ func drawConfig(t *rapid.T) sched.Config {
 	return c
 }
 
-// Whatever is preempted, loaded late or in part, reset and aborted, and in whichever order:
-// what a step looks at is there, what a reader was promised stays, no block is lost, and the
+// Requests are preempted, loaded late or in part, reset and aborted in any order. The KV that
+// a step reads is always there, a reader's blocks stay until it has read them, no block is lost, and the
 // engine comes to rest.
 func TestBlocksInUseKeepTheirContent(t *testing.T) {
 	var hits, loaded, failures, preemptions int

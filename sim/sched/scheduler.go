@@ -177,7 +177,7 @@ func New(c Config) (*Scheduler, error) {
 	return s, nil
 }
 
-// Add takes a request in. Its prompt must be shorter than the model's longest sequence.
+// Add adds a request to the waiting ones. Its prompt must be shorter than the model's longest sequence.
 func (s *Scheduler) Add(r *Request) error {
 	switch {
 	case r.Prompt < 1 || r.Prompt >= s.c.MaxModel || r.MaxTokens < 1:
@@ -249,7 +249,7 @@ func (s *Scheduler) free(r *Request) {
 	}
 }
 
-// preempt takes everything from a running request, which s.running has no more.
+// preempt frees all blocks of a running request, which the caller has removed from s.running.
 func (s *Scheduler) preempt(r *Request, reset bool) {
 	s.free(r)
 	delete(s.prefills, r)
@@ -318,5 +318,5 @@ func (s *Scheduler) Waits() (all, holding int) { return s.waiting.n + s.holding.
 func (s *Scheduler) InFlight() int { return len(s.flight) }
 
 // Busy says that the engine must go on turning: a request is not ended or has blocks, or
-// the worker has not heard of an end.
+// the worker does not know yet that one has ended.
 func (s *Scheduler) Busy() bool { return len(s.requests) > 0 || len(s.ended) > 0 || len(s.flight) > 0 }

@@ -29,7 +29,7 @@ func options(t *testing.T) sweep.Options {
 	return sweep.Options{Profile: p, Requests: workload.Each(workload.Chats(40, workload.ChatOptions{Seed: 1})), SLOs: []bench.SLO{{Metric: "ttft", Millis: 3000}}}
 }
 
-// Every combination is run, in order, and each quantity does what it is for.
+// Every combination is run, in order, and each quantity has its effect.
 func TestSweep(t *testing.T) {
 	o := options(t)
 	o.Engines = []sweep.Engines{{1, 1}, {3, 1}}
@@ -120,7 +120,7 @@ func TestRefused(t *testing.T) {
 	f("at most", func(o *sweep.Options) { o.Rate, o.Cache = make([]float64, 1000), make([]int, 1000) })
 }
 
-// A sweep that is ended keeps the points that it has.
+// An interrupted sweep keeps the points that it has.
 func TestInterrupted(t *testing.T) {
 	o := options(t)
 	o.Rate = []float64{1, 2, 3, 4}

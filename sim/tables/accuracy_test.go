@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// A document without a place for the tables is left alone, and so is one when the run is ended.
+// WriteAccuracy does not change a document without markers for the tables, nor any document when the run is interrupted.
 func TestWriteAccuracyRefuses(t *testing.T) {
 	if _, err := tables.WriteAccuracy(t.Context(), []byte("no markers")); !errors.Is(err, tables.ErrMarkers) {
 		t.Errorf("%v", err)
@@ -28,7 +28,7 @@ func TestWriteAccuracyRefuses(t *testing.T) {
 	}
 }
 
-// The document has the figures that the build gives: of the table, cheap enough for each test run.
+// The document has the figures of this build. The test checks those of the table, which are fast enough for each test run.
 func TestAccuracyDocumentMatchesThisBuild(t *testing.T) {
 	text, err := os.ReadFile("../../docs/measured/accuracy-tables.md")
 	if err != nil {

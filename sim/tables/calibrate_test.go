@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// The constants of the profiles are what their figures give: nobody changed one by hand.
+// Recalibration from the published figures gives the constants of the profiles: none was changed by hand.
 func TestStoredConstantsFollowFromTheirFigures(t *testing.T) {
 	all := tables.Calibrations()
 	for _, c := range all[:testkit.Volume(len(all))] {

@@ -124,7 +124,7 @@ func (c *Check) filter(f func(*Row) bool) (out []Row) {
 	return out
 }
 
-// limit notes whether the largest absolute error of rows keeps a limit.
+// limit records whether the largest absolute error of rows keeps a limit.
 func (c *Check) limit(what string, rows []Row, most float64) {
 	worst := 0.0
 	for _, r := range rows {
@@ -133,7 +133,7 @@ func (c *Check) limit(what string, rows []Row, most float64) {
 	c.Limits = append(c.Limits, Limit{what, worst, most, worst <= most})
 }
 
-// limitMAPE does so with the mean of the absolute errors.
+// limitMAPE is limit for the mean of the absolute errors.
 func (c *Check) limitMAPE(what string, rows []Row, most float64) {
 	mape, _ := MAPE(rows)
 	c.Limits = append(c.Limits, Limit{what, mape, most, mape <= most})

@@ -22,8 +22,8 @@ func check(t *testing.T, name string, o tables.CheckOptions) *tables.Check {
 	return got
 }
 
-// Which limits of held-out tables are kept, and which are known to be missed: a change of either
-// is to be seen, and docs/measured/accuracy.md to be changed with it.
+// The test names the limits of held-out tables that are known to be missed; all others are kept. After a change of
+// either, change docs/measured/accuracy.md too.
 func TestHeldOutTables(t *testing.T) {
 	f := func(name string, rows int, missed ...string) {
 		t.Helper()
@@ -57,7 +57,7 @@ func TestHeldOutTables(t *testing.T) {
 	f("T6", 6)
 }
 
-// The rows that constants are from are marked, and count as no prediction.
+// The rows from which constants were calibrated are marked, and do not count as predictions.
 func TestCalibratedRowsAreNotJudged(t *testing.T) {
 	calibrated := 0
 	for _, r := range check(t, "T1", tables.CheckOptions{}).Rows {
@@ -75,7 +75,7 @@ func TestCalibratedRowsAreNotJudged(t *testing.T) {
 	}
 }
 
-// The terms of a TTFT and what nothing explains add up to the original's.
+// The terms of a TTFT and the unexplained rest add up to the original's TTFT.
 func TestTermsAddUp(t *testing.T) {
 	got := check(t, "T1", tables.CheckOptions{})
 	for i, m := range got.Terms {
@@ -90,7 +90,7 @@ func TestTermsAddUp(t *testing.T) {
 	}
 }
 
-// Both ends of what is assumed are run, with the calibrated constants fitted for each.
+// Both ends of each assumed range are run, with the calibrated constants fitted for each end.
 func TestRanges(t *testing.T) {
 	if testkit.Race {
 		t.Skip("one goroutine computes, ten times as long: TestHeldOutTables runs the same code")

@@ -47,7 +47,7 @@ func kneeProfile(tp int) (*costmodel.Profile, error) {
 	return p, nil
 }
 
-// seeds of arrivals where a table has one unknown order of them.
+// arrivalSeeds is how many random orders of arrivals are played for a table whose own order is unknown.
 const arrivalSeeds = 20
 
 // playKnee returns medians over arrival seeds.

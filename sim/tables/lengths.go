@@ -119,7 +119,7 @@ func draw(rnd *rand.Rand, q []float64) int {
 }
 
 // Generate draws a workload from the quantiles of ShareGPT's lengths, scaled to the totals of
-// the table. Under condition the longest output is where the table says that it was.
+// the table. Under condition the longest output has a length that agrees with the table.
 func Generate(seed uint64, condition bool) []Length {
 	rnd := rand.New(rand.NewPCG(seed, 5))
 	for {

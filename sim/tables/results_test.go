@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// Constants that made two results are found again from their JSON, with details and without.
+// The fit finds the constants of two results again from their JSON, with and without details.
 func TestFitResults(t *testing.T) {
 	made, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {

@@ -48,7 +48,7 @@ func TestReferenceList(t *testing.T) {
 	}
 }
 
-// How near the first row is, with the constants of the profile.
+// With the profile's constants the first row is within these limits of the original.
 func TestOriginalTable(t *testing.T) {
 	got := play(t, tables.Options{})
 	limit := map[string]float64{
@@ -84,8 +84,8 @@ func TestOriginalTable(t *testing.T) {
 	}
 }
 
-// Moving a calibrated constant by a tenth makes the row worse: no error is the constants' that
-// another choice would take away.
+// Moving a calibrated constant by a tenth makes the row worse, so no better choice of constants reduces
+// the error.
 func TestMovedConstantsAreWorse(t *testing.T) {
 	at := play(t, tables.Options{}).MAPE[0].MAPE
 	for _, name := range []string{"prefill_efficiency", "bandwidth_efficiency"} {
@@ -170,7 +170,7 @@ func TestPrint(t *testing.T) {
 	}
 }
 
-// patience is a context that ends when it was asked so often.
+// patience is a context that is canceled after left calls of Err.
 type patience struct {
 	context.Context
 	left int
@@ -183,7 +183,7 @@ func (p *patience) Err() error {
 	return nil
 }
 
-// What was played before an interruption is kept: workloads in both rows, rows of a held-out table.
+// Results from before an interruption are kept: the workloads of both rows, and rows of a held-out table.
 func TestInterruptedLater(t *testing.T) {
 	got, err := tables.Play(&patience{t.Context(), 12}, tables.Options{Seeds: 50})
 	if !errors.Is(err, context.Canceled) || got == nil || len(got.Rows) != 30 || len(got.Spread) != 2*13 {

@@ -32,7 +32,7 @@ type Options struct {
 	Ranks  int    // of tensor parallelism, each with an object of every block; default 1
 
 	// ObjectBytes is how long the object of a block of a rank is, by group; objects of another
-	// length count as absent. Nil where that is not known.
+	// length count as absent. Nil: the lengths are not known, so any length counts.
 	ObjectBytes []int64
 
 	Batch int // keys of one question; default 256
@@ -49,7 +49,7 @@ func (o Options) Validate() error {
 
 // Prompt is what a connector sees of a request.
 type Prompt struct {
-	Tokens  int    // that exist: the prompt, and what was generated
+	Tokens  int    // of the prompt, and those generated so far
 	Digests []byte // of its hash units, one after the other; each covers all tokens before it
 	Size    int    // bytes of a digest
 }
@@ -105,7 +105,7 @@ func KeyPrefix(prefix, model string, rank, group int) string {
 // Coordinator returns the coordinator that decides.
 func (s *Scheduler) Coordinator() *coordinator.Coordinator { return s.c }
 
-// Key returns the key of a block of one rank; false where the digests do not reach that far.
+// Key returns the key of a block of one rank; false if the prompt has no digest for the block.
 func (s *Scheduler) Key(p *Prompt, b Block, rank int) (string, bool) {
 	var buf [64]byte
 	hash, ok := s.c.AppendKey(buf[:0], p.Digests, p.Size, b.Group, b.Index)
@@ -124,9 +124,9 @@ type Hit struct {
 	Batches, Keys int                // that were asked for
 }
 
-// Lookup asks a store for the longest prefix that every group can load, within a limit of
-// tokens. What is found is leased. After an error of the store the hit is what was known by
-// then.
+// Lookup asks a store for the longest prefix of at most most tokens that every group can
+// load. The store leases the objects that it finds. With an error of the store, Lookup
+// returns the hit that was known before it.
 func (s *Scheduler) Lookup(ctx context.Context, d Directory, p *Prompt, most int) (Hit, error) {
 	q := &querier{ctx: ctx, s: s, d: d, p: p}
 	r := coordinator.NewRemote(s.c, coordinator.RemoteOptions{Batch: s.o.Batch})
@@ -139,7 +139,7 @@ func (s *Scheduler) Lookup(ctx context.Context, d Directory, p *Prompt, most int
 	return h, cmp.Or(err, r.Err())
 }
 
-// querier is a store as the coordinator asks it: a block is there when every rank's object is.
+// querier answers the coordinator's probes from a store: a block is present when the objects of all ranks are.
 type querier struct {
 	ctx  context.Context
 	s    *Scheduler
@@ -186,8 +186,8 @@ func (s *Scheduler) readable(f *store.Found, group int) bool {
 	return f.Err == nil && n > 0 && (s.o.ObjectBytes == nil || n == uint64(s.o.ObjectBytes[group]))
 }
 
-// Loads appends the blocks that a load of hit tokens moves, but for those of the first local
-// tokens, which the engine has.
+// Loads appends the blocks that a load of hit tokens moves, except those of the first local
+// tokens, which the engine has itself.
 func (s *Scheduler) Loads(dst []Block, p *Prompt, local, hit int) ([]Block, error) {
 	masks, err := s.c.LoadMask(nil, p.Units(), hit)
 	if err != nil {
@@ -204,13 +204,13 @@ func (s *Scheduler) Loads(dst []Block, p *Prompt, local, hit int) ([]Block, erro
 	return dst, nil
 }
 
-// Stores appends the blocks worth keeping of a prompt's first computed tokens, but for those before
-// from, which were decided on already. prompt is where the prefill ends. It returns how far
-// that reaches: from where the next call goes on.
+// Stores appends the blocks worth storing of a prompt's tokens between from, where the last call
+// ended, and computed. prompt is the number of tokens at which the prefill ends. upto is the end of
+// the tokens that it decided about: the from of the next call.
 //
-// From 0.24 on StoreMask leaves recurrent states to the engine, which has each for a moment only:
-// what is kept is the state at the end of what was computed, and the one that a repeat of the prompt
-// resumes at.
+// From 0.24 on StoreMask leaves recurrent states to the engine, which has each state only for a
+// moment. Stores then appends the state at upto, and the state at which a repeat of the prompt
+// would resume.
 func (s *Scheduler) Stores(dst []Block, from, computed, prompt int) (_ []Block, upto int, _ error) {
 	unit := s.c.Layout().Scheduler
 	upto = min(computed, prompt) / unit * unit

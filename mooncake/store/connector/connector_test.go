@@ -75,7 +75,7 @@ func TestKeys(t *testing.T) {
 // directory has objects of 100 bytes, or of other lengths.
 type directory struct {
 	has   map[string]uint64
-	fails int // from so many calls on
+	fails int // calls fail from this number on
 	calls int
 }
 
@@ -144,7 +144,7 @@ func TestLookup(t *testing.T) {
 	}
 }
 
-// A store that fails gives no error to the engine's hit but the one that says so, and never more than it answered.
+// When the store fails during a lookup, the lookup returns the error, and never a longer hit than the store has confirmed.
 func TestLookupOfAStoreThatFails(t *testing.T) {
 	s := scheduler(t, connector.Options{Layout: layout(t, "full,bs=16"), Model: "m", Batch: 16})
 	p, d := prompt(200), &directory{has: map[string]uint64{}, fails: 2}
@@ -190,7 +190,8 @@ func TestStoresContinue(t *testing.T) {
 	}
 }
 
-// Of states those are kept that the engine has: at the end of what it computed, and where a repeat of the prompt resumes.
+// The connector stores Mamba states only at positions where the engine has them: at the end of the computed tokens, and where a repeated
+// prompt resumes.
 func TestStatesAreKeptWhereTheyAre(t *testing.T) {
 	s := scheduler(t, connector.Options{Layout: layout(t, "full,bs=16 mamba,bs=16"), Model: "m"})
 	states := func(from, computed, prompt int) (at []int) {

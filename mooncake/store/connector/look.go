@@ -43,8 +43,8 @@ func (s *Scheduler) Present(ctx context.Context, d Directory, p *Prompt) ([][]co
 	return out, nil
 }
 
-// Alone returns how many leading tokens a group could load if it were the only one. stored is of
-// Present.
+// Alone returns how many leading tokens a group could load if it were the only one. stored is the
+// result of Present.
 func (s *Scheduler) Alone(g int, stored [][]coordinator.Run, units, most int) (int, error) {
 	l := s.c.Layout()
 	l.Groups = []coordinator.Group{s.c.Group(g)}

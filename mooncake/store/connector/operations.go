@@ -17,8 +17,8 @@ const (
 	savePut      = "save_put"      // blocks are put
 )
 
-// How a call ended. A call for blocks ends with endPartial if any block failed; a
-// question that was not answered ends with endError.
+// How a call ended. A call that moves blocks ends with endPartial if any block failed; an
+// existence query ends with endError if the master did not answer.
 const (
 	endOK      = "ok"
 	endPartial = "partial_failure"
@@ -63,7 +63,7 @@ func (o operations) record(call, end string, began time.Time, keys, failed int, 
 	n.bytes.Add(bytes)
 }
 
-// asked counts a question for keys.
+// asked counts an existence query for keys.
 func (o operations) asked(call string, began time.Time, keys int, err error) {
 	if err != nil {
 		o.record(call, endError, began, keys, keys, 0)
@@ -72,7 +72,7 @@ func (o operations) asked(call string, began time.Time, keys int, err error) {
 	o.record(call, endOK, began, keys, 0, 0)
 }
 
-// moved counts a call for blocks; errs has one entry for each.
+// moved counts a call that moves blocks; errs has one entry for each block.
 func (o operations) moved(call string, began time.Time, errs []error, bytes uint64) {
 	bad := 0
 	for _, err := range errs {

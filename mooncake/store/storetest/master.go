@@ -17,11 +17,11 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// Master is a master. Its fields may be changed by Set.
+// Master is a master. Change its fields only within Set.
 type Master struct {
 	Addr string
 
-	Lease    time.Duration // that every question grants
+	Lease    time.Duration // granted by every call that leases objects
 	Segments []Segment
 	Objects  map[string]*Object
 	NoRoom   int           // number of starts that find no room
@@ -31,7 +31,7 @@ type Master struct {
 
 	Lengths bool            // it answers as 0.3.14 does: with the length of the message and later fields
 	Hidden  map[string]bool // objects of silent nodes, as 0.3.14 hides them
-	Discard time.Duration   // after which a put that was not ended gives way to another one; 0: never
+	Discard time.Duration   // time after which another put may replace a put that was not ended; 0: never
 
 	// Before is called when a request has come, and Answered with the frame of its answer when it was
 	// carried out: it returns the frame to send, or nil to break the connection. Both may block, and call Set.
@@ -113,7 +113,7 @@ func (m *Master) Forget() {
 	})
 }
 
-// ForgetClients makes it take all nodes for unknown ones, though it has their segments; it is called by Set.
+// ForgetClients makes the master treat all nodes as unknown, although it keeps their segments. Call it within Set.
 func (m *Master) ForgetClients() { m.clients = map[uuid]bool{} }
 
 // Set calls f while no call is answered.
@@ -300,8 +300,8 @@ func (m *Master) replicas(keys []string) []byte {
 	return m.withLength(a, later)
 }
 
-// withLength makes a into an answer of 0.3.14, where that is wanted: its length stands before the literal, and later
-// fields follow.
+// withLength makes a into an answer of 0.3.14 if Lengths is set: with its length before the literal, and with later
+// fields behind the payload.
 func (m *Master) withLength(a, later []byte) []byte {
 	if !m.Lengths {
 		return a

@@ -49,8 +49,8 @@ func typeOf(literal []byte) (known, error) {
 	return k, nil
 }
 
-// Open reads what stands before the payload, a length included: its type comes from the message's own literal, which
-// must match the hash. Messages without a literal are refused, since nothing says what they are.
+// Open reads everything before the payload, also a length. The payload's type comes from the message's own literal,
+// which must match the hash. Open refuses messages without a literal, since their type is unknown.
 func Open(b []byte) (*Reader, *Type, error) {
 	if len(b) < 5 {
 		return nil, nil, fmt.Errorf("%w: %d bytes", ErrMalformed, len(b))
@@ -152,8 +152,8 @@ func (r *Reader) Bool() bool {
 	return v == 1
 }
 
-// Size reads the size of a vector whose elements have at least least bytes each: a size that the rest of
-// the message cannot hold is malformed, so it may be allocated.
+// Size reads the size of a vector whose elements have at least least bytes each. A size for which the rest of
+// the message is too short is malformed, so the caller may allocate what Size returns.
 func (r *Reader) Size(least int) int {
 	b := r.take(1 << r.width)
 	n := uint64(0)

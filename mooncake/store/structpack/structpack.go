@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package structpack reads and writes messages of struct_pack, the serialization of
-// yalantinglibs that Mooncake Store speaks.
+// yalantinglibs that Mooncake Store uses.
 //
 //	u32 LE  hash of the type; bit 0 set: a meta byte follows
 //	[u8     meta: bits 0 and 1: n, the length follows where n > 0; bit 2: the type's literal follows; bits 3 and 4: bytes of each size, 1 << n]
@@ -108,7 +108,7 @@ func Parse(literal string) (*Type, error) {
 
 var fixed = [13]int{1: 4, 2: 4, 3: 8, 4: 8, 5: 1, 6: 1, 7: 2, 8: 2, 11: 1, 12: 1}
 
-// aligned are the two bytes that end a struct in plain memory; they have no data.
+// aligned reports whether s begins with the two bytes that end a struct in plain memory; they have no data.
 func aligned(s string) bool {
 	is := func(b byte) bool { return b == 0x82 || b == 0x83 || b == 0x85 || b == 0x89 }
 	return len(s) >= 3 && is(s[0]) && is(s[1]) && s[2] == 0xff

@@ -26,7 +26,7 @@ type Writer struct {
 	width uint8 // log2 of bytes
 }
 
-// Begin appends what stands before the payload. largest is the largest size of a string or vector in it.
+// Begin appends everything before the payload. largest is the largest size of a string or vector in the payload.
 func (w *Writer) Begin(f Form, largest int) {
 	switch {
 	case largest <= math.MaxUint8:

@@ -73,7 +73,7 @@ func (p *Publisher) StartAgain() {
 	p.listen(p.Port, p.ReplayPort)
 }
 
-// Publish sends events as one batch. lose: no subscriber gets it.
+// Publish sends events as one batch. With lose no subscriber gets it.
 func (p *Publisher) Publish(lose bool, events ...event.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -85,7 +85,7 @@ func (p *Publisher) Publish(lose bool, events ...event.Event) {
 	p.seq++
 }
 
-// Deliver sends the last batch again: one that was published as lost comes after all.
+// Deliver sends the last batch again, so that subscribers get a batch that Publish lost.
 func (p *Publisher) Deliver() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -113,7 +113,7 @@ func (p *Publisher) Answer(on bool) {
 	p.answer = on
 }
 
-// Subscribers is how many follow.
+// Subscribers returns the number of subscribers.
 func (p *Publisher) Subscribers() int { return p.pub.Subscribers() }
 
 // Replays is how many replays were asked for.

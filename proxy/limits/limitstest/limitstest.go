@@ -80,7 +80,7 @@ func (r *Redis) cut() {
 	}
 }
 
-// Silence makes the server read and answer nothing, or answer again. Connections end.
+// Silence makes the server stop reading and answering, or with on false answer again. It ends all connections.
 func (r *Redis) Silence(on bool) {
 	r.mu.Lock()
 	r.silent = on

@@ -28,7 +28,7 @@ import (
 // Words is a flag that takes all words up to the next flag.
 type Words []string
 
-// Flags are the flags of the command; those that vllm bench serve has, too, have its names.
+// Flags are the flags of the command. A flag that vllm bench serve has too has the same name.
 type Flags struct {
 	BaseURL    string        `name:"base-url" help:"The endpoint; default from --host and --port." placeholder:"URL" group:"Endpoint"`
 	Host       string        `help:"Host of the endpoint." default:"127.0.0.1" group:"Endpoint"`
@@ -105,7 +105,7 @@ Examples:
 // aiperf is the dataset of AIPerf's sessions.
 const aiperf = "aiperf"
 
-// plan is what the flags ask for.
+// plan is the run that the flags describe.
 type plan struct {
 	load        load.Options
 	slos        []bench.SLO
@@ -234,7 +234,7 @@ type requests struct {
 	close func() // ends the file that they are read from
 }
 
-// requests makes the workload, with the arrivals. A trace is read once to see that it is whole, and again while it is sent.
+// requests makes the workload with its arrivals. It reads a trace once to check that it is whole; the run reads it again while it sends.
 func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 	timed := false
 	out.close = func() {}
@@ -256,7 +256,7 @@ func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 		timed = c.SelfTimed
 		var trace *workload.Trace
 		if trace, err = c.trace(); err == nil {
-			out.close = func() { _ = trace.Close() } // it was read
+			out.close = func() { _ = trace.Close() } // only read from: the error does not matter
 			if out.each = trace.Lines(); timed {
 				out.each = trace.SelfTimed()
 			}

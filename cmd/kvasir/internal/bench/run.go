@@ -113,7 +113,7 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-// write saves and prints a result: in this order, since whoever reads the table may leave.
+// write saves a result and then prints it: in this order, since the reader of the table may close the pipe.
 func (c *Flags) write(r *bench.Result, p *plan, stdout, stderr io.Writer) error {
 	file := c.resultFile(r.Model, r.Date)
 	table := stdout
@@ -254,7 +254,7 @@ func read(name string) (*bench.Result, error) {
 	f, err := os.Open(name)
 	if err != nil {
 		if e, ok := errors.AsType[*os.PathError](err); ok {
-			return nil, e.Err // the name stands before it
+			return nil, e.Err // the caller puts the file's name before it
 		}
 		return nil, err
 	}

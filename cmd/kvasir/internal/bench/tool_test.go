@@ -37,13 +37,13 @@ func flags(url string) *benchtool.Flags {
 	}
 }
 
-// endpoint answers every request with two tokens, the first bad ones: the others fail, or
-// with held are told there and held until the client leaves.
+// endpoint answers requests with two tokens each, up to request number bad. Later ones fail. With held, each
+// later one sends to held and waits until the client leaves.
 func endpoint(t *testing.T, bad int64, held chan<- struct{}) string {
 	t.Helper()
 	var n atomic.Int64
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // then the server hears of a client that leaves
+		_, _ = io.Copy(io.Discard, r.Body) // then the server notices when the client leaves
 		switch {
 		case r.URL.Path == "/v1/models":
 			fmt.Fprint(w, `{"data":[{"id":"org/m"}]}`)
@@ -86,8 +86,8 @@ func saved(t *testing.T, path string) *benchmark.Result {
 	return r
 }
 
-// A run prints vLLM's table, saves what was asked for under vLLM's file name, and failures
-// are counted and told; the command fails only when nothing succeeded.
+// A run prints vLLM's table, saves the requested files under vLLM's file name, and counts and
+// reports failures. The command fails only when no request succeeded.
 func TestRun(t *testing.T) {
 	dir := t.TempDir()
 	c := flags(endpoint(t, 5, nil))
@@ -135,13 +135,13 @@ func TestJSONOnStandardOutput(t *testing.T) {
 	}
 }
 
-// broken is a standard output that nobody reads.
+// broken is a standard output whose reader has gone.
 type broken struct{}
 
 func (broken) Write([]byte) (int, error) { return 0, errors.New("broken pipe") }
 
-// Whoever leaves before the table ends does not lose the result; a result that cannot be
-// saved is still printed, and not called written.
+// The result is saved before the table is printed, so a broken standard output does not lose it. A
+// result that cannot be saved is still printed, and no line says that it was written.
 func TestSavedBeforePrinted(t *testing.T) {
 	dir := t.TempDir()
 	c := flags(endpoint(t, 100, nil))
@@ -169,8 +169,8 @@ func TestSavedBeforePrinted(t *testing.T) {
 	}
 }
 
-// An interrupted run keeps what has ended, in the table and in the file, and says how far it
-// came.
+// An interrupted run keeps the requests that have ended, in the table and in the file, and says how far
+// it came.
 func TestInterruptedRunIsKept(t *testing.T) {
 	held := make(chan struct{}, 2)
 	c := flags(endpoint(t, 4, held))
@@ -196,8 +196,8 @@ func TestInterruptedRunIsKept(t *testing.T) {
 	}
 }
 
-// Whatever cannot be used is told at once, before anything is sent; the endpoint that is
-// down, in one line.
+// Unusable options fail before any request is sent. An endpoint that is down is reported in one
+// line.
 func TestUnusableOptionsFailBeforeSending(t *testing.T) {
 	dir := t.TempDir()
 	bad := filepath.Join(dir, "bad.jsonl")
@@ -309,8 +309,9 @@ func TestWorkloads(t *testing.T) {
 	f("sharegpt", gpt, 1, math.Inf(1))
 }
 
-// A trace is sent as its requests in memory are: in the order of the arrivals, or of the file at a rate, from a file or a pipe, with a warm-up of the first one. A
-// file that changes while it is sent ends the run with an error, and the result of what was sent.
+// A trace is sent like requests in memory: in the order of the arrivals, or with a rate in the order of the file, from a file or a pipe,
+// with a warm-up of the first request. When the file changes meanwhile, the run ends with an error and the result of the requests that were
+// sent.
 func TestTraceIsSentWhileItIsRead(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	dir := t.TempDir()

@@ -126,8 +126,8 @@ func (f *accessFlags) open(log *slog.Logger, exposed []exposure, listeners ...st
 	return a, nil
 }
 
-// openScopes reads what client certificates allow. Lines for certificates without the flag are refused: whoever writes one means to limit
-// certificates, and would give them everything by removing the last one.
+// openScopes reads what client certificates allow. It refuses lines for certificates without --tls-client-scope: an operator who writes
+// such lines wants to limit certificates, but removing the last line would then allow every certificate everything.
 func (f *accessFlags) openScopes(a *access) (err error) {
 	switch {
 	case f.CertScope == "" && a.tokens != nil && a.tokens.HasSubjects():

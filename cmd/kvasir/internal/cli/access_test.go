@@ -125,8 +125,8 @@ func outsideGetsHealthAlone(t *testing.T, port int) bool {
 	return true
 }
 
-// With --allow-from alone each port of each command closes connections from elsewhere, or answers health alone. LISTENER=CIDR is for one
-// listener. No process leaves a core file with secrets.
+// With --allow-from alone each port of each command closes connections from other addresses, or answers them health alone. LISTENER=CIDR is
+// for one listener. No process leaves a core file with secrets.
 func TestEachCommandTakesNetworks(t *testing.T) {
 	events := fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:%d","replay_endpoint":"tcp://127.0.0.1:%d"}`, testkit.FreePort(t), testkit.FreePort(t))
 	p := `{"kv_connector":"MooncakeConnector","kv_role":"kv_both"}`
@@ -300,7 +300,7 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, audit-log: %[
 	}
 }
 
-// startAndLog starts a command, waits until a line of its log has a text (none: not at all), and returns the log so far whenever it is asked.
+// startAndLog starts a command and waits until a line of its log has the text ready; "" does not wait. log returns the log so far.
 func startAndLog(t *testing.T, ready string, args ...string) (pid int, log func() string) {
 	t.Helper()
 	c := command(args...)
@@ -455,8 +455,8 @@ func TestOpenListenersAreRefused(t *testing.T) {
 	const p = `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}`
 	t.Setenv("VLLM_HOST_IP", "127.0.0.1")
 	for _, c := range []struct {
-		listeners []string // that are refused
-		defended  []string // flags by which they are not; none: --allow-from alone
+		listeners []string // the listeners that are refused
+		defended  []string // flags with which they are not refused; none: --allow-from alone
 		args      []string
 	}{
 		{[]string{"zmq (--host 0.0.0.0)"}, nil, []string{"server", "--host", "0.0.0.0"}},
@@ -520,7 +520,7 @@ func TestOpenListenersAreRefused(t *testing.T) {
 	if code, _, errs := run(t, "engine", "--check-config", "--kv-transfer-config", p); code != 2 || !strings.Contains(errs, "the listener transfer (VLLM_HOST_IP, 10.0.0.7)") {
 		t.Errorf("an engine on VLLM_HOST_IP: %d, %s", code, errs)
 	}
-	// The start refuses as the check does, before anything listens.
+	// The start refuses like --check-config, before anything listens.
 	for _, args := range [][]string{
 		{"server", "--host", "0.0.0.0", "--l1-size-gb", "8MiB"},
 		{"bootstrap", "--host", "0.0.0.0", "--port", "0"},

@@ -8,8 +8,8 @@ import (
 	"strconv"
 )
 
-// address is what a part listens on. Port 0 is one that the kernel chooses; it is in
-// conflict with none.
+// address is an address on which a part listens. Port 0 is a port that the kernel chooses;
+// it conflicts with no other.
 type address struct {
 	Part string
 	Flag string // that gives the port
@@ -26,7 +26,7 @@ func (a address) URL() string {
 	return "http://" + net.JoinHostPort(host, strconv.Itoa(a.Port))
 }
 
-// addressConflicts names the addresses on which two would listen, a line for each two.
+// addressConflicts returns a line for each two parts that would listen on the same address.
 func addressConflicts(all []address) (out []string) {
 	for i, b := range all {
 		for _, a := range all[:i] {
@@ -38,8 +38,8 @@ func addressConflicts(all []address) (out []string) {
 	return out
 }
 
-// meet reports whether two hosts may be one address. Names are taken for different ones,
-// but for localhost.
+// meet reports whether two hosts may be one address. Two different host names count as
+// different addresses, except localhost and 127.0.0.1.
 func meet(a, b string) bool {
 	return a == b || isEvery(a) || isEvery(b) || isLocal(a) && isLocal(b)
 }

@@ -104,7 +104,7 @@ func (d *planted) request(salt string, prompt []uint32) (hit int) {
 	return hit
 }
 
-// advise returns what kvasir advise says first, and all it says.
+// advise returns the first advice of kvasir advise, all of its advice, and its text.
 func (d *planted) advise(args ...string) (first advice.Option, all advice.Advice, text string) {
 	d.t.Helper()
 	args = append([]string{"advise", "--url", d.url}, args...)
@@ -164,12 +164,12 @@ func TestAdviseOfAPoolThatIsTooSmall(t *testing.T) {
 	}
 }
 
-// Each planted situation has its advice first, and none of the others'.
+// Each planted situation has its own advice first, and no advice of the other situations.
 func TestAdviseNamesWhatIsPlanted(t *testing.T) {
 	body := randomTokens(1, 2400)
 	for _, planted := range []struct {
 		name, kind string
-		also       string // kinds that are said beside it
+		also       string // kinds of advice that may come beside it
 		words      string
 		chunks     int
 		points     float64
@@ -237,7 +237,7 @@ func TestAdviseNamesWhatIsPlanted(t *testing.T) {
 	}
 }
 
-// A beginning that changes is said with what it costs, in tokens and their share, by advise, status, the metrics and the findings.
+// advise, status, the metrics and the findings report a beginning that changes with its cost, in tokens and their share.
 func TestAdviseOfAChangingBeginning(t *testing.T) {
 	d := plant(t, 8192, store.Options{})
 	body := randomTokens(1, 2400)
@@ -267,7 +267,7 @@ func TestAdviseOfAChangingBeginning(t *testing.T) {
 	}
 }
 
-// Conversations that go on, unlike prompts and prompts with one closing text say nothing of beginnings.
+// Conversations that continue, prompts without a common part, and prompts with one closing text give no advice about beginnings.
 func TestAdviseOfOrdinaryPrompts(t *testing.T) {
 	d := plant(t, 8192, store.Options{})
 	closing := randomTokens(2, 300)
@@ -285,7 +285,7 @@ func TestAdviseOfOrdinaryPrompts(t *testing.T) {
 	}
 }
 
-// Prompts of which the engine sends hashes alone: what their beginnings lost is not known, and advise says so.
+// Where the engine sends hashes alone, the loss from changing beginnings is not known, and advise says so.
 func TestAdviseOfHashesAlone(t *testing.T) {
 	st := admin.Status{Status: server.Status{PID: 1, ChunkTokens: 256, HitCurves: make([]hitcurve.Window, 3)}}
 	st.Lookup.AskedTokens, st.Lookup.Beginnings.UnknownTokens = 10_000, 4000
@@ -319,7 +319,7 @@ func randomTokens(seed uint64, n int) []uint32 {
 	return out
 }
 
-// Prompts that are shorter than a chunk are said also where no other prompt came.
+// advise reports prompts that are shorter than a chunk, also where no other prompt came.
 func TestAdviseOfShortPromptsAlone(t *testing.T) {
 	d := plant(t, 64, store.Options{})
 	for range 40 {
@@ -330,7 +330,7 @@ func TestAdviseOfShortPromptsAlone(t *testing.T) {
 	}
 }
 
-// A server that nothing was asked of, and one that finds all it can.
+// A server without requests and a server that already finds all it can get no advice.
 func TestAdviseWithNothingToGain(t *testing.T) {
 	d := plant(t, 64, store.Options{})
 	if _, all, text := d.advise(); len(all.Options) != 0 || !strings.Contains(text, "nothing to say yet") {
@@ -376,8 +376,8 @@ func TestAdviseRefuses(t *testing.T) {
 	f(2, "must be one of", "--window", "2h")
 }
 
-// What a bound allows is never more than the window has: a window in which all but ten points hit gains ten points at most, whatever was
-// lost since the start. Tokens are those of the chunks that were asked for, of whatever sizes.
+// No advice promises more than its window can gain: where all but ten points of a window hit, the gain is ten points at most, whatever was
+// lost since the start. Tokens are counted from the chunks that were asked for, with each chunk's own size.
 func TestAdviceFitsItsOwnFigures(t *testing.T) {
 	st := admin.Status{Status: server.Status{PID: 1, ChunkTokens: 256}}
 	st.Pool.TotalBytes = 1 << 30

@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// A server that was killed can be started again at once: its ports, its disk and its files are waited for until the kernel
-// has given them back, which nothing tells.
+// A killed server can be started again at once. The new one waits until the kernel has released the old one's ports, disk and
+// files. The kernel does not report that moment.
 func TestStartedAgainAtOnce(t *testing.T) {
 	dir, port := t.TempDir(), testkit.FreePort(t)
 	flags := []string{
@@ -34,7 +34,8 @@ func TestStartedAgainAtOnce(t *testing.T) {
 	stop(t, s)
 }
 
-// So can a keeper: the socket by which it is the only one of a directory, its lock and its notes are waited for.
+// A killed keeper can be started again at once, too. The new one waits for the socket that makes it the only keeper of a directory, for
+// the lock and for the notes.
 func TestKeeperStartedAgainAtOnce(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "state")
 	for range 10 {

@@ -23,7 +23,7 @@ import (
 )
 
 // BenchmarkAgents plays 2,212 requests of 14 coding agents at a time into a store whose pool their live sessions fill 1.8 times,
-// with a disk of the pool's size below it: what part of the prompt tokens hits, and how many chunks are written, for each
+// with a disk of the pool's size below it. It reports the share of prompt tokens that hit and the number of chunks written, for each
 // --l2-write. A step of an engine stores 8 chunks of 256 tokens.
 //
 //	go test -run - -bench Agents -benchtime 1x ./cmd/kvasir/internal/cli
@@ -89,7 +89,7 @@ func playAgents(b *testing.B, requests []workload.Request, write string) {
 	}
 }
 
-// agentPool is the number of chunks of a pool that the sessions that go on fill 1.8 times, in the mean.
+// agentPool returns a pool size in chunks: the mean size of the live sessions divided by 1.8.
 func agentPool(requests []workload.Request) int {
 	left, live := map[int]int{}, map[int]int{}
 	for i := range requests {
@@ -118,7 +118,7 @@ func agentHashes(q *workload.Request) []kv.Hash {
 	return kv.ChunkHashes(tokens, 2)
 }
 
-// serveAgent does what a server does for a request: lookup, load, and the stores of what was not there.
+// serveAgent does what a server does for a request: lookup, load, and the stores of the chunks that did not hit.
 func serveAgent(b *testing.B, st *store.Store, id []byte, h []kv.Hash) store.LookupResult {
 	const step = 8
 	if len(h) == 0 {

@@ -53,7 +53,7 @@ type part struct {
 	run   func(*env) error
 }
 
-// env returns what a part shares with the others, and what it does not.
+// env returns the env of a part: context, outputs and parts are those of e, the flags are the part's own.
 func (p *part) env(e *env) *env {
 	return &env{
 		ctx: e.ctx, stdout: e.stdout, stderr: e.stderr, log: e.log.With("part", p.name), given: p.given,
@@ -61,7 +61,7 @@ func (p *part) env(e *env) *env {
 	}
 }
 
-// fault is an error of a part: it names the part, and where its flags are from.
+// fault returns a part's error as a usageError that names the part, and where its flags are from.
 func (p *part) fault(err error) error {
 	if file, ok := errors.AsType[settings.FileError](err); ok {
 		return usagef("%s", file.Error()) // it names file and line
@@ -199,7 +199,7 @@ func (c *allCmd) Run(e *env) error {
 		parts = append(parts, runPart{Name: p.name, Run: func(ctx context.Context, ready func()) error {
 			own := p.env(e)
 			own.ctx, own.ready = ctx, ready
-			if i == len(c.parts)-1 { // the others are ready
+			if i == len(c.parts)-1 { // the last part: the others are ready
 				own.ready = func() { ready(); notify(e.log, "READY=1") }
 			}
 			if err := p.run(own); err != nil {
@@ -271,7 +271,7 @@ func (c *configCheckCmd) Run(e *env) error {
 	return nil
 }
 
-// exitError ends the process with a code; what there is to say was said.
+// exitError ends the process with an exit code; the command has printed its error already.
 type exitError int
 
 func (e exitError) Error() string { return "exit " + strconv.Itoa(int(e)) }

@@ -173,8 +173,8 @@ func TestAllEndsWhenAPartFails(t *testing.T) {
 	}
 }
 
-// What is wrong in any section is told at once, in one line, with the line of the file and
-// the nearest known key; nothing is started.
+// Mistakes in any section are all reported in one line, with the line of the file and the
+// nearest known key. Nothing is started.
 func TestBadFilesForAll(t *testing.T) {
 	testkit.LongAlone(t)
 	f := func(text, want string) {
@@ -224,8 +224,8 @@ func TestBadFilesForAll(t *testing.T) {
 	}
 }
 
-// The file that config init writes is one that is right, and what is printed of a file is
-// a file of the same values. Nothing is replaced unasked.
+// The file that config init writes is valid. config check prints a file of the same values. config init
+// replaces an existing file only with --force.
 func TestConfigInitAndCheck(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "k.yaml")
 	if code, stdout, stderr := run(t, "config", "init", file); code != 0 || stderr != "" || !strings.Contains(stdout, "kvasir all --config "+file) {

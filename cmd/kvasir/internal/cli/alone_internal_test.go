@@ -10,7 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// Each command is known alone by the name that it has in the whole grammar, with the same flags; help and what describes all commands need all of it.
+// Each command can be parsed alone, with the name and flags that it has in the whole grammar. Help and the commands that describe all commands
+// need the whole grammar.
 func TestAlone(t *testing.T) {
 	all := new(root)
 	whole, err := parse(all, &all.logFlags, []string{"version"}, io.Discard, io.Discard, nil, settings.New())
@@ -42,7 +43,7 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// What a command alone cannot read is told as by the whole grammar.
+// A line that the command's own grammar cannot read is read again with the whole grammar, for the same error.
 func TestAloneFails(t *testing.T) {
 	l, err := readLine([]string{"server", "--bogus"}, io.Discard, io.Discard)
 	if err == nil || len(l.parser.Model.Children) < 20 {

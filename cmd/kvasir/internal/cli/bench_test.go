@@ -16,13 +16,13 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// streams answers requests with two tokens each; the request after the last is told and
-// held.
+// streams answers requests with two tokens each, up to request number last. A later one calls held
+// and waits.
 func streams(t *testing.T, last int64, held func()) string {
 	t.Helper()
 	var n atomic.Int64
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // then the server hears of a client that leaves
+		_, _ = io.Copy(io.Discard, r.Body) // then the server notices when the client leaves
 		if r.URL.Path != "/v1/completions" {
 			fmt.Fprint(w, `{"data":[{"id":"m"}]}`)
 			return
@@ -38,8 +38,8 @@ func streams(t *testing.T, last int64, held func()) string {
 	return s.URL
 }
 
-// SIGINT in the middle of a run: the table and the file have what ended, and the last line
-// says how far it came.
+// After SIGINT in the middle of a run, the table and the file have the requests that ended, and the last
+// line says how far it came.
 func TestBenchInterrupted(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "r.json")
 	at := make(chan struct{}, 1)
@@ -71,7 +71,7 @@ func TestBenchInterrupted(t *testing.T) {
 	}
 }
 
-// Flags of several words end at the next flag; what is wrong with one is a line that names
+// Flags of several words end at the next flag. A mistake in a flag is reported in a line that names
 // it.
 func TestBenchCommandLine(t *testing.T) {
 	f := func(code int, want string, args ...string) {

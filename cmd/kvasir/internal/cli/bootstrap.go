@@ -62,7 +62,7 @@ P of vLLM 0.32 and later registers here with
 and D learns its address from "remote_bootstrap_addr":"http://HOST:8998" in each request's kv_transfer_params.`
 }
 
-// options turns flags into options, and says which cannot be used.
+// options turns flags into options. The error names the flags that cannot be used.
 func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 	guards := map[string]bootstrap.Guard{"delete": bootstrap.GuardDelete, "writes": bootstrap.GuardWrites, "all": bootstrap.GuardAll}
 	o = bootstrap.Options{
@@ -110,7 +110,7 @@ var registryListeners = []string{"http"}
 // exposed returns where the registry listens. Stock vLLM registers and queries without a token, unless --token-guards refuses that.
 func (c *bootstrapCmd) exposed() []exposure {
 	return []exposure{{
-		listener: "http", at: "--host " + c.Host, host: c.Host, own: c.Guard != "delete", // which wants a token
+		listener: "http", at: "--host " + c.Host, host: c.Host, own: c.Guard != "delete", // other values need --token
 		risk: "register workers, and so receive the KV of prompts",
 	}}
 }

@@ -80,8 +80,8 @@ type env struct {
 	log     *slog.Logger
 	model   *kong.Application
 	given   *settings.Settings
-	flags   map[string]string // of the command and what was given, secrets aside
-	sources map[string]string // where they are from
+	flags   map[string]string // values of the command's flags by name, without secrets
+	sources map[string]string // where each value is from
 	ignored []string          // flags of LMCache's server that were given and mean nothing here
 	ready   func()            // called when a part of kvasir all listens; nil outside it
 	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
@@ -209,17 +209,17 @@ func noCoreFile(e *env) {
 	}
 }
 
-// commandLine is one that was read.
+// commandLine is a command line that was parsed.
 type commandLine struct {
 	parser *kong.Kong
 	ctx    *kong.Context
 	given  *settings.Settings
 	log    logFlags
-	exit   int // what --help ends with; -1: it was not asked for
+	exit   int // the exit code of --help; -1: --help was not given
 }
 
-// readLine reads a command line with the flags of its command alone, or of all commands where
-// that does not do.
+// readLine parses a command line with the flags of its command alone, which is faster, or with
+// those of all commands if that fails.
 func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
 	if alone := settings.Alone(new(root), args); alone != nil {
 		var one struct {
@@ -234,7 +234,7 @@ func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
 	return l, allFaults(l, err, args)
 }
 
-// lineError is all that is wrong with a command line and the file that it names.
+// lineError has all errors of a command line and of the file that it names.
 type lineError struct {
 	first error
 	texts []string

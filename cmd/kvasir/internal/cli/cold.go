@@ -46,8 +46,8 @@ func (c *coldStart) Decode(ctx *kong.DecodeContext) error {
 // pool reports whether the pool begins empty.
 func (c coldStart) pool() bool { return c == coldPool || c == coldAll }
 
-// forget begins a new generation in the tiers for --cold=all, and says for --cold which tiers
-// still serve what they have. An error means that older objects may be served.
+// forget begins a new generation in the tiers for --cold=all. For --cold it logs which tiers
+// still serve older objects. After an error they may serve older objects.
 func (c coldStart) forget(book *generation.Book, below *adapter.Set, log *slog.Logger) error {
 	var tiers []string
 	for _, t := range below.Each {

@@ -25,8 +25,8 @@ func (s *serving) stop(t *testing.T) {
 	}
 }
 
-// A server with another --l1-size-gb takes the pool over and says so, with --cold it says which tiers keep their
-// chunks, and with --cold=all a generation begins in them.
+// A server with another --l1-size-gb takes the pool over and says so. With --cold it says which tiers keep their
+// chunks. With --cold=all a new generation begins in the tiers.
 func TestStartsWithAnotherSizeAndCold(t *testing.T) {
 	name, below := fmt.Sprintf("kvasir_test_cold_%d", os.Getpid()), t.TempDir()
 	args := func(more ...string) []string {

@@ -40,7 +40,7 @@ func TestSuggestionsResemble(t *testing.T) {
 	f(`did you mean "--chunk-size"?`, "", "server", "--chunksize", "1")
 }
 
-// One flag writes pictures; the names that commands had before work and are not shown.
+// --plot writes pictures in each command that draws. The earlier names of that flag still work, and help does not show them.
 func TestPlotHasOneName(t *testing.T) {
 	testkit.LongAlone(t)
 	for _, c := range []struct {
@@ -81,7 +81,7 @@ func TestConfigInitOfDirectory(t *testing.T) {
 	}
 }
 
-// Each command of tier and pool shows examples, and what tier finds is there as JSON.
+// Each command of tier and pool shows examples, and the tier commands print their findings as JSON, too.
 func TestTierAndPoolCommands(t *testing.T) {
 	for _, c := range []string{"tier ls", "tier verify", "tier drop", "tier copy", "tier check", "pool ls", "pool rm"} {
 		if _, out, _ := run(t, append(strings.Fields(c), "--help")...); !strings.Contains(out, "Examples:") || !strings.Contains(out, "kvasir "+c+" ") {
@@ -139,7 +139,7 @@ func TestTierAndPoolCommands(t *testing.T) {
 	}
 }
 
-// keeper keep is what keeper with directories alone does; keeper verify names a directory that no keeper of that folder has noted.
+// keeper keep does the same as keeper with directories alone. keeper verify names a directory that no keeper with that state folder has noted.
 func TestKeeperKeepAndVerify(t *testing.T) {
 	dir, state := t.TempDir(), t.TempDir()
 	if code, _, errs := run(t, "keeper", "keep", dir); code != 2 || !strings.Contains(errs, "say what to hold: --max-gb, --min-free-gb or --ttl") {

@@ -8,8 +8,8 @@ import (
 )
 
 // lmcacheFlags lists the flags of "lmcache server" 0.5.6 and 0.5.7 that mean nothing here,
-// and whether they take values. Command lines written for that server work; what
-// is ignored is said once.
+// and whether they take values. So command lines for that server work; the server logs
+// once which flags it ignores.
 var lmcacheFlags = func() map[string]bool {
 	m := make(map[string]bool)
 	for _, name := range strings.Fields(`

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// A command that listens runs for long: its flags can stand in the environment and in
-// a file, and it can check them.
+// A command that listens runs for a long time, so it takes its flags also from the environment and from
+// a file, and has --check-config.
 func TestCommandsThatListenAreConfigurable(t *testing.T) {
 	parser, err := kong.New(&root{})
 	if err != nil {

@@ -33,7 +33,7 @@ func write(t *testing.T, text string) string {
 	return path
 }
 
-// The command line counts before the environment, that before the file, that before
+// The command line overrides the environment, the environment the file, and the file
 // the default, for commands of one word and of two.
 func TestOrderOfConfiguration(t *testing.T) {
 	file := write(t, "# a comment\nport: 6001\nhttp-port: 6002\nchunk-size: 64\nl1-size-gb: 64MiB\nallow-host: [a, 'b']\nseparate-object-groups: true\nlog-level: warn\n")
@@ -143,7 +143,7 @@ func TestBadConfiguration(t *testing.T) {
 	}
 }
 
-// A terminal that goes away does not take the server with it.
+// SIGHUP, as from a terminal that closes, does not stop the server.
 func TestHangUpDoesNotStopTheServer(t *testing.T) {
 	s := serve(t)
 	if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
@@ -158,8 +158,8 @@ func TestHangUpDoesNotStopTheServer(t *testing.T) {
 	}
 }
 
-// A command reads its own section of a file for kvasir all, and a mapping that is pasted from the docs is the JSON of
-// --l2-adapter.
+// A command reads its own section of a file for kvasir all. --l2-adapter takes a YAML mapping as its JSON, as the docs
+// show it.
 func TestSectionsAndMappingsOfFiles(t *testing.T) {
 	file := write(t, "log-level: warn\nserver:\n  chunk-size: 128\n  l2-adapter: {\"type\":\"fs\",\"base_path\":\"/x\"}\nproxy:\n  port: 1\n")
 	code, stdout, stderr := checkConfig(t, nil, "server", "--config", file)
@@ -172,7 +172,7 @@ func TestSectionsAndMappingsOfFiles(t *testing.T) {
 	}
 }
 
-// A flag that says whom a listener lets in, and that is given without a value, is refused wherever it is from: it is never as if it were not given.
+// An empty value of a flag that guards a listener is refused, on the command line, in the environment and in a file. It never counts as absent.
 func TestEmptyFilesThatGuardAreRefused(t *testing.T) {
 	f := func(want string, env []string, args ...string) {
 		t.Helper()

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
-// kvasir coordinator --master asks a store, of prompts as hashes and as tokens, and names what it lacks.
+// kvasir coordinator --master asks a store for prompts, given as hashes and as tokens, and names the blocks that the store lacks.
 func TestCoordinatorOfAStore(t *testing.T) {
 	master := storetest.New(t)
 	dir := t.TempDir()

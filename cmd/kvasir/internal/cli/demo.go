@@ -102,8 +102,8 @@ func (c *demoCmd) Run(e *env) error {
 	return c.deployment(e, requests.short)
 }
 
-// adviseDemo adds to an error of pool.Open which pool fits: the largest round size in
-// half of what is free, and chunks of which it holds some hundreds.
+// adviseDemo adds to an error of pool.Open a pool that would fit: the largest power of two
+// within half of the free memory, and a chunk size of which it has room for 512 or more.
 func adviseDemo(err error) error {
 	space, ok := errors.AsType[*pool.SpaceError](err)
 	if !ok {
@@ -141,7 +141,7 @@ func (c *demoCmd) requests(ctx context.Context) (out demoRequests, err error) {
 		if err != nil {
 			return out, err
 		}
-		out.close = func() { _ = trace.Close() } // it was read
+		out.close = func() { _ = trace.Close() } // only read from: the error does not matter
 		out.each = trace.Lines()
 	}
 	for q, err := range out.each {

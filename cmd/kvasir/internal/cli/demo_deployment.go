@@ -50,7 +50,7 @@ func (c *demoCmd) deployment(e *env, requests []workload.Request) error {
 	fmt.Fprintf(e.stderr, "then the whole picture: a server process, a registry, P and D, %d requests through both, kill -9 of the server in the middle\n", len(requests))
 	show, end := progress(e.stderr, "requests")
 	r, err := demo.Run(e.ctx, demo.Options{
-		Requests: requests, Progress: show, // the kill alone would fill a log
+		Requests: requests, Progress: show, // no log: the errors after the kill would fill it
 		Server: func(port int) *exec.Cmd { return command("--port", strconv.Itoa(port)) },
 	})
 	end()

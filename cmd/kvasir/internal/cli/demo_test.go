@@ -51,8 +51,8 @@ func TestDemoInterrupted(t *testing.T) {
 	}
 }
 
-// The same in its second part: figures of a part would compare what is not alike. What
-// the environment says of another server does not reach the demo's.
+// The same holds in the demo's second part: figures of only a part could not be compared. Variables for
+// another server in the environment do not reach the demo's server.
 func TestDemoInterruptedInItsSecondPart(t *testing.T) {
 	c := command("demo", "--requests", "100", "--l1-size-gb", "16MiB", "--chunk-kib", "64")
 	c.Env = append(c.Env, "KVASIR_SERVER_PORT=nonsense", "KVASIR_SERVER_CONFIG=/nonexistent")

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// The flags reach what they are for, and the exit code is of the worst finding.
+// Each flag reaches its check, and the exit code is that of the worst finding.
 func TestDoctorCommand(t *testing.T) {
 	missing := filepath.Join(t.TempDir(), "none")
 	code, out, stderr := run(t, "doctor", "--l1-size-gb", "1000000", "--listen", "x,y", "--advertised", "0.0.0.0", "--python", missing, "--peer", "http://127.0.0.1:1",

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Commands that need shared memory are refused outside Linux with words; each that is named exists.
+// Commands that need shared memory are refused outside Linux with an error that says so. Each command in linuxOnly exists.
 func TestCommandsThatNeedLinuxAreRefusedElsewhere(t *testing.T) {
 	f := func(goos, command string, refused bool) {
 		t.Helper()

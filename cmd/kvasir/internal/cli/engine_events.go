@@ -79,7 +79,7 @@ func (p *enginePublisher) publish(events []event.Event) {
 	p.pub.Publish([]byte(p.o.Topic), binary.BigEndian.AppendUint64(nil, m.sequence), payload)
 }
 
-// answer sends the messages from a sequence on that are kept, and the end marker.
+// answer sends the kept messages from the requested sequence on, and the end marker.
 func (p *enginePublisher) answer(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 2 {
 		return

@@ -39,7 +39,7 @@ func (r *received) all() []zmtp.Message {
 	return slices.Clone(r.list)
 }
 
-// A subscriber gets topic, sequence and batch of each message; the replay socket the last ones again, from a sequence on.
+// A subscriber gets topic, sequence and batch of each message. The replay socket sends the last messages again, from a sequence on.
 func TestEngineEvents(t *testing.T) {
 	at, replayAt := testkit.FreePort(t), testkit.FreePort(t)
 	o := kvconfig.Events{Endpoint: "tcp://*:" + strconv.Itoa(at), Replay: "tcp://127.0.0.1:" + strconv.Itoa(replayAt), Topic: "kv", Buffer: 3}

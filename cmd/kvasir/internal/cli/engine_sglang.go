@@ -34,7 +34,7 @@ func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
 	return err
 }
 
-// checkSGLang says what does not go with --like sglang.
+// checkSGLang refuses flags that cannot be used with --like sglang.
 func (c *engineCmd) checkSGLang() error {
 	var bad faults
 	bad.unless(c.Transfer == "", "--kv-transfer-config is vLLM's: --like sglang has --disaggregation-mode")

@@ -43,7 +43,7 @@ func (f *eventFlags) publisherOptions(port, chunkTokens int, log *slog.Logger) e
 	return events.PublisherOptions{Topic: topic, ChunkTokens: chunkTokens, Encoding: event.Encoding{Arrays: f.EventArrays}, Log: log}
 }
 
-// check reports what does not go together.
+// check reports flags that contradict each other.
 func (f *eventFlags) check() error {
 	switch {
 	case f.Events != "" && f.EventLog == 0:
@@ -75,7 +75,7 @@ func eventAddresses(events, replay string) (out []address, _ error) {
 	return out, nil
 }
 
-// book returns what follows a store's events; nil where the flags want none.
+// book returns the Book that records a store's events; nil if the flags ask for none.
 func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
 	if f.EventLog == 0 {
 		return nil
@@ -93,7 +93,7 @@ func (f *eventFlags) changes() *tier.Changes {
 	return tier.NewChanges()
 }
 
-// publisher returns who publishes a Book's records, listening; nil where the flags want none.
+// publisher returns a listening publisher of a Book's records; nil if the flags ask for none.
 func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOptions) (p *events.Publisher, err error) {
 	if f.Events == "" {
 		return nil, nil
@@ -101,7 +101,7 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	return openPublisher(e, func() *events.Publisher { return events.NewPublisher(book, o) }, f.Events, f.EventReplay, o.Topic)
 }
 
-// openPublisher returns what create returns, listening.
+// openPublisher makes a publisher with create and makes it listen. It calls create again for each attempt to listen.
 func openPublisher(e *env, create func() *events.Publisher, endpoint, replay, topic string) (p *events.Publisher, err error) {
 	var at, replayAt string
 	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
@@ -122,7 +122,7 @@ func (f *eventFlags) exposed() []exposure {
 	return exposedEvents([2]string{"--kv-events", f.Events}, [2]string{"--kv-events-replay", f.EventReplay})
 }
 
-// exposedEvents returns where KV events are published: what says an endpoint, and the endpoint.
+// exposedEvents returns the network listeners of KV events. Each element of all is a flag and the endpoint that it sets.
 func exposedEvents(all ...[2]string) (out []exposure) {
 	for _, x := range all {
 		host, _, err := zmtp.HostPort(x[1])

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// Flags for events that do not go together are refused with what to do.
+// Flags for events that exclude each other are refused, and the error says what to do.
 func TestEventFlags(t *testing.T) {
 	f := func(flags eventFlags, want string) {
 		t.Helper()
@@ -30,7 +30,7 @@ func TestEventFlags(t *testing.T) {
 	}
 }
 
-// Events over TCP have a listener to defend, a UNIX socket has none.
+// Events over TCP count as a listener that needs access control; a UNIX socket does not.
 func TestExposedEvents(t *testing.T) {
 	f := func(events, replay string, want ...string) {
 		t.Helper()

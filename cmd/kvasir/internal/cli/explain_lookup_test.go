@@ -50,7 +50,7 @@ func TestExplainOfALiveServer(t *testing.T) {
 	}
 }
 
-// What is no kvasir server, and wrong flags, are said in one line; nothing of an answer moves the cursor.
+// A server that is not kvasir, and wrong flags, are reported in one line. Nothing in an answer moves the terminal's cursor.
 func TestExplainOfSomethingElse(t *testing.T) {
 	other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if strings.HasPrefix(r.URL.Path, "/evil") {

@@ -124,7 +124,7 @@ type listingTier interface {
 	tier.Lister
 }
 
-// wantChunks reads all that a tier lists.
+// wantChunks reads and checks all chunks that a tier lists.
 func wantChunks(t *testing.T, place listingTier) {
 	t.Helper()
 	var keys []kv.Key
@@ -267,7 +267,7 @@ func generationsOfRelease(t *testing.T, r *releaseFiles) {
 	}
 }
 
-// sealIndex has a copy of a pool's index name the copied segment, and an index version.
+// sealIndex writes the copied segment and an index version into a copy of a pool's index.
 func sealIndex(t *testing.T, r *releaseFiles, version uint32) {
 	t.Helper()
 	info, err := os.Stat(r.path("pool"))
@@ -405,7 +405,7 @@ func eventsOfRelease(t *testing.T, r *releaseFiles) {
 	}
 }
 
-// A server refuses a pool whose note is a later release's, with what to do, and changes nothing; --cold discards it.
+// A server refuses a pool with the note of a later release, says what to do, and changes nothing. --cold discards the pool.
 func TestNoteOfALaterReleaseIsRefused(t *testing.T) {
 	r := unpackRelease(t, "testdata/formats/0.1.0")
 	o := pool.Options{Name: "pool", Dir: r.dir}

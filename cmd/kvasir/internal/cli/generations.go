@@ -13,9 +13,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// openGenerations puts the generations between the store and the tiers, and says what
-// is known of them. A clear is kept in each directory of a tier, and for tiers that other
-// servers may share in a file of this user.
+// openGenerations puts the generations (generation.Book) between the store and the tiers.
+// Files keep the clears: one in each directory of a tier, and for tiers that other servers
+// may share a file of this user.
 func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	if below.Tier == nil {
 		return nil
@@ -42,9 +42,10 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	return nil
 }
 
-// generationFiles are where the generations of tiers are kept: in each directory of this
-// host, and for tiers without one beside --state, else in the state directory of this
-// user, in a file for each address. So they outlive the tiers and addresses beside them.
+// generationFiles returns the files that keep the generations of tiers: one in each local
+// directory of a tier. Shared tiers have one file beside --state, or without --state one
+// file per address in this user's state directory, so that each address keeps its
+// generations when other tiers change.
 func (c *serverCmd) generationFiles(o *adapter.Options) (files []string) {
 	var shared []string
 	for _, d := range o.Disk.Dirs {

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/redis"
 )
 
-// A clear of a tier on other hosts holds where the next server has other tiers beside it,
-// another order of them, or another address of it.
+// A cleared tier on other hosts stays cleared for the next server, also when that server has other tiers beside it,
+// another order of tiers, or another address of the tier.
 func TestClearOutlivesAChangeOfTiers(t *testing.T) {
 	t.Setenv("XDG_STATE_HOME", t.TempDir())
 	at := func(addrs ...string) adapter.Adapter {

@@ -22,7 +22,7 @@ func versionLine() string {
 	return fmt.Sprintf("kvasir %s (%s, %s/%s)", Version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
-// release is the release that this code is of, or leads to.
+// release is the release of this code, or the next release while it is developed.
 const release = "0.1.0"
 
 // Version returns the release and, where the build knows it, the commit: "0.1.0+1a2b3c4d5e6f". A build of a tagged module
@@ -50,7 +50,7 @@ func Version() string {
 	return release + revision + dirty
 }
 
-// helpCmd stands in the list of commands; asHelp answers it.
+// helpCmd is only there for the list of commands; asHelp turns it into --help.
 type helpCmd struct {
 	Command []string `arg:"" optional:"" help:"The command, for example: transfer serve."`
 }

@@ -35,7 +35,7 @@ func TestHelpAndVersionInEveryForm(t *testing.T) {
 	}
 }
 
-// The scripts are run by the shells that they are for, as far as those are here.
+// Each completion script runs in its own shell, where this machine has that shell.
 func TestCompletion(t *testing.T) {
 	testkit.LongAlone(t)
 	dir := t.TempDir()

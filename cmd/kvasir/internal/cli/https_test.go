@@ -208,8 +208,8 @@ func TestCommandsAskOverHTTPS(t *testing.T) {
 	}
 }
 
-// A registry at https that wants a token or a certificate for everything has P, the relay and the proxy as clients, with either. Without
-// both, P does not register, and the relay sees nothing.
+// A registry with https demands a token or a certificate for everything. P, the relay and the proxy can be its clients with either. Without
+// both, P cannot register, and the relay sees no engine.
 func TestClientsOfAGuardedRegistry(t *testing.T) {
 	p := newPKI(t)
 	tokens := filepath.Join(t.TempDir(), "tokens")
@@ -255,7 +255,7 @@ func TestClientsOfAGuardedRegistry(t *testing.T) {
 	}
 }
 
-// Lines for certificates limit them at each command's listeners, the proxy's API among them. They need --tls-client-scope.
+// Lines for certificates in the token file limit their scope at each command's listeners, including the proxy's API. They need --tls-client-scope.
 func TestScopesOfCertificatesOfCommands(t *testing.T) {
 	p := newPKI(t)
 	tokens := filepath.Join(t.TempDir(), "tokens")

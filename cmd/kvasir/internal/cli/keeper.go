@@ -98,11 +98,11 @@ func (c *keeperKeepCmd) exposed() (out []exposure) {
 	return out
 }
 
-// keeperNice is the keeper's priority (nice): it has little to do, and that at once, beside engines that use all processors.
+// keeperNice is the keeper's priority (nice): it has little to do but must do it at once, beside engines that use all processors.
 const keeperNice = -10
 
-// hurry gives the threads of this process, and so those to come, the keeper's priority where the user may do that. A thread that another one
-// makes meanwhile may miss it, so it looks again until there is none.
+// hurry gives all threads of this process the keeper's priority if the user may do that; threads that they start inherit it. A thread that
+// starts meanwhile may miss it, so hurry repeats until no thread has missed it, at most 16 times.
 func hurry() {
 	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
 	for range tries {
@@ -114,11 +114,11 @@ func hurry() {
 				continue
 			}
 			if is, err := unix.Getpriority(unix.PRIO_PROCESS, id); err != nil || is >= kernelBase-keeperNice {
-				continue // it has ended, or has it
+				continue // the thread has ended, or has the priority
 			}
 			missed = true
 			if errors.Is(unix.Setpriority(unix.PRIO_PROCESS, id, keeperNice), unix.EACCES) {
-				return // of another user than root
+				return // only root may raise the priority
 			}
 		}
 		if !missed {
@@ -252,7 +252,7 @@ func writeKeeper(w io.Writer, s keeper.Stats) error {
 	return t.Flush()
 }
 
-// watchWords says how the keeper hears of reads and writes, and of what share.
+// watchWords says in words how the keeper learns of reads and writes, and of what share of them.
 func watchWords(s keeper.Stats) string {
 	switch s.Watch {
 	case keeper.WatchFanotify:

@@ -26,7 +26,7 @@ type keeperEventFlags struct {
 
 const (
 	keeperChanges     = 1 << 15 // kept for the publisher
-	keeperSubscribers = 32      // what is there takes 48 bytes a file for each one that has not read its beginning
+	keeperSubscribers = 32      // each takes 48 bytes a file until it has got the list of all chunks
 )
 
 // check reports what does not go together.
@@ -68,7 +68,7 @@ func (f *keeperEventFlags) publisherOptions() events.PublisherOptions {
 	return events.PublisherOptions{Topic: topic, Encoding: event.Encoding{IntHashes: f.EventHashes == "int"}, MaxSubscribers: keeperSubscribers}
 }
 
-// openEvents publishes the changes of a keeper, where the flags want that, until stop is called. figures adds those of the publisher.
+// openEvents publishes the changes of a keeper until stop is called, if the flags ask for it. figures adds the publisher's figures.
 func (c *keeperKeepCmd) openEvents(e *env, k *keeper.Keeper, a *access) (figures func(*metrics.Registry), stop func() error, err error) {
 	if c.Events == "" {
 		return func(*metrics.Registry) {}, func() error { return nil }, nil
@@ -100,7 +100,7 @@ func (c *keeperKeepCmd) openEvents(e *env, k *keeper.Keeper, a *access) (figures
 	}, nil
 }
 
-// keeperFeed is what a keeper knows, as a publisher reads it.
+// keeperFeed makes a Keeper readable for a publisher.
 type keeperFeed struct{ *keeper.Keeper }
 
 // Activate does nothing: a keeper records from its start.

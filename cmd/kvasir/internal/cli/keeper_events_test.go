@@ -51,7 +51,7 @@ func (d *fsTier) file(i int) (name string, hash [32]byte) {
 	return filepath.Join("org_model_0123456789ab_r0", digits[:3], digits[3:5]+"_g2", digits+".bin"), hash
 }
 
-// eventReader knows which rows of a model events without tokens name: by group and hash.
+// eventReader collects from events without tokens which rows of a model exist, by group and hash.
 type eventReader struct {
 	t      *testing.T
 	medium string
@@ -111,8 +111,8 @@ func (r *eventReader) apply(payload []byte) {
 	}
 }
 
-// A keeper publishes which rows its directory has and loses, in vLLM's form without tokens: to those who are there, to those who come
-// late, over the replay socket, and to those who were there before it was killed.
+// A keeper publishes the rows that its directory gets and loses, in vLLM's form without tokens. Subscribers get them, and so do late ones
+// through the replay socket, and those that subscribed before the keeper was killed.
 func TestKeeperPublishesItsFiles(t *testing.T) {
 	d, sockets := newFSTier(t), t.TempDir()
 	endpoint, replay := "ipc://"+sockets+"/events", "ipc://"+sockets+"/replay"
@@ -266,7 +266,7 @@ func replayed(t *testing.T, endpoint string) (out []zmtp.Message) {
 	}
 }
 
-// What does not go together is refused in one line, and so is a port that nothing defends.
+// Flags that exclude each other are refused in one line, and so is a port without access control.
 func TestKeeperEventFlags(t *testing.T) {
 	d, tokens := newFSTier(t), filepath.Join(t.TempDir(), "tokens")
 	if err := os.WriteFile(tokens, fmt.Appendf(nil, "a %x read\n", sha256.Sum256(nil)), 0o600); err != nil {

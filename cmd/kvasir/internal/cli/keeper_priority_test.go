@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// All threads of a keeper that root starts have its priority: engines that use all processors do not keep it from unlinking.
+// All threads of a keeper that root starts have a raised priority, so that engines that use all processors do not keep it from unlinking.
 func TestKeeperHasPriority(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("only root may raise a priority")

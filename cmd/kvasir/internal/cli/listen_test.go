@@ -65,8 +65,8 @@ func TestListenChunks(t *testing.T) {
 	}
 }
 
-// An engine that negotiated a chunk size and does not ask the next server, which came at once after SIGKILL, goes on with chunks of
-// that size: its worker and its scheduler, over TCP and over IPC.
+// An engine negotiated a chunk size. The server is killed and started again at once, and the engine does not negotiate with the new one. Its
+// worker and its scheduler continue with chunks of that size, over TCP and over IPC.
 func TestNegotiatedChunksOverAKill(t *testing.T) {
 	port, web := testkit.FreePort(t), testkit.FreePort(t)
 	ipc := filepath.Join(t.TempDir(), "s")

@@ -26,8 +26,8 @@ func newLog(w io.Writer, f logFlags) *slog.Logger {
 	return safelog.New(slog.New(h))
 }
 
-// quiet returns a logger for a server inside another command: warnings and worse, until
-// ctx ends. What an interruption breaks off is no news.
+// quiet returns a logger for a server inside another command: it logs warnings and errors
+// until ctx ends. Later ones come from the interruption itself.
 func quiet(ctx context.Context, l *slog.Logger) *slog.Logger {
 	return slog.New(warnings{l.Handler(), ctx.Done()})
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// The manual has a page for each command, with its flags and examples, and troff has nothing to say about it.
+// The manual has a page for each command, with its flags and examples, and troff reports no warning.
 func TestManual(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "man")
 	t.Setenv("SOURCE_DATE_EPOCH", "1700000000")
@@ -47,7 +47,7 @@ func TestManual(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for line := range strings.Lines(string(text)) { // what is no request of ours would be lost
+		for line := range strings.Lines(string(text)) { // troff drops a line that begins with an unknown request
 			if (line[0] == '.' || line[0] == '\'') && !strings.Contains(".TH .SH .SS .TP .B .BR .I .nf .fi", strings.Fields(line)[0]) {
 				t.Errorf("%s: a line is taken for a request: %s", page, line)
 			}

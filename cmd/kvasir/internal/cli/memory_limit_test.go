@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// A pool above the memory limit of the process's cgroup is refused with both figures, by server, relay and store-node, before an earlier
-// pool is touched. One within the limit starts. The commands see a cgroup file system that the test made, in a mount namespace.
+// server, relay and store-node refuse a pool above the memory limit of their cgroup with both figures, before they touch an earlier
+// pool. They start with a pool within the limit. The commands see a cgroup file system that the test made, in a mount namespace.
 func TestPoolAboveTheMemoryLimitIsRefused(t *testing.T) {
 	if out, err := exec.Command("unshare", "-m", "true").CombinedOutput(); err != nil {
 		t.Skipf("no mount namespace: %v, %s", err, out)

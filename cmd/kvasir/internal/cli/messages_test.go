@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// Each wrong command line gets one line that names the flag and gives the advice that
-// is right for it, and no other.
+// Each wrong command line gets one line that names the flag and gives the right advice for it,
+// and no other advice.
 func TestMessages(t *testing.T) {
 	testkit.LongAlone(t)
 	name := fmt.Sprintf("kvasir_test_messages_%d", os.Getpid())
@@ -83,7 +83,7 @@ func TestMessages(t *testing.T) {
 	g("the directory of --ipc is not there", "choose", "--ipc", "/nonexistent/socket", "--port", free, "--http-port", "0")
 }
 
-// A pool that is kept and was made with other flags: only what differs is named, as flags.
+// When a kept pool was made with other flags, the error names only the flags that differ.
 func TestPoolOfOtherFlagsNamesWhatDiffers(t *testing.T) {
 	name := fmt.Sprintf("kvasir_test_differs_%d", os.Getpid())
 	s := serve(t, "--shm-name", name, "--l1-size-gb", "4MiB")

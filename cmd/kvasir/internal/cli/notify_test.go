@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// Each command that serves says to systemd when it is ready, once, and when it stops.
+// Each command that serves notifies systemd once when it is ready and once when it stops.
 func TestServiceManagerIsNotified(t *testing.T) {
 	pool := fmt.Sprint("kvasir_notify_", os.Getpid())
 	t.Cleanup(func() {
@@ -65,7 +65,7 @@ func TestServiceManagerIsNotified(t *testing.T) {
 			ended := make(chan error, 1)
 			go func() {
 				ended <- c.Wait()
-				_ = manager.SetReadDeadline(time.Now().Add(5 * time.Second)) // who reads gives up, but has what was sent before
+				_ = manager.SetReadDeadline(time.Now().Add(5 * time.Second)) // the reader below gives up then, but still gets earlier messages
 			}()
 			for _, want := range []string{"READY=1", "STOPPING=1"} {
 				text := make([]byte, 100)

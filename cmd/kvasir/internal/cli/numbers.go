@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// numbers has every number of a flag, of the environment and of a file read as a decimal one. Go
-// and kong read 010 as 8.
+// numbers makes kong read every number of a flag, of the environment and of a file as decimal. Without
+// it, Go and kong read 010 as 8.
 var numbers = []kong.Option{
 	kong.KindMapper(reflect.Int, kong.MapperFunc(decimalInt)),
 	kong.KindMapper(reflect.Int64, kong.MapperFunc(decimalInt)),

@@ -35,8 +35,8 @@ func strangers(trace string) (found []string) {
 	return found
 }
 
-// Server, registry, proxy and engine call nobody but the peers that they were given: no name service, no time server, no
-// report of use. A start, a prompt and an orderly stop of each were traced.
+// Server, registry, proxy and engine connect only to the peers that their flags name: to no name service, no time server, and
+// they send no usage report. The test traces a start, a prompt and an orderly stop of each.
 func TestNoOutboundConnections(t *testing.T) {
 	if out, err := exec.Command("strace", "-f", "-e", "trace=connect", "true").CombinedOutput(); err != nil {
 		t.Skipf("strace: %v: %s", err, out)

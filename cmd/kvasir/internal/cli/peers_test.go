@@ -33,8 +33,8 @@ func stdin(t *testing.T, text string, args ...string) (code int, stderr string) 
 	return c.ProcessState.ExitCode(), errs.String()
 }
 
-// What a node or a region takes and gives with --transfer-secret-file, only who has the secret stores and reads; the figures count the others
-// and the log names them once, without the secret.
+// With --transfer-secret-file on a node or a region, only clients with the secret can store and read there. The metrics count the refused
+// clients, and the log names them once, without the secret.
 func TestTransfersNeedTheSecret(t *testing.T) {
 	right, wrong := transferSecret(t, "r"), transferSecret(t, "w")
 	master, port := storetest.New(t), testkit.FreePort(t)
@@ -75,7 +75,7 @@ func TestTransfersNeedTheSecret(t *testing.T) {
 	}
 }
 
-// Every command that transfers names a file of secrets that cannot be used, and an empty flag; stock peers go with the file alone.
+// Every command that transfers refuses an unusable file of secrets and an empty flag by name. Flags for stock peers need the file.
 func TestTransferSecretFilesAreChecked(t *testing.T) {
 	open := transferSecret(t, "o")
 	if err := os.Chmod(open, 0o644); err != nil {

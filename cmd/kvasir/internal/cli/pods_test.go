@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// An engine in another container hits through shared memory: in a pod, and as two pods of a node that meet on a UNIX socket. Without a common
-// /dev/shm the server would have to pass bytes through its socket, which --pickle off forbids: the engine does not start.
+// An engine in another container hits through shared memory: in one pod, and in two pods of a node that share a UNIX socket. Without a common
+// /dev/shm the server would have to pass bytes through its socket. --pickle off forbids that, so the engine does not start.
 func TestEngineInAnotherContainerHits(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("namespaces need root")

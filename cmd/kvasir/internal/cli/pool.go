@@ -84,7 +84,7 @@ func (c *poolLsCmd) Run(e *env) error {
 	return err
 }
 
-// usedBy says who has a pool: its server first.
+// usedBy names the processes that use a pool, its server first.
 func usedBy(f *pool.Found) string {
 	var out []string
 	switch {

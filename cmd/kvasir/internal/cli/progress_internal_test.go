@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// On a terminal what follows an interrupted run has a line of its own; a log has whole lines.
+// On a terminal the text after an interrupted run begins on a new line. In a log each progress line is whole.
 func TestProgressEndsItsLine(t *testing.T) {
 	f := func(terminal bool, upTo int, want string) {
 		t.Helper()

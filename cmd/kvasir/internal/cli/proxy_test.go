@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// A wrong line is told flag by flag.
+// The error of a wrong command line names each wrong flag.
 func TestProxyFlags(t *testing.T) {
 	f := func(line, want string) {
 		t.Helper()

@@ -11,14 +11,14 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// tenantBook is what the flags of tenants are set in.
+// tenantBook keeps the settings that the flags of tenants make.
 type tenantBook interface {
 	SetQuota(salt string, bytes int64) error
 	SetTTL(salt string, ttl time.Duration) error
 	SetPinLimit(salt string, bytes int64) error
 }
 
-// setTenants sets what --quota, --tenant-ttl and --pin-limit say.
+// setTenants stores the settings of --quota, --tenant-ttl and --pin-limit in book.
 func (c *serverCmd) setTenants(book tenantBook) error {
 	bytes := func(set func(string, int64) error) func(string, string) error {
 		return func(salt, text string) error {

@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// quota shows and sets what tenants of a real server have; what the server refuses is said as it says it.
+// quota shows and sets the quotas of a real server's tenants. It prints the server's own text when the server refuses.
 func TestQuotaOfALiveServer(t *testing.T) {
 	s := serve(t, "--quota", "a=1MiB", "--tenant-ttl", "b=90s", "--pin-limit", "_default=64KiB") // of a pool of 10.2 MiB
 	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
@@ -50,7 +50,7 @@ func TestQuotaOfALiveServer(t *testing.T) {
 	f(0, "No tenant has a quota", "list")
 }
 
-// A server that is away, and what is none, are said in one line that tells what to look at.
+// A server that is away, or that is not kvasir, is reported in one line that says where to look.
 func TestQuotaOfSomethingElse(t *testing.T) {
 	other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {
@@ -88,7 +88,7 @@ func TestQuotaOfSomethingElse(t *testing.T) {
 	}
 }
 
-// clear reaches a live server, for all models and for one, and says what stays.
+// clear works on a live server, for all models and for one, and names the tiers that keep their chunks.
 func TestClearOfALiveServer(t *testing.T) {
 	s := serve(t, "--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, t.TempDir()))
 	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
@@ -107,7 +107,7 @@ func TestClearOfALiveServer(t *testing.T) {
 	f(1, "is no name of a model", "--model", strings.Repeat("x", 1025))
 }
 
-// tier drop removes what a tier of a live server has.
+// tier drop removes the objects of a tier of a live server.
 func TestTierDropOfALiveServer(t *testing.T) {
 	s := serve(t, "--disk", t.TempDir(), "--disk-gb", "1")
 	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)

@@ -40,7 +40,7 @@ func TestQuotaFlag(t *testing.T) {
 	f("--quota a/b: kv: salt longer than", "a/b=1")
 }
 
-// --tenant-ttl and --pin-limit are read like --quota, and what is wrong is said with the flag.
+// --tenant-ttl and --pin-limit are read like --quota, and an error names the flag.
 func TestTTLAndPinFlags(t *testing.T) {
 	f := func(want string, c serverCmd) {
 		t.Helper()

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// registryFlags are what a registry may want of its clients.
+// registryFlags are the credentials that a registry may demand of its clients.
 type registryFlags struct {
 	RegistryToken string `name:"registry-token" help:"Token that the registry wants (kvasir bootstrap --token or --token-file); best in the environment, as KVASIR_RELAY_REGISTRY_TOKEN, since other users see command lines." placeholder:"TOKEN" group:"Registry"`
 	RegistryCA    string `name:"registry-tls-ca" help:"Authorities (PEM) of a registry at https, instead of the system's." placeholder:"FILE" group:"Registry"`

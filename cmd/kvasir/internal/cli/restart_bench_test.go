@@ -113,7 +113,7 @@ func (r *restart) kill() time.Duration {
 }
 
 // requests measures small requests of another client: pings, and lookups of prompts
-// that nobody has stored. It goes on until done answers true.
+// that are not stored. It continues until done returns true.
 func (r *restart) requests(done func(n int) bool) (p50, p99 time.Duration, n int) {
 	ctx := context.Background()
 	c := r.client()
@@ -135,9 +135,9 @@ func (r *restart) requests(done func(n int) bool) (p50, p99 time.Duration, n int
 	return took[len(took)/2], took[len(took)*99/100], len(took)
 }
 
-// A restart over a pool of chunks that are all to be compared, 1 GiB of them or
-// KVASIR_RESTART_GIB: the time to the first answer, and what other clients' requests take
-// while everything is looked up and compared, beside those of the same server at rest.
+// BenchmarkRestartUncompared restarts a server over a pool whose chunks must all be compared, 1 GiB of them or
+// KVASIR_RESTART_GIB. It reports the time to the first answer, and the latency of other clients' requests while
+// all chunks are looked up and compared, beside the latency at the same server at rest.
 func BenchmarkRestartUncompared(b *testing.B) {
 	gib := 1
 	if s := os.Getenv("KVASIR_RESTART_GIB"); s != "" {

@@ -30,7 +30,7 @@ type requiredSaltFlags struct {
 	Required bool `name:"require-signed-salts" help:"Lookups whose cache salt no secret of --salt-secret-file signed are misses, and stores are refused; others count for the salt's TENANT. There is no memo of token lists then (--memo-mib)." group:"Access"`
 }
 
-// check reports what does not go together. vllmTier is the server's --vllm-tier.
+// check reports flags that contradict each other. vllmTier is the server's --vllm-tier.
 func (f *requiredSaltFlags) check(vllmTier string) error {
 	var bad faults
 	bad.unless((f.Required || f.Count) == (f.SaltSecrets != ""), "--require-signed-salts, or --count-unsigned-salts, and --salt-secret-file go together")

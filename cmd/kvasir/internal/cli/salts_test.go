@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// A server that requires signed salts refuses stores without one over its port; a proxy takes the same file. Flags and files that do not
-// go together are refused by name.
+// A server that requires signed salts refuses stores without one. A proxy takes the same file. Flags and files that exclude each other are
+// refused by name.
 func TestSaltSecretFile(t *testing.T) {
 	dir := t.TempDir()
 	file, public := filepath.Join(dir, "salts"), filepath.Join(dir, "public")

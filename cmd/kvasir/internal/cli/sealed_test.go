@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// sealedStatus is what /status has of tiers.
+// sealedStatus is the part of /status about tiers.
 type sealedStatus struct {
 	Below struct {
 		Tiers []struct {
@@ -36,8 +36,8 @@ type sealedStatus struct {
 	Findings []struct{ What, Do string }
 }
 
-// A server encrypts its disk: nothing of the pool and of the prompts is plain there; a restart, a rotated key and a rekey lose nothing, and without
-// the key everything is a miss, with a finding. The keys are in no log and no answer.
+// A server encrypts its disk: no bytes of the pool or of the prompts are plain there. A restart, a rotated key and a rekey lose no chunk. Without
+// the key every lookup is a miss, and a finding says so. The keys are in no log and no answer.
 func TestServerEncryptsItsDisk(t *testing.T) {
 	dir := t.TempDir()
 	disk, keys, kept := filepath.Join(dir, "disk"), filepath.Join(dir, "keys"), filepath.Join(dir, "kept")

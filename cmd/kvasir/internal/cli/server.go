@@ -149,8 +149,8 @@ func (c *serverCmd) poolName() string {
 	return name
 }
 
-// bootMark is 8 hexadecimal digits that are the same on this host until it starts
-// again, and others elsewhere: a worker that learns the name of a pool of another host must
+// bootMark returns 8 hexadecimal digits that identify this host until its next boot. They
+// are part of the pool's name: a worker that gets the name of a pool of another host must
 // not find a pool of that name on its own host.
 func bootMark() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
@@ -163,7 +163,7 @@ func bootMark() string {
 	return fmt.Sprintf("%08x", h.Sum32())
 }
 
-// serverOptions are the packages' options that the flags mean.
+// serverOptions are the options of the packages, made from the flags.
 type serverOptions struct {
 	pool   pool.Options
 	store  store.Options
@@ -283,7 +283,7 @@ func (c *serverCmd) policyName() string {
 	return c.Eviction
 }
 
-// pickleMode resolves auto: whoever can reach a loopback address is on this host.
+// pickleMode resolves auto to on for a loopback address, which only clients on this host can reach.
 func (c *serverCmd) pickleMode() server.PickleMode {
 	switch c.Pickle {
 	case "on":
@@ -314,7 +314,7 @@ func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 	return out, nil
 }
 
-// generations returns what clients can be of; 0 leaves it to the server.
+// generations returns the generations that clients may have; 0 leaves the choice to the server.
 func (c *serverCmd) generations() (lmcache.Generations, error) {
 	if c.Client == "auto" {
 		return 0, nil
@@ -409,7 +409,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	return err
 }
 
-// failedStart closes the store: a start that failed leaves nothing behind but what was there.
+// failedStart closes the store after a failed start. It removes the pool unless it has chunks of an earlier server.
 func failedStart(st *store.Store, err error) error {
 	if st.Stats().Resident == 0 {
 		err = errors.Join(err, st.Files().Remove())
@@ -421,7 +421,7 @@ func failedStart(st *store.Store, err error) error {
 // files.
 const minFiles, fewFiles = 32, 256
 
-// warnSetup warns of what starts and does not serve well, and refuses what cannot.
+// warnSetup warns of settings with which the server would serve badly, and refuses those with which it cannot serve.
 func (c *serverCmd) warnSetup(e *env) error {
 	var files syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err == nil && files.Cur < fewFiles {
@@ -465,7 +465,7 @@ func portAndChunk(text string) (port, chunk int, err error) {
 func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer func() { err = errors.Join(err, srv.Close()) }()
 	type place struct {
-		endpoint, host, port string // and the flags that name it
+		endpoint, host, port string // host and port are the flags that set the endpoint
 		chunk                int    // of --listen; 0: --chunk-size, or what an engine negotiated or an earlier server knew
 	}
 	tcp := func(port int) string { return "tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(port)) }

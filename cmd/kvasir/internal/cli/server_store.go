@@ -24,7 +24,7 @@ func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
 	return out
 }
 
-// readableNote refuses a pool whose note of registrations is a later release's: this one would write its own in its place.
+// readableNote refuses a pool whose note of registrations was written by a later release: this release would overwrite the note.
 func readableNote(o pool.Options) error {
 	path, err := shm.Path(o.Dir, o.Name)
 	if err != nil || o.Cold {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// With --timing-shield no token lists are remembered for all tenants, and lookups do not look under other names.
+// With --timing-shield the server keeps no memo of token lists for all tenants, and the store looks only under the request's own names.
 func TestTimingShieldReachesServerAndStore(t *testing.T) {
 	for _, shield := range []bool{false, true} {
 		c := &serverCmd{Shield: shield, Memo: 64 << 20}

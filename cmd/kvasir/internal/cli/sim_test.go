@@ -176,7 +176,7 @@ func TestSimEvict(t *testing.T) {
 	}
 }
 
-// What cannot be is refused in one line that names it.
+// An impossible value is refused in one line that names it.
 func TestSimRefuses(t *testing.T) {
 	testkit.LongAlone(t)
 	f := func(want string, args ...string) {
@@ -272,7 +272,7 @@ func TestSimReplayPlot(t *testing.T) {
 	}
 }
 
-// A report of the table is one page that asks nobody for anything.
+// A report of the table is one page without references to other servers.
 func TestSimTableReport(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "report.html")
 	args := []string{"sim", "table", "--report", path}

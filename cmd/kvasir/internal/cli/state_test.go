@@ -16,7 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// What kvasir quota sets holds over a kill and over an orderly end; a file that is damaged is put aside; what is no such file, or another server's, is an error.
+// A quota that kvasir quota set survives a kill and an orderly end. A damaged state file is put aside. Another kind of file, or the file of
+// another server, is an error.
 func TestStateOfTenants(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tenants.state")
 	flags := []string{"--quota", "a=1MiB", "--state", path}

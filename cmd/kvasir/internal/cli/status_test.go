@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// status asks a live server and says in words why nothing hits; --json is its answer.
+// status asks a live server and says in words why nothing hits. --json prints the server's answer.
 func TestStatusOfALiveServer(t *testing.T) {
 	s := serve(t)
 	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
@@ -36,7 +36,7 @@ func TestStatusOfALiveServer(t *testing.T) {
 	}
 }
 
-// What is no kvasir server is said to be none, in one line.
+// status says in one line that a server is not kvasir.
 func TestStatusOfSomethingElse(t *testing.T) {
 	other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {
@@ -77,7 +77,7 @@ func TestStatusOfSomethingElse(t *testing.T) {
 	f(2, "is not http://HOST:PORT", "ftp://localhost:8080")
 }
 
-// pool ls says which process has a pool; rm removes what none has, and nothing else.
+// pool ls names the process that has a pool. pool rm removes only pools that no process has.
 func TestPools(t *testing.T) {
 	live, old := fmt.Sprintf("lmcache_l1_pool_kvasir_test_live_%d", os.Getpid()), fmt.Sprintf("lmcache_l1_pool_kvasir_test_old_%d", os.Getpid())
 	a, b := serve(t, "--shm-name", live), serve(t, "--shm-name", old)

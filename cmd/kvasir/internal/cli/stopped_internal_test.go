@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// Who is told to end before it listens ends well: nothing has failed.
+// A command that is stopped before it listens returns no error.
 func TestStopBeforeListeningSucceeds(t *testing.T) {
 	name := fmt.Sprintf("kvasir_test_stopped_%d", os.Getpid())
 	t.Cleanup(func() {

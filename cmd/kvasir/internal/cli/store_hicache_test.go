@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
-// kvasir store ls --like hicache says what a key of SGLang's means, and which pages of a prompt are there.
+// kvasir store ls --like hicache explains a key of SGLang, and lists which pages of a prompt are stored.
 func TestStoreLsLikeHiCache(t *testing.T) {
 	master := storetest.New(t)
 	tokens := filepath.Join(t.TempDir(), "tokens")
@@ -37,7 +37,7 @@ func TestStoreLsLikeHiCache(t *testing.T) {
 	f(1, "not a name of HiCache", "--like", "hicache", "greeting")
 	f(0, "tokens 0 to 3, "+hash[:8]+"…: 0 of 2 objects", "--like", "hicache", "--model", "org/m", "--page", "4", "--tokens", tokens)
 	f(0, "SGLang finds 0 of 9 tokens: 0 of 2 pages of 4", "--like", "hicache", "--model", "org/m", "--page", "4", "--tokens", tokens)
-	master.Set(func() { // a page is there once one of its replicas is whole
+	master.Set(func() { // a page is stored when one of its replicas is complete
 		for _, part := range []string{"k", "v"} {
 			master.Objects["org-m_"+hash+"_0_"+part] = &storetest.Object{Complete: true, Pieces: []storetest.Piece{{Bytes: 64, Writing: true}, {Bytes: 64}}}
 		}

@@ -88,7 +88,7 @@ func (c *storeNodeCmd) exposed() []exposure {
 	}
 }
 
-// pagesNeed returns what a request needs where there are pages to read alone.
+// pagesNeed returns the rights that a request needs at a listener that only has pages to read.
 func pagesNeed(r *http.Request) auth.Need {
 	if r.URL.Path == "/healthz" || r.URL.Path == "/healthcheck" {
 		return auth.NeedNothing
@@ -163,14 +163,14 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	e.isReady()
 	ctx, cancel := context.WithCancel(e.ctx)
 	populated := make(chan error, 1)
-	go func() { // behind: the memory is used at once
+	go func() { // in the background: the cluster may use the memory at once
 		err := provide(ctx, memory, bytes)
 		if errors.Is(err, shm.ErrNoPopulate) {
 			e.log.Warn("memory is not provided ahead of its use", "err", err)
 			err = nil
 		}
 		if populated <- err; err != nil {
-			cancel() // a write into memory that is not there would end the process
+			cancel() // a write into a page that the file system cannot provide would end the process
 		}
 	}()
 	start := time.Now()

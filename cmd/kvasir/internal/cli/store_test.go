@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
-// A node whose published address is not one of this machine's, as behind a port mapping, serves /healthz where it
-// listens, and a command that waits for its input ends when it is told to.
+// A node may publish an address that is not this machine's, as behind a port mapping: it serves /healthz where it
+// listens. A command that waits for its input ends on a signal.
 func TestStoreNodeAndStore(t *testing.T) {
 	master := storetest.New(t)
 	port := testkit.FreePort(t)

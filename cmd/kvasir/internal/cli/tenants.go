@@ -17,7 +17,7 @@ type tenantFlags struct {
 	TenantFile string `name:"tenant-file" help:"File of the clients that may use some tenants alone: KIND NAME TENANT... on each line. A kind is listener (zmq, zmq:PORT, ipc, events, http), user, key (of --curve-clients), token (of --token-file) or cert (a subject); the name * stands for all others of the kind, the tenant - for none. A client must be allowed by each line that it has. Read again when it changes." placeholder:"FILE" group:"Access"`
 }
 
-// open reads the file; nil: there is none. A line that could limit no client is refused: whoever writes it means to limit some.
+// open reads the file; nil: there is none. It refuses a line that could limit no client, since the operator meant to limit some.
 func (f *tenantFlags) open(c *serverCmd) (*auth.TenantLimits, error) {
 	if f.TenantFile == "" {
 		return nil, nil

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// A file of clients' tenants that limits nobody, or that cannot be used, is refused by name.
+// A file of clients' tenants that limits no client, or that cannot be used, is refused by name.
 func TestTenantFilesAreChecked(t *testing.T) {
 	f := func(want, text string, more ...string) {
 		t.Helper()

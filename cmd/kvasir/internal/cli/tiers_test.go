@@ -15,8 +15,8 @@ import (
 	"time"
 )
 
-// A tier of the command line is served, shown by status and counted; mistakes are one line
-// that says what was meant.
+// A tier of the command line is used, shown by status and counted. A mistake is reported in one line
+// with the likely meaning.
 func TestTierOfTheCommandLine(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "made", "by the server")
 	s := serve(t, "--disk", dir+"0", "--disk-gb", "1", "--l2-adapter", fmt.Sprintf(`{"type": "fs", "base_path": %q}`, dir), fmt.Sprintf(`{"type": "fs_native", "base_path": %q, "use_odirect": true}`, dir+"2"))
@@ -66,8 +66,8 @@ func TestTierOfTheCommandLine(t *testing.T) {
 	f("not a directory of kvasir", "--disk", "/etc", "--disk-gb", "1")
 }
 
-// A server warms itself from what its tiers have, after it is ready; where no tier knows what is hot
-// it says so.
+// A server warms its pool from its tiers after it is ready. Where no tier knows which chunks are hot,
+// --warm is refused.
 func TestWarmOfTheCommandLine(t *testing.T) {
 	asked := make(chan struct{})
 	var once sync.Once

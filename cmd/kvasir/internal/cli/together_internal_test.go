@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// journal notes what parts do, in order.
+// journal records the starts and ends of parts, in order.
 type journal struct {
 	mu    sync.Mutex
 	lines []string
@@ -24,7 +24,7 @@ func (j *journal) add(line string) {
 	j.lines = append(j.lines, line)
 }
 
-// part is ready when it has said so, and ends when it is told to, with err.
+// part returns a part that records its start, is ready at once, and records its end when its context ends. It returns err.
 func (j *journal) part(name string, err error) runPart {
 	return runPart{Name: name, Run: func(ctx context.Context, ready func()) error {
 		j.add("+" + name)
@@ -44,7 +44,7 @@ func (j *journal) want(t *testing.T, want string) {
 	}
 }
 
-// A part starts once the one before is ready, and ends once the later ones have.
+// A part starts when the part before it is ready, and ends when the later parts have ended.
 func TestOrder(t *testing.T) {
 	var j journal
 	ctx, cancel := context.WithCancel(t.Context())
@@ -59,8 +59,8 @@ func TestOrder(t *testing.T) {
 	j.want(t, "+a +b +c -c -b -a")
 }
 
-// A part that fails to start, or ends later, by itself, ends those that run, and those
-// after it are not started. All errors are there, with names.
+// When a part fails to start, or ends by itself later, the running parts are ended and the parts
+// after it are not started. The error has all parts' errors, with their names.
 func TestFailure(t *testing.T) {
 	broken := errors.New("broken")
 	var j journal
@@ -86,8 +86,8 @@ func TestFailure(t *testing.T) {
 	j.want(t, "+a +c -c -a")
 }
 
-// Told to stop while a part is starting, Run waits for no readiness, starts nothing more
-// and ends what runs.
+// When runTogether is stopped while a part is starting, it does not wait for that part to be ready, starts no other
+// part, and ends the running ones.
 func TestStopWhileStarting(t *testing.T) {
 	var j journal
 	ctx, cancel := context.WithCancel(t.Context())
@@ -107,7 +107,7 @@ func TestStopWhileStarting(t *testing.T) {
 	}
 }
 
-// Nothing is started after a part that could not start, also where that ends just now.
+// No part is started after one that failed to start, also when the failure comes at the same moment.
 func TestNothingStartsAfterAFailure(t *testing.T) {
 	for i := range 20_000 {
 		var j journal

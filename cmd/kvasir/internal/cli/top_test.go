@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// top prints what it would show where nobody looks; what it cannot ask is one line.
+// top prints its screen once where its output is no terminal. A server that it cannot ask is reported in one line.
 func TestTopOnce(t *testing.T) {
 	s := serve(t)
 	once := func(args ...string) (code int, stdout, stderr string) {

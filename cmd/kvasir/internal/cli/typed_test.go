@@ -29,8 +29,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
-// What a page has its reader type works, in its order, and shows what the page says. The test types each shell block of each page that
-// has no mark against it (internal/tools/pages), with free ports, smaller pools, 127.0.0 in place of 10.0.0, folders below a home of its own
+// The commands of a page work in the page's order and show the output that the page shows. The test types each shell block of each page,
+// except those with a mark that excludes them (internal/tools/pages), with free ports, smaller pools, 127.0.0 in place of 10.0.0, folders below a home of its own
 // in place of those in /etc, /var, /data, /mnt and /run, kvasir engine in place of vllm serve (testdata/vllm.sh), and an object store and a
 // Mooncake master of the test's own. interop/vllm.sh has real
 // vLLM type the pages that KVASIR_PAGES names, in namespaces of their own, with their ports and addresses (testdata/vllm-real.sh).
@@ -71,7 +71,7 @@ func TestPagesAsTyped(t *testing.T) {
 	}
 }
 
-// A page that shows what is not so is found.
+// The test finds a page that shows wrong output.
 func TestWrongPagesAreFound(t *testing.T) {
 	f := func(text, want string) {
 		t.Helper()
@@ -100,7 +100,7 @@ type desk struct {
 	ports     map[string]map[string]int // by host and port of the page
 	terminals map[string]*terminal
 	typed     []*terminal
-	wait      time.Duration // for what should be seen
+	wait      time.Duration // how long to wait for expected output
 	model     string        // folder of the model that real vLLM serves; "": engines are simulated
 }
 
@@ -124,7 +124,7 @@ var (
 	readers  = regexp.MustCompile(`\b(?:P-HOST|HOST|PROXY):`)
 )
 
-// serves is what a command says once it serves.
+// serves matches the line that a command prints when it serves.
 var serves = regexp.MustCompile(`serving HTTP|Bootstrap Server started|the (?:engine|proxy|relay) serves|the keeper watches|memory is mounted|Application startup complete|Ready to accept connections|mooncake_master serves`)
 
 // bucket starts an object store with one bucket of any name, for pages with S3, and returns its address.
@@ -216,7 +216,7 @@ func newDesk(t *testing.T) *desk {
 	return d
 }
 
-// close ends what was typed, and removes the pools.
+// close ends all typed commands, and removes the pools.
 func (d *desk) close() {
 	for _, w := range slices.Backward(d.typed) {
 		_ = syscall.Kill(-w.cmd.Process.Pid, syscall.SIGTERM)
@@ -272,8 +272,8 @@ func (d *desk) as(host, text string) string {
 	})
 }
 
-// typing returns what the test types in place of commands of the page: as of them, with smaller quotas, and with folders below the home
-// and this host in place of the reader's.
+// typing returns what the test types in place of commands of the page: the text of as, with smaller quotas, folders below the test's
+// home, and this host in place of the reader's.
 func (d *desk) typing(host, text string) string {
 	text = d.as(host, text)
 	text = ofTenant.ReplaceAllStringFunc(text, func(size string) string { // of a pool of 100 GiB, which has 64 MiB here
@@ -396,7 +396,7 @@ func (d *desk) interrupt(name string) error {
 	}
 }
 
-// commands splits a block: a command goes on in the next line while bash finds it incomplete.
+// commands splits a block into commands. A command continues in the next line while bash finds it incomplete.
 func commands(text string) (out []string) {
 	next := ""
 	for line := range strings.Lines(text) {
@@ -417,8 +417,8 @@ func commands(text string) (out []string) {
 	return out
 }
 
-// each types each command of a block in a terminal of its own, once the one before it has ended or serves. One that serves goes on until the
-// page's end, or until a command serves the same: that one takes its place.
+// each types each command of a block in a terminal of its own, when the command before it has ended or serves. A command that serves runs until
+// the page's end, or until a later command that serves the same replaces it.
 func (d *desk) each(s *pages.Step) error {
 	var shown strings.Builder
 	for _, command := range commands(d.typing(s.Host, s.Text)) {
@@ -470,7 +470,7 @@ func (d *desk) each(s *pages.Step) error {
 	return nil
 }
 
-// await waits until a terminal that goes on shows what it should.
+// await waits until a running terminal shows the expected text.
 func (d *desk) await(w *terminal, shown string, end time.Time) error {
 	for {
 		over := false

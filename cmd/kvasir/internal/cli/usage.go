@@ -23,7 +23,7 @@ func usagef(format string, args ...any) error {
 	return &usageError{fmt.Sprintf(format, args...)}
 }
 
-// plainer rewrites what the parser says of a value.
+// plainer rewrites messages of the parser about values.
 var plainer = []struct{ was, is string }{
 	{`expected \S+ value but got "EOL" \(<EOL>\)`, "a value is missing"},
 	{`^expected "<([a-z-]+)>"`, "an argument is missing: $1"},
@@ -56,7 +56,7 @@ func parseText(err error) string {
 // suggestion is what the parser suggests instead of an unknown flag.
 var suggestion = regexp.MustCompile(`unknown flag --([\w-]+), did you mean "--([\w-]+)"\?`)
 
-// alike reports whether one of two names begins with the other, or a third of its letters is wrong at most.
+// alike reports whether one of two names begins with the other, or at most a third of its letters are wrong.
 func alike(a, b string) bool {
 	if strings.HasPrefix(a, b) || strings.HasPrefix(b, a) {
 		return true

@@ -28,8 +28,8 @@ func startEngine(t *testing.T, s *serving) string {
 	return fmt.Sprintf("http://127.0.0.1:%d", port)
 }
 
-// Two engines over one server with a tier: restored KV is right, from the pool and from the tier, with signed salts; what was kept is right
-// after an engine's restart. Nothing of the prompts stays.
+// Two engines share one server with a tier, with signed salts. Restored KV is right, from the pool and from the tier. The prompts of --keep are
+// right after an engine's restart. Nothing of the prompts stays.
 func TestVerifyCommand(t *testing.T) {
 	dir := t.TempDir()
 	salts, file, page := filepath.Join(dir, "salts"), filepath.Join(dir, "kept"), filepath.Join(dir, "page.html")
@@ -66,7 +66,7 @@ func TestVerifyCommand(t *testing.T) {
 		t.Errorf("%v: %s", err, text)
 	}
 	code, out, errs = run(t, append([]string{"verify", "--url", a, "--keep", file}, common...)...)
-	if code != 3 || !strings.Contains(out, `"verdict":"not tested"`) { // one engine shows its own cache alone
+	if code != 3 || !strings.Contains(out, `"verdict":"not tested"`) { // one engine alone shows only its own cache
 		t.Fatalf("exit %d: %s%s", code, out, errs)
 	}
 	code, out, errs = run(t, append([]string{"verify", "--url", startEngine(t, s), "--expect", file}, common...)...)
@@ -109,8 +109,8 @@ func swap(a, b []byte) {
 	}
 }
 
-// Over kvasir engine, restored KV of swapped chunks, layers in another order, other weights, a cut tail, or another block fails, and passes
-// before and once the bytes are right again.
+// Over kvasir engine, verify fails on restored KV with swapped chunks, layers in another order, other weights, a cut tail, or another block. It
+// passes before that, and again when the bytes are right.
 func TestVerifyCommandFindsChangedPools(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "kept")
 	s := serve(t, "--l1-size-gb", "16MiB", "--chunk-size", "64")
@@ -159,7 +159,7 @@ func TestVerifyCommandFindsChangedPools(t *testing.T) {
 	expect("nothing any more", nil, 0, "passed")
 }
 
-// An adapter between engines and server that loses the salts lets one tenant load what another one stored: verify finds that.
+// An adapter between engines and server loses the salts, so that one tenant loads KV that another one stored: verify finds that.
 func TestVerifyCommandFindsAWrongSalt(t *testing.T) {
 	s := serve(t, "--l1-size-gb", "16MiB", "--chunk-size", "64")
 	salt := regexp.MustCompile(`kvasir-verify-[0-9a-f]{16}`)
@@ -199,7 +199,7 @@ func TestVerifyCommandFindsAWrongSalt(t *testing.T) {
 	}
 }
 
-// What cannot be is refused before a request is sent.
+// Impossible flags are refused before a request is sent.
 func TestVerifyCommandRefuses(t *testing.T) {
 	dir := t.TempDir()
 	garbage := filepath.Join(dir, "garbage")

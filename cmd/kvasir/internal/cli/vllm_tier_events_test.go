@@ -19,8 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// The server's KV events tell which rows of vLLM's tiered offloading it has, each group apart, in vLLM's form without tokens: after stores,
-// after a restart once the rows are found again, and after a clear.
+// The server's KV events list the rows of vLLM's tiered offloading that it has, per group, in vLLM's form without tokens: after stores,
+// after a restart when lookups have found the rows again, and after a clear.
 func TestServerPublishesRowsOfVLLM(t *testing.T) {
 	dir, name := t.TempDir(), fmt.Sprintf("kvasir_test_tier_events_%d", os.Getpid())
 	t.Cleanup(func() {
@@ -92,7 +92,7 @@ func TestServerPublishesRowsOfVLLM(t *testing.T) {
 	s = start()
 	c = connect()
 	defer c.Close()
-	for _, n := range []int{3, 4} { // what nobody asked for is not known to be anybody's
+	for _, n := range []int{3, 4} { // after the restart a row is listed only when a lookup has found it
 		if got := found(c, keys[:n]...); got != n {
 			t.Fatalf("%d rows are found after a restart, want %d", got, n)
 		}

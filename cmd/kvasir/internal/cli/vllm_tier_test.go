@@ -72,7 +72,7 @@ func TestVLLMTier(t *testing.T) {
 	}
 }
 
-// The module is printed as it is embedded; what does not go together is said in one line.
+// The module is printed as it is embedded. Flags that exclude each other are reported in one line.
 func TestVLLMTierCommand(t *testing.T) {
 	code, stdout, _ := run(t, "vllm-tier")
 	if code != 0 || stdout != string(vllm.Shim) || !strings.Contains(stdout, "class KvasirTier(SecondaryTierManager)") {

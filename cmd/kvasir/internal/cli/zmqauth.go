@@ -63,7 +63,7 @@ type zmqAuth struct {
 	of      map[string]zmtp.Authentication
 	refused map[string]*zmqRefusals // by listener
 	clients *zmtp.CurveClients
-	self    lmcache.ClientOptions // as this process asks its own listener zmq
+	self    lmcache.ClientOptions // with which this process asks its own listener zmq
 }
 
 // open reads the files. tokens are those of --token-file; nil: there are none.
@@ -171,7 +171,7 @@ func (a *zmqAuth) checkTokens(tokens *auth.Tokens, need auth.Scope) func(user, p
 	}
 }
 
-// ready returns how this process asks its own listener zmq.
+// ready returns the options with which this process asks its own listener zmq.
 func (a *zmqAuth) ready() (o lmcache.ClientOptions) {
 	switch own := a.of["zmq"]; {
 	case own.Curve != nil:

@@ -32,7 +32,7 @@ func makeKey(t *testing.T, path, name string) (secret zmtp.Key, line string) {
 	return secret, out[1]
 }
 
-// Flags of --zmq-auth that do not go together are refused, files that cannot be used by name, and no secret is printed.
+// Flags of --zmq-auth that exclude each other are refused, and unusable files by name. No secret is printed.
 func TestZMQAuthFlags(t *testing.T) {
 	dir := t.TempDir()
 	key, clients, public, empty := filepath.Join(dir, "key"), filepath.Join(dir, "clients"), filepath.Join(dir, "public"), filepath.Join(dir, "empty")
@@ -72,7 +72,7 @@ func TestZMQAuthFlags(t *testing.T) {
 	}
 }
 
-// stored stores 2 chunks as an engine does, and returns an error where the server lets this client do nothing.
+// stored stores 2 chunks as an engine does, and returns an error where the server refuses this client.
 func stored(t *testing.T, port int, o lmcache.ClientOptions) error {
 	t.Helper()
 	c, err := lmcache.OpenClient(fmt.Sprintf("127.0.0.1:%d", port), o)
@@ -94,8 +94,8 @@ func stored(t *testing.T, port int, o lmcache.ClientOptions) error {
 	return err
 }
 
-// With --zmq-auth only clients that prove who they are store and read events; the server is ready, and a client that is added to the
-// file gets in without a restart.
+// With --zmq-auth only clients that prove their identity can store chunks and read events. The server reports ready, and a client that is
+// added to the file can connect without a restart.
 func TestZMQAuth(t *testing.T) {
 	dir := t.TempDir()
 	clients := filepath.Join(dir, "clients")
@@ -136,7 +136,7 @@ func TestZMQAuth(t *testing.T) {
 		})
 		return port, web, events
 	}
-	// reads reports whether a reader of events hears of something.
+	// reads reports whether a subscriber with these options gets an event.
 	reads := func(events int, o lmcache.ClientOptions) bool {
 		up, ended := make(chan bool, 1), make(chan bool, 1)
 		signal := func(c chan bool) {
@@ -199,7 +199,7 @@ func TestZMQAuth(t *testing.T) {
 	}
 }
 
-// A simulated engine proves to a server who it is, and registers there; flags that do not go together are refused.
+// A simulated engine proves its identity to a server and registers there. Flags that exclude each other are refused.
 func TestEngineWithKey(t *testing.T) {
 	dir := t.TempDir()
 	clients := filepath.Join(dir, "clients")

@@ -144,20 +144,20 @@ func Run(ctx context.Context, o Options) *Report {
 	return &d.report
 }
 
-// add notes a finding. What others wrote, such as names of files and texts of errors, is made printable.
+// add adds a finding. It makes texts from outside, such as names of files and texts of errors, printable.
 func (d *doctor) add(level Level, noun, text, cause, mend string) {
 	const most = 500
 	d.report.Findings = append(d.report.Findings, Finding{level, noun, safelog.Text(text, most), safelog.Text(cause, most), safelog.Text(mend, most)})
 }
 
-// unlessFound notes that a noun is as it should be, where nothing above OK was found since mark.
+// unlessFound adds an OK finding about a noun if no finding was added since mark.
 func (d *doctor) unlessFound(mark int, noun, format string, args ...any) {
 	if len(d.report.Findings) == mark {
 		d.add(OK, noun, fmt.Sprintf(format, args...), "", "")
 	}
 }
 
-// mark is where unlessFound begins.
+// mark returns the number of findings so far, for unlessFound.
 func (d *doctor) mark() int { return len(d.report.Findings) }
 
 // Worst returns the worst level.

@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// machine is a machine without faults: its /proc, its /sys, and a directory of its own in /dev/shm, where no other test leaves pools.
+// machine is a simulated machine without faults: its /proc, its /sys, and a directory of its own in /dev/shm, where no other test leaves pools.
 type machine struct {
 	t  *testing.T
 	at string
@@ -102,8 +102,7 @@ func (m *machine) packages(env string, releases ...string) string {
 	return filepath.Join(m.at, env)
 }
 
-// want looks at the machine, and checks that there is a finding of a level about a noun with a text in it, its cause or its mend. Each
-// finding above OK that is a fault has a mend.
+// want runs the doctor, and checks that there is a finding of a level about a noun with all texts in its text, its cause or its mend.
 func (m *machine) want(level doctor.Level, noun string, texts ...string) {
 	m.t.Helper()
 	r := doctor.Run(m.t.Context(), m.o)
@@ -194,7 +193,7 @@ func TestFaultsOfTheHost(t *testing.T) {
 	m.want(doctor.Info, "congestion control", "bbr paces loopback")
 }
 
-// A clock that is in the past, or apart from another machine's, is found; one that cannot be asked is named without its login.
+// The doctor finds a clock that is in the past or differs from another machine's. A machine that it cannot ask is named without its login.
 func TestFaultsOfClocks(t *testing.T) {
 	m := newMachine(t)
 	ahead := time.Duration(0)
@@ -252,7 +251,7 @@ func TestFaultsOfPorts(t *testing.T) {
 	m.want(doctor.OK, "ports", "can be listened on")
 }
 
-// Addresses under which this machine does not reach itself are found, also those that an engine's environment names.
+// The doctor finds addresses under which this machine does not reach itself, also those in an engine's environment.
 func TestFaultsOfAdvertisedAddresses(t *testing.T) {
 	m := newMachine(t)
 	m.want(doctor.Info, "advertised addresses", "not looked at")
@@ -291,7 +290,7 @@ func TestFaultsOfUsers(t *testing.T) {
 	m.want(doctor.Info, "users", "not looked at: which /dev/shm process 202")
 }
 
-// Releases that were not run with Kvasir are found, in environments of engines and in those that are named.
+// The doctor finds releases that were not run with Kvasir, in environments of running engines and in those that options name.
 func TestFaultsOfReleases(t *testing.T) {
 	m := newMachine(t)
 	m.want(doctor.Info, "releases", "not looked at")
@@ -316,7 +315,7 @@ func TestFaultsOfReleases(t *testing.T) {
 	m.want(doctor.Warning, "releases", "vllm nonsense in /opt/e", "cannot be read")
 }
 
-// An interpreter says itself where its packages are.
+// The doctor asks a Python interpreter where its packages are.
 func TestAnInterpreterIsAsked(t *testing.T) {
 	m := newMachine(t)
 	dirs := m.packages("env", "lmcache-0.5.6")

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// smallShm is the size of a /dev/shm that a container gets by default, and a little more: hardly a pool fits.
+// smallShm is the size below which hardly any pool fits into /dev/shm. It is above the size that a container gets by default.
 const smallShm = 256 << 20
 
 func (d *doctor) sharedMemory() {

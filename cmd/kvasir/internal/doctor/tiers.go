@@ -72,7 +72,7 @@ func kindOf(text string) (kind, path string) {
 	return kind, path
 }
 
-// try has kvasir tier check try a tier.
+// try runs kvasir tier check on a tier.
 func (d *doctor) try(ctx context.Context, name, text string) tiertool.Verdict {
 	v, faults := d.TryTier(ctx, text)
 	for _, f := range faults {
@@ -143,7 +143,7 @@ func (d *doctor) attributes(name, path string) {
 	}
 }
 
-// style looks whether a bucket answers in path style, where it does not as it was named.
+// style looks whether a bucket that does not answer in the style of its name answers in path style.
 func (d *doctor) style(ctx context.Context, name, text string) {
 	keys := map[string]any{}
 	if strings.HasPrefix(strings.TrimSpace(text), "{") {
@@ -168,13 +168,13 @@ func (d *doctor) style(ctx context.Context, name, text string) {
 	}
 }
 
-// policyTime bounds the questions to Redis.
+// policyTime bounds the requests to Redis.
 const policyTime = 15 * time.Second
 
 // policy looks at what Redis does when its memory is used up.
 func (d *doctor) policy(ctx context.Context, name, kind, text string) {
 	err := tiertool.With(text, seal.Source{}, d.Log, func(t tier.Tier) error {
-		if s, ok := t.(interface{ Below() tier.Tier }); ok { // the encryption has no servers
+		if s, ok := t.(interface{ Below() tier.Tier }); ok { // an encrypted tier: the tier below it has the servers
 			t = s.Below()
 		}
 		r, ok := t.(interface {

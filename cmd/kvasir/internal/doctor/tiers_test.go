@@ -20,7 +20,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// fakeRedis answers what the doctor asks of a server's memory, and refuses all else. info is what it reports; empty: its user may not ask.
+// fakeRedis answers the doctor's questions about a server's memory with info, and refuses all else. With an empty info it refuses those
+// questions, too.
 func fakeRedis(t *testing.T, info string) (at string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -76,7 +77,7 @@ func answerRedis(c net.Conn, info string) {
 	}
 }
 
-// What a Redis server does when its memory is used up is found, for both layouts.
+// The doctor finds what a Redis server does when its memory is full, for both layouts.
 func TestFaultsOfRedis(t *testing.T) {
 	m := newMachine(t)
 	for _, c := range []struct {
@@ -152,7 +153,8 @@ func TestFaultsOfFileSystems(t *testing.T) {
 	m.want(doctor.Error, "tiers", "no file can be made", "read-only")
 }
 
-// A bucket that answers in path style alone is found, with the key that mends it; a bucket that answers in no style is not.
+// The doctor finds a bucket that answers only in path style, and names the key that mends it. It does not report a bucket that answers in no
+// style so.
 func TestFaultOfStyle(t *testing.T) {
 	m := newMachine(t)
 	var tried []string

@@ -25,7 +25,7 @@ func Args(args []string) []string {
 	for i := at + 1; i < len(args); i++ {
 		switch args[i] {
 		case "--vllm-pd-disaggregation", "--pd-disaggregation", "--dp-aware":
-			// --prefill says it; ranks are chosen where engines have several
+			// dropped: --prefill implies P and D, and the proxy always chooses ranks where engines have several
 		case "--prefill":
 			if out = append(out, args[i]); !value(i + 1) {
 				continue

@@ -35,7 +35,7 @@ func TestProxyTakesRoutersFlags(t *testing.T) {
 	f("help proxy", "help", "proxy")
 }
 
-// The registry is where the line says, or vLLM's port of P's host.
+// The registry is at the address that the line names, or at vLLM's port on P's host.
 func TestProxyPrefills(t *testing.T) {
 	of := func(dialect proxy.Dialect, detect bool, want []proxy.Prefill, list ...string) {
 		t.Helper()

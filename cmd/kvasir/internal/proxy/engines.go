@@ -66,7 +66,7 @@ func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Pr
 	return out, nil
 }
 
-// sourced notes a place where engines are found; false: it is an engine's URL.
+// sourced adds e to o.Sources if its URL names a source of engines; false: it is an engine's URL.
 func sourced(o *proxy.Options, role string, e proxy.Prefill) bool {
 	if !strings.HasPrefix(e.URL, "dns+") && !strings.HasPrefix(e.URL, "registry+") {
 		return false

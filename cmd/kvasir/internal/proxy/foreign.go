@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// foreign has what kvasir proxy has instead of a flag of vllm-router, sglang-router (0.3.2) or smg (1.13.0).
+// foreign maps a flag of vllm-router, sglang-router (0.3.2) or smg (1.13.0) to the flags that kvasir proxy has instead.
 var foreign = map[string]string{
 	"api-key":                        "--engine-api-key for the engines' key, --api-keys for those of clients",
 	"control-plane-api-keys":         "--admin-port with --admin-token or --token-file",
@@ -54,10 +54,10 @@ var foreign = map[string]string{
 	"disable-circuit-breaker":        "a pause for engines that fail five times in a row",
 }
 
-// instead is a flag that the parser does not know, and what it suggests.
+// instead matches the parser's error about an unknown flag, with its suggestion.
 var instead = regexp.MustCompile(`^unknown flag --([\w-]+)(?:, did you mean "[^"]*"\?)?`)
 
-// Foreign returns what the parser says of a command line of kvasir proxy, with what it has instead of a flag of another router.
+// Foreign returns the parser's error about a command line of kvasir proxy. For a flag of another router it names the flags to use instead.
 func Foreign(text string) string {
 	m := instead.FindStringSubmatch(text)
 	if m == nil || foreign[strings.TrimPrefix(m[1], "router-")] == "" {

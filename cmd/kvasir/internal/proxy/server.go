@@ -29,15 +29,15 @@ type Server struct {
 
 	TLS *tls.Config // https; nil: http
 
-	Gate, AdminGate *auth.Gate // in front of Listener and Admin; nil: every request may be
+	Gate, AdminGate *auth.Gate // in front of Listener and Admin; nil: every request is allowed
 
 	Keys    *keys.Set    // read again when their file changes; nil: none
-	Metrics http.Handler // guarded from pages of other sites, at /metrics of Admin, or of Listener if there is neither Admin nor Keys
+	Metrics http.Handler // guarded from pages of other sites; served at /metrics of Admin, or of Listener if there is neither Admin nor Keys
 
 	Admin      net.Listener // of /engines; closed by Serve; nil: none
 	AdminToken string
 
-	AllowHosts []string // names under which Metrics are read, besides addresses, localhost and this machine's name
+	AllowHosts []string // host names under which Metrics may be read, besides addresses, localhost and this machine's name
 
 	Drain time.Duration // for requests in progress when ctx ends
 	Log   *slog.Logger
@@ -126,7 +126,7 @@ func guarded(g *auth.Gate, h http.Handler) http.Handler {
 	return g.Handler(h)
 }
 
-// Gate returns what stands in front of the API: networks and client certificates. The proxy asks for API keys itself, and tokens are for
+// Gate returns the gate in front of the API: it checks networks and client certificates. The proxy itself checks API keys; tokens are for
 // the admin port.
 func Gate(o auth.Options) *auth.Gate {
 	o.Tokens = nil
@@ -140,7 +140,8 @@ func Gate(o auth.Options) *auth.Gate {
 	return auth.New(o)
 }
 
-// AdminGate returns what stands in front of the admin port. token is that of --admin-token; without other credentials figures need none.
+// AdminGate returns the gate in front of the admin port. token is that of --admin-token; if there are no other credentials, the metrics
+// need none.
 func AdminGate(o auth.Options, token string) *auth.Gate {
 	openFigures := o.Tokens == nil && o.Authorities == nil
 	if token != "" {
@@ -158,7 +159,7 @@ func AdminGate(o auth.Options, token string) *auth.Gate {
 	return auth.New(o)
 }
 
-// metrics answers no page of another site: a name that leads here, or a request that a browser says to be cross-site, is refused.
+// metrics serves Metrics, but not to pages of other sites: it refuses unknown host names, and requests that a browser marks as cross-site.
 func (s *Server) metrics() http.Handler {
 	return httpserver.Guard{AllowHosts: s.AllowHosts}.Handler(s.Metrics)
 }

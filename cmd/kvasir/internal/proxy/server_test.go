@@ -46,8 +46,8 @@ func ask(t *testing.T, method, url, token string) (int, string) {
 	return resp.StatusCode, string(text)
 }
 
-// With keys, figures and engines are on the other port; at the end a request in progress finishes,
-// and nothing listens any more.
+// With keys, metrics and the list of engines are on the admin port. At the end a request in progress finishes,
+// and no port listens any more.
 func TestServe(t *testing.T) {
 	release, arrived := make(chan bool), make(chan bool, 1)
 	engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -125,8 +125,8 @@ func TestServe(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 }
 
-// A page of another site reads no figures, neither through a name of its own that leads here nor across sites, on either port. CORS never
-// covers them.
+// A page of another site cannot read metrics on either port, neither through a name of its own that resolves to this host nor across
+// sites. CORS never covers them.
 func TestMetricsAreGuarded(t *testing.T) {
 	engine := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	defer engine.Close()

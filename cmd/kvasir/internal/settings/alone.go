@@ -11,9 +11,9 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// Alone returns the command that args name as an option for a grammar without commands: to build the flags of
-// all commands takes longer than a server's start. It returns nil where the whole grammar is needed: for help, where
-// args name no command of it, and for a command with the tag whole.
+// Alone returns the command that args name, as an option for a grammar without commands, because building the flags
+// of all commands takes longer than a server's start. It returns nil if the whole grammar is needed: for help, if
+// args name no command of the grammar, and for a command with the tag whole.
 func Alone(grammar any, args []string) kong.Option {
 	at := 0
 	for at < len(args) && strings.HasPrefix(args[at], "--log-") {

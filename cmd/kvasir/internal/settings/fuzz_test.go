@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Whatever a file has, it is settings of known keys or an error of one line.
+// Any file gives either settings of known keys or an error of one line.
 func FuzzSettings(f *testing.F) {
 	for _, seed := range []string{"port: 1\n", "a: &x [1, 2]\nport: *x\n", "port: {}\n---\nport: 2\n", "- 1\n", "port: !!null\n", "<<: {port: 1}\n", "server:\n  port: 1\nrelay:\n", "server: &s {port: 1}\nrelay: *s\n", "relay: 1\nrelay: []\n", "\x00", "\"a\\nb\": 1"} {
 		f.Add(seed)

@@ -30,8 +30,8 @@ func (s *Settings) Section(name string) (*Settings, bool) {
 	return &Settings{getenv: s.getenv, from: make(map[string]string), path: s.path, name: name, section: node, last: make(map[string]setting)}, ok
 }
 
-// Default gives a flag a value where the environment and the file give none. from says
-// where it is from.
+// Default gives a flag a value for the case that the environment and the file give none. from
+// names the source of the value.
 func (s *Settings) Default(flag, value, from string) {
 	s.last[flag] = setting{value: value}
 	s.lastOf = from

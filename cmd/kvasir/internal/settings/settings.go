@@ -43,10 +43,10 @@ type Settings struct {
 	command string   // that reads the file
 	faults  []string // of the file; a file with sections is read to its end
 
-	section *yaml.Node         // what stands in for the file; nil: none
+	section *yaml.Node         // a section, read instead of the file; nil: none
 	name    string             // of the section
-	last    map[string]setting // count where nothing else does
-	lastOf  string             // where those are from
+	last    map[string]setting // values of Default, used if there is no other
+	lastOf  string             // where the values of last are from
 }
 
 // setting is a value of the file.
@@ -104,8 +104,8 @@ func listOf(text string) []string {
 	return strings.Fields(text)
 }
 
-// asValue returns what the parser takes for a flag: text, and for flags that are
-// repeated instead of separated by commas a list, which split makes of text.
+// asValue returns the value that the parser accepts for a flag: text, or for a flag that
+// is repeated instead of separated by commas a list, which split makes of text.
 func asValue(f *kong.Flag, split func(string) []string, text string, list []string) any {
 	if f.Target.Kind() != reflect.Slice || f.Tag.Sep != -1 {
 		return text
@@ -245,7 +245,7 @@ func (e FileError) Unreadable() bool { return e.structure }
 
 // Error returns the text, in one line.
 func (e FileError) Error() string {
-	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys are anybody's text
+	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys may be any text
 }
 
 // readSettings reads one YAML mapping of scalars and lists of scalars, and of sections,
@@ -342,7 +342,7 @@ func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[st
 	return out, nil
 }
 
-// isOfAll reports whether a key is a section of a file for kvasir all: a command reads its own section of it.
+// isOfAll reports whether a key is a section of a file for kvasir all, from which a command reads only its own section.
 func (s *Settings) isOfAll(key string, node *yaml.Node, known []string) bool {
 	return slices.Contains(commandsOfAll, key) && !slices.Contains(known, key) && node.Kind == yaml.MappingNode && slices.Contains(commandsOfAll, s.command)
 }

@@ -83,7 +83,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 		if trace, err = workload.OpenTrace(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format}); err != nil {
 			return o, done, err
 		}
-		done = func() { _ = trace.Close() } // it was read
+		done = func() { _ = trace.Close() } // only read from: the error does not matter
 		if span, err = fleet.SpanOf(e.Ctx, trace.Requests()); err != nil {
 			return o, done, err
 		}

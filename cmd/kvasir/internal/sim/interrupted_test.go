@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
-// patience is a context that ends when it was asked so often.
+// patience is a context that is canceled after left calls of Err.
 type patience struct {
 	context.Context
 	left int
@@ -43,7 +43,7 @@ func trace(t *testing.T, n int) string {
 	return name
 }
 
-// A replay that is interrupted shows what it came to; what it did not come to has not failed.
+// An interrupted replay shows its results so far. Requests that it did not reach do not count as failed.
 func TestInterruptedReplay(t *testing.T) {
 	c := replayCmd{Trace: trace(t, 700), Block: 512, Scale: 1, HeadBytes: 8, Scheduled: true, Prefill: 1, Decode: 1, Profile: "h100-llama-3.1-8b"}
 	var out, show bytes.Buffer

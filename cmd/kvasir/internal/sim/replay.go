@@ -75,9 +75,9 @@ type scheduled struct {
 	Scale   int             `json:"scale"` // lengths, blocks and arrivals were divided by it
 	Prefill int             `json:"prefill"`
 	Decode  int             `json:"decode"`
-	Seconds float64         `json:"seconds"` // that it took
+	Seconds float64         `json:"seconds"` // that the run took
 	Virtual float64         `json:"virtual_seconds"`
-	Ratio   float64         `json:"ratio"` // of virtual time
+	Ratio   float64         `json:"ratio"` // Virtual / Seconds
 	Figures cluster.Figures `json:"figures"`
 
 	Cached     int64 `json:"cached_tokens"`        // prompt tokens that P did not compute
@@ -154,7 +154,7 @@ type tokenTimes struct {
 	first, each [replay.MostParts]cluster.Values
 }
 
-// mostTimes is how many different times of a part are exact.
+// mostTimes is up to how many different times the percentiles of a part are exact.
 const mostTimes = 1 << 15
 
 // add adds those of a request.
@@ -191,7 +191,7 @@ func (t *tokenTimes) panels(axis string) []plot.Panel {
 	return []plot.Panel{panel("time to the first token, s", &t.first), panel("time per token, ms", &t.each)}
 }
 
-// wrong is an error where readers were given wrong bytes.
+// wrong returns an error if requests got wrong KV bytes.
 func (r *replayed) wrong() error {
 	if s := r.Scheduled; s != nil && s.Bytes != nil && s.Bytes.Wrong > 0 {
 		return fmt.Errorf("requests that were given wrong KV bytes: %d", s.Bytes.Wrong)
@@ -199,7 +199,7 @@ func (r *replayed) wrong() error {
 	return nil
 }
 
-// schedule runs the trace through engines. counted is what the trace has.
+// schedule runs the trace through engines. counted is the result of the replay that counted the trace.
 func (c *replayCmd) schedule(e *Env, requests iter.Seq2[workload.Request, error], counted *replay.Result) (*scheduled, error) {
 	began := time.Now()
 	p, err := costmodel.Open(c.Profile)

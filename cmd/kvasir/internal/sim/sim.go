@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sim is kvasir sim: flags to options of sim/tables, sim/replay, sim/sweep, sim/fleet
-// and sim/virtual, and their results as text or JSON.
+// Package sim is kvasir sim: it turns flags into options of sim/tables, sim/replay, sim/sweep,
+// sim/fleet and sim/cluster, and prints their results as text or JSON.
 package sim
 
 import (
@@ -65,8 +65,8 @@ func Aliases(args []string) []string {
 type Env struct {
 	Ctx            context.Context // ends at SIGINT or SIGTERM
 	Stdout, Stderr io.Writer
-	// Progress makes what shows how far a run is, and what ends its line when the run has ended;
-	// of is what it consists of. nil for none.
+	// Progress returns two functions: show prints how far a run is, end ends its line. of names
+	// what show counts, for example requests. nil: no progress is printed.
 	Progress func(w io.Writer, of string) (show func(done, total int), end func())
 }
 
@@ -220,7 +220,7 @@ func (c *tableCmd) Run(e *Env) error {
 	if t == nil {
 		return asUsage(e, err)
 	}
-	if c.Report != "" { // both rows are there, whatever was interrupted later
+	if c.Report != "" { // both rows are complete, even if a later part was interrupted
 		var page bytes.Buffer
 		if err := errors.Join(TableReport(&page, t), os.WriteFile(c.Report, page.Bytes(), 0o644)); err != nil {
 			return err

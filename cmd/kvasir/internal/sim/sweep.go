@@ -23,7 +23,7 @@ type pointFiles struct {
 	Plot string `help:"Draw the points into this SVG file." placeholder:"FILE"`
 }
 
-// onStdout reports whether one of the files is standard output, where then no table is.
+// onStdout reports whether one of the files is standard output. Then the command prints no table there.
 func (f *pointFiles) onStdout() bool { return f.CSV == "-" || f.Plot == "-" }
 
 // writePoints writes the files that are asked for.
@@ -105,7 +105,7 @@ func (c *sweepCmd) options() (o sweep.Options, done func(), err error) {
 		if err != nil {
 			return o, done, err
 		}
-		done = func() { _ = trace.Close() } // it was read
+		done = func() { _ = trace.Close() } // only read from: the error does not matter
 		o.Requests = trace.Requests()
 	case c.Input > 0:
 		list, err := workload.Random(c.Requests, c.Input, c.Output, 0, c.Seed)

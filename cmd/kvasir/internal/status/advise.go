@@ -60,17 +60,17 @@ type Option struct {
 	Most    bool    `json:"at_most"`  // the gain is a bound
 	Seconds float64 `json:"prefill_seconds"`
 	Money   float64 `json:"money,omitempty"`
-	Lost    uint64  `json:"lost_tokens,omitempty"` // of prompts since the start, that were not found for what it changes
-	Share   float64 `json:"lost_share,omitempty"`  // of them, of all that were asked for
+	Lost    uint64  `json:"lost_tokens,omitempty"` // prompt tokens since the start that were not found for the reason that the option removes
+	Share   float64 `json:"lost_share,omitempty"`  // Lost as a share of all tokens asked for
 }
 
-// Limits of what CheckCost takes: what follows from it stays a number that can be written.
+// Limits of CheckCost. Within them all figures of an advice are finite numbers.
 const (
 	maxPrice                  = 1e9
 	leastPrefill, mostPrefill = 0.001, 1e12
 )
 
-// CheckCost says what is wrong with the price of an hour of GPUs and the prompt tokens that they compute in a second.
+// CheckCost refuses a price of an hour of GPUs, or prompt tokens that they compute in a second, that are out of range.
 func CheckCost(price, prefill float64) (err error) {
 	if !(price >= 0 && price <= maxPrice) {
 		err = fmt.Errorf("--gpu-hour-price %g is outside 0 to %g", price, maxPrice)
@@ -81,7 +81,7 @@ func CheckCost(price, prefill float64) (err error) {
 	return err
 }
 
-// leastPoints is the gain from which on something is advised: the ceiling is known to about a point.
+// leastPoints is the least gain of an option, in percentage points: the ceiling is known to about one point.
 const leastPoints = 2
 
 // Run asks and prints.
@@ -134,7 +134,7 @@ func (c *AdviseCommand) add(a *Advice, o Option) {
 	a.Options = append(a.Options, o)
 }
 
-// addMemory adds the smallest pool that gains most of what any pool of the curve gains, and a tier.
+// addMemory adds the smallest larger pool that gains at least 80 % of what the largest pool of the curve gains, and a tier of that size.
 func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 	w := &a.Window
 	best := w.Curve[len(w.Curve)-1].Rate - w.Hit
@@ -142,7 +142,7 @@ func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 		if gain := p.Rate - w.Hit; p.Bytes > st.Pool.TotalBytes && gain >= 0.8*best {
 			more := kv.FormatBytes(p.Bytes - st.Pool.TotalBytes)
 			c.add(a, Option{Kind: "pool", What: fmt.Sprintf("%s more RAM for the pool (--l1-size-gb)", more), Rate: p.Rate, Points: 100 * gain})
-			if len(w.Tiers) == 0 { // behind the pool where both gain the same
+			if len(w.Tiers) == 0 { // 0.01 less, so that the pool comes first if both gain the same
 				c.add(a, Option{Kind: "tier", What: fmt.Sprintf("a tier of %s below the pool (--disk), where RAM is too dear", more), Rate: p.LRU, Points: 100*(p.LRU-w.Hit) - 0.01})
 			}
 			return
@@ -150,7 +150,7 @@ func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 	}
 }
 
-// addLost adds what no memory helps against, from the tokens that were not found for those reasons since the start.
+// addLost adds options against losses that more memory does not prevent, from the tokens that were lost for these reasons since the start.
 func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	l := &st.Lookup
 	short := l.LostTokens[miss.Short.Label()]
@@ -160,7 +160,7 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	}
 	lost := func(kind, what string, tokens uint64) {
 		share := min(float64(tokens)/all, 1)
-		gain := min(share, max(1-a.Window.Hit, 0)) // the window may have no room for what was lost since the start
+		gain := min(share, max(1-a.Window.Hit, 0)) // the losses since the start may be more than what the window still misses
 		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true, Lost: tokens, Share: share})
 	}
 	of := func(reasons ...miss.Reason) (tokens uint64) {
@@ -177,7 +177,7 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 		Thousands(b.DifferTokens), Thousands(b.SameTokens)), b.LostTokens)
 }
 
-// unknownBeginnings says of how many tokens it is not known whether a changing beginning lost them; empty where they are few.
+// unknownBeginnings says how many tokens may have been lost to a changing beginning, or to something else; empty if they are few.
 func unknownBeginnings(l *server.LookupStatus) string {
 	n := l.Beginnings.UnknownTokens
 	if n == 0 || n < l.AskedTokens/50 {

@@ -31,7 +31,7 @@ type Asker struct {
 	askedAt time.Time // when it was asked last
 }
 
-// AccessFlags are what a server may want of those who ask it.
+// AccessFlags are the credentials that a server may demand of its clients.
 type AccessFlags struct {
 	Token string `name:"token" help:"Token of the server's --token-file; best as KVASIR_TOKEN, since other users see command lines." placeholder:"TOKEN" group:"Access"`
 	CA    string `name:"tls-ca" help:"Authorities (PEM) of a server at https, instead of the system's. Also KVASIR_TLS_CA." placeholder:"FILE" group:"Access"`
@@ -39,7 +39,7 @@ type AccessFlags struct {
 	Key   string `name:"tls-key" help:"Its key (PEM). Also KVASIR_TLS_KEY." placeholder:"FILE" group:"Access"`
 }
 
-// asker returns who asks with the flags' token and certificate, or those of the environment.
+// asker returns an Asker with the flags' token and certificate, or those of the environment.
 func (f *AccessFlags) asker() (*Asker, error) {
 	a := &Asker{token: cmp.Or(f.Token, os.Getenv("KVASIR_TOKEN"))}
 	if a.token == "" {
@@ -67,7 +67,7 @@ func (f *AccessFlags) asker() (*Asker, error) {
 	return a, nil
 }
 
-// get asks an HTTP interface of a server. The error says in one line what to look at.
+// get sends a GET request to a server. The error says in one line what to check.
 func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
 	if err != nil {
@@ -122,7 +122,7 @@ func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 	return fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
 }
 
-// detailOf returns the text of a refusal by who asks; "": it is another one.
+// detailOf returns the detail of a refusal for the client's rights; "": the refusal has another reason.
 func detailOf(body []byte) string {
 	var refusal struct{ Detail string }
 	if json.Unmarshal(body, &refusal) != nil {
@@ -131,7 +131,7 @@ func detailOf(body []byte) string {
 	return refusal.Detail
 }
 
-// Asker returns who asks with the flags' token and certificate, or those of the environment.
+// Asker returns an Asker with the flags' token and certificate, or those of the environment.
 func (f *AccessFlags) Asker() (*Asker, error) { return f.asker() }
 
 // Ask sends a request with a body of JSON, or none where it is nil, and returns the answer's body.

@@ -47,7 +47,7 @@ type askFlags struct {
 const maxPatience = 10 * 365 * 86400
 
 // ask sends a request for a path, with a JSON body unless body is nil, and returns the answer and
-// what it was asked at.
+// the server's URL.
 func (f *askFlags) ask(e *sim.Env, method, path string, body any) (answer []byte, at string, err error) {
 	base, err := f.base()
 	if err != nil {

@@ -30,7 +30,7 @@ func request(id string) *explain.Explanation {
 	}
 }
 
-// What kvasir explain REQUEST prints, to the letter.
+// The output of kvasir explain REQUEST, to the letter.
 func TestOneRequest(t *testing.T) {
 	f := func(edit func(*explain.Explanation), width int, want string) {
 		t.Helper()
@@ -69,7 +69,7 @@ What it asked for, 1.5 ms from 2026-11-20T09:12:44.8Z on:
 `+advice)
 	f(func(e *explain.Explanation) { e.Requests = nil }, 100, ended+"\nWhat chat-1 asked for is forgotten: the last 1024 requests are remembered.\n"+advice)
 
-	// No lookup of it is remembered that found less: why is said, too.
+	// No lookup of the request that found less is remembered: the text says why.
 	for _, v := range []struct {
 		asked, hit int
 		want       string
@@ -88,7 +88,7 @@ What it asked for, 0.0 ms:
 	}
 }
 
-// An engine's copy lies between a prepare and its commit, whatever else was asked between them, and there is one for each commit.
+// The engine copies between a prepare and its commit, whatever other operations come between them. Each commit has one copy.
 func TestTheEngineCopies(t *testing.T) {
 	f := func(want string, operations ...string) {
 		t.Helper()
@@ -114,7 +114,7 @@ func TestTheEngineCopies(t *testing.T) {
 	f("", "prepare_retrieve", "commit_store")
 }
 
-// Figures that no server would tell draw nothing beyond the line, and end nothing.
+// Impossible figures draw nothing beyond the line, and cause no panic.
 func TestBars(t *testing.T) {
 	f := func(from, to, all float64, want string) {
 		t.Helper()

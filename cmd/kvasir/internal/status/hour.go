@@ -11,7 +11,7 @@ import (
 // maxHour bounds the points of an hour: a server that keeps more is cut.
 const maxHour = 720
 
-// hour is what a server kept of the time before it was asked, and since.
+// hour has the points of a server's last hour: those from before the first request, which the server kept, and those since.
 type hour struct {
 	last       int       // number of the newest point
 	asked, hit []float64 // tokens a second

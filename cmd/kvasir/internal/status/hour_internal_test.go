@@ -58,7 +58,7 @@ func TestHourTakesEachPointOnce(t *testing.T) {
 	if p50, p99, ok := h.times(); !ok || p50 != 0.0001 || p99 != 0.002 {
 		t.Errorf("%v %v", p50, p99)
 	}
-	h.add(&admin.Points{Last: 5000, Asked: admin.Column{1}}) // a server that says less than it should
+	h.add(&admin.Points{Last: 5000, Asked: admin.Column{1}}) // an answer with columns missing
 	if h.last != 1101 {
 		t.Errorf("the last is %d", h.last)
 	}
@@ -90,7 +90,7 @@ func TestTitleFits(t *testing.T) {
 	}
 }
 
-// What hits saved is a time whatever the server says of its GPUs, and the rate of an interval is at most 1.
+// The saved time stays printable with extreme costs from the server, and the hit rate of an interval is at most 1.
 func TestWorthOfExtremes(t *testing.T) {
 	at := time.Unix(1000, 0)
 	snap := func(n int, asked, hit uint64) *Snapshot {
@@ -114,7 +114,7 @@ func TestWorthOfExtremes(t *testing.T) {
 	}
 }
 
-// The hour is asked for until the server has told it: one answer that is lost does not cost it.
+// top asks for the last hour until the server has answered: one lost answer does not lose the hour.
 func TestTheHourIsAskedForUntilItIsThere(t *testing.T) {
 	var asked []string
 	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

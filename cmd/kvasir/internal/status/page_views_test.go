@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/hitcurve"
 )
 
-// At 80 by 24 there is what the page has: the hour before top was started, times, what is possible, what was saved, who has the pool.
+// At 80 by 24 the screen shows the figures of the page: the hour before top was started, times, possible hits, savings, and tenants of the pool.
 func TestScreenHasWhatThePageHas(t *testing.T) {
 	hour := &admin.Points{Last: 720}
 	for i := range 720 {

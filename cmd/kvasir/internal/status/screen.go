@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 )
 
-// Screen is what kvasir top shows: the last two snapshots, and what went before as far as
-// a line shows it. It is not safe for concurrent use.
+// Screen is what kvasir top shows: the last two snapshots, and the hit rates of earlier ones
+// for a line. It is not safe for concurrent use.
 type Screen struct {
 	URL   string
 	Color bool // with SGR sequences
@@ -60,8 +60,8 @@ func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	s.hour.add(snap.Live.History)
 }
 
-// block is a part of the screen. Where there is too little room its last rows give way,
-// those beyond the least first.
+// block is a part of the screen. If there is too little room, share drops the last rows of
+// blocks, first those beyond their least.
 type block struct {
 	title string
 	rows  []string
@@ -203,7 +203,7 @@ func shortVersion(v string) string {
 	return v
 }
 
-// worth says how long lookups take, which hit rate is possible, and what hits saved; empty where the server does not tell.
+// worth says how long lookups take, which hit rate is possible, and what hits saved; empty if the server does not report it.
 func (s *Screen) worth() string {
 	var parts []string
 	live := &s.now.Live
@@ -365,7 +365,7 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// share2 is percent of two numbers, of a part that is no more than the whole.
+// share2 is part as a percentage of the whole; a part larger than the whole counts as 100 %.
 func share2(part, of uint64) string {
 	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }

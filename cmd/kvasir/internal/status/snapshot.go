@@ -55,10 +55,10 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 	s.read(body)
 	now := url + "/now"
 	id := s.Status.Started + " " + strconv.Itoa(s.Status.PID)
-	if a.hourOf != id || at.Sub(a.askedAt) > maxGap { // once: later answers have the newest two points
+	if a.hourOf != id || at.Sub(a.askedAt) > maxGap { // the whole hour once: other answers have only the newest two points
 		now += "?history=1"
 	}
-	a.hourOf = "" // until it has answered; a server of an earlier version does not
+	a.hourOf = "" // until the server has answered; an earlier version does not answer
 	if body, err = a.get(ctx, now); err == nil && json.Unmarshal(body, &s.Live) == nil {
 		a.hourOf, a.askedAt = id, at
 	}
@@ -70,7 +70,7 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 	return s, nil
 }
 
-// maxGap is how long two points of a server's history last at least, about.
+// maxGap is about the least time that two points of a server's history cover.
 const maxGap = 8 * time.Second
 
 // maxOperations bounds the operations that are kept of a histogram.

@@ -59,7 +59,7 @@ func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	return nil
 }
 
-// How long a question may take, where the interval is not longer. Top asks again after a question that failed. Once does not.
+// Limits of the time of a request, unless the interval is longer. Top asks again after a failed request, Once does not.
 const (
 	topLimit  = 2 * time.Second
 	onceLimit = 10 * time.Second
@@ -74,7 +74,7 @@ func take(ctx context.Context, o *Options, request string, at time.Time, limit t
 	return o.Asker.Take(ctx, o.URL, request, at)
 }
 
-// IsTerminal reports whether a file is one.
+// IsTerminal reports whether a file is a terminal.
 func IsTerminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), getTermios)
 	return err == nil

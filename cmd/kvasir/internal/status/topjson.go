@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// topFigures are what Top computes of two looks, and what the server said at the second one. A figure that is not known is null.
+// topFigures are the figures that Top computes from two snapshots, and the server's answer at the second one. An unknown figure is null.
 type topFigures struct {
 	URL         string             `json:"url"`
 	Time        string             `json:"time"`

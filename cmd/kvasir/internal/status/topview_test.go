@@ -26,7 +26,7 @@ import (
 
 func TestMain(m *testing.M) { testkit.Main(m) }
 
-// fake answers as a server does: figures grow by one step with each question for a status.
+// fake answers like a server: its figures grow by one step with each request for /status.
 type fake struct {
 	step     atomic.Int64
 	down     atomic.Bool
@@ -109,7 +109,7 @@ func take(t *testing.T, url string, at time.Time) *topview.Snapshot {
 	return s
 }
 
-// A script has one try: top --once and top --json wait longer for an answer than the screen, which asks again.
+// top --once and top --json have only one try, so they wait longer for an answer than the screen, which asks again.
 func TestOnceWaitsForALateServer(t *testing.T) {
 	f := new(fake)
 	web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -126,13 +126,13 @@ func TestOnceWaitsForALateServer(t *testing.T) {
 	}
 }
 
-// see returns the lines after two questions, two seconds apart.
+// see returns the lines of the screen after two looks at the server, two seconds apart.
 func see(t *testing.T, f *fake, width, height int) []string {
 	t.Helper()
 	return seeView(t, f, topview.Overview, "", width, height)
 }
 
-// seeView is see of a view after some keys; what they ask for is asked.
+// seeView is see for a view and some keys. It also makes the requests to the server that the keys cause.
 func seeView(t *testing.T, f *fake, view topview.View, keys string, width, height int) []string {
 	t.Helper()
 	web := httptest.NewServer(f)
@@ -170,8 +170,8 @@ func TestRates(t *testing.T) {
 	}
 }
 
-// The screen has the size of the terminal, however much there is to show, whatever others
-// call themselves, and at 80 by 24 each part is there.
+// The screen has the size of the terminal, however much there is to show and whatever names models
+// have. At 80 by 24 it has each part.
 func TestFits(t *testing.T) {
 	evil := "evil\x1b[2J\n模型" + strings.Repeat("x", 300)
 	for _, size := range [][2]int{{80, 24}, {80, 25}, {200, 60}, {40, 12}, {20, 3}, {1, 1}} {
@@ -196,8 +196,8 @@ func TestFits(t *testing.T) {
 	}
 }
 
-// A server that was started again has counters from 0 on: there are no rates until it was
-// seen twice, and none is negative. One that does not answer leaves its last figures.
+// The counters of a restarted server begin at 0: the screen shows no rates until two looks at it, and
+// never a negative one. When a server does not answer, its last figures stay.
 func TestOtherServer(t *testing.T) {
 	f := &fake{}
 	web := httptest.NewServer(f)

@@ -120,7 +120,7 @@ func stepBar(t *transferlog.Transfer, width int) string {
 	return b.String()
 }
 
-// engines are those of P that the registry knows, those that D does not see first.
+// engines lists the engines of P that the registry knows, first those that D does not see.
 func (s *Screen) engines() (out block) {
 	out.title, out.least = "engines of P, by the registry", 1
 	list := slices.Clone(s.now.Live.PD.Engines)

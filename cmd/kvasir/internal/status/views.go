@@ -40,7 +40,7 @@ func ParseView(name string) (View, bool) {
 	return View(max(i, 0)), i >= 0
 }
 
-// Key takes a key and reports whether the server is to be asked again for it.
+// Key handles a key and reports whether the screen needs a new answer of the server.
 func (s *Screen) Key(key byte) (ask bool) {
 	was := s.chosen
 	switch {
@@ -353,7 +353,7 @@ func (s *Screen) cells(width int) block {
 	return out
 }
 
-// owners are the models and tenants that have the pool.
+// owners lists the models and tenants whose objects are in the pool.
 func (s *Screen) owners() block {
 	out := block{title: "who has it                                                    bytes     share", least: 2}
 	for _, o := range s.now.Live.Owners {

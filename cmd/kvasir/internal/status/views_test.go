@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
 
-// explained is what the fake says of one request: one that waited for a tier, loaded and stored.
+// explained returns the fake's explanation of one request, which waited for a tier, loaded and stored.
 func (f *fake) explained(id string) explain.Explanation {
 	return explain.Explanation{
 		Reasons: map[string]uint64{"evicted": 1}, Advice: map[string]explain.Advice{"evicted": {What: "evicted", Do: "a larger pool"}},
@@ -41,7 +41,7 @@ func (f *fake) explained(id string) explain.Explanation {
 	}
 }
 
-// live is what the fake says of itself, after so many questions.
+// live returns the fake's answer to /now after n requests for /status.
 func (f *fake) live(n uint64) admin.Live {
 	quota, ttl := int64(1<<30), 1800.0
 	e := admin.Live{AtMillis: int64(n), BelowTokens: 250 * n}
@@ -109,7 +109,7 @@ func parts(n uint64) map[string]map[string]float64 {
 	}
 }
 
-// Each view at 80 by 24, as it was looked at: testdata/views.txt. UPDATE=1 writes what is so now.
+// Each view at 80 by 24 is as testdata/views.txt has it. UPDATE=1 writes that file.
 func TestViews(t *testing.T) {
 	var got strings.Builder
 	f := func(name string, view status.View, keys string) {
@@ -167,7 +167,7 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// Whatever others call themselves, however much there is and however small the terminal: every view fits, moves no
+// Whatever names models have, however much there is to show and however small the terminal: every view fits, moves no
 // cursor, and its last line has the keys.
 func TestViewsFit(t *testing.T) {
 	testkit.LongAlone(t)
@@ -193,7 +193,7 @@ func TestViewsFit(t *testing.T) {
 	}
 }
 
-// A view of what the server does not tell says so: an older one has no /now; a request may be forgotten; nobody may have asked.
+// A view without figures says why: an older server has no /now, or runs alone, or only with a registry.
 func TestViewsWithoutFigures(t *testing.T) {
 	f := func(fake *fake, keys, want string) {
 		t.Helper()

@@ -57,7 +57,7 @@ func (c *checking) fault(v Verdict, format string, args ...any) {
 	c.say(format, args...)
 }
 
-// CheckTier tries what a server does with a tier, with objects of its own that it removes: it asks, writes, reads,
+// CheckTier tries every operation that a server needs of a tier, with objects of its own that it removes: it asks, writes, reads,
 // compares and deletes, and measures. It writes a sentence for each. size is how large an object is, objects how many are measured.
 func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) Verdict {
 	v, _ := TierFaults(ctx, w, log, keys, text, size, objects)

@@ -193,9 +193,9 @@ var (
 	ErrNotTaken = errors.New("not all objects were taken")
 )
 
-// Verify reads every object that has a checksum and compares. With remove, what is torn or
-// differs is deleted; what cannot be read now stays. Errors: ErrDamaged and ErrUnread where
-// something was.
+// Verify reads every object that has a checksum and compares. With remove it deletes objects
+// that are torn or differ; objects that cannot be read now stay. Errors: ErrDamaged if there
+// are damaged objects, ErrUnread if some could not be read.
 func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 	n, err := verify(ctx, t, remove, func(name, why string, read bool) {
 		if !read {
@@ -402,7 +402,7 @@ func (c *copying) String() string {
 // CopyReport writes what a copy does.
 type CopyReport struct {
 	unread func(name, why string)      // an object was not read
-	so     func(n *copying, done bool) // how far it is
+	so     func(n *copying, done bool) // the figures so far; done: at the end
 }
 
 // CopyText reports in sentences.
@@ -438,9 +438,9 @@ func CopyJSON(w io.Writer) CopyReport {
 }
 
 // Copy writes every object that has a checksum from one tier to another, and compares it
-// on the way. What is there is not read again, so that a copy that was broken off goes on.
-// names learns what the objects are called. Errors: ErrUnread and ErrNotTaken where
-// something was.
+// on the way. It does not read objects that are there already, so that an interrupted copy
+// can go on. It adds the names of the objects to names. Errors: ErrUnread if objects could
+// not be read, ErrNotTaken if some were not taken.
 func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Names) error {
 	if d, ok := to.(*fs.Dir); ok {
 		if err := d.Ready(ctx); err != nil {
@@ -482,7 +482,7 @@ func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Nam
 			return nil
 		}
 		err = to.Write(ctx, e.Key, m, buf)
-		if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
+		if errors.Is(err, tier.ErrNotKept) { // the tier may keep an object at the second write
 			err = to.Write(ctx, e.Key, m, buf)
 		}
 		switch {
@@ -500,7 +500,7 @@ func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Nam
 	return errors.Join(err, several(ErrUnread, n.Unread), several(ErrNotTaken, n.Refused))
 }
 
-// isThere reports whether a tier has an object as it is to be; false where it cannot tell.
+// isThere reports whether a tier has an object of the same length and checksum; false if the tier does not answer.
 func isThere(ctx context.Context, t tier.Tier, e *Entry) bool {
 	metas := make([]tier.Meta, 1)
 	err := t.Stat(ctx, []kv.Key{e.Key}, metas)

@@ -99,7 +99,7 @@ func TestList(t *testing.T) {
 	f(true, "100 torn org-SEP-one@", "5000 none org-SEP-two@")
 }
 
-// What is torn or differs is named, and removed when asked for; the rest stays.
+// Verify names torn and changed objects, and removes them when asked to. The rest stays.
 func TestVerify(t *testing.T) {
 	d, _, _ := open(t)
 	var out strings.Builder
@@ -171,10 +171,10 @@ func TestDropReachesRevisionsAndGenerations(t *testing.T) {
 	}
 }
 
-// emptied is a directory that is emptied as other tiers are.
+// emptied hides that its tier is a directory, so that Drop removes by the names of models, as in other tiers.
 type emptied struct{ *fs.Dir }
 
-// What is whole arrives whole, under the same names; what is not stays behind.
+// Copy copies intact objects under the same names, and leaves out the others.
 func TestCopy(t *testing.T) {
 	d, _, names := open(t)
 	to, err := fs.Open(fs.Options{Path: filepath.Join(t.TempDir(), "new"), Names: names})
@@ -203,7 +203,7 @@ func TestCopy(t *testing.T) {
 	}
 }
 
-// A copy into a directory with a limit waits until it is known what that has already.
+// A copy into a directory with a limit waits until the directory has counted its existing objects.
 func TestCopyIntoALimit(t *testing.T) {
 	const n = 50
 	dir, names := t.TempDir(), tier.NewNames()
@@ -284,8 +284,8 @@ func TestDisk(t *testing.T) {
 	}
 }
 
-// Whoever looks at a disk changes nothing there: nothing goes for others' room, also where a server leaves them less than
-// a disk does by default, or where nothing is free at all.
+// Looking at a disk changes nothing there. It evicts nothing to keep space free, also where the server kept less space free than
+// the default of a disk, or where no space is free at all.
 func TestLookingAtADiskEvictsNothing(t *testing.T) {
 	testkit.SmallFS(t, 32<<20, func(t *testing.T, dir string) {
 		const objects, n = 80, 100_000

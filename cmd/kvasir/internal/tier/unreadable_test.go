@@ -64,7 +64,7 @@ func fails(n int) error {
 	return nil
 }
 
-// What cannot be read now is not damaged: it stays, and the command fails.
+// An object that cannot be read now does not count as damaged: it stays, and the command fails.
 func TestVerifyKeepsUnreadableObjects(t *testing.T) {
 	s := filled(t, 6)
 	s.before = fails
@@ -78,7 +78,7 @@ func TestVerifyKeepsUnreadableObjects(t *testing.T) {
 	}
 }
 
-// A copy that lacks objects because they could not be read, or were not taken, is no success, and does not call them damaged.
+// A copy fails when objects could not be read or the target did not take them. It does not call those objects damaged.
 func TestCopyWithoutAllFails(t *testing.T) {
 	s, to := filled(t, 6), tier.NewMemory(1<<20)
 	s.before = fails
@@ -94,7 +94,7 @@ func TestCopyWithoutAllFails(t *testing.T) {
 	}
 }
 
-// A copy that was broken off goes on: what is there already is not read again.
+// An interrupted copy can be continued: objects that the target has already are not read again.
 func TestCopyResumes(t *testing.T) {
 	s, to := filled(t, 6), tier.NewMemory(1<<20)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -4,8 +4,8 @@ package verify
 
 import "testing"
 
-// Answers differ where a token, a log-probability beyond the tolerance, their lengths or the planted fact do; not beyond two tokens that
-// were equally likely.
+// Two answers differ in a token, in a log-probability by more than the tolerance, in their lengths, or in the planted fact. Differences behind
+// two equally likely tokens do not count.
 func TestCompare(t *testing.T) {
 	answer := func(text string, probs ...float64) *Answer {
 		a := &Answer{Text: text, Logprobs: probs}

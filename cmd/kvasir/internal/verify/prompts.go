@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// Prompt is a text with planted facts, of which its end asks for one.
+// Prompt is a text with planted facts. Its end asks for one of them.
 type Prompt struct {
 	Text   string `json:"text"`
 	Needle string `json:"needle"` // what a model that reads well answers

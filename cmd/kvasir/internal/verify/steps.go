@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// cold computes the prompts again, under another salt: what differs is noise.
+// cold computes the prompts again, under another salt: differences are noise.
 func (r *run) cold(ctx context.Context, g *group) {
 	const name = "another salt, the same engine"
 	if found := r.first.cached(g.cold); found > 0 {
@@ -36,7 +36,7 @@ func (r *run) cold(ctx context.Context, g *group) {
 	r.apart(name, r.first, g, got)
 }
 
-// warm checks what the engine answered a second time: it has the prompts in its own cache.
+// warm checks the engine's second answers, when it has the prompts in its own cache.
 func (r *run) warm(g *group, got []Answer, err error) {
 	const name = "warm, the same engine"
 	if err != nil {
@@ -89,7 +89,7 @@ func (r *run) askAndLook(ctx context.Context, name string, e *engine, g *group, 
 	return got, after, true
 }
 
-// second asks an engine that has not seen the prompts: what it does not compute comes from the cache.
+// second asks an engine that has not seen the prompts: tokens that it does not compute come from the cache.
 func (r *run) second(ctx context.Context, g, below *group, salt string) error {
 	const name, otherSalt, tier = "restored by a second engine", "another salt, a second engine", "restored from a tier"
 	if r.SecondURL == "" {

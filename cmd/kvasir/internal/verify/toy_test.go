@@ -26,12 +26,12 @@ const (
 // chunkKV is the KV of a chunk: by layer, a number of each token.
 type chunkKV [toyLayers][toyChunk]uint64
 
-// toyCache is what toys share.
+// toyCache is the cache that toys share.
 type toyCache struct {
 	mu     sync.Mutex
 	chunks map[string]chunkKV
 	load   func(c *toyCache, key string, chunk int) (chunkKV, bool) // nil: what was stored
-	keyOf  func(salt string, prefix []string) string                // nil: both
+	keyOf  func(salt string, prefix []string) string                // nil: the key is made of both
 }
 
 func newToyCache() *toyCache { return &toyCache{chunks: map[string]chunkKV{}} }

@@ -60,7 +60,7 @@ type Options struct {
 	URL       string
 	SecondURL string // an engine that shares the cache and has not seen the prompts
 	SingleURL string // an engine alone, for a URL that is P and D
-	Server    Server // nil: what needs it is not tested
+	Server    Server // nil: steps that need it are not tested
 	Key       string // API key of the engines
 	Model     string // default: the first that the engine names
 
@@ -88,8 +88,8 @@ type Kept struct {
 	Noise   float64   `json:"noise"`
 }
 
-// defaultTolerance is above what the order of sums changes in 16 bits: a prompt whose beginning is restored is computed in other shapes than a
-// whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
+// defaultTolerance is above the differences that another order of sums makes in 16 bits: an engine computes a prompt whose beginning is
+// restored in other shapes than a whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
 const defaultTolerance = 0.1
 
 // maxNoise is the largest difference of cold runs with which a wrong block could still be seen.
@@ -103,10 +103,10 @@ type run struct {
 	report  Report
 	tenants []string // that the run has stored under
 	noise   float64
-	parted  bool // cold runs chose other tokens, where these were not equally likely
+	parted  bool // cold runs chose different tokens that were not equally likely
 }
 
-// group are prompts, and what they were answered when they were computed.
+// group has prompts, and the answers to them when they were computed.
 type group struct {
 	prompts []Prompt
 	cold    []Answer
@@ -220,7 +220,7 @@ func (r *run) ask(ctx context.Context, e *engine, g *group, salt string) (out []
 	return out, nil
 }
 
-// learn asks an engine once more for what it has just computed, so that it shows whether it reports cached tokens. A request that fails
+// learn sends an engine a prompt that it has just computed, to see whether it reports cached tokens. A request that fails
 // shows nothing.
 func (r *run) learn(ctx context.Context, e *engine, g *group, salt string) {
 	if !e.reports {
@@ -231,7 +231,7 @@ func (r *run) learn(ctx context.Context, e *engine, g *group, salt string) {
 // step adds a step.
 func (r *run) step(s Step) { r.report.Steps = append(r.report.Steps, s) }
 
-// failed adds a step whose request was refused: an engine that answers prompts refuses none of its own but for what it restored.
+// failed adds a failed step for a request that got an error. A working engine answers prompts like these, so the error is a failure of the step.
 func (r *run) failed(name string, err error) {
 	r.step(Step{Name: name, Status: Failed, Why: "a request failed: " + err.Error()})
 }
@@ -240,8 +240,8 @@ func (r *run) notTested(name, why string) { r.step(Step{Name: name, Status: NotT
 
 func (r *run) tolerance() float64 { return max(2*r.noise, r.Tolerance) }
 
-// check compares answers with the computed ones. restored is how many tokens came from elsewhere as the engine or the server says; 0: none, so
-// nothing was tested.
+// check compares answers with the computed ones. restored is the number of tokens that came from outside the engine, as the engine or the
+// server reports it; 0: none, so nothing was tested, for the reason none.
 func (r *run) check(name string, g *group, got []Answer, restored int, none string) {
 	switch {
 	case restored == 0:
@@ -263,7 +263,7 @@ func (r *run) check(name string, g *group, got []Answer, restored int, none stri
 	r.step(s)
 }
 
-// apart checks that prompts under a salt that never sent them are computed, and takes the noise of cold runs from them.
+// apart checks that an engine computes prompts under a salt that never sent them, and measures the noise of cold runs by the answers.
 func (r *run) apart(name string, e *engine, g *group, got []Answer) {
 	s := Step{Name: name, Status: Passed, Prompts: len(got)}
 	cached := e.cached(got)

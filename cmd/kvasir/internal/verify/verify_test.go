@@ -84,7 +84,7 @@ func TestCorruptionsAreFound(t *testing.T) {
 	}
 }
 
-// Where nothing was restored, or the engine does not say, nothing passed.
+// Where no KV was restored, or the engine does not report cached tokens, no step passes.
 func TestWhatCannotBeTestedDoesNotPass(t *testing.T) {
 	r, _ := verified(t, verify.Options{URL: newToy(newToyCache()).start(t), SecondURL: newToy(newToyCache()).start(t)}) // two caches
 	if s := stepOf(t, r, "restored by a second engine"); s.Status != verify.NotTested || r.Verdict != verify.NotTested || r.ExitCode() != 3 {
@@ -103,7 +103,7 @@ func TestWhatCannotBeTestedDoesNotPass(t *testing.T) {
 	}
 }
 
-// Engines whose computed answers differ among themselves cannot be verified: nothing passes, and nothing fails.
+// Engines whose computed answers differ from run to run cannot be verified: no step passes, and none fails.
 func TestEnginesThatAreNotSteady(t *testing.T) {
 	c := newToyCache()
 	noisy := newToy(c)
@@ -209,7 +209,8 @@ func (s *fakeServer) Ask(_ context.Context, method, path string, body any) ([]by
 	return json.Marshal(map[string]any{"deleted": len(q.Keys)})
 }
 
-// With a server, KV is restored from its tiers and after the engine's own eviction, and is removed at the end: that of the run's salts alone.
+// With a server, verify restores KV from the server's tiers and after the engine's own eviction. At the end it removes the KV of the run's
+// salts alone.
 func TestTiersAndEviction(t *testing.T) {
 	for _, broken := range []bool{false, true} {
 		c := newToyCache()
@@ -281,8 +282,8 @@ func (e *evictingToy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// An engine that fails requests for restored KV, as kvasir engine does with wrong bytes, fails the step; one that computes nothing ends the
-// run; what engines answer is never trusted.
+// A step fails when an engine fails requests for restored KV, as kvasir engine does with wrong bytes. The run ends when an engine computes
+// nothing. verify never trusts the form of an engine's answer.
 func TestEnginesThatFail(t *testing.T) {
 	c := newToyCache()
 	b := newToy(c)
@@ -309,7 +310,7 @@ func TestEnginesThatFail(t *testing.T) {
 	}
 }
 
-// The report shows what differed, and what an engine wrote is text in the page.
+// The report shows the differences, and shows an engine's output as plain text in the page.
 func TestReportShowsDifferences(t *testing.T) {
 	r := &verify.Report{Verdict: verify.Failed, Model: "<script>", Steps: []verify.Step{{Name: "s", Status: verify.Failed, Differences: []verify.Difference{{Prompt: 1, Token: 2, What: "another token", Want: "<b>", Got: "\x1b[2J"}}}}}
 	var text, html, js bytes.Buffer
