@@ -13,22 +13,22 @@ import (
 var errMoved = errors.New("the worker has another address")
 
 const (
-	// lookAgain is how often a pull asks the registry while the worker's side channel refuses connections.
-	lookAgain = 250 * time.Millisecond
+	// askInterval is how often a pull asks the registry while the worker's side channel refuses connections.
+	askInterval = 250 * time.Millisecond
 
 	// freshFor is how long after the registry's last answer a pull may connect to P without asking again. Each P registers before it
 	// answers pulls, so the registry names the new workers of a P that was restarted with other ranks or in another place.
 	freshFor = time.Second
 
-	// askWithin bounds the registry query before a new connection. Without an answer in that time, the pull goes to the address that it has.
-	askWithin = time.Second
+	// askTimeout bounds the registry query before a new connection. Without an answer in that time, the pull goes to the address that it has.
+	askTimeout = time.Second
 )
 
 // moved asks the registry where the worker is, after its side channel refused a connection or was silent: a restarted P with a fixed engine
 // id has other side channels. If the worker has another address, moved stores it in t and returns errMoved. If the engine has other ranks,
 // it returns an ErrNoEngine. The caller must not have sent anything yet.
 func (t *pullConn) moved(ctx context.Context) error {
-	if t.r.o.Dialect != nil || t.resent || time.Since(t.looked) < lookAgain {
+	if t.r.o.Dialect != nil || t.resent || time.Since(t.looked) < askInterval {
 		return nil
 	}
 	t.looked = time.Now()
@@ -37,7 +37,7 @@ func (t *pullConn) moved(ctx context.Context) error {
 	if err != nil {
 		return nil
 	}
-	return t.follow(now)
+	return t.compareWorkers(now)
 }
 
 // confirmPlace asks the registry where the worker is before a new connection to it, because another process may have the worker's address
@@ -54,7 +54,7 @@ func (t *pullConn) confirmPlace(ctx context.Context) error {
 	if ok && time.Since(known.asked) < freshFor && !r.sockets.brokeSince(t.addr, known.asked) {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, askWithin)
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	e, err := r.askEngine(ctx, t.from)
 	if err != nil {
@@ -64,12 +64,12 @@ func (t *pullConn) confirmPlace(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return t.follow(now)
+	return t.compareWorkers(now)
 }
 
-// follow compares the workers that the registry lists now with those of the pull. Errors are those of moved.
-func (t *pullConn) follow(now *pairing) error {
-	if !now.alike(t.workers) { // the worker of the same place fills another part of D's blocks
+// compareWorkers compares the workers that the registry lists now with those of the pull. Errors are those of moved.
+func (t *pullConn) compareWorkers(now *pairing) error {
+	if !now.sameShape(t.workers) { // the worker of the same place fills another part of D's blocks
 		return fmt.Errorf("%w: engine %s at %s has other ranks than when the pull began", ErrNoEngine, t.from.EngineID, t.from.Bootstrap)
 	}
 	if now.addrs[t.index] == t.addr {

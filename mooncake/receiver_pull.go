@@ -78,8 +78,8 @@ type pairing struct {
 	tp, stages int      // P's TP size and pipeline stages, as the directory shows them
 }
 
-// alike says whether pulls from o fill the same parts of D's blocks, worker by worker.
-func (p *pairing) alike(o *pairing) bool {
+// sameShape says whether pulls from o fill the same parts of D's blocks, worker by worker.
+func (p *pairing) sameShape(o *pairing) bool {
 	return len(p.addrs) == len(o.addrs) && p.tp == o.tp && p.stages == o.stages
 }
 
@@ -144,7 +144,7 @@ func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, e
 	case !r.sockets.anyBroke(&known):
 		return known.Engine, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, askWithin)
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	e, err := r.askEngine(ctx, from)
 	if err != nil {

@@ -99,7 +99,7 @@ func (r *Receiver) confirmLife(q *receiving) {
 	defer stop()
 	defer context.AfterFunc(q.ctx, stop)()
 	now, err := r.workers(ctx, q.from)
-	if err == nil && !now.alike(q.workers) {
+	if err == nil && !now.sameShape(q.workers) {
 		err = fmt.Errorf("%w: engine %s at %s has other ranks now", ErrNoEngine, q.from.EngineID, q.from.Bootstrap)
 	}
 	for _, addr := range q.resent {

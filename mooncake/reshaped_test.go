@@ -157,7 +157,7 @@ func TestOldSideChannelOfAnother(t *testing.T) {
 				break
 			}
 			// Where the registry does not answer in time, D uses the address that it knows, and another engine answers there.
-			if took := time.Since(began); !errors.Is(err, ErrUnknownTransfer) || took < 2*askWithin || try == 5 {
+			if took := time.Since(began); !errors.Is(err, ErrUnknownTransfer) || took < 2*askTimeout || try == 5 {
 				t.Fatalf("after %v: %v", took, err)
 			}
 		}

@@ -140,7 +140,7 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 	switch {
 	case err != nil:
 		return first, stream, err
-	case !stream && !e.whole(resp, &first):
+	case !stream && !e.readWhole(resp, &first):
 		return nil, false, io.ErrUnexpectedEOF
 	case resp.Status != http.StatusOK:
 		return first, stream, nil
@@ -182,10 +182,10 @@ func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	return pieces
 }
 
-// whole reads an answer that is no stream to its end, but not far beyond maxWhole bytes: until the
+// readWhole reads an answer that is no stream to its end, but not far beyond maxWhole bytes: until the
 // client has got something, another engine can answer. It reports false if the answer was cut. Else
 // first is all that was read; of a longer answer more may come.
-func (e *exchange) whole(resp *http1.Response, first *[]byte) bool {
+func (e *exchange) readWhole(resp *http1.Response, first *[]byte) bool {
 	if resp.Length == int64(len(*first)) {
 		return true
 	}

@@ -43,7 +43,7 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	f := func(path, body, says string, numbers int) {
 		t.Helper()
 		answer = says
-		status, text, err := hear(t, url+path, body)
+		status, text, err := postAndRead(t, url+path, body)
 		if status != 200 || err != nil || strings.Contains(text, `tokens":900}}`) || strings.Contains(text, `cache_read_input_tokens":900`) || strings.Count(text, `tokens":7`)+strings.Count(text, `tokens":14`) != numbers {
 			t.Errorf("%s %s: %d %s, %v", path, body, status, text, err)
 		}
@@ -91,7 +91,7 @@ func TestToolInputsPass(t *testing.T) {
 		})
 		url, _ := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
 		reach(t, url)
-		_, got, err := hear(t, url+"/v1/messages", fmt.Sprintf(`{"messages":[],"max_tokens":9,"stream":%v}`, stream))
+		_, got, err := postAndRead(t, url+"/v1/messages", fmt.Sprintf(`{"messages":[],"max_tokens":9,"stream":%v}`, stream))
 		if want := fmt.Sprintf(format, 2); got != want || err != nil {
 			t.Errorf("%s, %v\nwant %s", got, err, want)
 		}

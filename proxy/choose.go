@@ -7,7 +7,7 @@ package proxy
 import "slices"
 
 // chooseOnlyLocked is chooseLocked for a request that no other engine can answer.
-func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
+func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how availability, of role) {
 	switch {
 	case !slices.Contains(f.mu.all, b) || !b.well.Load():
 		return c, unwell, b.role
@@ -19,7 +19,7 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
 
 // pickPrefillLocked returns the prefill engine that a request should go to, with its rank; a nil engine that is ready means that D may
 // compute alone (Options.DecodeAlone).
-func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how stand) {
+func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how availability) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
 		ok := false
@@ -34,7 +34,7 @@ func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lack
 }
 
 // chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
-func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
+func (f *fleet) chooseLocked(w *want) (c choice, how availability, of role) {
 	switch {
 	case w.only != nil:
 		return f.chooseOnlyLocked(w.only)
@@ -54,7 +54,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 }
 
 // chooseOfLocked is chooseLocked among D's that fit like, and engines that do both.
-func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how stand, of role) {
+func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how availability, of role) {
 	d, dLacks, dHow := f.pickLocked(decode, w, like)
 	if dHow == absent {
 		e, lacks, how := f.pickLocked(both, w, fit{})
@@ -69,7 +69,7 @@ func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how stand, of role)
 	case w.ready:
 		return choice{engine: d}, ready, decode
 	case needs && like.kind == vllmKind:
-		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
+		if lacks, by := f.missingBytes(w, dLacks); lacks < f.o.SkipPrefill {
 			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
 	}
@@ -104,16 +104,16 @@ func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how stand, of role)
 	return choice{}, full, decode
 }
 
-// lacks returns how many bytes of a prompt D would have to compute if it computed alone, and why not
+// missingBytes returns how many bytes of a prompt D would have to compute if it computed alone, and why not
 // more: D has the rest, or can load it from the cache server.
-func (f *fleet) lacks(w *want, lacks int) (int, spared) {
+func (f *fleet) missingBytes(w *want, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {
 		if id != 0 {
 			guess = max(guess, w.seenBy(id))
 		}
 	}
-	least := min(lacks, w.bytes-w.stored.instead(guess))
+	least := min(lacks, w.bytes-w.stored.correct(guess))
 	if least < f.o.SkipPrefill && lacks >= f.o.SkipPrefill {
 		return least, byStore
 	}

@@ -29,8 +29,8 @@ func streaming(t testing.TB, f func(write func(string), r *http.Request)) string
 	return serveMux(t, mux)
 }
 
-// hear posts a request and returns what comes until the answer ends.
-func hear(t testing.TB, url, body string) (status int, text string, err error) {
+// postAndRead posts a request and returns what comes until the answer ends.
+func postAndRead(t testing.TB, url, body string) (status int, text string, err error) {
 	t.Helper()
 	return hearFirst(t, url, body, func() {})
 }
@@ -124,7 +124,7 @@ func TestErrorsBehindAnOpening(t *testing.T) {
 		}
 		url, s := startProxy(t, proxy.Options{Engines: []string{streaming(t, answer), streaming(t, answer)}, HealthInterval: time.Hour})
 		reach(t, url)
-		status, text, err := hear(t, url+path, `{"prompt":"a","input":"a","messages":[],"stream":true}`)
+		status, text, err := postAndRead(t, url+path, `{"prompt":"a","input":"a","messages":[],"stream":true}`)
 		if n := s.Stats(); status != 200 || err != nil || strings.Replace(strings.ReplaceAll(text, ping, ""), pings, "", 1) != opening+good || n.Retries != 1 || n.Requests["ok"] != 1 {
 			t.Errorf("%s %q %q: %d %q %v, %d retries", path, opening, failure, status, text, err, n.Retries)
 		}
@@ -157,7 +157,7 @@ func TestPingsStayBehindTheOpening(t *testing.T) {
 	e := streaming(t, func(write func(string), _ *http.Request) { write(begun + pinged); write(rest) })
 	url, _ := startProxy(t, proxy.Options{Engines: []string{e}, HealthInterval: time.Hour})
 	reach(t, url)
-	status, text, err := hear(t, url+"/v1/messages", `{"messages":[],"stream":true}`)
+	status, text, err := postAndRead(t, url+"/v1/messages", `{"messages":[],"stream":true}`)
 	if status != 200 || err != nil || text != ": ping\n\n"+begun+pinged+rest {
 		t.Errorf("%d %q %v", status, text, err)
 	}
@@ -183,7 +183,7 @@ func TestCommentsAreNoTokens(t *testing.T) {
 			}
 			url, s := startProxy(t, proxy.Options{Engines: []string{e}, HealthInterval: time.Hour, Stall: 100 * time.Millisecond, FirstByte: first})
 			reach(t, url)
-			_, text, _ := hear(t, url+"/v1/completions", request)
+			_, text, _ := postAndRead(t, url+"/v1/completions", request)
 			for _, w := range want {
 				if !strings.Contains(text, w) {
 					t.Errorf("%q after %d tokens: %q, want %s", idle, tokens, text[max(0, len(text)-200):], w)

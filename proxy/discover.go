@@ -94,7 +94,7 @@ func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*ba
 	}
 	if outside != f.outside || beyond != f.beyond {
 		f.outside, f.beyond = outside, beyond
-		p.o.Log.Warn("engines of a registry are not asked", "registry", f.registry.Base(), "outside_networks", outside, "example", example, "beyond_limit", beyond, "limit", maxFound)
+		p.o.Log.Warn("engines of a registry are left out", "registry", f.registry.Base(), "outside_networks", outside, "example", example, "beyond_limit", beyond, "limit", maxFound)
 	}
 	return selected
 }

@@ -20,8 +20,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 )
 
-// teller is an engine that publishes KV events and makes a token of each byte.
-type teller struct {
+// eventEngine is an engine that publishes KV events and makes a token of each byte.
+type eventEngine struct {
 	url       string
 	events    *blockstest.Publisher
 	asked     atomic.Int64
@@ -35,10 +35,10 @@ type teller struct {
 
 const tellerBlock = 16 // tokens, at first
 
-// tell starts such an engine at a host; ports of 0 are chosen.
-func tell(t *testing.T, host string, port, replay int) *teller {
+// startEventEngine starts such an engine at a host; ports of 0 are chosen.
+func startEventEngine(t *testing.T, host string, port, replay int) *eventEngine {
 	t.Helper()
-	e := &teller{block: tellerBlock, events: blockstest.Start(t, host, port, replay), known: map[string]bool{}, has: map[string]bool{}}
+	e := &eventEngine{block: tellerBlock, events: blockstest.Start(t, host, port, replay), known: map[string]bool{}, has: map[string]bool{}}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	prompt := func(r *http.Request) string {
@@ -80,7 +80,7 @@ func bytesOf(text string) (out []int64) {
 }
 
 // store announces the blocks of a prompt, once.
-func (e *teller) store(prompt string) {
+func (e *eventEngine) store(prompt string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if !e.known[prompt] {
@@ -97,7 +97,7 @@ func (e *teller) store(prompt string) {
 }
 
 // evict announces that the blocks of a prompt are gone.
-func (e *teller) evict(prompt string) {
+func (e *eventEngine) evict(prompt string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.known, prompt)
@@ -109,7 +109,7 @@ func (e *teller) evict(prompt string) {
 }
 
 // blocks is how many blocks it has.
-func (e *teller) blocks() int64 {
+func (e *eventEngine) blocks() int64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return int64(len(e.has))
@@ -129,20 +129,20 @@ func hashesOf(prompt string, n, block int) (out [][]byte) {
 // Requests go to the engine whose KV events report the prompt's blocks. That is not an engine that evicted them, but it may be one that
 // computed them for another proxy. Two prompts may go to two engines. A restarted engine has no blocks.
 func TestKVEvents(t *testing.T) {
-	a := tell(t, "127.0.0.1", 0, 0)
-	b := tell(t, "127.0.0.2", a.events.Port, a.events.ReplayPort)
+	a := startEventEngine(t, "127.0.0.1", 0, 0)
+	b := startEventEngine(t, "127.0.0.2", a.events.Port, a.events.ReplayPort)
 	o := proxy.Options{
 		Engines: []string{a.url, b.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond,
 		EventsPort: a.events.Port, ReplayPort: a.events.ReplayPort,
 	}
 	url, p := startProxy(t, o)
-	for _, e := range []*teller{a, b} {
+	for _, e := range []*eventEngine{a, b} {
 		testkit.Eventually(t, "all are well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
 		e.store(strings.Repeat("so that the size of blocks is known ", 10))
 		testkit.Eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
 	}
 	prompts := []string{strings.Repeat("tell me of the sea ", 200), strings.Repeat("tell me of the hills ", 200)}
-	ask := func(prompt string) (engine *teller) {
+	ask := func(prompt string) (engine *eventEngine) {
 		t.Helper()
 		before := a.asked.Load()
 		text, _ := json.Marshal(map[string]string{"prompt": prompt})
@@ -154,7 +154,7 @@ func TestKVEvents(t *testing.T) {
 		}
 		return b
 	}
-	at := func(e *teller) *teller {
+	at := func(e *eventEngine) *eventEngine {
 		if e == a {
 			return b
 		}
@@ -194,7 +194,7 @@ func TestKVEvents(t *testing.T) {
 // An engine is started again with longer blocks. The proxy asks once more for the tokens of prompts that it knew with the old block
 // size, and counts the events of the new blocks.
 func TestOtherBlocks(t *testing.T) {
-	e := tell(t, "127.0.0.1", 0, 0)
+	e := startEventEngine(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port, ReplayPort: e.events.ReplayPort}
 	at, p := startProxy(t, o)
 	text, _ := json.Marshal(map[string]string{"prompt": strings.Repeat("tell me of the sea ", 200)})
@@ -218,7 +218,7 @@ func TestOtherBlocks(t *testing.T) {
 
 // The proxy does not ask an engine for the tokens of a prompt that is token ids or several texts.
 func TestPromptsWithoutOneTextAreNotTokenized(t *testing.T) {
-	e := tell(t, "127.0.0.1", 0, 0)
+	e := startEventEngine(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port}
 	at, p := startProxy(t, o)
 	testkit.Eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })

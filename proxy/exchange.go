@@ -168,7 +168,7 @@ func (e *exchange) serve() (outcome string) {
 		if c.prefill != nil {
 			e.want.tried = append(e.want.tried, c.prefill)
 		}
-		e.note(c)
+		e.recordPrefix(c)
 		e.sentID = e.engineID(c)
 		e.fields = append(append(append(fields[:len(fields):len(fields)], "X-Request-Id: "...), e.sentID...), "\r\n"...)
 		outcome, err := e.attempt(c, relayed)
@@ -207,8 +207,8 @@ func (e *exchange) engineID(c choice) string {
 	return e.id + "-" + newID()
 }
 
-// note remembers which engines see the prompt.
-func (e *exchange) note(c choice) {
+// recordPrefix remembers which engines see the prompt.
+func (e *exchange) recordPrefix(c choice) {
 	if e.p.index == nil || len(e.want.marks) == 0 {
 		return
 	}
@@ -228,10 +228,10 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
 	e.handed, e.prefillEnded = nil, nil
-	defer func() { e.handedOver(outcome, err) }()
+	defer func() { e.endHandover(outcome, err) }()
 	defer func() {
 		if a, ok := errors.AsType[*refusedByP](err); ok && e.r.Context().Err() == nil {
-			outcome, err = e.say(a), nil
+			outcome, err = e.passRefusal(a), nil
 		}
 	}()
 	e.boot, e.beside, e.idPrefix = nil, c.lister(), e.newIDPrefix(c)
@@ -292,7 +292,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 		return "", err
 	}
 	transfer := "kvasir-" + newID()
-	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
+	e.beginHandover(transfer, who.engine, c, transferlog.Computing, "P computes")
 	handed := e.handed
 	pieces, held := e.prefillPieces(encode(wire.RemoteDecode(transfer)))
 	fields := e.legFields(c.prefill, who) // made now: P's leg may outlive this attempt, and the next attempt has other fields
@@ -360,7 +360,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	}()
 	outcome, err = e.answerOf(ctx, c.engine, params, begin)
 	if a, ok := errors.AsType[*refusedByP](context.Cause(ctx)); ok && err != nil {
-		return e.say(a), nil
+		return e.passRefusal(a), nil
 	}
 	if outcome == "ok" {
 		e.relayedBy(c.prefill, who, transfer)
@@ -481,7 +481,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		transfer = "kvasir-" + newID()
 		ask = wire.RemoteDecode(transfer)
 	}
-	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
+	e.beginHandover(transfer, who.engine, c, transferlog.Computing, "P computes")
 	pieces, held := e.prefillPieces(encode(ask))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	defer abort()
@@ -492,7 +492,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	if err != nil {
 		e.p.fleet.leave(c.engine, c.lacks[0])
 		if a, ok := errors.AsType[*refusedByP](err); ok && e.r.Context().Err() == nil {
-			return e.say(a), nil
+			return e.passRefusal(a), nil
 		}
 		return "", err
 	}
@@ -536,7 +536,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 		if a, ok := errors.AsType[*engineAnswer](err); ok && e.answered.full == nil {
 			e.answered.full = a
 		}
-		if d = e.p.fleet.another(&e.want); d == nil {
+		if d = e.p.fleet.takeOtherDecode(&e.want); d == nil {
 			break
 		}
 		e.handed.To(d.url)
@@ -546,8 +546,8 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 	return outcome, err
 }
 
-// say passes a refusal of P, or of D of SGLang, on to the client.
-func (e *exchange) say(a *refusedByP) (outcome string) {
+// passRefusal passes a refusal of P, or of D of SGLang, on to the client.
+func (e *exchange) passRefusal(a *refusedByP) (outcome string) {
 	if e.front.seal() {
 		return e.endEarlyAs(a.status, a.text)
 	}

@@ -139,11 +139,11 @@ func (f *fleet) inFlight(b *backend) int {
 	return b.inFlight
 }
 
-// stand says whether engines of a role can take a request; the best engine counts.
-type stand uint8
+// availability says whether engines of a role can take a request; the best engine counts.
+type availability uint8
 
 const (
-	absent stand = iota // none serves the model
+	absent availability = iota // none serves the model
 	unwell
 	doubtful // a call failed, and the look that follows has not ended
 	full
@@ -153,7 +153,7 @@ const (
 // pickLocked returns the engine that a request should go to: the one of least cost. Engines that were tried or are paused, and D's without
 // a fitting P, come last. Among engines of equal cost it picks the one whose last request of the model was longest ago, then the one whose
 // last request of any model was.
-func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int, how stand) {
+func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int, how availability) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
 	home := f.homeLocked(r, w)
@@ -469,8 +469,8 @@ func (f *fleet) give(c choice) {
 	}
 }
 
-// another takes a place at a decode engine that was not tried; nil: there is none.
-func (f *fleet) another(w *want) *backend {
+// takeOtherDecode takes a place at a decode engine that was not tried; nil: there is none.
+func (f *fleet) takeOtherDecode(w *want) *backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	b, _, how := f.pickLocked(decode, w, fit{kind: vllmKind}) // a D of SGLang never goes on with a room
@@ -482,7 +482,7 @@ func (f *fleet) another(w *want) *backend {
 }
 
 // refuseLocked returns why a request gets no places; nil: it gets them.
-func (f *fleet) refuseLocked(w *want, how stand, of role) error {
+func (f *fleet) refuseLocked(w *want, how availability, of role) error {
 	switch how {
 	case ready:
 		return nil

@@ -43,7 +43,7 @@ func BenchmarkTake(b *testing.B) {
 // Beside P and D of vLLM and of SGLang under one model name, a request goes to the pair that has room, and waits where one is full and the
 // other is down.
 func TestPairsOfTwoKinds(t *testing.T) {
-	f := func(what string, change func(p, d, sp, sd *backend), expect stand, of int) {
+	f := func(what string, change func(p, d, sp, sd *backend), expect availability, of int) {
 		t.Helper()
 		p, d, sp, sd := &backend{role: prefill}, &backend{role: decode}, &backend{role: prefill}, &backend{role: decode}
 		sp.sglang.Store(&sglang{page: 16})

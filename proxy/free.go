@@ -184,7 +184,7 @@ func (p *Proxy) freeOne(f freeing) {
 	defer cancel()
 	w, failed, rounds := want{model: f.model}, false, 0
 	for ctx.Err() == nil {
-		if b := p.fleet.another(&w); b != nil {
+		if b := p.fleet.takeOtherDecode(&w); b != nil {
 			err := p.take(ctx, b, f)
 			p.fleet.leave(b, 0)
 			if err == nil {
@@ -207,7 +207,7 @@ func (p *Proxy) freeOne(f freeing) {
 		}
 	}
 	if p.ctx.Err() == nil {
-		p.o.Log.Warn("P keeps KV that no request wants, until its own limit", "request", f.id)
+		p.o.Log.Warn("no D freed the KV of a transfer that ended: P keeps it until its own limit", "request", f.id)
 	}
 }
 

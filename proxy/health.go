@@ -200,7 +200,7 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !slices.Equal(ranks, b.mu.ranks) && len(b.mu.ranks) > 0 {
-		p.o.Log.Info("a prefill engine is another one now", "engine", b.url, "ranks", len(ranks))
+		p.o.Log.Info("a prefill engine has restarted: its ranks changed", "engine", b.url, "ranks", len(ranks))
 		b.id.Store(p.instanceIDs.Add(1))
 	}
 	b.mu.ranks = ranks

@@ -298,7 +298,7 @@ func TestStreamsWithAByteOrderMark(t *testing.T) {
 	reach(t, url)
 	for _, more := range []string{"", `,"stream_options":{"include_usage":true}`} {
 		for prompt, answers := range map[string]int{`"a"`: 1, `["a","b"]`: 2} {
-			status, text, err := hear(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
+			status, text, err := postAndRead(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
 			if status != 200 || err != nil || strings.Count(text, `"text":"a"`) != answers || !strings.HasSuffix(text, done) {
 				t.Errorf("%s%s: %d %q %v", prompt, more, status, text, err)
 			}
@@ -318,7 +318,7 @@ func TestListsOfStreamsWithoutALastLine(t *testing.T) {
 			url, s := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
 			reach(t, url)
 			for _, prompt := range []string{`"a"`, `["a","b"]`} {
-				status, text, err := hear(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
+				status, text, err := postAndRead(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
 				if answers := strings.Count(text, `"text":"a"`); status != 200 || err != nil || answers != strings.Count(prompt, `"`)/2 || !strings.Contains(text, "[DONE]") || strings.Contains(text, "error") {
 					t.Errorf("%q%s %s: %d %q %v", end, more, prompt, status, text, err)
 				}

@@ -130,8 +130,8 @@ func TestPComputesOneTokenOfLaxNumbers(t *testing.T) {
 		asked := int64(0)
 		f := func(path, request string) {
 			t.Helper()
-			_, want, _ := hear(t, alone.web.URL+path, request)
-			status, got, err := hear(t, x.url+path, request)
+			_, want, _ := postAndRead(t, alone.web.URL+path, request)
+			status, got, err := postAndRead(t, x.url+path, request)
 			asked++
 			if texts, wants := essence(t, path, got), essence(t, path, want); status != 200 || err != nil || texts != wants {
 				t.Errorf("%v %s %s: %d %q %v, want %q", dialect, path, request, status, texts, err, wants)
@@ -172,8 +172,8 @@ func TestPGetsJSON(t *testing.T) {
 			for _, at := range []int{0, len(keys) / 2, len(keys)} {
 				fields := slices.Insert(slices.Concat(keys[turn:], keys[:turn]), at, prompt)
 				request := "{" + strings.Join(fields, ",") + "}"
-				_, want, _ := hear(t, alone.web.URL+path, request)
-				status, got, err := hear(t, x.url+path, request)
+				_, want, _ := postAndRead(t, alone.web.URL+path, request)
+				status, got, err := postAndRead(t, x.url+path, request)
 				if status != 200 || err != nil || essence(t, path, got) != essence(t, path, want) {
 					t.Errorf("%s: %d %s, %v\nwant %s", request, status, got, err, want)
 				}

@@ -426,7 +426,7 @@ func (e *exchange) scanned() error {
 		return badArgs("session_params", "names a session of an engine, which may be another client's")
 	}
 	e.q, e.want.model = q, name
-	if err := e.stay(); err != nil {
+	if err := e.bindToResponseEngine(); err != nil {
 		return err
 	}
 	prompt := e.promptOf()

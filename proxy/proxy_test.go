@@ -212,8 +212,8 @@ func post(t testing.TB, url, body string) (int, string, http.Header) {
 	return r.StatusCode, string(text), r.Header
 }
 
-// said returns the text of an answer, whole or streamed.
-func said(t testing.TB, answer string) string {
+// answerText returns the text of an answer, whole or streamed.
+func answerText(t testing.TB, answer string) string {
 	t.Helper()
 	out := ""
 	for line := range strings.Lines(answer) {
@@ -269,7 +269,7 @@ func TestPrefillAndDecode(t *testing.T) {
 			}
 			_, want, _ := post(t, alone.web.URL, body(i, 9, ""))
 			status, got, h := post(t, x.url, body(i, 9, more))
-			if status != 200 || said(t, got) != said(t, want) || h.Get("X-Request-Id") == "" {
+			if status != 200 || answerText(t, got) != answerText(t, want) || h.Get("X-Request-Id") == "" {
 				t.Errorf("%d %s\nwant %s", status, got, want)
 			}
 			if i%2 == 0 && !strings.HasSuffix(strings.TrimSpace(got), "data: [DONE]") {

@@ -80,7 +80,7 @@ func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 
 // fromRelay sends the request to D alone, which has the prompt's KV from a relay.
 func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outcome string, err error) {
-	e.hands(e.againID, e.againFrom, c, transferlog.Waiting, untilD)
+	e.beginHandover(e.againID, e.againFrom, c, transferlog.Waiting, untilD)
 	outcome, err = e.answer(ctx, c.engine, 0, params, nil)
 	if err == nil {
 		e.p.n.spared[byRelay].Add(1)

@@ -206,7 +206,7 @@ func TestAnswerTimeout(t *testing.T) {
 	})
 	url, s := startProxy(t, proxy.Options{Engines: []string{slow}, AnswerTimeout: time.Second, HealthInterval: time.Hour})
 	reach(t, url)
-	if _, text, err := hear(t, url+"/v1/completions", `{"prompt":"a","stream":true}`); err == nil || !strings.Contains(text, token) || !strings.Contains(text, `"error"`) {
+	if _, text, err := postAndRead(t, url+"/v1/completions", `{"prompt":"a","stream":true}`); err == nil || !strings.Contains(text, token) || !strings.Contains(text, `"error"`) {
 		t.Errorf("%q %v", text[max(0, len(text)-200):], err)
 	}
 	if status := ask(t, url+"/v1/completions", `{"prompt":"a"}`, "X-Silent", "1"); status != 504 {

@@ -202,8 +202,8 @@ func noResponse(id string) error {
 	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "response_id", text: text, outcome: "bad_request"}
 }
 
-// stay binds a request that continues a response to the engine that has the response. The error is a *refusal.
-func (e *exchange) stay() error {
+// bindToResponseEngine binds a request that continues a response to the engine that has the response. The error is a *refusal.
+func (e *exchange) bindToResponseEngine() error {
 	id, ok := e.q.Text(e.q.Previous)
 	if !ok || id == "" || e.r.URL.Path != "/v1/responses" {
 		return nil

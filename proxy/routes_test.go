@@ -66,8 +66,8 @@ func TestOtherAPIsGoThroughPAndD(t *testing.T) {
 		asked := int64(0)
 		f := func(path, body string) {
 			t.Helper()
-			_, want, _ := hear(t, alone.web.URL+path, body)
-			status, got, err := hear(t, x.url+path, body)
+			_, want, _ := postAndRead(t, alone.web.URL+path, body)
+			status, got, err := postAndRead(t, x.url+path, body)
 			if asked++; status != 200 || err != nil || texts(got) == "" || texts(got) != texts(want) {
 				t.Errorf("%v %s %s: %d %s %v\nwant %s", dialect, path, body[:20], status, got, err, want)
 			}

@@ -259,7 +259,7 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 	host, port := c.prefill.bootstrapAt()
 	room := c.prefill.newRoom()
 	e.boot = bootFields(host, port, room)
-	e.hands(strconv.FormatInt(room, 10), "", c, transferlog.Computing, "P computes")
+	e.beginHandover(strconv.FormatInt(room, 10), "", c, transferlog.Computing, "P computes")
 	handed := e.handed
 	pieces, held := e.roomPieces(c.prefill)
 	fields := e.legFields(c.prefill, who)

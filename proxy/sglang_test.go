@@ -87,7 +87,7 @@ func TestSGLangForms(t *testing.T) {
 		chat := `{"messages":[{"role":"user","content":PROMPT}],"max_tokens":6}`
 		f("/v1/chat/completions", chat, chat, 1, 1)
 		f("/v1/chat/completions", chat, `{"messages":[{"role":"user","content":PROMPT}],"max_tokens":6,"n":3}`, 1, 3)
-		x.restful()
+		x.waitIdle()
 		loaded := int64(0)
 		for _, d := range x.ds {
 			loaded += d.Stats().LoadedTokens
@@ -414,7 +414,7 @@ func TestSGLangUnderLoad(t *testing.T) {
 		wg.Go(func() { f(i) })
 	}
 	wg.Wait()
-	x.restful()
+	x.waitIdle()
 
 	for _, dead := range []*sgl{x.ps[0], x.ds[0]} { // each with a second one beside it
 		for i := range 6 {

@@ -97,8 +97,8 @@ func deploySGLang(t testing.TB, p, d int, o proxy.Options, eo engine.Options) *s
 	return x
 }
 
-// restful waits until no engine has a request or KV, and fails for requests that routers must never send.
-func (x *sglDeployment) restful() {
+// waitIdle waits until no engine has a request or KV, and fails for requests that routers must never send.
+func (x *sglDeployment) waitIdle() {
 	x.t.Helper()
 	x.idle()
 	for _, e := range append(x.ps, x.ds...) {

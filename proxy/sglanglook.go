@@ -61,13 +61,13 @@ func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 		problem = p.fleet.unlikePages(b)
 	}
 	if ctx.Err() == nil {
-		p.because(b, problem)
+		p.setProblem(b, problem)
 	}
 	return problem == "", true
 }
 
-// because records why an engine gets no requests, and logs a new reason; "": it gets requests.
-func (p *Proxy) because(b *backend, problem string) {
+// setProblem records why an engine gets no requests, and logs a new reason; "": it gets requests.
+func (p *Proxy) setProblem(b *backend, problem string) {
 	if problem == b.problem() {
 		return
 	}
@@ -107,7 +107,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 		return
 	case status != http.StatusOK:
 		if p.isOther(b); b.role != both && locked(status) { // vLLM has no such path, with a key or without
-			p.because(b, wantsKey)
+			p.setProblem(b, wantsKey)
 		}
 		return
 	}

@@ -38,9 +38,9 @@ func median(d []time.Duration) time.Duration {
 	return d[len(d)/2]
 }
 
-// come sends streamed requests at a fixed rate for a time, without waiting for their ends. A first byte later than slow counts
+// sendAtRate sends streamed requests at a fixed rate for a time, without waiting for their ends. A first byte later than slow counts
 // for phase.last.
-func come(ctx context.Context, url string, rate float64, lasts, slow time.Duration) phase {
+func sendAtRate(ctx context.Context, url string, rate float64, lasts, slow time.Duration) phase {
 	p := phase{other: make(map[string]int)}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -126,11 +126,11 @@ func TestSoakOverload(t *testing.T) {
 	http.DefaultTransport.(*http.Transport).MaxIdleConnsPerHost = 64
 	// P serves perEngine prompts at a time too, one step each plus the hand-over: D is the bottleneck.
 	capacity := 2 * perEngine / (float64(tokens+2) * step.Seconds())
-	come(t.Context(), x.url, capacity/2, 2*time.Second, 0) // connections
+	sendAtRate(t.Context(), x.url, capacity/2, 2*time.Second, 0) // connections
 	x.idle()
 	goroutines, heap := runtime.NumGoroutine(), heapInUse()
 	var most atomic.Int64
-	at := come(t.Context(), x.url, capacity*0.9, 10*time.Second, 0)
+	at := sendAtRate(t.Context(), x.url, capacity*0.9, 10*time.Second, 0)
 	watched, stop := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -139,11 +139,11 @@ func TestSoakOverload(t *testing.T) {
 			time.Sleep(50 * time.Millisecond)
 		}
 	})
-	over := come(t.Context(), x.url, capacity*10, time.Duration(seconds)*time.Second, 0)
+	over := sendAtRate(t.Context(), x.url, capacity*10, time.Duration(seconds)*time.Second, 0)
 	stop()
 	wg.Wait()
 	base := median(at.ttft)
-	after := come(t.Context(), x.url, capacity*0.5, 8*time.Second, 2*base)
+	after := sendAtRate(t.Context(), x.url, capacity*0.5, 8*time.Second, 2*base)
 	x.idle()
 	http.DefaultClient.CloseIdleConnections()
 	testkit.Eventually(t, "goroutines have ended", func() bool { return runtime.NumGoroutine() <= goroutines+32 })

@@ -34,7 +34,7 @@ func (x *deployment) asked(request string, alone *served) (prefills int64) {
 	_, want, _ := post(x.t, alone.web.URL, request)
 	before := x.p[0].Stats().Finished
 	status, got, _ := post(x.t, x.url, request)
-	if status != 200 || said(x.t, got) != said(x.t, want) {
+	if status != 200 || answerText(x.t, got) != answerText(x.t, want) {
 		x.t.Fatalf("%d %s\nwant %s", status, got, want)
 	}
 	x.idle() // also what it stores is stored

@@ -29,7 +29,7 @@ func TestFirstTokenIsAStopToken(t *testing.T) {
 		// f sends a request with %s for the stop tokens, and one without them to learn the first token.
 		f := func(path, format, stops string) {
 			t.Helper()
-			_, text, _ := hear(t, alone.web.URL+path, fmt.Sprintf(format, `"return_token_ids":true`))
+			_, text, _ := postAndRead(t, alone.web.URL+path, fmt.Sprintf(format, `"return_token_ids":true`))
 			var whole struct {
 				Choices []struct {
 					Tokens []uint32 `json:"token_ids"`
@@ -44,8 +44,8 @@ func TestFirstTokenIsAStopToken(t *testing.T) {
 				}
 				salt := fmt.Sprintf(`,"cache_salt":"%d"`, asked) // D has nothing of it
 				request := strings.TrimSuffix(fmt.Sprintf(format, fmt.Sprintf(stops, whole.Choices[0].Tokens[0])), "}") + salt + stream + "}"
-				_, want, _ := hear(t, alone.web.URL+path, request)
-				status, got, err := hear(t, x.url+path, request)
+				_, want, _ := postAndRead(t, alone.web.URL+path, request)
+				status, got, err := postAndRead(t, x.url+path, request)
 				if asked++; status != 200 || err != nil || essence(t, path, got) != essence(t, path, want) || !strings.Contains(got, `"finish_reason":"stop"`) {
 					t.Errorf("%v %s: %d %q %v\nwant %q", dialect, request, status, got, err, want)
 				}
@@ -94,7 +94,7 @@ func TestPStopsAllTheSame(t *testing.T) {
 		url, s := startProxy(t, o)
 		reach(t, url)
 		for i := range 2 {
-			status, text, err := hear(t, url+path, request)
+			status, text, err := postAndRead(t, url+path, request)
 			if status != 200 || err != nil || !strings.Contains(text, `"cached_tokens":64`) {
 				t.Errorf("%v %s: %d %s %v", dialect, path, status, text, err)
 			}

@@ -76,8 +76,8 @@ func (s *store) ids() (ids [2]uint32) {
 	return [2]uint32{s.mu.now, s.mu.before}
 }
 
-// heard records the server's status; nil: it did not answer.
-func (s *store) heard(st *storeStatus) {
+// update records the server's status; nil: it did not answer.
+func (s *store) update(st *storeStatus) {
 	if st == nil || !st.Healthy {
 		s.well.Store(false)
 		return
@@ -126,8 +126,8 @@ type stored struct {
 	all   bool // up to reach the server has no more than bytes
 }
 
-// instead returns bytes if the events prove the guess of the index wrong, else guess.
-func (t stored) instead(guess int) int {
+// correct returns bytes if the events prove the guess of the index wrong, else guess.
+func (t stored) correct(guess int) int {
 	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
 		return t.bytes
 	}
@@ -158,7 +158,7 @@ func (p *Proxy) watchStore(ctx context.Context) {
 			}
 		}
 		was := p.fleet.store.well.Load()
-		if p.fleet.store.heard(st); was != p.fleet.store.well.Load() && ctx.Err() == nil {
+		if p.fleet.store.update(st); was != p.fleet.store.well.Load() && ctx.Err() == nil {
 			p.o.Log.Info("the cache server's health changed", "store", p.o.Store, "well", !was)
 		}
 		select {

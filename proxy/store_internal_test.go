@@ -25,7 +25,7 @@ func TestStoreIDs(t *testing.T) {
 	say := func(s *store, w word) [2]uint32 {
 		st := &storeStatus{Healthy: !w.sick, PID: w.pid, Started: "then", Clears: w.clears}
 		st.Pool.Resident, st.Pool.Evicted, st.Below.Tiers = w.resident, w.evicted, make([]struct{}, w.tiers)
-		s.heard(st)
+		s.update(st)
 		return s.ids()
 	}
 	if s.ids() != [2]uint32{} {
@@ -54,7 +54,7 @@ func TestStoreIDs(t *testing.T) {
 	if got := say(&s, word{pid: 2, sick: true}); got != [2]uint32{} {
 		t.Errorf("sick: %v", got)
 	}
-	s.heard(nil)
+	s.update(nil)
 	if got := s.ids(); got != [2]uint32{} {
 		t.Errorf("silent: %v", got)
 	}
@@ -77,7 +77,7 @@ func TestServerReportsCorrectTheGuess(t *testing.T) {
 		{stored{bytes: 500, reach: 600, all: true}, 700, 700},
 		{stored{reach: 1000, all: true}, 700, 0},
 	} {
-		if got := c.stored.instead(c.guess); got != c.want {
+		if got := c.stored.correct(c.guess); got != c.want {
 			t.Errorf("%+v instead of %d: %d, want %d", c.stored, c.guess, got, c.want)
 		}
 	}
@@ -114,7 +114,7 @@ func TestServerReportsCorrectTheGuess(t *testing.T) {
 		{Kind: event.Stored, Hashes: [][]byte{{6}}, Tokens: tokens[:16], BlockTokens: 16, Medium: event.CPU},
 	}}, "m")
 	s.below.Store(false)
-	if got := s.has(marks); got.reach != 0 || got.instead(700) != 700 {
+	if got := s.has(marks); got.reach != 0 || got.correct(700) != 700 {
 		t.Errorf("chunks of another size: %+v", got)
 	}
 }

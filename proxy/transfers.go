@@ -17,8 +17,8 @@ func (p *Proxy) Transfers() []transferlog.Transfer { return p.transfers.Last() }
 // untilD is the step after P's answer: D takes the KV and computes its first token.
 const untilD = "until D's first byte"
 
-// hands begins the log entry of an attempt whose KV goes from an engine of P to D.
-func (e *exchange) hands(transfer, engine string, c choice, state transferlog.State, what string) {
+// beginHandover begins the log entry of an attempt whose KV goes from an engine of P to D.
+func (e *exchange) beginHandover(transfer, engine string, c choice, state transferlog.State, what string) {
 	t := transferlog.Transfer{ID: transfer, Request: e.id, Model: e.want.model, From: strings.TrimPrefix(engine, relayPrefix), To: c.engine.url}
 	if c.prefill != nil {
 		t.From = strings.TrimPrefix(t.From+" at "+c.prefill.host, " at ")
@@ -26,8 +26,8 @@ func (e *exchange) hands(transfer, engine string, c choice, state transferlog.St
 	e.handed = e.p.transfers.Begin(t, state, what)
 }
 
-// handedOver ends the log entry of an attempt, unless D's first byte has ended it.
-func (e *exchange) handedOver(outcome string, err error) {
+// endHandover ends the log entry of an attempt, unless D's first byte has ended it.
+func (e *exchange) endHandover(outcome string, err error) {
 	if err == nil && outcome != "ok" {
 		err = errors.New("D's answer: " + outcome)
 	}

@@ -162,7 +162,7 @@ func TestCheck(t *testing.T) {
 	f("", text(200, "<html>"), "names no model")
 	f("", text(200, `{"data":[]}`), "names no model")
 	f("", text(200, `{"data":[{"id":"\u001b[31mx"}]}`), "cannot be printed")
-	f("m", text(401, ""), "wants a key")
+	f("m", text(401, ""), "demands an API key")
 	f("m", text(500, `{"message":"bad\nday"}`), "HTTP 500: bad day")
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -142,7 +142,7 @@ func (g *Generator) check(ctx context.Context) error {
 	text := head(res.Body, 1<<20)
 	switch {
 	case res.StatusCode == http.StatusUnauthorized || res.StatusCode == http.StatusForbidden:
-		return fmt.Errorf("%s wants a key: HTTP %d (OPENAI_API_KEY, or --header Authorization=...)", g.shown, res.StatusCode)
+		return fmt.Errorf("%s demands an API key: HTTP %d (OPENAI_API_KEY, or --header Authorization=...)", g.shown, res.StatusCode)
 	case g.o.Model != "" && (res.StatusCode == 200 || res.StatusCode == 404 || res.StatusCode == 405):
 		return nil
 	case res.StatusCode != 200:

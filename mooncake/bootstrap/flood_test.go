@@ -33,8 +33,8 @@ func flood(t *testing.T, r *Registry, from peercred.Origin, first int, engineID,
 	}
 }
 
-// checkBooks compares the registry's counters with its entries.
-func checkBooks(t *testing.T, r *Registry) {
+// checkCounters compares the registry's counters with its entries.
+func checkCounters(t *testing.T, r *Registry) {
 	t.Helper()
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -66,12 +66,12 @@ func TestFloodOfOneAddressLeavesRoomForOthers(t *testing.T) {
 			defer func() { r.Close() }()
 			mustRegisterDirect(t, r, Registration{EngineID: "early", DPRank: -1, Addr: "tcp://10.0.0.7:1"}, remote("10.0.0.7"))
 			flood(t, r, remote("10.66.6.6"), 0, id, addr)
-			checkBooks(t, r)
+			checkCounters(t, r)
 			if err := r.Close(); err != nil {
 				t.Fatal(err)
 			}
 			r = openAt(t, path)
-			checkBooks(t, r)
+			checkCounters(t, r)
 			for tp := range 8 {
 				mustRegisterDirect(t, r, Registration{EngineID: "late", DPRank: -2, TPRank: tp, TPSize: 8, Addr: fmt.Sprintf("tcp://10.0.0.8:%d", tp+1)}, remote("10.0.0.8"))
 			}
@@ -85,7 +85,7 @@ func TestFloodOfOneAddressLeavesRoomForOthers(t *testing.T) {
 			if err := r.register(t.Context(), Registration{EngineID: id, DPRank: 1 << 20, TPRank: 1, Addr: addr}, remote("10.66.6.6")); err == nil {
 				t.Fatal("who has most is let in beyond the limit")
 			}
-			checkBooks(t, r)
+			checkCounters(t, r)
 		})
 	}
 	f("long texts", strings.Repeat("<", maxEngineIDBytes), strings.Repeat("<", maxAddrBytes))
@@ -107,7 +107,7 @@ func TestFloodIntoAnEngineOfAnother(t *testing.T) {
 	}
 	mustRegisterDirect(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "a1"}, p)
 	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a0"},"1":{"0":"a1"}}}}`)
-	checkBooks(t, r)
+	checkCounters(t, r)
 }
 
 // A rank whose lease ended, and for which the registry waits, counts like a present rank. So leases that
@@ -122,7 +122,7 @@ func TestFloodOfLeases(t *testing.T) {
 			time.Sleep(2 * time.Second)
 			synctest.Wait()
 		}
-		checkBooks(t, r)
+		checkCounters(t, r)
 		r.mu.Lock()
 		places := len(r.mu.engines[0].missing) + len(r.mu.engines[0].byRank)
 		r.mu.Unlock()
@@ -130,7 +130,7 @@ func TestFloodOfLeases(t *testing.T) {
 			t.Fatalf("%d places", places)
 		}
 		mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: 1, Addr: "a"}, remote("10.0.0.7"))
-		checkBooks(t, r)
+		checkCounters(t, r)
 	})
 }
 
@@ -227,7 +227,7 @@ func TestFullOfDeadEngines(t *testing.T) {
 		mustRegisterDirect(t, r, Registration{EngineID: "dead", DPRank: dp, Addr: "tcp://10.0.0.7:2"}, host)
 	}
 	mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: -2, Addr: "tcp://10.0.0.7:1"}, host)
-	checkBooks(t, r)
+	checkCounters(t, r)
 	d, err := parseDirectory(r.current().body)
 	if err != nil || len(d) != 20 || d[-1].ID != "live" || d[-2].ID != "p" {
 		t.Fatal(d, err)

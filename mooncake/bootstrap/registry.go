@@ -587,6 +587,6 @@ func (r *Registry) sweep() {
 		r.log.Info("leases ended", "workers", ended)
 	}
 	if settled > 0 {
-		r.log.Info("engines are shown that are narrower than those that they replaced", "workers_fewer", settled)
+		r.log.Info("engines with fewer ranks than those that they replaced are shown", "workers_fewer", settled)
 	}
 }

@@ -492,10 +492,10 @@ func TestLastLeaseEndsWhenAnEngineSettles(t *testing.T) {
 		}
 		mustRegisterDirect(t, r, Registration{EngineID: "other", DPRank: 1, Addr: "tcp://127.0.0.1:12"}, local)
 		mustRegisterDirect(t, r, Registration{EngineID: "new", Addr: "tcp://127.0.0.1:13", Lease: 10 * time.Second}, local)
-		checkBooks(t, r)
+		checkCounters(t, r)
 		time.Sleep(11 * time.Second)
 		synctest.Wait()
-		checkBooks(t, r)
+		checkCounters(t, r)
 		wantQuery(t, r, `{"1":{"engine_id":"other","worker_addr":{"0":{"0":"tcp://127.0.0.1:12"}}}}`)
 	})
 }

@@ -200,5 +200,5 @@ func TestStateWithoutOrigins(t *testing.T) {
 	r := openAt(t, path)
 	defer r.Close()
 	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.7:1"},"1":{"0":"tcp://10.0.0.7:2"}}}}`)
-	checkBooks(t, r)
+	checkCounters(t, r)
 }

@@ -170,11 +170,11 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	return c, codec, nil
 }
 
-// fate says what happens to a connection after a call.
-type fate int
+// disposition says what happens to a connection after a call.
+type disposition int
 
 const (
-	keep   fate = iota // another call may use it
+	keep   disposition = iota // another call may use it
 	drop               // close it: its caller gave up, and the answer may still come
 	broken             // close it and all connections as old: a master that was restarted may be of another release
 )
@@ -183,7 +183,7 @@ const (
 const maxHeld = 1 << 20
 
 // release gives a connection back.
-func (m *Master) release(c *conn, f fate) {
+func (m *Master) release(c *conn, f disposition) {
 	if cap(c.body) > maxHeld || cap(c.w.B) > maxHeld {
 		c.body, c.w.B = nil, nil
 	}

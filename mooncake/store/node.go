@@ -188,7 +188,7 @@ func (n *Node) step(ctx context.Context) error {
 		return err
 	}
 	if l.known { // it forgot this node
-		n.log.Warn("the master does not know this node any more: its objects are gone, it begins anew")
+		n.log.Warn("the master has forgotten this node: its objects are lost, and it mounts under new addresses")
 		n.end(true)
 		if err := n.begin(); err != nil {
 			return err
@@ -275,7 +275,7 @@ func (n *Node) leave(l *life, forgotten bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
 	if err := n.master.Unmount(ctx, l.client, l.segment.ID); err != nil {
-		n.log.Warn("the master did not hear that this node leaves", "err", err)
+		n.log.Warn("cannot unmount the segment at the master", "err", err)
 	}
 }
 

@@ -222,9 +222,9 @@ func (c *Carried) count(b []byte, counter *int64) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// landed counts a block that has arrived. If it is the block of Bytes.Corrupt, landed flips a bit
+// blockArrived counts a block that has arrived. If it is the block of Bytes.Corrupt, landed flips a bit
 // in the last layer and head of the block's first token.
-func (m *memory) landed(block sched.BlockID) {
+func (m *memory) blockArrived(block sched.BlockID) {
 	c := &m.run.carried
 	if c.arrived++; c.arrived == m.run.o.Bytes.Corrupt {
 		layers, n := m.kv.RankLayers(0), m.kv.BlockBytes()
@@ -241,7 +241,7 @@ func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 		p.memory.read(from[i], r.buffer)
 		r.carried.count(r.buffer, &r.carried.Moved)
 		d.memory.write(to[i], r.buffer)
-		d.memory.landed(to[i])
+		d.memory.blockArrived(to[i])
 	}
 }
 
@@ -261,7 +261,7 @@ func (m *memory) receive(q *request, table []sched.BlockID, from, to int) {
 	size := m.kv.BlockTokens
 	for i := from / size; i*size < to; i++ {
 		m.write(table[i], q.pushed[i*m.block:(i+1)*m.block])
-		m.landed(table[i])
+		m.blockArrived(table[i])
 	}
 	q.pushed = nil
 	m.check(span{q, table, from, to})

@@ -87,7 +87,7 @@ func (k *realStore) load(e *engine, q *request, table []int32, from, to int) (la
 				m.group.Scatter(part.Bytes, []int{int(b)}, 0)
 				k.run.carried.count(part.Bytes, &k.run.carried.Loaded)
 			}))
-			m.landed(b)
+			m.blockArrived(b)
 		}
 		t.Done(q.names, true)
 		k.store.EndSession(id, lease.Owner{})

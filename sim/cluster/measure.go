@@ -26,7 +26,7 @@ func (r *Result) Measure(o bench.Options) *bench.Result {
 }
 
 // errUnfinished is the error of requests that had not ended when the run did.
-var errUnfinished = errors.New("the run was ended before")
+var errUnfinished = errors.New("the run ended before this request did")
 
 // sample is the request as its client saw it, without its ITL.
 func (q *Record) sample() bench.Sample {

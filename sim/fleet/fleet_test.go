@@ -33,8 +33,8 @@ func profile(t *testing.T, block int) *costmodel.Profile {
 	return p
 }
 
-// made returns the requests of n conversations per node, at a rate per second and node.
-func made(n, nodes int, rate float64) ([]workload.Request, error) {
+// chatList returns the requests of n conversations per node, at a rate per second and node.
+func chatList(n, nodes int, rate float64) ([]workload.Request, error) {
 	list := workload.Chats(n*nodes, workload.ChatOptions{Seed: 1, Open: 12 * nodes})
 	return list, workload.Arrive(list, rate*float64(nodes), 1, 1)
 }
@@ -42,7 +42,7 @@ func made(n, nodes int, rate float64) ([]workload.Request, error) {
 // chats returns made as a function of the number of nodes, as fleet.Options takes it.
 func chats(n int, rate float64) func(int) iter.Seq2[workload.Request, error] {
 	return func(nodes int) iter.Seq2[workload.Request, error] {
-		list, err := made(n, nodes, rate)
+		list, err := chatList(n, nodes, rate)
 		if err != nil {
 			return func(yield func(workload.Request, error) bool) { yield(workload.Request{}, err) }
 		}
@@ -72,7 +72,7 @@ func run(t *testing.T, o fleet.Options) []fleet.Point {
 // When requests are far apart and the store has room for all blocks, the fleet hits as much as one cache with room
 // for all, whatever the number of nodes and their RAM.
 func TestFleetIsOneCache(t *testing.T) {
-	list, _ := made(300, 1, 1)
+	list, _ := chatList(300, 1, 1)
 	for i := range list {
 		list[i].Arrival = time.Duration(i) * time.Minute
 	}

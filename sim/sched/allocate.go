@@ -135,7 +135,7 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	for g := range r.tables {
 		s.leaveWindow(r, g, looks)
 	}
-	if needed := s.need(r, upto, looks, hit, false) + mark; needed > s.pool.free-reserved && (needed > s.pool.free || !s.standsStill(r)) {
+	if needed := s.need(r, upto, looks, hit, false) + mark; needed > s.pool.free-reserved && (needed > s.pool.free || !s.onlyReservationsBlock(r)) {
 		return false
 	}
 	for g, group := range s.c.Groups {
@@ -158,10 +158,10 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	return true
 }
 
-// standsStill reports whether only reservations keep r from loading, r's own among them, and nothing is in progress that would
+// onlyReservationsBlock reports whether only reservations keep r from loading, r's own among them, and nothing is in progress that would
 // end one. vLLM 0.32 leaves a request whose load failed among the prefills in flight: the request must fit beside its own
 // reservation, and if it does not fit, it stays at the head of the queue for ever.
-func (s *Scheduler) standsStill(r *Request) bool {
+func (s *Scheduler) onlyReservationsBlock(r *Request) bool {
 	if !r.prefill || len(s.running) > 0 || len(s.late) > 0 {
 		return false
 	}

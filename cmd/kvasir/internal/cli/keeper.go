@@ -101,9 +101,9 @@ func (c *keeperKeepCmd) exposed() (out []exposure) {
 // keeperNice is the keeper's priority (nice): it has little to do but must do it at once, beside engines that use all processors.
 const keeperNice = -10
 
-// hurry gives all threads of this process the keeper's priority if the user may do that; threads that they start inherit it. A thread that
+// raisePriority gives all threads of this process the keeper's priority if the user may do that; threads that they start inherit it. A thread that
 // starts meanwhile may miss it, so hurry repeats until no thread has missed it, at most 16 times.
-func hurry() {
+func raisePriority() {
 	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
 	for range tries {
 		tasks, _ := os.ReadDir("/proc/self/task") // without /proc the priority stays
@@ -132,7 +132,7 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
-	hurry()
+	raisePriority()
 	k, err := keeper.Open(c.options(e))
 	if err != nil {
 		return err

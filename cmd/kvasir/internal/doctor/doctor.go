@@ -150,8 +150,8 @@ func (d *doctor) add(level Level, noun, text, cause, mend string) {
 	d.report.Findings = append(d.report.Findings, Finding{level, noun, safelog.Text(text, most), safelog.Text(cause, most), safelog.Text(mend, most)})
 }
 
-// unlessFound adds an OK finding about a noun if no finding was added since mark.
-func (d *doctor) unlessFound(mark int, noun, format string, args ...any) {
+// okIfNone adds an OK finding about a noun if no finding was added since mark.
+func (d *doctor) okIfNone(mark int, noun, format string, args ...any) {
 	if len(d.report.Findings) == mark {
 		d.add(OK, noun, fmt.Sprintf(format, args...), "", "")
 	}

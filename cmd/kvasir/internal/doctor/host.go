@@ -49,7 +49,7 @@ func (d *doctor) sharedMemory() {
 	if unused > total/10 {
 		d.add(Warning, sharedMemory, fmt.Sprintf("pools that no process uses take %s of %s", kv.FormatBytes(unused), d.Shm), "a pool outlives its server, so that the next one begins with it", "kvasir pool rm --all (those that you do not want back)")
 	}
-	d.unlessFound(mark, sharedMemory, "%s has %s free of %s", d.Shm, kv.FormatBytes(free), kv.FormatBytes(total))
+	d.okIfNone(mark, sharedMemory, "%s has %s free of %s", d.Shm, kv.FormatBytes(free), kv.FormatBytes(total))
 }
 
 // unusedPools returns the bytes of this user's pools that no process uses.
@@ -99,7 +99,7 @@ func (d *doctor) limits() {
 	if n, _, limited := hostmem.Limit(d.Proc, d.Sys); limited && n < d.PoolBytes {
 		d.add(Error, limits, fmt.Sprintf("the control group may use %s of memory, less than a pool of %s", kv.FormatBytes(n), kv.FormatBytes(d.PoolBytes)), "the pool's memory in "+d.Shm+" counts, and the kernel ends processes at the limit", "docker run --memory, resources.limits.memory of the container, or MemoryMax= of the systemd unit")
 	}
-	d.unlessFound(mark, limits, "open files, file size, address space and memory suffice")
+	d.okIfNone(mark, limits, "open files, file size, address space and memory suffice")
 }
 
 func (d *doctor) hugePages() {
@@ -135,7 +135,7 @@ func (d *doctor) hugePages() {
 	if total > 0 && unused*size > memory/8 {
 		d.add(Warning, hugePages, fmt.Sprintf("%s of memory are reserved as huge pages that no process uses", kv.FormatBytes(unused*size<<10)), "vm.nr_hugepages; Kvasir uses transparent huge pages, and cannot use these", "sysctl -w vm.nr_hugepages=0")
 	}
-	d.unlessFound(mark, hugePages, "shared memory may have huge pages (shmem_enabled is %s)", shmem)
+	d.okIfNone(mark, hugePages, "shared memory may have huge pages (shmem_enabled is %s)", shmem)
 }
 
 // chosen returns the word in brackets.
@@ -175,7 +175,7 @@ func (d *doctor) clocks(ctx context.Context) {
 			d.add(Warning, clocks, fmt.Sprintf("this clock and that of %s differ by %s", safeURL(url), off.Abs().Round(time.Second)), "tokens with an end and the times to live of tiers go by it", mend)
 		}
 	}
-	d.unlessFound(mark, clocks, "%d other clocks agree", len(d.Peers))
+	d.okIfNone(mark, clocks, "%d other clocks agree", len(d.Peers))
 }
 
 // offset returns by how much another machine's clock is ahead, to a second, from the Date of its answer.

@@ -38,7 +38,7 @@ func (d *doctor) ports() {
 		}
 		d.port(at, host, port, taken)
 	}
-	d.unlessFound(mark, ports, "%s can be listened on", strings.Join(list, ", "))
+	d.okIfNone(mark, ports, "%s can be listened on", strings.Join(list, ", "))
 }
 
 // port looks at one port. taken is the level of one that another program has.
@@ -144,7 +144,7 @@ func (d *doctor) advertised(ctx context.Context, all []*process) {
 	case len(list) == 0:
 		d.add(Info, advertised, "not looked at: --advertised HOST[:PORT] names the addresses that engines and nodes give to their peers", "", "")
 	default:
-		d.unlessFound(mark, advertised, "this machine reaches itself at %s", strings.Join(list, ", "))
+		d.okIfNone(mark, advertised, "this machine reaches itself at %s", strings.Join(list, ", "))
 	}
 }
 

@@ -153,7 +153,7 @@ func (d *doctor) users(all []*process) {
 			d.compare(&e, &s)
 		}
 	}
-	d.unlessFound(mark, users, "engines: %d; each shares user and /dev/shm with the server", engines)
+	d.okIfNone(mark, users, "engines: %d; each shares user and /dev/shm with the server", engines)
 }
 
 func (d *doctor) compare(e, s *view) {

@@ -132,7 +132,7 @@ func (d *doctor) releases(ctx context.Context, all []*process) {
 		d.add(Info, releases, "not looked at: no engine runs that this user may look into; --python PATH names an environment", "", "")
 		return
 	}
-	d.unlessFound(mark, releases, "every release was run with Kvasir")
+	d.okIfNone(mark, releases, "every release was run with Kvasir")
 }
 
 // judgeAll judges the packages in some directories, and reports whether there is one.

@@ -55,7 +55,7 @@ func (d *doctor) tiers(ctx context.Context) {
 				d.policy(ctx, name, kind, text)
 			}
 		}
-		d.unlessFound(mark, tiers, "%s works", name)
+		d.okIfNone(mark, tiers, "%s works", name)
 	}
 }
 

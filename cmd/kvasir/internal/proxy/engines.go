@@ -21,12 +21,12 @@ func Engines(o *proxy.Options, prefill, decode, both []string) error {
 		return err
 	}
 	for _, p := range all {
-		if !sourced(o, "prefill", p) {
+		if !addSource(o, "prefill", p) {
 			o.Prefill = append(o.Prefill, p)
 		}
 	}
-	o.Decode = slices.DeleteFunc(slices.Clone(decode), func(u string) bool { return sourced(o, "decode", proxy.Prefill{URL: u}) })
-	o.Engines = slices.DeleteFunc(slices.Clone(both), func(u string) bool { return sourced(o, "engine", proxy.Prefill{URL: u}) })
+	o.Decode = slices.DeleteFunc(slices.Clone(decode), func(u string) bool { return addSource(o, "decode", proxy.Prefill{URL: u}) })
+	o.Engines = slices.DeleteFunc(slices.Clone(both), func(u string) bool { return addSource(o, "engine", proxy.Prefill{URL: u}) })
 	return nil
 }
 
@@ -66,8 +66,8 @@ func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Pr
 	return out, nil
 }
 
-// sourced adds e to o.Sources if its URL names a source of engines; false: it is an engine's URL.
-func sourced(o *proxy.Options, role string, e proxy.Prefill) bool {
+// addSource adds e to o.Sources if its URL names a source of engines; false: it is an engine's URL.
+func addSource(o *proxy.Options, role string, e proxy.Prefill) bool {
 	if !strings.HasPrefix(e.URL, "dns+") && !strings.HasPrefix(e.URL, "registry+") {
 		return false
 	}

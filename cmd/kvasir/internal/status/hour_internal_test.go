@@ -103,13 +103,13 @@ func TestWorthOfExtremes(t *testing.T) {
 	s := Screen{}
 	s.Add(snap(1, 1000, 0), nil, at)
 	s.Add(snap(2, 2000, 1500), nil, at)
-	if got := s.worth(); strings.Contains(got, "-") || !strings.Contains(got, "saved 2500000h") {
+	if got := s.savings(); strings.Contains(got, "-") || !strings.Contains(got, "saved 2500000h") {
 		t.Errorf("%q", got)
 	}
 	if got := percent(s.now.hitRate(s.before)); got != "100.0 %" {
 		t.Errorf("%s", got)
 	}
-	if got := share2(3, 2); got != "100.0 %" {
+	if got := percentOf(3, 2); got != "100.0 %" {
 		t.Errorf("%s", got)
 	}
 }

@@ -163,11 +163,11 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 	lines = append(lines,
 		fmt.Sprintf("pool      [%s] %5.1f %% of %s, %s chunks, %s evicted", bar(p.UsageRatio, 12), 100*p.UsageRatio, kv.FormatBytes(p.TotalBytes), Thousands(uint64(p.ResidentChunks)), Thousands(p.EvictedChunks)),
 		fmt.Sprintf("hits      now %s   last %v %s   since the start %s of tokens", percent(s.now.hitRate(s.before)),
-			time.Duration(r.Seconds*float64(time.Second)).Round(time.Second), share2(r.HitTokens, r.AskedTokens), share2(l.HitTokens, l.AskedTokens)),
+			time.Duration(r.Seconds*float64(time.Second)).Round(time.Second), percentOf(r.HitTokens, r.AskedTokens), percentOf(l.HitTokens, l.AskedTokens)),
 		fmt.Sprintf("requests  lookups %s   sessions %d   transfers %d   workers %d", s.perSecond(func(s *Snapshot) float64 { return float64(s.Status.Lookup.Lookups) }), st.Sessions, p.Transfers, len(st.Workers)),
 		fmt.Sprintf("GB/s      stored %s   retrieved %s   from tiers %s   evicted %s", s.gigabytesPerSecond("kvasir_stored_bytes_total"), s.gigabytesPerSecond("kvasir_retrieved_bytes_total"),
 			s.gigabytesPerSecond("kvasir_below_read_bytes_total"), s.gigabytesPerSecond("kvasir_evicted_bytes_total")))
-	if line := s.worth(); line != "" {
+	if line := s.savings(); line != "" {
 		lines = append(lines, line)
 	}
 	switch room := min(width-10, maxHistory); {
@@ -203,8 +203,8 @@ func shortVersion(v string) string {
 	return v
 }
 
-// worth says how long lookups take, which hit rate is possible, and what hits saved; empty if the server does not report it.
-func (s *Screen) worth() string {
+// savings says how long lookups take, which hit rate is possible, and what hits saved; empty if the server does not report it.
+func (s *Screen) savings() string {
 	var parts []string
 	live := &s.now.Live
 	if p50, p99, ok := s.hour.times(); ok {
@@ -365,8 +365,8 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// share2 is part as a percentage of the whole; a part larger than the whole counts as 100 %.
-func share2(part, of uint64) string {
+// percentOf is part as a percentage of the whole; a part larger than the whole counts as 100 %.
+func percentOf(part, of uint64) string {
 	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }
 

@@ -148,11 +148,11 @@ func (s *Screen) origins() block {
 	l, below := &s.now.Status.Lookup, s.now.Live.BelowTokens
 	out := block{title: "hit rate by tier, since the start", least: 3}
 	out.rows = append(out.rows,
-		fmt.Sprintf("  %s %7s of %s tokens asked for", column("the pool", 24), share2(l.HitTokens-min(below, l.HitTokens), l.AskedTokens), Thousands(l.AskedTokens)),
-		fmt.Sprintf("  %s %7s", column("tiers below it", 24), share2(below, l.AskedTokens)))
+		fmt.Sprintf("  %s %7s of %s tokens asked for", column("the pool", 24), percentOf(l.HitTokens-min(below, l.HitTokens), l.AskedTokens), Thousands(l.AskedTokens)),
+		fmt.Sprintf("  %s %7s", column("tiers below it", 24), percentOf(below, l.AskedTokens)))
 	for i := range s.now.Status.Below.Tiers {
 		t := &s.now.Status.Below.Tiers[i]
-		out.rows = append(out.rows, fmt.Sprintf("  %s %7s of %s chunks that it was asked for", column("tier "+t.Name, 24), share2(t.Hits, t.Hits+t.Misses), Thousands(t.Hits+t.Misses)))
+		out.rows = append(out.rows, fmt.Sprintf("  %s %7s of %s chunks that it was asked for", column("tier "+t.Name, 24), percentOf(t.Hits, t.Hits+t.Misses), Thousands(t.Hits+t.Misses)))
 	}
 	return out
 }
@@ -169,10 +169,10 @@ func (s *Screen) shares() block {
 	for _, b := range s.now.Live.By {
 		now := "-"
 		if o, ok := was[[2]string{b.Model, b.Salt}]; ok && b.AskedTokens >= o.AskedTokens && b.HitTokens >= o.HitTokens {
-			now = share2(b.HitTokens-o.HitTokens, b.AskedTokens-o.AskedTokens)
+			now = percentOf(b.HitTokens-o.HitTokens, b.AskedTokens-o.AskedTokens)
 		}
 		out.rows = append(out.rows, fmt.Sprintf("  %s %s %7s %7s %7s %11s", column(cmp.Or(b.Model, "no name"), 22), column(cmp.Or(b.Salt, "none"), 16),
-			now, share2(b.HitTokens, b.AskedTokens), share2(b.BelowTokens, b.AskedTokens), Thousands(b.AskedTokens)))
+			now, percentOf(b.HitTokens, b.AskedTokens), percentOf(b.BelowTokens, b.AskedTokens), Thousands(b.AskedTokens)))
 	}
 	return out
 }
@@ -265,7 +265,7 @@ func (s *Screen) lastRequests() block {
 		if r.Request == s.chosen {
 			mark = ">"
 		}
-		out.rows = append(out.rows, fmt.Sprintf("%s %s %s %s %7s %8.1f", mark, column(r.Request, 24), column(cmp.Or(r.Salt, "none"), 12), column(cmp.Or(r.Model, "no lookup"), 22), share2(uint64(max(0, r.HitTokens)), uint64(max(0, r.AskedTokens))), lengthOf(&r)))
+		out.rows = append(out.rows, fmt.Sprintf("%s %s %s %s %7s %8.1f", mark, column(r.Request, 24), column(cmp.Or(r.Salt, "none"), 12), column(cmp.Or(r.Model, "no lookup"), 22), percentOf(uint64(max(0, r.HitTokens)), uint64(max(0, r.AskedTokens))), lengthOf(&r)))
 	}
 	return out
 }
@@ -364,7 +364,7 @@ func (s *Screen) owners() block {
 				name += ", " + o.Salt
 			}
 		}
-		out.rows = append(out.rows, fmt.Sprintf("  %s %12s %9s", column(name, 52), kv.FormatBytes(o.Bytes), share2(uint64(max(0, o.Bytes)), uint64(max(0, s.now.Status.Pool.TotalBytes)))))
+		out.rows = append(out.rows, fmt.Sprintf("  %s %12s %9s", column(name, 52), kv.FormatBytes(o.Bytes), percentOf(uint64(max(0, o.Bytes)), uint64(max(0, s.now.Status.Pool.TotalBytes)))))
 	}
 	return out
 }
@@ -403,7 +403,7 @@ func (s *Screen) tierTable() block {
 	out := block{title: "tier                       found        read  GB/s     written  GB/s  troubles", least: 2}
 	for i := range s.now.Status.Below.Tiers {
 		t := &s.now.Status.Below.Tiers[i]
-		out.rows = append(out.rows, fmt.Sprintf("  %s %8s %11s %5.2f %11s %5.2f %9s", column(t.Name, 21), share2(t.Hits, t.Hits+t.Misses), kv.FormatBytes(int64(t.ReadBytes)), t.ReadRate,
+		out.rows = append(out.rows, fmt.Sprintf("  %s %8s %11s %5.2f %11s %5.2f %9s", column(t.Name, 21), percentOf(t.Hits, t.Hits+t.Misses), kv.FormatBytes(int64(t.ReadBytes)), t.ReadRate,
 			kv.FormatBytes(int64(t.WriteBytes)), t.WriteRate, Thousands(t.Corrupt+t.Late+t.Failures+t.Dropped)))
 	}
 	return out

@@ -184,13 +184,13 @@ func printable(s string) string { return safelog.Text(s, 1024) }
 
 var (
 	// ErrDamaged means that objects differ from what was written.
-	ErrDamaged = errors.New("there are damaged objects")
+	ErrDamaged = errors.New("damaged objects were found")
 
 	// ErrUnread means that objects could not be read now; nothing is known of them.
 	ErrUnread = errors.New("not all objects could be read")
 
 	// ErrNotTaken means that a place did not take all that was to be copied to it.
-	ErrNotTaken = errors.New("not all objects were taken")
+	ErrNotTaken = errors.New("the target did not store all objects")
 )
 
 // Verify reads every object that has a checksum and compares. With remove it deletes objects
