@@ -175,8 +175,8 @@ type disposition int
 
 const (
 	keep   disposition = iota // another call may use it
-	drop               // close it: its caller gave up, and the answer may still come
-	broken             // close it and all connections as old: a master that was restarted may be of another release
+	drop                      // close it: its caller gave up, and the answer may still come
+	broken                    // close it and all connections as old: a master that was restarted may be of another release
 )
 
 // maxHeld is how much memory for requests and answers an idle connection may hold.

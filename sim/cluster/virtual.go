@@ -127,7 +127,7 @@ type run struct {
 	next              *request // the next to arrive, without a limit on concurrency; nil: none
 	open              map[*request]struct{}
 	blocks            int           // names of the open requests' blocks
-	door              time.Duration // when the last request reached its engine
+	lastArrival       time.Duration // when the last request reached its engine
 	sent, done        int
 	out               *Result
 	gaps              bool          // Records have them
@@ -215,7 +215,7 @@ func play(ctx context.Context, r *run) (_ *Result, err error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	r.door, r.open, r.first = -o.Profile.Spacing(), make(map[*request]struct{}), math.MaxInt64
+	r.lastArrival, r.open, r.first = -o.Profile.Spacing(), make(map[*request]struct{}), math.MaxInt64
 	if o.Store.Blocks > 0 {
 		if r.store, err = newStore(r, o.Store); err != nil {
 			return nil, err
@@ -372,8 +372,8 @@ func (r *run) arrive(q *request) {
 		e.load += q.Input
 		q.p, q.Prefill = e, e.number
 	}
-	r.door = max(r.door+r.o.Profile.Spacing(), r.now+r.o.Profile.Hop())
-	r.at(r.door+r.o.Profile.Host(q.Input), func() {
+	r.lastArrival = max(r.lastArrival+r.o.Profile.Spacing(), r.now+r.o.Profile.Hop())
+	r.at(r.lastArrival+r.o.Profile.Host(q.Input), func() {
 		q.Queued = r.now
 		r.add(e, q)
 	})

@@ -102,7 +102,7 @@ func (c *keeperKeepCmd) exposed() (out []exposure) {
 const keeperNice = -10
 
 // raisePriority gives all threads of this process the keeper's priority if the user may do that; threads that they start inherit it. A thread that
-// starts meanwhile may miss it, so hurry repeats until no thread has missed it, at most 16 times.
+// starts meanwhile may miss it, so raisePriority repeats until no thread has missed it, at most 16 times.
 func raisePriority() {
 	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
 	for range tries {
