@@ -115,7 +115,7 @@ func (c *Cascading) read(ctx context.Context, k kv.Key, dst []byte, f func(Tier)
 	for i, t := range c.tiers {
 		m, err := f(t)
 		if err == nil {
-			if i > 0 && !m.NoSum { // with NoSum the upper tiers would compute a checksum of bytes that nobody verified
+			if i > 0 && !m.NoSum { // with NoSum the upper tiers would compute a checksum of unverified bytes
 				c.fill(k, m, dst, c.tiers[:i])
 			}
 			return nil

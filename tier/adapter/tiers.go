@@ -46,7 +46,7 @@ type Set struct {
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
-	Contents map[string]tier.Tier           // the tiers without most wrappers, by their names, for tier.RemoveIf
+	Contents map[string]tier.Tier           // the tiers below Bounded and Counted, by their names, for tier.RemoveIf
 	Numbers  map[string]uint8               // by the name of an adapter's tier: its number in Options.Changes
 	Seals    map[string]*seal.Tier          // the tiers that are encrypted if there are keys, by their names
 	Keys     *seal.Keys                     // nil for none; the owner of the Set must watch them

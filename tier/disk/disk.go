@@ -59,7 +59,7 @@ type Options struct {
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
 	FirstTouch   bool  // always keep an object at its first offer; default: while the disk has room, or if that gives more hits
 	SecondTouch  bool  // always keep an object only at its second offer
-	Look         bool  // for tools: make no directory, remove no segments to make room, and write no checkpoint while open
+	Look         bool  // for tools: make no directory, evict nothing to keep MinFree, and write no checkpoint
 	Log          *slog.Logger
 
 	// Sealed says that encrypted objects are written; older builds then do not open the directories. Whole returns an error for an
@@ -407,7 +407,7 @@ func (j *journal) close() error {
 	return j.file.close()
 }
 
-// isFault reports whether the caller's memory was unmapped.
+// isFault reports whether the caller's memory could not be accessed (EFAULT).
 func isFault(err error) bool { return errors.Is(err, syscall.EFAULT) }
 
 // isBroken reports whether the disk caused an error.

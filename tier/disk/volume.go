@@ -204,7 +204,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 		return e.meta(), nil
 	case ctx.Err() != nil:
 		return tier.Meta{}, ctx.Err()
-	case isFault(err): // dst was unmapped; the disk is not at fault
+	case isFault(err): // dst could not be accessed; the disk is not at fault
 		return tier.Meta{}, err
 	}
 	v.spoilt(s, &r, err)
