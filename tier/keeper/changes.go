@@ -33,7 +33,7 @@ type Change struct {
 type chunk struct {
 	model uint32 // in changes.names
 	root  uint16 // root of a chunk of several files, which must all be in one root; else 0
-	need  uint16 // files
+	need  uint16 // number of files that the chunk needs
 	group int32
 	bytes uint8 // length of hash
 	hash  [32]byte
