@@ -62,7 +62,7 @@ type Book struct {
 	files   []string
 	names   *tier.Names
 	log     *slog.Logger
-	damaged bool // a file was
+	damaged bool // a file was damaged
 	knows   bool // a file existed; changed under writing after Open
 	shared  shared
 

@@ -27,7 +27,7 @@ import (
 //
 // with the files of a directory sorted by hash, length and group.
 type notes struct {
-	files []*statefile.File // of each root
+	files []*statefile.File // one for each root
 	dirs  []map[string][]byte
 	roots []*rootDir
 }

@@ -18,7 +18,7 @@ import (
 // stripe. All of them are in one slot of a cluster.
 //
 //	PREFIX{KEY}               header, then the first stripe; KEY as kv.Key.String writes it
-//	PREFIX{KEY}:SUM.STRIPE:I  stripe I, from 1; checksum and stripe size hexadecimal. Of an encrypted object SUM is its WRITE
+//	PREFIX{KEY}:SUM.STRIPE:I  stripe I, from 1; checksum and stripe size hexadecimal. For an encrypted object SUM is its WRITE
 //
 // The first value is written last. If one of the others is missing, the object counts as missing.
 //

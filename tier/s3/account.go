@@ -58,7 +58,7 @@ func (b *bill) read() tier.Requests {
 	return r
 }
 
-// budget allows at most most events in any period of budgetPieces steps, at once or spread over it.
+// budget allows no more than b.most events in any period of budgetPieces steps, at once or spread over it.
 type budget struct {
 	most int
 	step time.Duration // length of a piece of time
@@ -142,26 +142,26 @@ func backoff(try int) time.Duration {
 	return rand.N(most) + time.Millisecond
 }
 
-// pause is a time in which something is not tried.
+// pause is a time in which a kind of request is not tried.
 type pause struct{ until atomic.Int64 } // UnixNano
 
 func (p *pause) begin(d time.Duration) { p.until.Store(time.Now().Add(d).UnixNano()) }
 
 func (p *pause) on() bool { return time.Now().UnixNano() < p.until.Load() }
 
-// sayEvery is how often one thing is said again while it goes on.
+// sayEvery is how often a warning is logged again while its cause lasts.
 const sayEvery = time.Hour
 
-// maxSaid bounds what is remembered of it.
+// maxSaid bounds the warnings that said remembers.
 const maxSaid = 256
 
-// said remembers what was said, and when. The zero value has said nothing.
+// said remembers which warnings were logged, and when.
 type said struct {
 	mu sync.Mutex
 	at map[string]time.Time
 }
 
-// now reports whether something is to be said, and takes it for said.
+// now reports whether to log the warning what now, and records that it was logged.
 func (s *said) now(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
