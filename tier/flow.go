@@ -73,8 +73,8 @@ func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
 	return nil
 }
 
-// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part has its bytes; if
-// it is nil, all have. Without a Flow there is one part.
+// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part has its
+// bytes; if it is nil, all have. Without a Flow there is one part.
 func (f *Flow) Parts(src []byte, at int64) (parts [][]byte, ready func(part int) error) {
 	if f == nil || f.Need == nil {
 		return [][]byte{src}, nil

@@ -82,8 +82,8 @@ func (n *Names) AddLayout(ns kv.Namespace, model string, salt []byte, layout str
 	n.mu.of[ns] = Name{Model: model, Salt: string(salt), Revision: n.revisions[model], Layout: layout}
 }
 
-// Mix records that engines of a model, for example vLLM and SGLang, have chunks of equal length and different layouts. From then on the model's
-// objects have no names in LMCache's layout, because these names do not tell layouts of chunks apart.
+// Mix records that engines of a model, for example vLLM and SGLang, have chunks of equal length and different layouts. From then on the
+// model's objects have no names in LMCache's layout, because these names do not tell layouts of chunks apart.
 func (n *Names) Mix(model string) {
 	if n == nil {
 		return
@@ -101,7 +101,8 @@ func (n *Names) Mix(model string) {
 // maxMixed bounds the models of Mix. A server's note of them has as many, so that a restart forgets none.
 const maxMixed = 1024
 
-// MixedModels returns the models of Mix, sorted. With maxMixed (1,024) of them, all models count as mixed, also in Names to which these are added again.
+// MixedModels returns the models of Mix, sorted. With maxMixed (1,024) of them, all models count as mixed, also in Names to which these are
+// added again.
 func (n *Names) MixedModels() []string {
 	if n == nil {
 		return nil

@@ -24,8 +24,8 @@ type Meta struct {
 	Sum   uint64 // xxh3 of the bytes, as the store gave it; the store compares it after Read
 	NoSum bool   // there is no checksum, because another program wrote the object
 
-	// Seal is the short name of the key with which package seal encrypted the object; 0: not encrypted. If it is set, Sum is masked, and Len is that of
-	// the encrypted bytes. Only tiers with a layout of Kvasir's own store it, and only they and package seal see it.
+	// Seal is the short name of the key with which package seal encrypted the object; 0: not encrypted. If it is set, Sum is masked, and
+	// Len is that of the encrypted bytes. Only tiers with a layout of Kvasir's own store it, and only they and package seal see it.
 	Seal uint16
 
 	// End is the end of the object's life, Unix seconds; 0: none. The disk, native Redis and native S3 treat an object after its End as

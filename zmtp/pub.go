@@ -225,7 +225,8 @@ func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return p.PublishTo(nil, frames, nil)
 }
 
-// PublishTo is Publish for the subscribers for which may returns true; nil means all. The others get the message instead, which must have the same first frame.
+// PublishTo is Publish for the subscribers for which may returns true; nil means all. The others get the message instead, which must have
+// the same first frame.
 func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent int) {
 	if len(frames) == 0 {
 		return 0

@@ -41,7 +41,7 @@ type Options struct {
 	Certificates *Tokens
 	Unlisted     Scope
 
-	Tenants *TenantLimits // limit clients of this listener, of a certificate or of a token to some tenants; LimitOf returns the limit. nil: no limits
+	Tenants *TenantLimits // limit clients of a listener, certificate or token to some tenants (see LimitOf); nil: no limits
 
 	Audit *Audit // log of requests that need NeedAdmin, and of DELETE; nil: none
 
@@ -261,8 +261,9 @@ func refuseJSON(w http.ResponseWriter, status int, text string) {
 	_ = json.NewEncoder(w).Encode(map[string]string{"error": text}) // the client is gone if this fails
 }
 
-// TLSConfig returns the TLS configuration of a listener: it uses the certificate of get, and asks clients for theirs if there are authorities.
-// The Gate verifies client certificates for each request: a client with a wrong one gets an answer that says so, and a revoked one fails at once.
+// TLSConfig returns the TLS configuration of a listener: it uses the certificate of get, and asks clients for theirs if there are
+// authorities. The Gate verifies client certificates for each request: a client with a wrong one gets an answer that says so, and a revoked
+// one fails at once.
 func TLSConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error), a *Authorities) *tls.Config {
 	c := &tls.Config{GetCertificate: get, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
 	if a == nil {

@@ -178,7 +178,8 @@ func (l *TenantLimits) For(subjects ...Subject) *Limit {
 	return &Limit{l, subjects}
 }
 
-// Limit says which tenants one client may use. It follows changes of the file. The methods are safe for concurrent use. A nil *Limit allows all.
+// Limit says which tenants one client may use. It follows changes of the file. The methods are safe for concurrent use. A nil *Limit allows
+// all.
 type Limit struct {
 	limits   *TenantLimits
 	subjects []Subject

@@ -55,8 +55,8 @@ func (s *PeerSecrets) Demands(at net.Addr) bool {
 	return !slices.ContainsFunc(s.stock, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// Prove returns a proof for a session, ProofBytes long. role names the end that proves, so that one end's proof is not valid for the other. The
-// session must contain bytes that the verifier chose at random.
+// Prove returns a proof for a session, ProofBytes long. role names the end that proves, so that one end's proof is not valid for the other.
+// The session must contain bytes that the verifier chose at random.
 func (s *PeerSecrets) Prove(role string, session []byte) []byte {
 	proof := make([]byte, ProofBytes)
 	rand.Read(proof) // random bytes where there is no secret; never fails

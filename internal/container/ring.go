@@ -2,7 +2,8 @@
 
 package container
 
-// Ring has the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It has no lock: its owner must lock.
+// Ring has the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It has no lock: its owner
+// must lock.
 type Ring[T any] struct {
 	ring []T // a power of two long
 	last uint64

@@ -4,8 +4,8 @@ package fair
 
 import "slices"
 
-// Turns is a queue of members of peers (users or addresses). The peers take turns, and the members of a peer take turns within its turns: a peer
-// with many members does not keep others waiting. Its zero value is empty.
+// Turns is a queue of members of peers (users or addresses). The peers take turns, and the members of a peer take turns within its turns: a
+// peer with many members does not keep others waiting. Its zero value is empty.
 type Turns[M any] struct{ peers []*members[M] }
 
 type members[M any] struct {

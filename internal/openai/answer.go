@@ -93,7 +93,8 @@ func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
-// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number of cached tokens.
+// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number
+// of cached tokens.
 func GoesOn(event []byte) bool {
 	at := bytes.LastIndex(event, finishReason) // the last one, since a text before it may contain the same words
 	return at >= 0 && bytes.HasPrefix(bytes.TrimLeft(event[at+len(finishReason):], " :"), []byte("null"))
@@ -191,8 +192,8 @@ func setCached(text, cachedKey []byte, n int) []byte {
 	return append(out, text...)
 }
 
-// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, and SGLang's
-// OpenAI routes at the top (0.5.23). FastAPI, on which both are built, has a text as detail.
+// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, and
+// SGLang's OpenAI routes at the top (0.5.23). FastAPI, on which both are built, has a text as detail.
 func ErrorIn(body []byte) (kind, text string) {
 	type said struct {
 		Message string `json:"message"`

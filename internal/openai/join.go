@@ -64,8 +64,8 @@ func (p Part) id(r *Request) []Edit {
 }
 
 // Event turns an event of a part's stream into an event of the whole. For an event without choices it returns the usage and no event, since
-// the whole has one usage at its end. An event with neither, such as SGLang's sglext, is passed on only from the first part, as with one engine;
-// for other parts both results are nil.
+// the whole has one usage at its end. An event with neither, such as SGLang's sglext, is passed on only from the first part, as with one
+// engine; for other parts both results are nil.
 func (p Part) Event(data []byte) (whole, usage []byte, err error) {
 	r, err := Scan(data)
 	if err != nil {
@@ -90,8 +90,8 @@ func list(items [][]byte) []byte {
 	return append(b, ']')
 }
 
-// JoinAnswers makes one answer of the answers of parts: all choices, the summed usage, and the rest from the first answer. It also joins events
-// that have only a usage.
+// JoinAnswers makes one answer of the answers of parts: all choices, the summed usage, and the rest from the first answer. It also joins
+// events that have only a usage.
 func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	var choices [][]byte
 	var sum any

@@ -58,8 +58,8 @@ func oneElement(list []byte) bool {
 
 // Prompts returns the ranges of the prompts of a completion whose prompt is a list. apart says that each of them can be
 // sent as a request of its own, with the same answers: all are texts or lists of token ids, none is empty, and
-// the other fields ask for one answer to each. count is the number of prompts; prompts has at most limit of them. count below 2: the request has no
-// such list.
+// the other fields ask for one answer to each. count is the number of prompts; prompts has at most limit of them. count below 2: the
+// request has no such list.
 func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
 		return nil, 0, false

@@ -249,8 +249,8 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 const maxIDs = 1 << 20
 
 // ownIDs returns request ids for the sequences if the client chose a request id, or one for each prompt; else nil. They are ID_NUMBER, as in
-// SGLang. All numbers have the same number of digits, because SGLang (0.5.23) aborts all requests whose ids begin with the id of an aborted one,
-// as r_10 begins with r_1.
+// SGLang. All numbers have the same number of digits, because SGLang (0.5.23) aborts all requests whose ids begin with the id of an aborted
+// one, as r_10 begins with r_1.
 func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
 	if !r.given(at) {

@@ -198,7 +198,8 @@ var mapping = sync.OnceValue(func() users {
 	return u
 })
 
-// wholeMap reports whether the text of /proc/PID/uid_map maps every number. Its fields are the first number inside, the first outside, and the count.
+// wholeMap reports whether the text of /proc/PID/uid_map maps every number. Its fields are the first number inside, the first outside, and
+// the count.
 func wholeMap(s string) bool {
 	f := strings.Fields(s)
 	return len(f) == 3 && f[0] == "0" && f[2] == "4294967295"

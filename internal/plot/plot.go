@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plot draws lines into an SVG that needs no other file: round ticks, a logarithmic axis if the steps multiply, a label at the end of each
-// line, and light or dark colours by the reader's setting. Lines that coincide are drawn with dashes in turn, so that none hides another.
+// Package plot draws lines into an SVG that needs no other file: round ticks, a logarithmic axis if the steps multiply, a label at the end
+// of each line, and light or dark colours by the reader's setting. Lines that coincide are drawn with dashes in turn, so that none hides
+// another.
 package plot
 
 import (

@@ -26,8 +26,8 @@ func (r Run) Dashes() (array, offset string) {
 	return fmt.Sprintf("%.2f %.2f", r.Own, r.Gap), fmt.Sprintf("%.2f", r.Offset)
 }
 
-// Share divides lines into runs so that none hides another. Lines coincide where both ends of their segments are less than 1.5 pixels apart. A short
-// run has shorter dashes, so that each of its lines can be seen.
+// Share divides lines into runs so that none hides another. Lines coincide where both ends of their segments are less than 1.5 pixels
+// apart. A short run has shorter dashes, so that each of its lines can be seen.
 func Share(lines [][]Point) [][]Run {
 	type span struct{ from, to int }
 	spanOf := func(l []Point, k int) span { return span{int(math.Round(l[k-1].X)), int(math.Round(l[k].X))} }

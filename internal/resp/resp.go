@@ -131,8 +131,8 @@ func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 	return c.SendWhen(before, parts, nil, after...)
 }
 
-// SendWhen is Send, but calls ready before it reads each part; nil: all are ready. An error of ready breaks the connection, since a part of the
-// command was sent.
+// SendWhen is Send, but calls ready before it reads each part; nil: all are ready. An error of ready breaks the connection, since a part of
+// the command was sent.
 func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) error, after ...string) error {
 	if c.err != nil {
 		return c.err

@@ -19,8 +19,8 @@ const (
 )
 
 // ListenAgain calls listen again, for up to 3 s, while an address is in use: a killed process keeps its ports until the
-// kernel has torn it down, which takes some 20 ms for each GB that it had mapped. It ends with ctx. The context of listen does not end with ctx, so
-// that a command that is stopped during a name lookup does not report a wrong address.
+// kernel has torn it down, which takes some 20 ms for each GB that it had mapped. It ends with ctx. The context of listen does not end with
+// ctx, so that a command that is stopped during a name lookup does not report a wrong address.
 func ListenAgain(ctx context.Context, listen func(context.Context) error) error {
 	for wait := time.Duration(0); ; wait += listenStep {
 		err := listen(context.WithoutCancel(ctx))
@@ -70,7 +70,8 @@ func bothFamilies(_, _ string, c syscall.RawConn) error {
 	return errors.Join(refused, err)
 }
 
-// NoLocalhost reports whether err says that the name localhost was not found, as in an image or a chroot without /etc/hosts. The caller should use 127.0.0.1 then.
+// NoLocalhost reports whether err says that the name localhost was not found, as in an image or a chroot without /etc/hosts. The caller
+// should use 127.0.0.1 then.
 func NoLocalhost(host string, err error) bool {
 	_, ok := errors.AsType[*net.DNSError](err)
 	return ok && host == "localhost"

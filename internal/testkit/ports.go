@@ -55,7 +55,8 @@ func Listen(t testing.TB) net.Listener {
 }
 
 // reserve prevents other calls from returning a port before t ends. An abstract socket of Linux with a name for the port shows other
-// processes that the port is taken; the kernel frees it when the process ends. Other systems have no such names, so reserve does nothing there.
+// processes that the port is taken; the kernel frees it when the process ends. Other systems have no such names, so reserve does nothing
+// there.
 func reserve(t testing.TB, port int) bool {
 	if runtime.GOOS != "linux" {
 		return true

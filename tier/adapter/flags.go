@@ -38,7 +38,8 @@ type Flags struct {
 	Answers string  `name:"l2-write-answers" help:"When chunks with generated tokens are written to tiers: yes (as --l2-write says), hit (once a lookup found them in the pool) or no (never)." default:"hit" enum:"yes,hit,no" group:"Tiers"`
 }
 
-// KeyFile is the path of a file of keys. A flag with an empty path is an error: the operator wants encryption, perhaps with a variable that is not set.
+// KeyFile is the path of a file of keys. A flag with an empty path is an error: the operator wants encryption, perhaps with a variable that
+// is not set.
 type KeyFile string
 
 // UnmarshalText implements encoding.TextUnmarshaler.

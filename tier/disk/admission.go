@@ -61,7 +61,8 @@ func (v *volume) hasRoom() bool {
 	return v.isOpen() && v.mu.used+2*v.segment <= v.holdsLocked()
 }
 
-// holdsLocked is how many bytes the volume can hold before it evicts: as many as at its last eviction, or now if that is more; before the first, its limit.
+// holdsLocked is how many bytes the volume can hold before it evicts: as many as at its last eviction, or now if that is more; before the
+// first, its limit.
 func (v *volume) holdsLocked() int64 {
 	if v.mu.full == 0 {
 		return v.dir.Bytes

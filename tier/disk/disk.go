@@ -67,7 +67,8 @@ type Options struct {
 	Sealed bool
 	Whole  func(k kv.Key, m tier.Meta, stored []byte) error
 
-	// Changes gets the objects that are found, added and removed. Number is the tier's number in it for the first Dir; the other Dirs have the next numbers.
+	// Changes gets the objects that are found, added and removed. Number is the tier's number in it for the first Dir; the other Dirs have
+	// the next numbers.
 	Changes *tier.Changes
 	Number  uint8
 }

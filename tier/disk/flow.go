@@ -10,7 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A call with a tier.Flow moves a payload in parts, front to back, several at once: the caller works on one part while the disk moves the next ones.
+// A call with a tier.Flow moves a payload in parts, front to back, several at once: the caller works on one part while the disk moves the
+// next ones.
 const (
 	flowPart  = 256 << 10 // bytes, at least
 	flowParts = 8         // at most

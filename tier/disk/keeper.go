@@ -217,7 +217,8 @@ func (v *volume) noteFull() {
 	v.mu.full = max(v.mu.used, v.segment)
 }
 
-// guard evicts segments while the file system has less room than MinFree, or the volume is above its limit, which an operator may have lowered.
+// guard evicts segments while the file system has less room than MinFree, or the volume is above its limit, which an operator may have
+// lowered.
 func (v *volume) guard() {
 	if !v.isOpen() || v.opts.Look {
 		return

@@ -293,7 +293,8 @@ func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
 	})
 }
 
-// files is Files for a server: it adds no names. The model in a file name may differ from the engines' name of it: it may have a revision, or be a digest.
+// files is Files for a server: it adds no names. The model in a file name may differ from the engines' name of it: it may have a revision,
+// or be a digest.
 func (d *Dir) files(ctx context.Context, f func(File) bool) error {
 	return d.each(ctx, d.o.Path, func(at found) bool {
 		n, k, ok := ParseFileName(at.name)

@@ -294,7 +294,8 @@ func (b *Book) latest() state {
 func (b *Book) Damaged() bool { return b.damaged }
 
 // Repair writes each file that is missing, damaged or different, so that each file alone has
-// the whole state. It also reserves room for a clear in directories that become full. Call it once the pool has no objects from before a clear.
+// the whole state. It also reserves room for a clear in directories that become full. Call it once the pool has no objects from before a
+// clear.
 func (b *Book) Repair() error {
 	b.writing.Lock()
 	defer b.writing.Unlock()

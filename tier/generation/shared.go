@@ -359,7 +359,8 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 }
 
 // adopt writes generations that are later than those that count to the files. commit makes them
-// count. commit is nil if nothing is later, and if an earlier call returned a commit for them that was not called yet; that one closes pending.
+// count. commit is nil if nothing is later, and if an earlier call returned a commit for them that was not called yet; that one closes
+// pending.
 func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 	b.mu.RLock()
 	same, counts := next.same(&b.mu.state), b.mu.number

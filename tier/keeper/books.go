@@ -11,10 +11,11 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// books is the list of the files of all directories, in the order of their eviction. It takes 80 bytes a file. Callers hold the keeper's lock.
+// books is the list of the files of all directories, in the order of their eviction. It takes 80 bytes a file. Callers hold the keeper's
+// lock.
 //
-// A job is the files that one thread of an engine wrote or read in one go. Jobs are ordered from the least to the most recently used. Inside a
-// job the last file comes first, because a chunk is of use only with the chunks before it.
+// A job is the files that one thread of an engine wrote or read in one go. Jobs are ordered from the least to the most recently used.
+// Inside a job the last file comes first, because a chunk is of use only with the chunks before it.
 type books struct {
 	slabs [][]file // file 0 is both ends of the list
 	free  uint32   // first of the removed files, which are linked by next

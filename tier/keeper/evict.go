@@ -190,7 +190,7 @@ func (k *Keeper) shortOfFree() shortage {
 	short, now := shortage{}, k.now()
 	seen := map[*systemRoom]bool{}
 	for _, r := range k.roots {
-		pending, written := r.pending.Load(), r.written.Load() // read before the free bytes: bytes unlinked in between then count twice, and the next look corrects it
+		pending, written := r.pending.Load(), r.written.Load() // before the free bytes: bytes unlinked in between count twice until the next look
 		var st unix.Stat_t
 		free, err := k.o.free(r)
 		if err = errors.Join(err, unix.Fstat(int(r.dir.Fd()), &st)); err != nil {

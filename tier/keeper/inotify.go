@@ -49,7 +49,7 @@ func (w *inotify) close() error { return w.f.Close() }
 
 // watch adds a directory. If the user's limit is reached, it only counts the directory.
 func (w *inotify) watch(r *rootDir, dir string) {
-	n, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), dir), inotifyMask) // not r.path, which may lead to another directory now
+	n, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), dir), inotifyMask) // r.path may be another directory now
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {

@@ -168,7 +168,8 @@ func modelOf(root, base string) (string, error) {
 	return c.Model, nil
 }
 
-// checkRoot fails for a directory that is not an engine's. An empty directory passes, since an engine may begin in it. Several engines may share one.
+// checkRoot fails for a directory that is not an engine's. An empty directory passes, since an engine may begin in it. Several engines may
+// share one.
 func checkRoot(root string) error {
 	f, err := os.Open(root)
 	if err != nil {

@@ -362,7 +362,7 @@ func readDirectory(fd int, f func(name []byte, kind byte) error) error {
 			name, _, _ := bytes.Cut(b[head:length], []byte{0})
 			kind := b[18]
 			b = b[length:]
-			if text := string(name); text == "" || text == "." || text == ".." { // other names with a dot count: a model with the path ./m makes a hidden directory
+			if text := string(name); text == "" || text == "." || text == ".." { // not others with a dot: the model ./m makes a hidden directory
 				continue
 			}
 			if err := f(name, kind); err != nil {

@@ -46,8 +46,8 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 }
 
 // SetNote implements tier.Notebook. Objects are immutable, so it first removes the former note;
-// between the two steps there is none. If a server ends while it puts its note, that note can be neither read nor removed: the master frees its
-// name after put_start_discard_timeout_sec (30).
+// between the two steps there is none. If a server ends while it puts its note, that note can be neither read nor removed: the master frees
+// its name after put_start_discard_timeout_sec (30).
 func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if t.off.Load() {
 		return errOff

@@ -26,7 +26,8 @@ import (
 //
 // An object with an end of its life has 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. An encrypted object
 // has 4.NAMESPACE.SUM.LENGTH.KEY.END.SEAL: its xxh3 is masked, its length is that of the encrypted bytes, END is 0 if it has none, SEAL
-// is the short name of the key, 4 digits; earlier releases do not take it for an object. Objects of earlier releases have 1.NAMESPACE.SUM.LENGTH.
+// is the short name of the key, 4 digits; earlier releases do not take it for an object. Objects of earlier releases have
+// 1.NAMESPACE.SUM.LENGTH.
 const metaField = "x-amz-meta-kvasir"
 
 // label is the content of an object's metadata field.

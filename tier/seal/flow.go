@@ -19,8 +19,9 @@ func helpers(pieces int64) int64 {
 	return min(int64(runtime.GOMAXPROCS(0)), maxWidth, (pieces+fewPieces-1)/fewPieces)
 }
 
-// sealing encrypts the pieces of an object while the tier below writes them. It begins with the first call of need, so an object that the tier
-// does not take is not encrypted. It compares the object with its checksum before the tier has all of it: the tags of a wrong object would be right.
+// sealing encrypts the pieces of an object while the tier below writes them. It begins with the first call of need, so an object that the
+// tier does not take is not encrypted. It compares the object with its checksum before the tier has all of it: the tags of a wrong object
+// would be right.
 type sealing struct {
 	sum    uint64
 	hash   xxh3.Hasher // owned by the goroutine that sums
@@ -56,8 +57,8 @@ func newSealing(k *key, dst, src []byte, name *kv.Key, sum uint64, end uint32) *
 	return s
 }
 
-// need waits until dst[from:to] is encrypted, and encrypts pieces itself. The call after which the tier below has asked for all pieces also waits for
-// the checksum. Errors: shm.ErrFault, ErrSum.
+// need waits until dst[from:to] is encrypted, and encrypts pieces itself. The call after which the tier below has asked for all pieces also
+// waits for the checksum. Errors: shm.ErrFault, ErrSum.
 func (s *sealing) need(from, to int64) error {
 	s.begin()
 	first, last := pieceAt(from, s.pieces), pieceAt(to-1, s.pieces)
@@ -90,8 +91,8 @@ func pieceAt(at, pieces int64) int64 {
 	return min(max(at-headerBytes, 0)/(pieceBytes+tagBytes), pieces-1)
 }
 
-// sumLocked adds encrypted pieces to the checksum, in order, while they are still in the processor's cache. It unlocks the mutex meanwhile. After
-// the last piece it compares the checksum.
+// sumLocked adds encrypted pieces to the checksum, in order, while they are still in the processor's cache. It unlocks the mutex meanwhile.
+// After the last piece it compares the checksum.
 func (s *sealing) sumLocked() {
 	if s.mu.summing || s.mu.summed {
 		return
@@ -174,7 +175,8 @@ func (s *sealing) end() {
 	s.wg.Wait()
 }
 
-// opening decrypts the pieces of an object while the tier below reads them. After a failure, readSealedOnce opens the whole object again to find the reason.
+// opening decrypts the pieces of an object while the tier below reads them. After a failure, readSealedOnce opens the whole object again to
+// find the reason.
 type opening struct {
 	keys     *ring
 	name     *kv.Key
@@ -291,7 +293,8 @@ func (o *opening) oneLocked() {
 	o.mu.changed.Broadcast()
 }
 
-// end returns once no goroutine writes to dst. It reports whether the whole object was decrypted and has the Meta m. read says that the tier below has read all.
+// end returns once no goroutine writes to dst. It reports whether the whole object was decrypted and has the Meta m. read says that the
+// tier below has read all.
 func (o *opening) end(read bool, m tier.Meta) bool {
 	o.mu.Lock()
 	for read && o.mu.box != nil && !o.mu.useless && o.mu.opened < o.pieces {

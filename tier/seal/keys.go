@@ -57,7 +57,8 @@ func newKey(master [32]byte) *key {
 	return k
 }
 
-// masked hides the xxh3 of an object, or recovers it. The plain xxh3 beside a sealed object would tell whether a guess of its content is right.
+// masked hides the xxh3 of an object, or recovers it. The plain xxh3 beside a sealed object would tell whether a guess of its content is
+// right.
 func (k *key) masked(sum uint64, name *kv.Key) uint64 {
 	var b [32 + nameBytes]byte
 	copy(b[:], k.mask[:])
@@ -238,15 +239,15 @@ func parseKey(line []byte) (master [32]byte, err error) {
 	return master, nil
 }
 
-// output returns what a command prints, at most maxKeyText bytes, within commandTime. Its errors do not quote the command's error messages, which may
-// contain keys.
+// output returns what a command prints, at most maxKeyText bytes, within commandTime. Its errors do not quote the command's error messages,
+// which may contain keys.
 func output(ctx context.Context, command string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	c := exec.CommandContext(ctx, "/bin/sh", "-c", command)
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	c.Cancel = func() error { return syscall.Kill(-c.Process.Pid, syscall.SIGKILL) } // its children, too
-	c.WaitDelay = time.Second                                                        // for children that left the process group and keep the output open
+	c.WaitDelay = time.Second                                                        // for children outside the process group that keep the output open
 	text := &printed{full: cancel}
 	c.Stdout = text
 	ended := c.Run()
@@ -304,8 +305,8 @@ func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// Reload reads the keys again now. It accepts a file if two reads find the same text, which ends with a newline or has the keys in use, and if
-// no key in use is missing. Otherwise it returns an error, and Watch may accept the file later.
+// Reload reads the keys again now. It accepts a file if two reads find the same text, which ends with a newline or has the keys in use, and
+// if no key in use is missing. Otherwise it returns an error, and Watch may accept the file later.
 func (k *Keys) Reload(ctx context.Context) error {
 	if k == nil {
 		return nil

@@ -6,9 +6,9 @@
 // AES-256-GCM under a key of its own, which is derived from a master key and a random salt. The tag replaces the checksum, and
 // covers the object's name, generation, length and end of life: an object that was changed, cut, exchanged or put back is a miss.
 //
-// The tier below stores the short name of the master key in tier.Meta.Seal. So a Stat knows without a read which objects can be opened. With keys,
-// plain objects are misses, and so are encrypted ones without their key. Neither are removed. The store's next write may replace them, an encrypted
-// object only by an encrypted one.
+// The tier below stores the short name of the master key in tier.Meta.Seal. So a Stat knows without a read which objects can be opened.
+// With keys, plain objects are misses, and so are encrypted ones without their key. Neither are removed. The store's next write may replace
+// them, an encrypted object only by an encrypted one.
 package seal
 
 import (
@@ -56,8 +56,8 @@ type Stats struct {
 	Keys      int               `gauge:"kvasir_tier_keys" help:"Keys that the server has for the tier; 0: the tier is not encrypted."`
 }
 
-// Tier is a tier.Tier that stores its objects encrypted in another one. Without keys it passes plain objects on, and encrypted ones are misses. Its methods
-// are safe for concurrent use.
+// Tier is a tier.Tier that stores its objects encrypted in another one. Without keys it passes plain objects on, and encrypted ones are
+// misses. Its methods are safe for concurrent use.
 type Tier struct {
 	of   tier.Tier
 	keys *Keys
@@ -146,8 +146,8 @@ func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
 // maxStale bounds the objects in Tier.mu.stale.
 const maxStale = 4096
 
-// noteStale remembers an object whose header has another key or version than the tier below says. A newer build may have written it, or its key may have the
-// same short name, so it is not removed. For this server it is a miss, and this server's next write replaces it.
+// noteStale remembers an object whose header has another key or version than the tier below says. A newer build may have written it, or its
+// key may have the same short name, so it is not removed. For this server it is a miss, and this server's next write replaces it.
 func (t *Tier) noteStale(k kv.Key) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -251,7 +251,8 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, summed bool) (m t
 	return m, sum, err
 }
 
-// readSealed reads an encrypted object. While Rekey runs it tries a missing object twice: if the tier below stores it in several values, it is missing for a moment.
+// readSealed reads an encrypted object. While Rekey runs it tries a missing object twice: if the tier below stores it in several values, it
+// is missing for a moment.
 func (t *Tier) readSealed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	m, err := t.readSealedOnce(ctx, k, dst)
 	if errors.Is(err, tier.ErrMissing) && ctx.Err() == nil && len(t.busy) > 0 {
@@ -384,7 +385,8 @@ func (t *Tier) endWrite(one *key) {
 	}
 }
 
-// Delete implements tier.Tier. It waits while Rekey encrypts one of the objects anew, which would write it again, and prevents Rekey from beginning with one.
+// Delete implements tier.Tier. It waits while Rekey encrypts one of the objects anew, which would write it again, and prevents Rekey from
+// beginning with one.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	if len(t.keys.ring().list) == 0 {
 		return t.of.Delete(ctx, keys)

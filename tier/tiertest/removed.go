@@ -79,7 +79,8 @@ func removed(t *testing.T, x tier.Tier) {
 	}
 }
 
-// swept checks that a removal of stale objects removes those from before a clear, and keeps current objects and those that LMCache servers may have written.
+// swept checks that a removal of stale objects removes those from before a clear, and keeps current objects and those that LMCache servers
+// may have written.
 func swept(t *testing.T, x tier.Tier) {
 	raw, names := x, Names()
 	if s, ok := x.(*summed); ok {

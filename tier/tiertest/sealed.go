@@ -48,8 +48,8 @@ func Planted(n int) []byte {
 }
 
 // Sealed checks that a Tier of package seal over another tier keeps its promises: it passes Run, and objects that were changed, cut,
-// exchanged, put back after a clear, or encrypted with another key, are misses. open must return the empty tier below, which the Tier over it closes.
-// holds must report whether the bytes on the disk or server of that tier contain some bytes.
+// exchanged, put back after a clear, or encrypted with another key, are misses. open must return the empty tier below, which the Tier over
+// it closes. holds must report whether the bytes on the disk or server of that tier contain some bytes.
 func Sealed(t *testing.T, open func(t *testing.T) (place tier.Tier, holds func([]byte) bool)) {
 	over := func(t *testing.T, place tier.Tier, keys *seal.Keys) tier.Tier {
 		return seal.New(place, keys, seal.Options{Name: "sealed"})
@@ -408,7 +408,8 @@ func rotated(t *testing.T, s *sealedPlace) {
 	}
 }
 
-// rotatedUnderLoad rotates the key in a file while objects are written, read and deleted: no object may be lost, and no deleted object may come back.
+// rotatedUnderLoad rotates the key in a file while objects are written, read and deleted: no object may be lost, and no deleted object may
+// come back.
 func rotatedUnderLoad(t *testing.T, s *sealedPlace) {
 	file := filepath.Join(t.TempDir(), "keys")
 	put := func(seeds ...byte) {

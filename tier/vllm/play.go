@@ -79,7 +79,7 @@ func RunPlay(ctx context.Context, o Play) (_ Played, err error) {
 		return p.out, err
 	}
 	defer func() { err = errors.Join(err, p.region.Unlink(), p.region.Close()) }()
-	if err := p.region.Populate(0, p.region.Len(), true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // otherwise a full /dev/shm would kill this process with SIGBUS
+	if err := p.region.Populate(0, p.region.Len(), true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // otherwise a full /dev/shm kills this process
 		return p.out, err
 	}
 	if p.file, err = os.OpenFile(path, os.O_RDWR, 0); err != nil {

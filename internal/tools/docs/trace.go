@@ -15,8 +15,8 @@ const tracePath = "docs/examples/trace.jsonl"
 const traceBlock = 512 // tokens of a hash id
 
 // trace returns requests of made-up conversations. Two thirds of the requests are turns of 60 conversations that begin with one of
-// three system prompts; the prompt of a turn contains the prompt and the answer of the turn before. The other requests have a prompt of their own. Each
-// call returns the same trace.
+// three system prompts; the prompt of a turn contains the prompt and the answer of the turn before. The other requests have a prompt of
+// their own. Each call returns the same trace.
 func trace() []byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	type conversation struct {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package pages reads the commands that the reader of a Markdown page should type: shell blocks, the marks before them, and the output that the reader should see
-// after them. A mark is a comment on a line of its own:
+// Package pages reads the commands that the reader of a Markdown page should type: shell blocks, the marks before them, and the output that
+// the reader should see after them. A mark is a comment on a line of its own:
 //
 //	<!-- not typed: REASON -->   the next shell block is not typed by a test
 //	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on

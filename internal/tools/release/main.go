@@ -104,7 +104,8 @@ func run(out string, systems, archs []string) error {
 	return writeSums(out, names)
 }
 
-// platform writes the artefacts of a platform. macOS gets no units and no packages, because commands that need shared memory do not run there.
+// platform writes the artefacts of a platform. macOS gets no units and no packages, because commands that need shared memory do not run
+// there.
 func platform(b *build, common []file, out string) (names []string, err error) {
 	if err := compile(b.binary, b.system, b.arch); err != nil {
 		return nil, err
@@ -168,7 +169,8 @@ func commitDate() (time.Time, error) {
 	return time.Unix(seconds, 0).UTC(), nil
 }
 
-// commonFiles returns the files of all platforms and the version. The host's binary writes the manual and the completions, and prints the version.
+// commonFiles returns the files of all platforms and the version. The host's binary writes the manual and the completions, and prints the
+// version.
 func commonFiles(host, work string, date time.Time) (files []file, version string, err error) {
 	ask := func(args ...string) ([]byte, error) {
 		cmd := exec.Command(host, args...)

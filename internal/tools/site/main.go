@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command site makes a static site of the repository's pages. It runs in the root of the repository. The site needs no server and loads
-// nothing from other hosts: a browser can open its index.html from a disk. Two runs over equal pages write equal bytes. A broken link is an error.
+// nothing from other hosts: a browser can open its index.html from a disk. Two runs over equal pages write equal bytes. A broken link is an
+// error.
 package main
 
 import (
