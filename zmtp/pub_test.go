@@ -254,7 +254,7 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 		return true
 	})
 	body := strings.Repeat("b", size)
-		// Publish on: otherwise the kernel may take all that is queued, and no subscriber is slow.
+	// Publish on: otherwise the kernel may take all that is queued, and no subscriber is slow.
 	for i, end := 0, time.Now().Add(pubWait); p.Dropped() == 0 || p.Stats().Closed["slow"] == 0; i++ {
 		if time.Now().After(end) {
 			t.Fatalf("%d dropped: %+v", p.Dropped(), p.Stats())

@@ -49,7 +49,7 @@ const (
 
 func mustNew(t testing.TB, layout string, o coordinator.Options) *coordinator.Coordinator {
 	t.Helper()
-		l := coordinator.Layout{Scheduler: 16, HashUnit: 16} // a layout without groups has no text
+	l := coordinator.Layout{Scheduler: 16, HashUnit: 16} // a layout without groups has no text
 	if layout != "" {
 		var err error
 		if l, err = coordinator.ParseLayout(layout); err != nil {
