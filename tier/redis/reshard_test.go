@@ -56,7 +56,7 @@ func (l *load) start(t *testing.T) {
 	}
 }
 
-// end waits until nothing is under way.
+// end stops the load, and waits until its calls have ended.
 func (l *load) end(t *testing.T) {
 	t.Helper()
 	l.stop()

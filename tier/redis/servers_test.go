@@ -107,8 +107,8 @@ func TestCluster(t *testing.T) {
 			t.Errorf("server %d has %d values", i, n)
 		}
 	}
-	// One slot is on its way from one server to another: the source sends those who ask
-	// for what it has no more to the target, which answers those who say so.
+	// One slot is being moved from one server to another. The source redirects requests for keys
+	// that it does not have any more to the target, which answers clients that send ASKING.
 	name := ""
 	for _, n := range all[0].names() {
 		if strings.HasSuffix(n, "}") {
