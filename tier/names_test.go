@@ -12,7 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// The objects of a model that has two layouts with chunks of equal length have no names in LMCache's layout, and those of its revisions and generations have none.
+// The objects of a model that has two layouts with chunks of equal length have no names in LMCache's layout, and those of its revisions and
+// generations have none.
 func TestMixedModelsHaveNoNames(t *testing.T) {
 	n := tier.NewNames()
 	models := map[string]bool{"org/m": true, "org/m~r1": true, "org/m~r1~g2": true, "org/m2": false, "m": false}

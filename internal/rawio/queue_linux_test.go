@@ -91,8 +91,8 @@ func TestQueue(t *testing.T) {
 	}
 }
 
-// Ends and errors are those of preadv: a file that ends early, memory that is not there. The Queue leaves a file that it cannot
-// read to the ordinary call, and goes on.
+// Ends and errors are those of preadv: a file that ends early, memory that is not there. For a descriptor without a file the Queue
+// returns ErrQueue, so that the caller uses the ordinary call, and the Queue goes on.
 func TestQueueErrors(t *testing.T) {
 	fd, content := directFile(t, 3*page)
 	q := newQueue(t, 1)

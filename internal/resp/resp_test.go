@@ -131,7 +131,7 @@ func TestBadReplies(t *testing.T) {
 	}
 }
 
-// blanks are so many, as a server sends them.
+// blanks is a reader of so many spaces, as a server may send them.
 type blanks int64
 
 func (b *blanks) Read(p []byte) (int, error) {
@@ -236,7 +236,8 @@ func FuzzConn(f *testing.F) {
 	})
 }
 
-// SendWhen sends a part once it is ready, with the bytes of Send. A part that never becomes ready ends the connection, since a part of the command was sent.
+// SendWhen sends a part once it is ready, with the bytes of Send. A part that never becomes ready ends the connection, since a part of the
+// command was sent.
 func TestPartsThatBecomeReady(t *testing.T) {
 	parts := [][]byte{[]byte("he"), []byte("ad")}
 	whole, w := conn("+OK\r\n")

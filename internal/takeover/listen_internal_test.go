@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// On a kernel without IPv6, "::" means all IPv4 addresses; on a machine without the name localhost, localhost means 127.0.0.1. After any other
-// error no other address is used.
+// On a kernel without IPv6, "::" means all IPv4 addresses; on a machine without the name localhost, localhost means 127.0.0.1. After any
+// other error no other address is used.
 func TestInstead(t *testing.T) {
 	f := func(host string, err error, want string) {
 		t.Helper()

@@ -234,7 +234,7 @@ func TestShort(t *testing.T) {
 	f("short#"+strings.Repeat("s", 40), "short#sssssssss…") // not what this proxy appends: it may be the secret
 }
 
-// A transfer costs less than one or two microseconds, even while a browser reads the log.
+// Logging a transfer costs less than one or two microseconds, whatever a browser does.
 func BenchmarkTransfer(b *testing.B) {
 	var l transferlog.Log
 	progress := func() (time.Time, uint64) { return time.Time{}, 1 }

@@ -434,8 +434,8 @@ func TestSilentTierKeepsNoClearFromAnother(t *testing.T) {
 	})
 }
 
-// If the names of models would make a note too long to be read, the Book begins a generation of all models instead. It replaces a note that is
-// too long.
+// If the names of models would make a note too long to be read, the Book begins a generation of all models instead. It replaces a note that
+// is too long.
 func TestNoteIsNeverTooLong(t *testing.T) {
 	p := newPlace()
 	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)

@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// The index is at most half full, so that a search for a missing file is short. It finds each file while it grows and while files are removed.
+// The index is at most half full, so that a search for a missing file is short. It finds each file while it grows and while files are
+// removed.
 func TestIndexGrowsWithItsFiles(t *testing.T) {
 	b := newBooks(1)
 	b.dirs = []*directory{{root: &rootDir{}}}

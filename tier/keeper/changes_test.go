@@ -154,7 +154,8 @@ func TestChangesBeginOnceAllFilesAreKnown(t *testing.T) {
 	}
 }
 
-// A chunk of LMCache counts as there while the files of all ranks of a group are there. Tenants share no chunk. File names of releases without groups count, too.
+// A chunk of LMCache counts as there while the files of all ranks of a group are there. Tenants share no chunk. File names of releases
+// without groups count, too.
 func TestChunksOfLMCacheNeedAllRanks(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(64, 1)}
 	k.books.changes = k.changes
@@ -221,7 +222,8 @@ func TestChunksOfLMCacheNeedAllRanks(t *testing.T) {
 	}
 }
 
-// The first look may end while a reader collects all chunks. Changes then reports the missing chunks as lost, and the reader must ask for all again.
+// The first look may end while a reader collects all chunks. Changes then reports the missing chunks as lost, and the reader must ask for
+// all again.
 func TestChunksWhileTheFirstLookEnds(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(4, 1)}
 	k.books.changes = k.changes
@@ -240,7 +242,8 @@ func TestChunksWhileTheFirstLookEnds(t *testing.T) {
 	}
 }
 
-// Chunks returns the chunks of one moment, although files come and go while it reads them. With the changes after that moment a reader knows all.
+// Chunks returns the chunks of one moment, although files come and go while it reads them. With the changes after that moment a reader
+// knows all.
 func TestChunksAreOfOneMoment(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(1<<17, 1)}
 	k.books.changes = k.changes

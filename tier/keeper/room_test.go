@@ -66,7 +66,8 @@ func TestRoomThatShowsLater(t *testing.T) {
 	}
 }
 
-// The free room holds while engines write more than once within freeLag: the keeper does not take their writes for unlinked bytes that show later.
+// The free room holds while engines write more than once within freeLag: the keeper does not take their writes for unlinked bytes that show
+// later.
 func TestRoomUnderWriters(t *testing.T) {
 	const files, burst, bursts = 200, 10, 16
 	x := newTier(t, 1000)

@@ -19,7 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// The keeper refuses a directory of another program with an error that says what is missing in it. It also refuses one that another keeper has. Both stay as they are.
+// The keeper refuses a directory of another program with an error that says what is missing in it. It also refuses one that another keeper
+// has. Both stay as they are.
 func TestForeignDirectoriesAreRefused(t *testing.T) {
 	f := func(what, want string, make func(dir string) error) {
 		t.Helper()

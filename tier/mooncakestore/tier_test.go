@@ -253,7 +253,8 @@ func TestHiddenObjectIsNotKept(t *testing.T) {
 	}
 }
 
-// A put finds the object, and then the object is removed before the tier asks for its place. It counts as written only once it is there again.
+// A put finds the object, and then the object is removed before the tier asks for its place. It counts as written only once it is there
+// again.
 func TestObjectThatGoesIsWritten(t *testing.T) {
 	c := newCluster(t, 1)
 	x := open(t, Options{Masters: []string{c.Addr}})

@@ -318,7 +318,8 @@ func TestTwoWritersOneObject(t *testing.T) {
 	}
 }
 
-// If a store answers that another client writes the object, the tier sends its PUT again: the other write may fail, or its object may be deleted at once.
+// If a store answers that another client writes the object, the tier sends its PUT again: the other write may fail, or its object may be
+// deleted at once.
 func TestConflictsPass(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})

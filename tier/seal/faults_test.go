@@ -17,7 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A caller may wait for a piece that another goroutine encrypts. If the memory of that piece is gone, the caller gets the error, and does not wait forever.
+// A caller may wait for a piece that another goroutine encrypts. If the memory of that piece is gone, the caller gets the error, and does
+// not wait forever.
 func TestFaultEndsTheWaitForAPiece(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "seg")

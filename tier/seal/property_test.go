@@ -72,8 +72,9 @@ func (p hurriedPlace) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta
 	return m, nil
 }
 
-// Servers with different keys, and one without, write, read, delete and encrypt anew. An attacker who can write to the place changes, exchanges,
-// cuts and puts back its objects. If a server with keys reads an object, that was written under its name, with the checksum that the read returns.
+// Servers with different keys, and one without, write, read, delete and encrypt anew. An attacker who can write to the place changes,
+// exchanges, cuts and puts back its objects. If a server with keys reads an object, that was written under its name, with the checksum that
+// the read returns.
 func TestWhatIsReadWasWrittenUnderItsName(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	defer func() {

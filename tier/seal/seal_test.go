@@ -290,8 +290,8 @@ func TestCommandOfKeysThatLeavesAProgram(t *testing.T) {
 	}
 }
 
-// The output of a command counts at once if no key in use is missing in it, and otherwise only if the command prints the same again. So half an
-// output never counts, and a key that is gone for good is dropped.
+// The output of a command counts at once if no key in use is missing in it, and otherwise only if the command prints the same again. So
+// half an output never counts, and a key that is gone for good is dropped.
 func TestCommandOfKeysMustSayTwiceThatAKeyIsGone(t *testing.T) {
 	dir := t.TempDir()
 	path, runs := filepath.Join(dir, "keys"), filepath.Join(dir, "runs")
