@@ -8,8 +8,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// A chunk's hash covers every token before it: prompts that begin alike share the
-// hashes of what they share, and none behind it.
+// A chunk's hash covers the chunk and every token before it. So prompts have equal hashes for
+// the chunks of their common beginning, and different ones behind it.
 func ExampleChunkHashes() {
 	a := kv.ChunkHashes([]uint32{1, 2, 3, 4, 5, 6, 7, 8, 9}, 4) // the last token fills no chunk
 	b := kv.ChunkHashes([]uint32{1, 2, 3, 4, 0, 6, 7, 8}, 4)

@@ -13,9 +13,9 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Key is the one name of an object, wherever it is kept: one chunk of one shard and
-// one object group. Two objects whose bytes mean different things have different
-// keys, because Namespace covers model, salt and layout.
+// Key names an object, one chunk of one shard and one object group. The name is the same
+// in the pool and in every tier. Two objects whose bytes mean different things have
+// different keys, because Namespace covers model, salt and layout.
 type Key struct {
 	Namespace Namespace
 	Chunk     Hash
@@ -33,8 +33,8 @@ func (k Key) String() string {
 	return fmt.Sprintf("kv1/%s/%08x.%08x/%s", k.Namespace, uint32(k.Rank), k.Group, k.Chunk)
 }
 
-// Digest returns a checksum of the key. Tiers keep it beside the checksum of an object's bytes,
-// so that two objects exchanged under their names are not taken for each other.
+// Digest returns a checksum of the key. Tiers store it beside the checksum of an object's bytes,
+// so that they notice an object that lies under the name of another.
 func (k Key) Digest() uint64 {
 	var b [16 + 32 + 8]byte
 	copy(b[:], k.Namespace[:])
@@ -54,13 +54,13 @@ func ParseKey(s string) (k Key, err error) {
 	group, groupErr := strconv.ParseUint(parts[2][9:], 16, 32)
 	k.Rank, k.Group = Rank(rank), uint32(group)
 	err = errors.Join(rankErr, groupErr, decodeHex(k.Namespace[:], parts[1]), decodeHex(k.Chunk[:], parts[3]))
-	if err != nil || k.String() != s { // one name, one spelling
+	if err != nil || k.String() != s { // refuse a second spelling of the same key
 		return Key{}, ErrKey
 	}
 	return k, nil
 }
 
-// decodeHex fills dst from exactly as many digits as it takes.
+// decodeHex fills dst from s, which must have two digits for each byte of dst.
 func decodeHex(dst []byte, s string) error {
 	if hex.DecodedLen(len(s)) != len(dst) || len(s)%2 != 0 {
 		return ErrKey

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Two objects never share a name, and a name leads back to its object.
+// Two keys never have the same name, and ParseKey returns the key of a name.
 func TestKeyNames(t *testing.T) {
 	rank, _ := kv.NewRank(4, 2)
 	base := kv.Key{Namespace: kv.Namespace{1}, Chunk: kv.Hash{2}, Rank: rank, Group: 3}
@@ -54,7 +54,7 @@ func TestParseKeyRefuses(t *testing.T) {
 	f(good[:4+32+1+16] + "A" + good[4+32+1+17:]) // group 10 is 0000000a
 }
 
-// What ParseKey accepts has one spelling.
+// ParseKey accepts only one spelling of a key.
 func FuzzParseKey(f *testing.F) {
 	f.Add(kv.Key{Group: 1, Rank: 2}.String())
 	f.Add("kv1///")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kv is Kvasir's vocabulary: chunk hashes and shards as LMCache has them, the
-// one name of an object (Key), the shape and byte length of a chunk, and the namespace that keeps
+// Package kv is Kvasir's vocabulary: chunk hashes and shards as in LMCache, the
+// name of an object (Key), the shape and byte length of a chunk, and the namespace that keeps
 // bytes of different meaning apart. It does no I/O.
 package kv
 

@@ -66,8 +66,8 @@ func (l Layout) Shape() []int {
 	return []int{2, l.Layers, l.Slots, l.Hidden}
 }
 
-// Fingerprint returns a string that is equal for two layouts exactly when their
-// chunks mean the same bytes.
+// Fingerprint returns a string that is equal for two layouts exactly when the bytes of
+// their chunks mean the same.
 func (l Layout) Fingerprint() string {
 	return fmt.Sprintf("%v/%s", l.Shape(), l.DType)
 }

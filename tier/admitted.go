@@ -14,12 +14,12 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Admission says what a Tier is spared: objects that are of little use. A zero field means
+// Admission says which objects are not written to a Tier because they are of little use. A zero field means
 // its default.
 type Admission struct {
-	MinHits  int           // an object is kept when it was offered so often before; default 0, at once
-	MinAge   time.Duration // and the first time was so long ago; default 0, at once
-	Remember int           // objects that were offered; beyond it the oldest are forgotten; default 1 Mi, 32 bytes each
+	MinHits  int           // an object is written once it was offered this often before; default 0, at once
+	MinAge   time.Duration // and once its first offer is this long ago; default 0, at once
+	Remember int           // number of offered objects to remember, then the oldest are forgotten; default 1 Mi, 32 bytes each
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -31,7 +31,7 @@ func (a Admission) Validate() error {
 	return c.Err()
 }
 
-// Admitting is a Tier that keeps objects of little use from another one.
+// Admitting is a Tier that does not pass objects of little use to another one.
 type Admitting struct {
 	Tier
 
@@ -39,17 +39,17 @@ type Admitting struct {
 	seed maphash.Seed
 	mu   struct {
 		sync.Mutex
-		young, old map[uint64]offers // of objects, by a hash of their keys; young ones become old together
+		young, old map[uint64]offers // by a hash of the object's key; when young is full, it becomes old as a whole
 	}
 }
 
-// offers are how often an object was offered, and when first.
+// offers says how often an object was offered, and when first.
 type offers struct {
 	first time.Time
 	n     int
 }
 
-// Admitted keeps from t what an Admission says.
+// Admitted returns a Tier that writes to t only the objects that o admits.
 func Admitted(t Tier, o Admission) *Admitting {
 	o.Remember = cmp.Or(o.Remember, 1<<20)
 	a := &Admitting{Tier: t, o: o, seed: maphash.MakeSeed()}
@@ -57,8 +57,8 @@ func Admitted(t Tier, o Admission) *Admitting {
 	return a
 }
 
-// Write implements Tier. It returns ErrNotKept for what was not offered often enough, or
-// long enough ago.
+// Write implements Tier. It returns ErrNotKept for an object that was not offered often enough, or
+// was first offered too short a time ago.
 func (a *Admitting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	if o := a.offered(k); o.n <= a.o.MinHits {
 		return fmt.Errorf("%w: it was offered %d times", ErrNotKept, o.n)
@@ -68,7 +68,7 @@ func (a *Admitting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 	return a.Tier.Write(ctx, k, m, src)
 }
 
-// offered counts that an object is offered.
+// offered counts an offer of an object.
 func (a *Admitting) offered(k kv.Key) offers {
 	h := maphash.Comparable(a.seed, k)
 	a.mu.Lock()

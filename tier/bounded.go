@@ -17,8 +17,8 @@ import (
 
 // Limits bound the use of a Tier. A zero field means its default.
 type Limits struct {
-	Calls   int           // at once, writes no more than half of them; default 64
-	Bytes   int64         // of reads and writes at once; one of any size may always go on; default 1 GiB
+	Calls   int           // that run at once; at most half of them are writes; default 64
+	Bytes   int64         // of the reads and writes that run at once; one alone may have any size; default 1 GiB
 	Timeout time.Duration // of a call; default 30 s
 
 	// After Failures calls in a row that failed or took too long, the tier rests for
@@ -42,7 +42,7 @@ func (l Limits) Validate() error {
 type Bounding struct {
 	of     Tier
 	limits Limits
-	saw    func(write bool, err error) // how a call of the tier ended; nil: not asked for; set before the first call
+	saw    func(write bool, err error) // is called with the end of each call of the tier; nil: not called; set before the first call
 
 	mu struct {
 		sync.Mutex
@@ -51,7 +51,7 @@ type Bounding struct {
 		freed         chan struct{} // closed when a call ends; nil without waiters
 		failures      int           // in a row
 		restUntil     time.Time     // while failures are too many
-		trying        bool          // one call tries whether the tier works again
+		trying        bool          // a call that tests whether the tier works again is running
 	}
 }
 
@@ -69,7 +69,7 @@ func (b *Bounding) Resting() bool {
 	return b.mu.failures >= b.limits.Failures
 }
 
-// do calls f once there is room for it. Error: ErrResting without a call.
+// do calls f once there is room for it. While the tier rests it returns ErrResting and does not call f.
 func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(context.Context) error) error {
 	trial, err := b.admit()
 	if err != nil {
@@ -88,7 +88,7 @@ func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(conte
 			b.settle(o, trial)
 		}
 	}
-	// A call that does not end counts when its time is over, not when it ends.
+	// A call that does not end counts as failed when its time is over, not when it ends.
 	timer := time.AfterFunc(b.limits.Timeout, func() { settle(failed) })
 	defer timer.Stop()
 	returned := false
@@ -108,10 +108,10 @@ type outcome uint8
 const (
 	worked outcome = iota
 	failed
-	unknown // it was given up
+	unknown // the caller gave up, or the tier rested
 )
 
-// judge returns the state of the tier that an error implies.
+// judge returns what the error of a call says about the tier.
 func (b *Bounding) judge(ctx context.Context, err error) outcome {
 	_, corrupt := errors.AsType[*CorruptError](err)
 	switch {
@@ -198,7 +198,7 @@ func (b *Bounding) settle(o outcome, trial bool) {
 		b.mu.trying = false
 	}
 	switch {
-	case o == worked && (trial || b.mu.failures < b.limits.Failures): // an old call ends no rest
+	case o == worked && (trial || b.mu.failures < b.limits.Failures): // a call from before the rest does not end it
 		b.mu.failures = 0
 	case o == failed:
 		b.mu.failures = min(b.mu.failures+1, b.limits.Failures)
@@ -208,7 +208,7 @@ func (b *Bounding) settle(o outcome, trial bool) {
 	}
 }
 
-// Stat implements Tier. While the tier rests nothing is there.
+// Stat implements Tier. While the tier rests every object is missing.
 func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	err := b.stat(ctx, keys, metas)
 	if errors.Is(err, ErrResting) {
@@ -218,16 +218,16 @@ func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error 
 	return err
 }
 
-// stat is Stat, and returns ErrResting where the tier rests, so that it is not taken for a miss.
+// stat is Stat, but returns ErrResting while the tier rests, so that the caller does not take this for a miss.
 func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.seen(false, b.of.Stat(ctx, keys, metas)) })
 }
 
-// observe has f called with the end of each lookup, read and write of the tier itself.
+// observe sets f as the function that is called with the end of each lookup, read and write of the tier itself.
 func (b *Bounding) observe(f func(write bool, err error)) { b.saw = f }
 
-// seen reports the end of a call. The error of a tier that rests of its own accord, as a server of Redis does after
-// failures, is a failure here, although it becomes a miss for the caller.
+// seen reports the end of a call to b.saw. If the tier itself rests, as a Redis tier does after failures, the
+// observer sees its error, although the caller sees a miss.
 func (b *Bounding) seen(write bool, err error) error {
 	if b.saw != nil {
 		b.saw(write, err)
@@ -235,7 +235,7 @@ func (b *Bounding) seen(write bool, err error) error {
 	return err
 }
 
-// Read implements Tier. While the tier rests nothing is there.
+// Read implements Tier. While the tier rests every object is missing.
 func (b *Bounding) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
 	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
 		m, err = b.of.Read(ctx, k, dst)
@@ -244,7 +244,7 @@ func (b *Bounding) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err 
 	return m, err
 }
 
-// ReadSummed implements Summing. While the tier rests nothing is there.
+// ReadSummed implements Summing. While the tier rests every object is missing.
 func (b *Bounding) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
 	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
 		m, sum, err = ReadSummed(ctx, b.of, k, dst)
@@ -262,7 +262,7 @@ func (b *Bounding) read(ctx context.Context, bytes int, f func(context.Context) 
 }
 
 // Write implements Tier. While the tier rests it returns ErrResting, and so does the call
-// whose failure begins or prolongs the rest: the object is to be offered again.
+// whose failure begins or prolongs the rest. The caller should offer the object again.
 func (b *Bounding) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	err := b.do(ctx, int64(len(src)), true, func(ctx context.Context) error { return b.seen(true, b.of.Write(ctx, k, m, src)) })
 	if b.judge(ctx, err) == failed && b.Resting() {

@@ -15,17 +15,18 @@ import (
 
 // CascadeOptions configure a Cascade. A zero field means its default.
 type CascadeOptions struct {
-	// What a read finds in a lower place is written to those above it, in the background.
-	// So many bytes may wait for that; default 64 MiB. More is not written, and counted.
+	// An object that a read finds in a lower tier is written to the tiers above it, in the
+	// background. At most FillBytes may wait for that; default 64 MiB. Objects beyond are not
+	// written, but counted.
 	FillBytes int64
 	NoFill    bool
 	FillTime  time.Duration // for each; default 30 s
 }
 
-// Cascading is a Tier of several: it reads the first one that has an object, and writes
-// to all.
+// Cascading is a Tier made of several: it reads an object from the first tier that has it, and
+// writes to all.
 type Cascading struct {
-	tiers []Tier // first the one to be asked first
+	tiers []Tier // in the order in which they are asked
 	o     CascadeOptions
 
 	life  context.Context // ends with Close
@@ -35,17 +36,17 @@ type Cascading struct {
 		sync.Mutex
 		closed   bool
 		filling  map[kv.Key]*fill
-		deleting map[kv.Key]int // by how many; they are not filled meanwhile
+		deleting map[kv.Key]int // number of running Deletes of a key; meanwhile it is not filled
 		bytes    int64
 		skipped  uint64
 	}
 }
 
-// fill is an object on its way to the upper places.
+// fill is an object that is being written to upper tiers.
 type fill struct {
 	key    kv.Key
 	bytes  int64
-	wanted bool          // it was not deleted; guarded by Cascading.mu
+	wanted bool          // false once the object was deleted; guarded by Cascading.mu
 	done   chan struct{} // closed when it has ended
 }
 
@@ -58,8 +59,8 @@ func Cascade(o CascadeOptions, tiers ...Tier) *Cascading {
 	return c
 }
 
-// Stat implements Tier: the lower ones are asked for what the upper ones lack. One that
-// fails has nothing; it is an error when all do.
+// Stat implements Tier. It asks each tier only for the objects that the upper tiers lack. A tier
+// that fails counts as empty. If all fail, Stat returns their errors.
 func (c *Cascading) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	clear(metas[:len(keys)])
 	var errs []error
@@ -91,7 +92,7 @@ func (c *Cascading) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 	return ctx.Err()
 }
 
-// Read implements Tier. The error is that of the last one unless another one says more.
+// Read implements Tier. The error is the first one that is not ErrMissing, else ErrMissing.
 func (c *Cascading) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
 	err = c.read(ctx, k, dst, func(t Tier) (Meta, error) {
 		m, err = t.Read(ctx, k, dst)
@@ -114,7 +115,7 @@ func (c *Cascading) read(ctx context.Context, k kv.Key, dst []byte, f func(Tier)
 	for i, t := range c.tiers {
 		m, err := f(t)
 		if err == nil {
-			if i > 0 && !m.NoSum { // an object without a checksum would get a made-up one
+			if i > 0 && !m.NoSum { // with NoSum the upper tiers would compute a checksum of unverified bytes
 				c.fill(k, m, dst, c.tiers[:i])
 			}
 			return nil
@@ -129,8 +130,8 @@ func (c *Cascading) read(ctx context.Context, k kv.Key, dst []byte, f func(Tier)
 	return worst
 }
 
-// fill writes an object to upper tiers, in the background. What is being filled is not
-// filled again.
+// fill writes an object to upper tiers, in the background. It does nothing if a fill of the
+// object is running.
 func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
 	f := c.beginFill(k, int64(len(data)))
 	if f == nil {
@@ -138,7 +139,7 @@ func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
 	}
 	begun := false
 	defer func() {
-		if !begun { // the memory of data went away
+		if !begun { // bytes.Clone panicked: a peer took the memory of data away
 			c.endFill(f)
 		}
 	}()
@@ -156,7 +157,7 @@ func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
 	}()
 }
 
-// beginFill returns nil for what is not to be filled.
+// beginFill returns nil if the object must not be filled now.
 func (c *Cascading) beginFill(k kv.Key, n int64) *fill {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -189,14 +190,14 @@ func (c *Cascading) wanted(f *fill) bool {
 	return f.wanted
 }
 
-// Skipped is how many objects were not filled because too many bytes waited.
+// Skipped is how many objects were not written to upper tiers because too many bytes waited.
 func (c *Cascading) Skipped() uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.mu.skipped
 }
 
-// Write implements Tier: to all. It is kept if one of them keeps it.
+// Write implements Tier. It writes to all tiers and succeeds if one of them keeps the object.
 func (c *Cascading) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	var errs []error
 	for _, t := range c.tiers {
@@ -210,8 +211,8 @@ func (c *Cascading) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 	return errors.Join(errs...)
 }
 
-// Delete implements Tier. It waits for fills of the same objects: they would bring back
-// what is deleted.
+// Delete implements Tier. It waits for fills of the same objects, which would otherwise write
+// deleted objects again.
 func (c *Cascading) Delete(ctx context.Context, keys []kv.Key) error {
 	fills := c.beginDelete(keys)
 	defer c.endDelete(keys)
@@ -252,8 +253,8 @@ func (c *Cascading) endDelete(keys []kv.Key) {
 	}
 }
 
-// List implements Lister: each object once, as the first one has it. Places that cannot
-// list are left out; it is an error when none can.
+// List implements Lister. It lists each object once, as the first tier with it lists it. It
+// leaves out tiers that cannot list, and returns an error if no tier can.
 func (c *Cascading) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
 	seen, more, able := make(map[kv.Key]struct{}), true, false
 	for _, t := range c.tiers {

@@ -17,12 +17,12 @@ type Change struct {
 	Key     kv.Key
 	Tier    uint8 // its number, from 1
 	Removed bool
-	All     bool   // of a removal: nothing that was noted of the tier counts any more; Key says nothing
-	Model   string // with All: only what belongs to the model; empty for everything
+	All     bool   // with Removed: no earlier change of the tier holds any more; Key is not set
+	Model   string // with All: only the model's objects; empty for all objects
 }
 
 // Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
-// concurrent use; its mutex is before that of Translate's function only. Recording a state twice changes nothing.
+// concurrent use. Under its mutex only the function of Translate takes another mutex. Readers must expect repeated changes.
 type Changes struct {
 	watched atomic.Bool
 	news    chan struct{}
@@ -30,11 +30,11 @@ type Changes struct {
 		sync.Mutex
 		container.Ring[Change]
 		back  func(kv.Key) (kv.Key, bool)
-		after uint64 // of earlier ones nothing counts any more
+		after uint64 // changes before this number no longer hold
 	}
 }
 
-// Translate has f turn the keys of tiers into those of objects; what it does not know is not noted.
+// Translate sets f, which turns the keys of tiers into those of objects. Keys that f does not know are not recorded.
 func (c *Changes) Translate(f func(kv.Key) (kv.Key, bool)) {
 	if c == nil {
 		return
@@ -44,7 +44,7 @@ func (c *Changes) Translate(f func(kv.Key) (kv.Key, bool)) {
 	c.mu.back = f
 }
 
-// Forget says that tiers have nothing of what was noted: readers of changes have lost some.
+// Forget says that no recorded change holds any more. Readers of changes are told that they have lost some.
 func (c *Changes) Forget() {
 	if c == nil || !c.watched.Load() {
 		return
@@ -59,7 +59,7 @@ func (c *Changes) Forget() {
 	}
 }
 
-// ForgetTier says that a tier may have nothing of what was noted of it, of one model or, without a model, of all.
+// ForgetTier says that no recorded change of a tier holds any more, for one model or, without a model, for all.
 func (c *Changes) ForgetTier(tier uint8, model string) {
 	if c == nil || !c.watched.Load() {
 		return
@@ -76,7 +76,7 @@ func (c *Changes) ForgetTier(tier uint8, model string) {
 // MaxTiers bounds the tiers of one Changes.
 const MaxTiers = 255
 
-// NewChanges returns Changes that note nothing yet.
+// NewChanges returns Changes that record nothing yet.
 func NewChanges() *Changes { return &Changes{news: make(chan struct{}, 1)} }
 
 // Watch begins to note, and keeps the last changes, at least size of them. Later calls change nothing.
@@ -87,10 +87,10 @@ func (c *Changes) Watch(size int) {
 	c.watched.Store(true)
 }
 
-// News gets a value, one for any number of changes, after there were some. One reader may use it.
+// News receives one value after one or more changes. Only one reader may use it.
 func (c *Changes) News() <-chan struct{} { return c.news }
 
-// Note notes that an object is in a tier, or is not. On nil Changes it does nothing.
+// Note records that an object is in a tier, or is not. On nil Changes it does nothing.
 func (c *Changes) Note(tier uint8, k kv.Key, there bool) {
 	if c == nil || !c.watched.Load() {
 		return
@@ -134,8 +134,8 @@ func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	return c.mu.Ring.After(number, dst)
 }
 
-// Recording wraps a Tier and records in Changes what its calls reveal of the contents. Where other programs write to
-// the place, or it evicts by itself, the record of an object is wrong until the next call for it.
+// Recording wraps a Tier and records in Changes what its calls reveal of the contents. If other programs write to
+// the tier, or the tier evicts by itself, the record of an object is wrong until the next call for that object.
 type Recording struct {
 	Tier
 	changes *Changes
@@ -147,10 +147,10 @@ type Recording struct {
 	}
 }
 
-// calls are those of one object that go on, or went on while one of these did: their results came in any order.
+// calls are the running calls for one object, and those that ended while one of them ran. Such results come in any order.
 type calls struct {
 	n             int
-	wrote, forgot bool // a Write, a Delete was among them
+	wrote, forgot bool // one of them is a Write, is a Delete
 }
 
 // Recorded returns t, with its calls recorded in c as those of tier number. Without c it returns t itself.
@@ -186,7 +186,7 @@ func (n *Recording) begin(keys []kv.Key, what kind) {
 	}
 }
 
-// result is what a call reveals of an object.
+// result says what a call reveals of an object.
 type result uint8
 
 const (
@@ -195,8 +195,8 @@ const (
 	absent
 )
 
-// end records the result of a call. What was looked for while it was written or deleted is not known; what was written while it was
-// deleted counts as gone.
+// end records the result of a call. The result of a lookup or read says nothing if a Write or Delete ran at the same time. A Write
+// counts as a removal if a Delete ran at the same time.
 func (n *Recording) end(keys []kv.Key, what kind, of func(i int) result) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -212,14 +212,14 @@ func (n *Recording) end(keys []kv.Key, what kind, of func(i int) result) {
 		case what == writes && c.forgot:
 			got = absent
 		}
-		if got != unsaid { // under the mutex: as they end, so they are noted
+		if got != unsaid { // under the mutex, so that changes are recorded in the order in which calls end
 			n.changes.Note(n.number, k, got == there)
 		}
 	}
 }
 
-// quiet reports whether there is no watcher: then calls are not recorded. A watcher that begins during a call sees its result at
-// the next call.
+// quiet reports whether there is no watcher; then calls are not recorded. A watcher that begins during a call does not see
+// the result of that call.
 func (n *Recording) quiet() bool { return !n.changes.watched.Load() }
 
 // Stat implements Tier.
@@ -305,7 +305,7 @@ func (n *Recording) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 			case errors.Is(err, ErrNotKept), errors.Is(err, ErrResting):
 				return unsaid
 			}
-			return absent // a partial write is not reported
+			return absent // a failed write may have removed the old object
 		})
 	}()
 	err = n.Tier.Write(ctx, k, m, src)
@@ -321,7 +321,7 @@ func (n *Recording) Delete(ctx context.Context, keys []kv.Key) error {
 	var err error
 	defer func() {
 		n.end(keys, forgets, func(int) result {
-			if errors.Is(err, ErrNotKept) { // the place deletes nothing
+			if errors.Is(err, ErrNotKept) { // this tier deletes nothing
 				return unsaid
 			}
 			return absent

@@ -10,14 +10,14 @@ import (
 	"time"
 )
 
-// Why a place does not take an object; beside ErrNotKept or ErrResting.
+// Reasons why a tier does not take an object; errors wrap them together with ErrNotKept or ErrResting.
 var (
 	ErrFull     = errors.New("tier: no room")
 	ErrBudget   = errors.New("tier: its write budget is used up")
 	ErrReadOnly = errors.New("tier: it may only be read")
 	ErrName     = errors.New("tier: no name for it")
 
-	// ErrNotReady, beside ErrResting, says that the place begins its work and nothing is wrong.
+	// ErrNotReady, together with ErrResting, says that the tier is still starting and nothing is wrong.
 	ErrNotReady = errors.New("tier: not ready yet")
 )
 
@@ -45,15 +45,15 @@ type Condition struct {
 }
 
 const (
-	// failuresInARow mean that a tier cannot be reached; one is enough before its first success.
+	// After failuresInARow failures in a row a tier counts as unreachable; before its first success one is enough.
 	failuresInARow = 3
 
-	// stateHold is how long a tier must have refused nothing before it counts as taking again. A tier that
+	// stateHold is for how long a tier must not have refused a write before a successful write changes its state back. A tier that
 	// evicts is full now and then.
 	stateHold = 10 * time.Second
 )
 
-// conditions follows what the calls of a tier show. Its mutex is a leaf.
+// conditions derives the state of a tier from the results of its calls. Its mutex is a leaf.
 type conditions struct {
 	mu       sync.Mutex
 	log      *slog.Logger // nil: changes are not logged
@@ -61,14 +61,14 @@ type conditions struct {
 	now      Condition
 	worked   bool
 	failures int       // in a row
-	failed   string    // the last one
-	refuses  Condition // why it took nothing last; zero once it takes again
+	failed   string    // text of the last failure
+	refuses  Condition // why it last refused a write; zero once it takes writes again
 	refused  time.Time // when
-	nameless Condition // it had no name for an object; zero once it has had names for all for a while
-	unnamed  time.Time // when, last
+	nameless Condition // set when the tier had no name for an object; zero after stateHold without such an object
+	unnamed  time.Time // when it last had no name
 }
 
-// reasonOf returns why a write was not taken; empty for another reason.
+// reasonOf returns the state that the error of a refused write shows; empty if it shows none.
 func reasonOf(err error) State {
 	switch {
 	case errors.Is(err, ErrFull):
@@ -83,7 +83,7 @@ func reasonOf(err error) State {
 	return ""
 }
 
-// saw notes how a call ended; rests says that the tier was not asked.
+// saw records how a call ended. rests says that a wrapper answered while the tier rests.
 func (c *conditions) saw(write, rests bool, err error) {
 	if rests && err == nil || errors.Is(err, context.Canceled) || errors.Is(err, ErrNotReady) {
 		return
@@ -162,7 +162,7 @@ func (c *conditions) gauge() map[string]int {
 	return out
 }
 
-// Watch has changes of the tier's state logged.
+// Watch logs changes of the tier's state to log.
 func (c *Counting) Watch(log *slog.Logger) {
 	c.conditions.mu.Lock()
 	defer c.conditions.mu.Unlock()
@@ -177,8 +177,8 @@ func (c *Counting) Probe(ctx context.Context, ask func(context.Context) error) {
 	c.conditions.saw(false, false, ask(ctx))
 }
 
-// observe has f called with the end of each call that reaches the tier below wrappers, and reports whether it will be:
-// what a wrapper answers from memory, or while the tier rests, says nothing of the tier.
+// observe sets f to be called with the end of each call that reaches the tier below its wrappers, and reports whether a
+// wrapper of t can do that. An answer of a wrapper from memory, or while the tier rests, says nothing of the tier.
 func observe(t Tier, f func(write bool, err error)) bool {
 	switch w := t.(type) {
 	case *Bounding:
@@ -190,7 +190,7 @@ func observe(t Tier, f func(write bool, err error)) bool {
 	return false
 }
 
-// rests reports whether a tier is left alone after failures, so that its answers are not its own.
+// rests reports whether a tier rests after failures, so that a wrapper answers for it.
 func rests(t Tier) bool {
 	r, ok := t.(interface{ Resting() bool })
 	return ok && r.Resting()

@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// restingTier is a tier whose calls fail while it is down, and that is left alone by itself after three failures, as a
-// server of Redis is.
+// restingTier is a tier whose calls fail while it is down. After three failures it pauses its own calls, as the tier of a
+// Redis server does.
 type restingTier struct {
 	*Memory
 	down     bool
@@ -51,8 +51,8 @@ func (r *restingTier) Write(ctx context.Context, k kv.Key, m Meta, src []byte) e
 	return r.Memory.Write(ctx, k, m, src)
 }
 
-// A tier that is gone is one warning until it answers, however many lookups are answered meanwhile without it: from memory, or
-// because it rests.
+// A tier that is gone causes one warning until it answers again, however many lookups get an answer without it meanwhile: from
+// memory, or because its calls are paused.
 func TestAnswersWithoutTheTierChangeNoState(t *testing.T) {
 	f := func(wrap func(Tier) Tier) {
 		t.Helper()
@@ -89,7 +89,7 @@ func TestAnswersWithoutTheTierChangeNoState(t *testing.T) {
 	f(func(place Tier) Tier { return Remembered(bounded(place), Absence{For: time.Second}) })
 }
 
-// A tier that had no name for a model works again once objects are written there and no other one lacked a name for a while.
+// A tier that had no name for a model works again once it takes objects and no model has lacked a name for a while.
 func TestStateAfterTheLastNamelessModel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log strings.Builder

@@ -44,7 +44,7 @@ type Stats struct {
 	Written int64 `counter:"kvasir_tier_device_written_bytes_total" help:"Bytes written to the device since the start, padding and books included: its wear."`
 }
 
-// Counting is a Tier that counts what is done with another one. Its errors are *Error.
+// Counting is a Tier that counts the calls of another one. Its errors are *Error.
 type Counting struct {
 	observed bool // conditions sees the calls of the tier itself, below its wrappers
 	of       Tier
@@ -95,7 +95,7 @@ func (c *Counting) Stats() Stats {
 	return s
 }
 
-// begin counts a call that goes on; the function that it returns ends it.
+// begin counts a running call. The caller must call end when the call ends.
 func (c *Counting) begin(call string, busy *atomic.Int64) (end func(error)) {
 	began := time.Now()
 	c.n.inFlight.Add(1)
@@ -116,7 +116,7 @@ func (c *Counting) begin(call string, busy *atomic.Int64) (end func(error)) {
 	}
 }
 
-// named says whose an error is.
+// named adds the name of the tier to an error.
 func (c *Counting) named(err error) error {
 	if err == nil {
 		return nil
@@ -222,7 +222,7 @@ func (c *Counting) Space() Space { return spaceOf(c.of) }
 // Close implements Tier.
 func (c *Counting) Close() error { return c.of.Close() }
 
-// ErrNoList means that a tier cannot say what it holds.
+// ErrNoList means that a tier cannot list its objects.
 var ErrNoList = errors.New("tier: it cannot list its objects")
 
 func list(ctx context.Context, t Tier, f func(kv.Key, Meta) bool) error {

@@ -8,15 +8,15 @@ import (
 	"slices"
 )
 
-// Flow lets a wrapper work on the bytes of an object while the place below it moves them. It travels with the context of a Read or a Write, to a
-// place that is a Flowing. Its methods may be called at the same time, and those of a nil Flow do nothing.
+// Flow lets a wrapper work on the bytes of an object while the tier below moves them. The context of a Read or a Write carries it to a
+// tier that is Flowing. Its methods may be called at the same time. Those of a nil Flow do nothing.
 type Flow struct {
-	Begin func(m Meta)                     // Read: the bytes of an object come next; called again where a place reads them again
+	Begin func(m Meta)                     // Read: the bytes of an object come next; called again when the tier reads them again
 	Got   func(from, to int64)             // Read: dst[from:to] is there, and is not written again unless Begin is called
 	Need  func(from, to int64) (err error) // Write: waits until src[from:to] is there
 }
 
-// Flowing is a place that asks the Flow of a Write before it looks at bytes of src. It need not call the Flow of a Read.
+// Flowing is a tier that calls the Flow of a Write before it reads bytes of src. It need not call the Flow of a Read.
 type Flowing interface{ Flows() }
 
 type flowKey struct{}
@@ -54,10 +54,10 @@ func (f *Flow) Wants(from, to int64) error {
 	return f.Need(from, to)
 }
 
-// flowPiece is how much moves between two calls of a Flow, bytes.
+// flowPiece is how many bytes move between two calls of a Flow.
 const flowPiece = 256 << 10
 
-// Fill fills dst, which begins at byte at of the object, from r, and passes what comes to sum and to the Flow. Errors: those of Summer.Fill.
+// Fill fills dst, which begins at byte at of the object, from r, and reports the bytes to sum and to the Flow. Errors: those of Summer.Fill.
 func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
 	if f == nil || f.Got == nil {
 		return sum.Fill(r, dst, at)
@@ -73,8 +73,8 @@ func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
 	return nil
 }
 
-// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part is there; nil: all
-// are. Without a Flow there is one part.
+// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part has its
+// bytes; if it is nil, all have. Without a Flow there is one part.
 func (f *Flow) Parts(src []byte, at int64) (parts [][]byte, ready func(part int) error) {
 	if f == nil || f.Need == nil {
 		return [][]byte{src}, nil

@@ -12,15 +12,15 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Ranking is a Tier that can say what of it was used last, or where the place does not tell, written
+// Ranking is a Tier that can list the objects that were used last, or if it does not know that, written
 // last.
 type Ranking interface {
-	// Hottest calls f for n objects at most, the hottest first, until it answers false. It takes
+	// Hottest calls f for n objects at most, the hottest first, until f returns false. It takes
 	// memory for n names.
 	Hottest(ctx context.Context, n int, f func(kv.Key, Meta) bool) error
 }
 
-// Hottest is that of t. Error: ErrNoList where it cannot tell.
+// Hottest calls t.Hottest. It returns ErrNoList if t is no Ranking.
 func Hottest(ctx context.Context, t Tier, n int, f func(kv.Key, Meta) bool) error {
 	if r, ok := t.(Ranking); ok {
 		return r.Hottest(ctx, n, f)
@@ -28,16 +28,16 @@ func Hottest(ctx context.Context, t Tier, n int, f func(kv.Key, Meta) bool) erro
 	return ErrNoList
 }
 
-// Hot keeps the hottest names of many.
+// Hot collects the n hottest of many names.
 type Hot struct {
 	n    int
 	heap hotHeap // coldest first
 }
 
-// NewHot keeps n.
+// NewHot returns a Hot for n names.
 func NewHot(n int) *Hot { return &Hot{n: n} }
 
-// Add adds a name. A larger heat is hotter; of equal ones the first added is.
+// Add adds a name. A larger heat is hotter; of two equal heats the one added first is hotter.
 func (h *Hot) Add(k kv.Key, heat int64) {
 	x := hot{k, heat, h.heap.added}
 	h.heap.added++
@@ -49,8 +49,8 @@ func (h *Hot) Add(k kv.Key, heat int64) {
 	}
 }
 
-// Each asks t for the names, some at a time, and calls f for those that are there, the hottest
-// first, until it answers false.
+// Each looks the names up in t, 256 at a time, and calls f for those that are in t, the hottest
+// first, until f returns false.
 func (h *Hot) Each(ctx context.Context, t Tier, f func(kv.Key, Meta) bool) error {
 	list := slices.Clone(h.heap.list)
 	slices.SortFunc(list, func(a, b hot) int { return cmp.Or(cmp.Compare(b.heat, a.heat), cmp.Compare(a.number, b.number)) })
@@ -115,18 +115,18 @@ func (r *Remembering) Hottest(ctx context.Context, n int, f func(kv.Key, Meta) b
 	return Hottest(ctx, r.of, n, f)
 }
 
-// Hottest implements Ranking: of one tier after the other.
+// Hottest implements Ranking. It ranks one tier after the other.
 func (r *Routing) Hottest(ctx context.Context, n int, f func(kv.Key, Meta) bool) error {
 	return eachHottest(ctx, r.tiers, n, f)
 }
 
-// Hottest implements Ranking: of one place after the other. What several have may be named more
-// than once.
+// Hottest implements Ranking. It ranks one tier after the other. It may name an object that several
+// tiers have more than once.
 func (c *Cascading) Hottest(ctx context.Context, n int, f func(kv.Key, Meta) bool) error {
 	return eachHottest(ctx, c.tiers, n, f)
 }
 
-// eachHottest is an error where no tier can tell; one that fails has nothing.
+// eachHottest ranks each tier in turn. It leaves out a tier that fails, and returns an error if no tier is a Ranking.
 func eachHottest(ctx context.Context, tiers []Tier, n int, f func(kv.Key, Meta) bool) error {
 	able, more := false, true
 	var errs []error

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Digested returns a name that is short and has no character that separates parts of names, for an object whose own name is
-// too long or has one: sha256-DIGEST, and after ~ the generation, so that what a clear made absent is seen.
+// Digested returns a short name without characters that separate parts of names, for an object whose own name is
+// too long or has such a character: sha256-DIGEST, and after ~ the generation, so that objects of earlier generations can be recognized.
 // LMCache's servers do not find such objects.
 func (n Name) Digested() Name {
 	model := n.Kept()
@@ -31,7 +31,7 @@ func (n Name) Digested() Name {
 //
 //	MODEL@RANK@GROUP@HASH[@SALT]    rank 8 digits, group and hash hexadecimal
 //
-// The name of a model with an @ is Digested. It reports false for an object without a model, and of a mixed one.
+// A model whose name has an @ gets its Digested name. LMCache reports false without a model, and for a mixed model.
 func (n Name) LMCache(k kv.Key) (string, bool) {
 	if strings.Contains(n.Model, "@") {
 		n = n.Digested()
@@ -43,7 +43,7 @@ func (n Name) LMCache(k kv.Key) (string, bool) {
 	return name, n.Model != "" && !n.Mixed
 }
 
-// ParseLMCache reads what Name.LMCache writes. The key has no namespace.
+// ParseLMCache parses a name that Name.LMCache returned. The key has no namespace.
 func ParseLMCache(name string) (n Name, k kv.Key, ok bool) {
 	parts := strings.SplitN(name, "@", 5)
 	if len(parts) < 4 || parts[0] == "" {

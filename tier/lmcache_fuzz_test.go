@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A name that other programs may have given an object is one that is written the same, or none.
+// ParseLMCache accepts a name of another program only if it is written as the same name again.
 func FuzzParseLMCache(f *testing.F) {
 	name, _ := tier.Name{Model: "org/m", Salt: "a@b"}.LMCache(kv.Key{Chunk: kv.Hash{1}, Rank: 3, Group: 0xff})
 	f.Add(name)

@@ -21,7 +21,7 @@ type Memory struct {
 		sync.Mutex
 		bytes   int64
 		objects map[kv.Key]object
-		order   []kv.Key // as they came; of deleted ones, too
+		order   []kv.Key // in the order of the writes; includes deleted keys
 	}
 }
 
@@ -83,7 +83,7 @@ func (m *Memory) Write(ctx context.Context, k kv.Key, meta Meta, src []byte) err
 		m.mu.order = m.mu.order[1:]
 	}
 	m.mu.objects[k] = object{meta, data}
-	if len(m.mu.order) > 2*len(m.mu.objects)+16 { // mostly of deleted ones
+	if len(m.mu.order) > 2*len(m.mu.objects)+16 { // mostly deleted keys
 		m.mu.order = slices.DeleteFunc(m.mu.order, func(k kv.Key) bool { _, ok := m.mu.objects[k]; return !ok })
 	}
 	m.mu.order = append(m.mu.order, k)

@@ -6,13 +6,13 @@ import "context"
 
 type momentKey struct{}
 
-// AtMoment returns a context that says when a Write was decided: at which moment of
-// generation.Book.
+// AtMoment returns a context for a Write that says at which moment of generation.Book the
+// write was decided.
 func AtMoment(ctx context.Context, moment uint64) context.Context {
 	return context.WithValue(ctx, momentKey{}, moment)
 }
 
-// MomentOf returns what AtMoment was given; false where nothing was.
+// MomentOf returns the moment of AtMoment. It reports false for a context without one.
 func MomentOf(ctx context.Context) (uint64, bool) {
 	m, ok := ctx.Value(momentKey{}).(uint64)
 	return m, ok

@@ -12,18 +12,18 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// maxNames bounds what Names remember.
+// maxNames bounds the namespaces in Names.
 const maxNames = 1 << 16
 
-// Name is what a namespace digests and others call objects by.
+// Name has the parts that a namespace digests. Other programs name objects by them.
 type Name struct {
 	Model, Salt string
-	Revision    string // of the model's weights, where the operator names one
-	Layout      string // of objects that model, rank, group and hash do not tell apart, as rows of vLLM's tiered offloading; else ""
-	Mixed       bool   // chunks of equal length have unlike bytes, and LMCache's names do not say which; see Names.Mix
+	Revision    string // of the model's weights, if the operator names one
+	Layout      string // for objects that model, rank, group and hash do not tell apart, such as rows of vLLM's tiered offloading; else ""
+	Mixed       bool   // chunks of equal length may have different layouts, which LMCache's names do not tell apart; see Names.Mix
 }
 
-// Revised returns the name under which a model's chunks are kept: MODEL, or MODEL~REVISION.
+// Revised returns the name under which a model's chunks are stored: MODEL, or MODEL~REVISION.
 func Revised(model, revision string) string {
 	if revision == "" {
 		return model
@@ -31,14 +31,14 @@ func Revised(model, revision string) string {
 	return model + "~" + revision
 }
 
-// Kept returns the name under which others have the model: MODEL, then ~REVISION and ~LAYOUT where there are such.
+// Kept returns the name of the model in tiers that name objects by models: MODEL, then ~REVISION and ~LAYOUT if they are not empty.
 func (n Name) Kept() string { return Revised(Revised(n.Model, n.Revision), n.Layout) }
 
-// IsOf reports whether a name that a place has for a model stands for this one, in any revision and generation.
+// IsOf reports whether name, a model's name in a tier, stands for model, in any revision and generation.
 func IsOf(name, model string) bool { return name == model || strings.HasPrefix(name, model+"~") }
 
-// Names remember which model and salt each namespace is of, for places whose objects
-// others name by those. A nil *Names remembers nothing. Its methods are safe for
+// Names map each namespace to its model and salt, for tiers whose objects have names made
+// of these. A nil *Names is empty and stays empty. Its methods are safe for
 // concurrent use.
 type Names struct {
 	mu struct {
@@ -49,7 +49,7 @@ type Names struct {
 	revisions map[string]string // by model; immutable once names are added
 }
 
-// SetRevisions sets the revisions of models. It is called before the first Add.
+// SetRevisions sets the revisions of models. Call it before the first Add.
 func (n *Names) SetRevisions(of map[string]string) { n.revisions = of }
 
 // NewNames returns empty Names.
@@ -59,7 +59,7 @@ func NewNames() *Names {
 	return n
 }
 
-// Add remembers a namespace. At the limit any other one is forgotten: whoever uses that
+// Add adds a namespace. At the limit it drops any other one; a caller that uses that namespace
 // again adds it again.
 func (n *Names) Add(ns kv.Namespace, model string, salt []byte) { n.AddLayout(ns, model, salt, "") }
 
@@ -82,8 +82,8 @@ func (n *Names) AddLayout(ns kv.Namespace, model string, salt []byte, layout str
 	n.mu.of[ns] = Name{Model: model, Salt: string(salt), Revision: n.revisions[model], Layout: layout}
 }
 
-// Mix notes that engines of a model have chunks of equal length and unlike bytes, as a vLLM and a SGLang. From then on the model
-// has no names in LMCache's layout, which names no layout of chunks.
+// Mix records that engines of a model, for example vLLM and SGLang, have chunks of equal length and different layouts. From then on the
+// model's objects have no names in LMCache's layout, because these names do not tell layouts of chunks apart.
 func (n *Names) Mix(model string) {
 	if n == nil {
 		return
@@ -98,10 +98,11 @@ func (n *Names) Mix(model string) {
 	}
 }
 
-// maxMixed bounds the models of Mix: as many as a note of a server has, so that none is forgotten with a restart.
+// maxMixed bounds the models of Mix. A server's note of them has as many, so that a restart forgets none.
 const maxMixed = 1024
 
-// MixedModels returns the models of Mix, in order. At maxMixed, 1,024, all models are mixed, here and where these are mixed again.
+// MixedModels returns the models of Mix, sorted. With maxMixed (1,024) of them, all models count as mixed, also in Names to which these are
+// added again.
 func (n *Names) MixedModels() []string {
 	if n == nil {
 		return nil
@@ -111,7 +112,7 @@ func (n *Names) MixedModels() []string {
 	return slices.Sorted(maps.Keys(n.mu.mixed))
 }
 
-// mixedLocked reports whether a model is mixed, or the one of which it is a generation. At the limit all are: no mixed model is forgotten.
+// mixedLocked reports whether a model, or the model without its ~ parts (revision, generation), is mixed. At the limit all models are.
 func (n *Names) mixedLocked(model string) bool {
 	switch len(n.mu.mixed) {
 	case 0:
@@ -131,7 +132,7 @@ func (n *Names) mixedLocked(model string) bool {
 	}
 }
 
-// Namespaces returns those of a model and a salt that are remembered.
+// Namespaces returns the known namespaces of a model and a salt.
 func (n *Names) Namespaces(model, salt string) (out []kv.Namespace) {
 	if n == nil {
 		return nil
@@ -146,7 +147,7 @@ func (n *Names) Namespaces(model, salt string) (out []kv.Namespace) {
 	return out
 }
 
-// Each calls f with each namespace that is remembered.
+// Each calls f with each known namespace.
 func (n *Names) Each(f func(kv.Namespace, Name)) {
 	if n == nil {
 		return
@@ -164,7 +165,7 @@ func (n *Names) Each(f func(kv.Namespace, Name)) {
 	}
 }
 
-// Of returns the model and the salt of a namespace; false where it is not remembered.
+// Of returns the name of a namespace. It reports false if the namespace is not known.
 func (n *Names) Of(ns kv.Namespace) (Name, bool) {
 	if n == nil {
 		return Name{}, false
@@ -176,8 +177,8 @@ func (n *Names) Of(ns kv.Namespace) (Name, bool) {
 	return name, ok
 }
 
-// Unnamed returns why an object has no name in LMCache's layout: its model is not known yet, or has
-// a name that cannot be one there (ErrName).
+// Unnamed returns why an object has no name in LMCache's layout: its model is not known yet, or the model's
+// name is not allowed there (ErrName).
 func (n *Names) Unnamed(k kv.Key) error {
 	name, ok := n.Of(k.Namespace)
 	if !ok {

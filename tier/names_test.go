@@ -12,7 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A model that has two layouts with chunks of equal length has no name in LMCache's layout, nor have its revisions and generations.
+// The objects of a model that has two layouts with chunks of equal length have no names in LMCache's layout, and those of its revisions and
+// generations have none.
 func TestMixedModelsHaveNoNames(t *testing.T) {
 	n := tier.NewNames()
 	models := map[string]bool{"org/m": true, "org/m~r1": true, "org/m~r1~g2": true, "org/m2": false, "m": false}
@@ -52,7 +53,7 @@ func TestMixedModelsHaveNoNames(t *testing.T) {
 	}
 }
 
-// A server that restarts has the mixed models of before from its note. However many there were, none has a name afterwards.
+// A restarted server knows the mixed models from its note. However many there were, none of them has names afterwards.
 func TestMixedModelsOutliveARestart(t *testing.T) {
 	const models = 1500
 	n, next := tier.NewNames(), tier.NewNames()

@@ -7,20 +7,20 @@ import (
 	"errors"
 )
 
-// NoteName is what the note of a Notebook is called, after the tier's prefix.
+// NoteName is the name of the note of a Notebook, after the tier's prefix.
 const NoteName = ".kvasir-generations"
 
 // MaxNote bounds a note, bytes.
 const MaxNote = 8 << 20
 
-// ErrLongNote means that a note is longer than MaxNote, so that no server wrote it as it is.
+// ErrLongNote means that a note is longer than MaxNote. No server writes such a note.
 var ErrLongNote = errors.New("tier: the note is too long")
 
-// Notebook is a Tier that keeps one small text beside its objects, for all servers that share it.
+// Notebook is a Tier that stores one small text beside its objects, for all servers that share it.
 type Notebook interface {
 	Tier
 
-	// Note returns the text, nil where there is none. The caller does not change it. Error: ErrLongNote.
+	// Note returns the text, nil if there is none. The caller must not change it. Error: ErrLongNote.
 	Note(ctx context.Context) ([]byte, error)
 
 	// SetNote replaces the text as a whole.

@@ -15,11 +15,11 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Absence says for how long a Tier is not asked again for what was not there. What others
-// write meanwhile is found after that time at the latest.
+// Absence says for how long a Tier is not asked again for an object that was missing. An object that another
+// server writes meanwhile is found after that time at the latest.
 type Absence struct {
-	For      time.Duration // 0: it is always asked
-	Remember int           // objects; beyond it the oldest are asked for again; default 64 Ki, about 50 bytes each
+	For      time.Duration // 0: the tier is always asked
+	Remember int           // number of objects to remember; the oldest are dropped; default 64 Ki, about 50 bytes each
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -30,7 +30,7 @@ func (a Absence) Validate() error {
 	return c.Err()
 }
 
-// Remembering is a Tier that remembers for a short time what another one did not have.
+// Remembering is a Tier that remembers for a short time which objects another one did not have.
 type Remembering struct {
 	of     Tier
 	o      Absence
@@ -39,14 +39,14 @@ type Remembering struct {
 
 	mu struct {
 		sync.Mutex
-		young, old map[uint64]time.Time // until when, by a hash of the keys; young ones become old together
+		young, old map[uint64]time.Time // by a hash of the key: until when it counts as missing; when young is full, it becomes old as a whole
 
-		// Writes that ended, by a part of the hash: what a Stat did not find while one did may be there.
+		// Number of writes that ended, by a part of the hash. If it changes during a Stat, a missing object is not remembered.
 		writes [1 << 12]uint32
 	}
 }
 
-// Remembered remembers what t did not have.
+// Remembered returns a Tier that remembers which objects t did not have.
 func Remembered(t Tier, o Absence) *Remembering {
 	o.Remember = cmp.Or(o.Remember, 1<<16)
 	r := &Remembering{of: t, o: o, seed: maphash.MakeSeed()}
@@ -54,16 +54,16 @@ func Remembered(t Tier, o Absence) *Remembering {
 	return r
 }
 
-// Spared returns how many objects the tier was not asked for.
+// Spared returns for how many objects the tier was not asked, because they were missing a moment before.
 func (r *Remembering) Spared() uint64 { return r.spared.Load() }
 
-// Resting reports whether the tier is left alone after failures.
+// Resting reports whether the tier rests after failures.
 func (r *Remembering) Resting() bool { return rests(r.of) }
 
-// observe has f called with the end of each call of the tier itself, where a Bounding does that.
+// observe sets f to be called with the end of each call of the tier itself, if a Bounding is below that can do it.
 func (r *Remembering) observe(f func(write bool, err error)) bool { return observe(r.of, f) }
 
-// Stat implements Tier. What was not there a moment ago is not there.
+// Stat implements Tier. An object that was missing a moment ago counts as missing.
 func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	clear(metas[:len(keys)])
 	hashes := make([]uint64, len(keys))
@@ -115,7 +115,7 @@ func (r *Remembering) writesLocked(hash uint64) *uint32 {
 	return &r.mu.writes[hash%uint64(len(r.mu.writes))]
 }
 
-// unknown returns the places of the objects that the tier must be asked about, and how many writes of each ended before now.
+// unknown returns the indices of the objects that the tier must be asked about, and the count of ended writes for each.
 func (r *Remembering) unknown(hashes []uint64, now time.Time) (at []int, seen []uint32) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -138,7 +138,7 @@ func (r *Remembering) noteLocked(hash uint64, until time.Time) {
 	r.mu.young[hash] = until
 }
 
-// written forgets that an object was not there.
+// written forgets that an object was missing.
 func (r *Remembering) written(k kv.Key) {
 	h := maphash.Comparable(r.seed, k)
 	r.mu.Lock()
@@ -158,7 +158,7 @@ func (r *Remembering) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (Met
 	return ReadSummed(ctx, r.of, k, dst)
 }
 
-// Write implements Tier. What was written may be there from then on.
+// Write implements Tier. It forgets that the object was missing.
 func (r *Remembering) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	defer r.written(k)
 	return r.of.Write(ctx, k, m, src)

@@ -9,26 +9,26 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Content is what the name of an object in a tier says of it.
+// Content is what the name of an object in a tier says about the object.
 type Content struct {
-	Key   kv.Key // without a namespace where the place names objects by models
-	Model string // with its revision and generation; empty where the place names objects by namespaces
+	Key   kv.Key // without a namespace if the tier names objects by models
+	Model string // with its revision and generation; empty if the tier names objects by namespaces
 }
 
-// Emptying is a Tier that removes objects by their names, also those without a Meta.
+// Emptying is a Tier that can remove objects by their names, also objects that Stat does not find.
 type Emptying interface {
-	// RemoveIf removes what f answers true for, and calls pace before each removal of n objects. It returns how many
-	// it removed. Error: ErrNoList.
+	// RemoveIf removes the objects for which f returns true, and calls pace before each removal of n objects. It returns how many
+	// objects it removed. Error: ErrNoList.
 	RemoveIf(ctx context.Context, f func(Content) bool, pace Pace) (removed int, err error)
 }
 
 // Pace waits until n more objects may be removed. An error ends the removal.
 type Pace func(ctx context.Context, n int) error
 
-// removeBatch is how many objects are removed at once, removePass how many keys are remembered for that.
+// removeBatch is how many objects are removed at once, removePass how many keys are collected before their removal.
 const removeBatch, removePass = 256, 1 << 16
 
-// RemoveIf removes the objects of a tier that f answers true for. Error: ErrNoList where the tier cannot say what it has.
+// RemoveIf removes the objects of a tier for which f returns true. Error: ErrNoList if the tier cannot list its objects.
 func RemoveIf(ctx context.Context, t Tier, f func(Content) bool, pace Pace) (removed int, err error) {
 	if e, ok := t.(Emptying); ok {
 		return e.RemoveIf(ctx, f, pace)

@@ -2,8 +2,8 @@
 
 package tier
 
-// Requests are the figures of a place that is paid by the request, so that its bill can be
-// read off them.
+// Requests are the figures of a tier whose provider charges for requests. They show what the
+// bill will contain.
 type Requests struct {
 	Requests map[string]uint64 `counter:"kvasir_tier_requests_total" label:"kind" help:"Requests sent to an object store, retries included, by kind as bills have them. POST begins and ends an upload in parts."`
 	Sent     uint64            `counter:"kvasir_tier_request_sent_bytes_total" help:"Bytes of objects sent with them."`
@@ -12,7 +12,7 @@ type Requests struct {
 	Unspent  map[string]uint64 `counter:"kvasir_tier_requests_spared_total" label:"why" help:"Requests that were not sent: the budget of PUTs was used up, credentials may not write, too many were sent again."`
 }
 
-// Billed is a Tier that counts its requests. It reports false where the place has none.
+// Billed is a Tier that counts its requests. Requests reports false if its provider does not charge for them.
 type Billed interface{ Requests() (Requests, bool) }
 
 func requestsOf(t Tier) (Requests, bool) {
@@ -28,7 +28,7 @@ func (b *Bounding) Requests() (Requests, bool) { return requestsOf(b.of) }
 // Requests implements Billed.
 func (c *Counting) Requests() (Requests, bool) { return requestsOf(c.of) }
 
-// Requests implements Billed: those of all tiers.
+// Requests implements Billed. It adds up the requests of all tiers.
 func (r *Routing) Requests() (sum Requests, any bool) {
 	sum = Requests{Requests: make(map[string]uint64), Retries: make(map[string]uint64), Unspent: make(map[string]uint64)}
 	add := func(to, from map[string]uint64) {

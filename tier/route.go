@@ -9,14 +9,14 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Routing is a Tier that keeps each object in one of several.
+// Routing is a Tier that stores each object in one of several tiers.
 type Routing struct {
 	tiers []Tier
 	pick  func(kv.Key) int
 }
 
-// Route makes one Tier of several: an object is kept in tiers[pick(its key)], which is
-// always the same. A number outside them keeps it nowhere.
+// Route makes one Tier of several: an object is stored in tiers[pick(its key)]. pick must always
+// return the same index for a key. With an index out of range the object is stored nowhere.
 func Route(pick func(kv.Key) int, tiers ...Tier) *Routing { return &Routing{tiers, pick} }
 
 // of returns the tier of an object, nil for none.
@@ -27,7 +27,7 @@ func (r *Routing) of(k kv.Key) Tier {
 	return nil
 }
 
-// split returns the keys of each tier, and where they stand in keys.
+// split returns the keys of each tier, and their indices in keys.
 func (r *Routing) split(keys []kv.Key) (of [][]kv.Key, at [][]int) {
 	of, at = make([][]kv.Key, len(r.tiers)), make([][]int, len(r.tiers))
 	for j, k := range keys {
@@ -38,8 +38,8 @@ func (r *Routing) split(keys []kv.Key) (of [][]kv.Key, at [][]int) {
 	return of, at
 }
 
-// Stat implements Tier. A tier that fails has nothing; it is an error when all that were
-// asked do.
+// Stat implements Tier. A tier that fails counts as empty. If all tiers that were asked fail, Stat
+// returns their errors.
 func (r *Routing) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	clear(metas[:len(keys)])
 	var errs []error

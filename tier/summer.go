@@ -10,7 +10,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// hotPiece is how much is read before its checksum is computed: it is in the processor's cache then, bytes.
+// hotPiece is how many bytes are read before their checksum is computed: they are still in the processor's cache then.
 const hotPiece = 128 << 10
 
 // Summer computes the xxh3 of memory while it is filled from connections, front to back. A nil Summer only
@@ -18,7 +18,7 @@ const hotPiece = 128 << 10
 type Summer struct {
 	h      xxh3.Hasher
 	at     int64 // bytes so far
-	reread bool  // something was read twice, so h is of no use
+	reread bool  // bytes were read twice, so h is useless
 }
 
 // Fill fills dst, which begins at byte at of the whole, from r. Errors: those of r, io.ErrUnexpectedEOF for io.EOF.
@@ -49,7 +49,7 @@ func (s *Summer) Fill(r io.Reader, dst []byte, at int64) error {
 
 var summers = sync.Pool{New: func() any { return new(Summer) }}
 
-// Summed calls read, which fills dst with a Summer, and returns the checksum of dst, too.
+// Summed calls read, which must fill dst with the Summer, and also returns the checksum of dst.
 func Summed(dst []byte, read func(*Summer) (Meta, error)) (m Meta, sum uint64, err error) {
 	s := summers.Get().(*Summer)
 	defer summers.Put(s)

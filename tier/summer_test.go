@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// What is filled at once, in stripes, byte by byte or a second time has the checksum of its bytes, and a
+// An object that is filled at once, in stripes, byte by byte or a second time has the checksum of its bytes. A
 // connection that ends early is an error.
 func TestSummed(t *testing.T) {
 	want := make([]byte, 300<<10)

@@ -6,8 +6,8 @@ import "context"
 
 type useKey struct{}
 
-// WithoutUse returns a context for calls that are no use of an object: a place that evicts what is used least keeps what it knows of the
-// object's use, also when a Write replaces it.
+// WithoutUse returns a context for calls that do not count as a use of an object. A tier that evicts the least used objects must not change
+// the object's record of uses, even when a Write replaces the object.
 func WithoutUse(ctx context.Context) context.Context { return context.WithValue(ctx, useKey{}, true) }
 
 // IsUse reports whether a call with this context is a use of its object.

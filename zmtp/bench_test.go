@@ -14,8 +14,8 @@ import (
 // 64 B is the order of a lookup request, 160 KiB that of a message with data.
 var benchShapes = []struct{ size, inFlight int }{{64, 1}, {64, 64}, {160 << 10, 1}, {160 << 10, 8}}
 
-// benchEcho exchanges one batch of inFlight messages per iteration with what
-// echoes at c. Both ends are in this process: its time includes the client's.
+// benchEcho sends one batch of inFlight messages per iteration to the echo server at
+// c and reads the answers. Both ends are in this process: its time includes the client's.
 func benchEcho(b *testing.B, c net.Conn, size, inFlight int) {
 	batch := bytes.Repeat(frames("uid-1234", string(make([]byte, size))), inFlight)
 	back := make([]byte, len(batch))

@@ -35,9 +35,9 @@ func (p *Peer) onCommand(body []byte) error {
 		if p.role.subscribe != nil {
 			return p.role.subscribe(p, data, string(name) == "SUBSCRIBE")
 		}
-	case "PONG": // of a heartbeat: the bytes themselves prove life
+	case "PONG": // a heartbeat needs no PONG in particular: any bytes prove that the peer lives. ponged serves Ping
 		p.ponged(data)
-	default: // others are for other sockets
+	default: // other commands are for other socket types
 	}
 	return nil
 }

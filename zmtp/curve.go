@@ -50,7 +50,7 @@ const (
 	shortNonce  = 8
 	cookieBytes = 16 + tagBytes + 64
 	vouchBytes  = 16 + tagBytes + 64
-	// sealedBytes is how much longer a frame is sealed: the name, the nonce, the tag and the flags.
+	// sealedBytes is how many bytes sealing adds to a frame: the name, the nonce, the tag and the flags.
 	sealedBytes = 8 + shortNonce + tagBytes + 1
 )
 
@@ -84,13 +84,13 @@ func (m *curve) peerReady() []byte { return m.peer }
 func (m *curve) client() string    { return m.user }
 func (m *curve) sealing() bool     { return true }
 
-// nonceOf returns a nonce of a purpose: 16 letters with a number of 8 bytes, or 8 with one of 16.
+// nonceOf returns the nonce purpose + rest: 16 letters and a number of 8 bytes, or 8 letters and 16 random bytes.
 func nonceOf(purpose string, rest []byte) (n [24]byte) {
 	copy(n[copy(n[:], purpose):], rest)
 	return n
 }
 
-// numbered appends the next number, and returns the nonce.
+// numbered appends the next message number to dst, and returns the nonce made from it.
 func (m *curve) numbered(dst []byte, purpose string) ([]byte, *[24]byte) {
 	m.sent++
 	dst = binary.BigEndian.AppendUint64(dst, m.sent)
@@ -98,7 +98,7 @@ func (m *curve) numbered(dst []byte, purpose string) ([]byte, *[24]byte) {
 	return dst, &n
 }
 
-// next checks the number of what the peer sent, and returns the nonce. Numbers rise: nothing is taken twice.
+// next checks the number that data begins with, and returns the nonce made from it. Numbers must rise, so a replay is refused.
 func (m *curve) next(data []byte, purpose string) (*[24]byte, error) {
 	number := binary.BigEndian.Uint64(data)
 	if number <= m.received {
@@ -157,7 +157,7 @@ func (m *curve) welcome(data []byte) ([]byte, error) {
 		return nil, fmt.Errorf("%w: HELLO: %w: the client has the public key of another server", errAuth, errBox)
 	}
 	m.short = NewKey()
-	_, _ = rand.Read(m.cookie[:]) // never fails. The connection remembers what libzmq puts into the cookie
+	_, _ = rand.Read(m.cookie[:]) // never fails. The cookie is random: what libzmq encodes in it stays in this struct
 	public := m.short.Public()
 	var long [16]byte
 	_, _ = rand.Read(long[:])

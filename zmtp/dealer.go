@@ -17,7 +17,7 @@ import (
 const (
 	firstBackoff = 10 * time.Millisecond
 	lastBackoff  = time.Second
-	livedBackoff = 100 * time.Millisecond // a connection that lasted so long, and longer than the last pause, was one
+	livedBackoff = 100 * time.Millisecond // a connection that lasted this long, and as long as the next pause, resets the pause
 )
 
 // DealerOptions configures a Dealer. A zero field means its default, which is
@@ -35,10 +35,10 @@ type DealerOptions struct {
 	MaxFrameBytes   int64
 	MaxFrames       int
 	MaxMessageBytes int64
-	SendQueueBytes  int // also the bound of what waits for a connection
+	SendQueueBytes  int // bounds the queue of a connection, and the messages that wait for a connection
 
-	// NoWaiting refuses messages while there is no connection, with ErrNotConnected: a message
-	// that its sender has given up by then must not reach a later life of the peer.
+	// NoWaiting refuses messages with ErrNotConnected while there is no connection. Otherwise a message
+	// could reach a restarted peer after its sender has given it up.
 	NoWaiting bool
 
 	ConnectTimeout    time.Duration // of one attempt; default 5 s
@@ -48,20 +48,20 @@ type DealerOptions struct {
 	HeartbeatInterval time.Duration
 	HeartbeatTimeout  time.Duration
 
-	// One of these at most; neither: NULL.
+	// At most one of these may be set; with neither the mechanism is NULL.
 	Curve *CurveClient
 	Plain *PlainClient
 
 	Log *slog.Logger // nil discards
 }
 
-// Dealer is a DEALER socket with one connection, made again when it is lost
-// (after 10 ms, then twice as long each time up to 1 s, less up to a half at
-// random). After a connection that lasted for 100 ms and for longer than the
-// next pause it begins with 10 ms again.
+// Dealer is a DEALER socket with one connection. It makes a lost connection again
+// after a pause of 10 ms, which doubles each time up to 1 s; a random part of up to half
+// the pause is taken off. After a connection that lasted for at least 100 ms and for at least
+// the next pause, the pause is 10 ms again.
 //
-// Messages sent while there is no connection wait for the next one, unless NoWaiting. Those that
-// were given to a connection that died are not sent again: some of them may
+// Messages sent while there is no connection wait for the next one, unless NoWaiting. A Dealer
+// does not send a message again that it gave to a lost connection, because the message may
 // have arrived. Its methods are safe for concurrent use.
 type Dealer struct {
 	endpoint string // immutable
@@ -114,7 +114,7 @@ func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 }
 
 // Start begins to connect, in the background. It fails on a malformed endpoint, but not
-// on one without a listener. Close ends what it began.
+// on one without a listener. Close ends the background work.
 func (d *Dealer) Start() error {
 	if _, _, err := parseEndpoint(d.endpoint); err != nil {
 		return err
@@ -134,9 +134,9 @@ func (d *Dealer) Start() error {
 	return nil
 }
 
-// Send queues one message of copied frames: to the connection, as Peer.Send
-// does, or for the next one. ErrQueueFull means that SendQueueBytes wait, ErrNotConnected
-// that NoWaiting refuses it, and ErrClosed that the Dealer was closed.
+// Send queues one message of copied frames: on the connection, as Peer.Send
+// does, or for the next connection. ErrQueueFull means that SendQueueBytes are queued, ErrNotConnected
+// that NoWaiting refuses the message, and ErrClosed that the Dealer was closed.
 func (d *Dealer) Send(frames ...[]byte) error {
 	if p := d.ready(); p != nil {
 		if err := p.Send(frames...); !errors.Is(err, ErrClosed) {
@@ -166,8 +166,8 @@ func (d *Dealer) ready() *Peer {
 	return d.mu.peer
 }
 
-// wait queues a message for the next connection. If that came meanwhile, the
-// message goes to it.
+// wait queues a message for the next connection. If that connection came meanwhile, wait
+// gives it the message.
 func (d *Dealer) wait(frames [][]byte) error {
 	if len(frames) == 0 {
 		return errNoFrames
@@ -200,8 +200,8 @@ func (d *Dealer) hold(frames [][]byte) (flush *Peer, err error) {
 	return d.mu.peer, nil
 }
 
-// giveLocked queues the waiting messages at p, which is to be flushed. If p is
-// closed already they go on waiting.
+// giveLocked moves the waiting messages to the queue of p, which the caller must flush. If p is
+// closed already, the messages go on waiting.
 func (d *Dealer) giveLocked(p *Peer) {
 	if d.mu.bytes > 0 && p.enqueue(func(b []byte) []byte { return append(b, d.mu.waiting.buf...) }) {
 		d.mu.waiting, d.mu.bytes = queue{}, 0
@@ -277,7 +277,7 @@ func (d *Dealer) session() (ready bool, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), cmp.Or(d.o.ConnectTimeout, 5*time.Second))
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	wg.Go(func() { // Close ends an attempt
+	wg.Go(func() { // Close ends an attempt to connect
 		select {
 		case <-d.stop:
 			cancel()

@@ -92,7 +92,7 @@ func (c *client) routerHello() *client {
 	return c
 }
 
-// A DEALER may start before its ROUTER; what it sent meanwhile arrives in order.
+// A DEALER may start before its ROUTER. The messages that it sent meanwhile arrive in order.
 func TestDealerStartsFirst(t *testing.T) {
 	endpoint := "ipc://" + filepath.Join(t.TempDir(), "s")
 	d, in, states := startDealer(t, endpoint, DealerOptions{Identity: []byte("me")})
@@ -127,8 +127,8 @@ func TestDealerStartsFirst(t *testing.T) {
 	}
 }
 
-// What a dead connection was given is not sent again, written or not; what is
-// sent afterwards arrives.
+// A Dealer does not send the messages of a dead connection again, written or not. Messages that
+// are sent afterwards arrive.
 func TestDealerReconnects(t *testing.T) {
 	l := listenRaw(t)
 	d, _, states := startDealer(t, l.endpoint(), DealerOptions{SendQueueBytes: 64 << 20})
@@ -190,8 +190,8 @@ func TestDealerPausesForAPeerThatEndsEachConnection(t *testing.T) {
 	}
 }
 
-// A connection that dies before it is given the waiting messages leaves them
-// to the next.
+// If a connection dies before it gets the waiting messages, these stay for the
+// next connection.
 func TestDealerKeepsWaiting(t *testing.T) {
 	d, _, _ := newDealer("ipc://@unused", DealerOptions{})
 	ours, theirs := net.Pipe()
@@ -237,7 +237,7 @@ func TestDealerQueueFull(t *testing.T) {
 	recv(t, in)
 }
 
-// Close ends a Dealer in whatever it does and leaves no goroutine.
+// Close ends a Dealer in each of its states and leaves no goroutine.
 func TestDealerClose(t *testing.T) {
 	l := listenRaw(t)
 	f := func(name, endpoint string, prepare func(d *Dealer, states chan error)) {
@@ -537,8 +537,8 @@ func TestDealerAtMostOnce(t *testing.T) {
 	}
 }
 
-// A PING is answered over the connection that was there when it was sent, and over no other
-// one: not after the peer has gone, nor when a new one has its address.
+// A PONG counts only on the connection over which its PING was sent: not after the peer
+// has gone, nor when a new peer has its address.
 func TestDealerPing(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()

@@ -12,12 +12,12 @@ import (
 
 const (
 	firstBuffer = 16 << 10 // size of a peer's first receive buffer
-	minRead     = 4 << 10  // do not read into less room than this if a move gives more
-	keepBuffer  = 1 << 20  // a receive buffer above this is dropped after
-	keepReads   = 64       // reads in a row that need less than a quarter of it
+	minRead     = 4 << 10  // space makes more room when less than this is left
+	keepBuffer  = 1 << 20  // a receive buffer above this size is dropped ...
+	keepReads   = 64       // after this many reads in a row that need at most a quarter of it
 )
 
-// firstBuffers recycles first buffers: an idle peer holds none.
+// firstBuffers recycles first buffers. An idle peer has none.
 var firstBuffers = sync.Pool{New: func() any { return new([firstBuffer]byte) }}
 
 type event byte
@@ -38,9 +38,9 @@ type span struct{ off, size int } // off counts from decoder.start
 type decoder struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
-	maxFirst             int64       // of the first frame of a message; 0: as of any other
-	large                int64       // a frame of more
-	allow                func() bool // must be allowed; nil is always
+	maxFirst             int64       // bounds the first frame of a message; 0: maxFrame does
+	large                int64       // a frame of more bytes than this
+	allow                func() bool // must be allowed by this function; nil allows all
 
 	buf             []byte
 	start, pos, end int
@@ -83,8 +83,8 @@ func (d *decoder) space() []byte {
 	return d.buf[d.end:]
 }
 
-// shrink replaces an empty buffer that one large message made large and small
-// ones do not need: a busy peer never rests long enough for release.
+// shrink replaces an empty buffer that one large message has made large, when small
+// messages follow: a busy peer is never silent long enough for release.
 func (d *decoder) shrink() {
 	if len(d.buf) <= keepBuffer || d.end > len(d.buf)/4 {
 		d.roomy = 0

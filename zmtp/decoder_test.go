@@ -117,8 +117,8 @@ func TestDecodeLimits(t *testing.T) {
 	}
 }
 
-// The decoder gives back what the queue was given, whatever the splitting,
-// with commands anywhere.
+// The decoder returns the messages that the queue got, wherever the stream is split,
+// also with commands between the frames.
 func TestDecodeProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var q queue
@@ -156,8 +156,8 @@ func TestDecodeProperty(t *testing.T) {
 	})
 }
 
-// A decoder keeps its place when its buffer moves and grows, and gives the
-// buffer back only when it is empty.
+// A decoder continues in the same place when its buffer moves and grows, and releases
+// the buffer only when it is empty.
 func TestDecodeRelease(t *testing.T) {
 	d := testDecoder()
 	copy(d.space(), []byte{0, 5, 'h', 'e'})

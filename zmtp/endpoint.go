@@ -40,14 +40,14 @@ func parseEndpoint(endpoint string) (network, address string, err error) {
 	return "", "", fmt.Errorf("zmtp: endpoint %q is neither tcp://host:port nor ipc://path", endpoint)
 }
 
-// HostPort returns where a socket that listens at endpoint is: an empty host is all addresses, port 0 one that
-// the kernel chooses, also for a Unix socket, which has neither.
+// HostPort returns the host and the port at which a socket that binds endpoint listens. An empty host means all
+// addresses, and port 0 a port that the kernel chooses. A Unix socket has neither: HostPort returns "" and 0.
 func HostPort(endpoint string) (host string, port int, err error) {
 	network, address, err := parseEndpoint(endpoint)
 	if err != nil || network != "tcp" {
 		return "", 0, err
 	}
-	host, service, _ := net.SplitHostPort(address) // it was joined of both
+	host, service, _ := net.SplitHostPort(address) // no error: parseEndpoint joined host and port
 	if port, err = net.LookupPort(network, service); err != nil {
 		return "", 0, fmt.Errorf("zmtp: endpoint %q has no port from 0 to 65535", endpoint)
 	}
@@ -63,7 +63,7 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 		removeStale(ctx, address)
 	}
 	if strings.HasPrefix(address, "0.0.0.0:") {
-		network = "tcp4" // else it is all IPv6 addresses, too
+		network = "tcp4" // else it would also listen on all IPv6 addresses
 	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)

@@ -17,8 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// A connection cut at any byte of its handshake or of a message is one
-// counted end, and no message is handled in part.
+// A connection that is cut at any byte of its handshake or of a message counts as one
+// end, and the handler gets no part of a message.
 func TestCutAnywhere(t *testing.T) {
 	var handled atomic.Int64
 	r, addr, _ := startRouter(t, func(p *Peer, m Message) { handled.Add(1) }, RouterOptions{})
@@ -80,7 +80,7 @@ func TestTooManyPeers(t *testing.T) {
 	dialReady(t, addr)
 }
 
-// A peer that never reads stops being read, holds up nobody, and is closed.
+// A Router stops reading from a peer that never reads, and closes it. Other peers do not wait meanwhile.
 func TestPeerNeverReads(t *testing.T) {
 	var handled atomic.Int64
 	reply := make([]byte, 1<<20)

@@ -25,8 +25,8 @@ func TestSocketFileIsItsUsersAlone(t *testing.T) {
 	}
 }
 
-// Each connection is identified once, before it has sent a byte, and every message
-// comes with its own.
+// A Router identifies each connection once, before that has sent a byte, and every message
+// comes with the identity of its own connection.
 func TestIdentify(t *testing.T) {
 	asked := make(chan string, 8)
 	_, addr, _ := startRouter(t, func(p *Peer, _ Message) { _ = p.Send([]byte(p.Who().(string))) }, RouterOptions{

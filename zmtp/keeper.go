@@ -12,18 +12,18 @@ import (
 // together with the last bytes (see onReadable).
 const quietAfter = time.Second
 
-// watch is what the keeper knows of a peer. Deadlines per read would cost a
-// timer operation per request, so one goroutine per socket compares counters
-// instead: a timeout is late by at most one tick.
+// watch is what the keeper knows of a peer. The keeper is one goroutine per socket. It
+// compares counters, because a deadline per read would cost a timer operation per request.
+// A timeout is late by at most one tick.
 type watch struct {
 	reads       uint64    // count.reads when last looked at
-	at          time.Time // when it last changed
-	pinged      time.Time // when a PING went out since then; zero = none
-	interrupted bool      // since then
+	at          time.Time // when the keeper last saw reads change, or a busy peer
+	pinged      time.Time // when it sent a PING since at; zero = none
+	interrupted bool      // the reading goroutine was interrupted since at
 
 	begun      int64     // Peer.begun when last looked at
 	progress   uint64    // count.bytesIn at progressAt
-	progressAt time.Time // since when too little may have come of an unfinished message
+	progressAt time.Time // beginning of the ReceiveTimeout that stalled measures
 }
 
 // tick is how often the keeper looks.
@@ -53,7 +53,7 @@ func (p *Peer) check(now time.Time) {
 		w.reads, w.at, w.pinged, w.interrupted = reads, now, time.Time{}, false
 		p.lastHeard.Store(now.UnixNano())
 	}
-	if busy { // it is not reading either
+	if busy { // the reading goroutine does not read meanwhile, so no progress is expected
 		w.begun = 0
 	} else if p.stalled(now) {
 		p.fail(fmt.Errorf("%w: %d bytes in %v", errStalled, p.count.bytesIn.Load()-w.progress, l.receiveTimeout))

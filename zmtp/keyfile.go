@@ -22,13 +22,13 @@ const (
 	maxClientName  = 128
 )
 
-// FormatKeyFile returns the text of a file with a secret key, which ReadKeyFile reads, and pyzmq's zmq.auth.load_certificate.
+// FormatKeyFile returns the text of a file with a secret key. ReadKeyFile and pyzmq's zmq.auth.load_certificate can read it.
 func FormatKeyFile(secret Key) string {
 	return fmt.Sprintf("# This file has a secret key of CURVE.\ncurve\n    public-key = %q\n    secret-key = %q\n", secret.Public().Z85(), secret.Z85())
 }
 
 // ReadKeyFile reads a secret key: 40 letters of Z85 alone, or a certificate as pyzmq writes it. It refuses a file that every user of
-// this machine may read. Errors name the file and never what is in it.
+// this machine may read. Errors name the file, and never quote its content.
 func ReadKeyFile(path string) (secret Key, err error) {
 	text, err := auth.ReadSecret(path, maxKeyFile)
 	if err != nil {
@@ -64,7 +64,7 @@ func OpenCurveClients(path string) (*CurveClients, error) {
 	return c, nil
 }
 
-// Watch reads the file again when it changes, until ctx ends. Connections of clients that were removed last until they end.
+// Watch reads the file again when it changes, until ctx ends. It does not close the connections of clients that were removed.
 func (c *CurveClients) Watch(ctx context.Context, log *slog.Logger) {
 	c.file.Watch(ctx, auth.WatchInterval, log)
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// What others queue while the reading goroutine waits for room, after the
-// writer had finished, is written too: they leave the flush to it.
+// Messages that other goroutines queue while the reading goroutine waits for room are written too, also
+// if the writer has finished before: these goroutines leave the flush to the reading one.
 func TestRefillWhileWaiting(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ours, theirs := net.Pipe()
@@ -89,7 +89,7 @@ func TestIdleHoldsNothing(t *testing.T) {
 	}
 }
 
-// Who keeps a closed Peer keeps none of the frames it was given.
+// A closed Peer that somebody still refers to keeps none of the frames that it got.
 func TestClosedHoldsNothing(t *testing.T) {
 	up := make(chan *Peer, 1)
 	_, addr, ends := startRouter(t, echo, RouterOptions{OnConnect: func(p *Peer) { up <- p }})
@@ -105,8 +105,8 @@ func TestClosedHoldsNothing(t *testing.T) {
 	}
 }
 
-// A buffer that one large message made large goes when small ones follow, and
-// stays when large ones do.
+// A buffer that grew for one large message is released when small messages follow, and
+// stays when large ones follow.
 func TestDecodeShrinks(t *testing.T) {
 	d := testDecoder()
 	feed := func(size int) {

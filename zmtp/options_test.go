@@ -14,7 +14,7 @@ func TestOptionsValidate(t *testing.T) {
 	testkit.CheckNumbers[PubOptions](t)
 }
 
-// A socket speaks one mechanism: both, for whichever socket, are refused, and each alone is not.
+// A Router or a Pub uses one mechanism: Validate refuses Curve together with Plain, and accepts each alone.
 func TestOptionsRefuseTwoMechanisms(t *testing.T) {
 	curve, plain := &CurveServer{}, func(string, string) bool { return true }
 	f := func(curve *CurveServer, plain func(string, string) bool, want bool) {

@@ -26,7 +26,7 @@ type role struct {
 	refused   func(p *Peer, socketType string)            // nil: not called
 	subscribe func(p *Peer, prefix []byte, on bool) error // of a PUB, on the reading goroutine
 
-	mechanism func() mechanism // of a connection; nil: NULL
+	mechanism func() mechanism // makes the mechanism of one connection; nil: NULL
 
 	received   *received // nil: not bounded beyond this connection's limits
 	large      func(*Peer) bool
@@ -48,7 +48,7 @@ type limits struct {
 }
 
 // corkTime bounds how long queued replies wait while the reading goroutine
-// handles more messages: past it they are flushed between two messages.
+// handles more messages. After corkTime it flushes them between two messages.
 const corkTime = 100 * time.Microsecond
 
 type phase byte
@@ -65,7 +65,7 @@ type Peer struct {
 	born time.Time
 	role *role
 	conn net.Conn
-	host string          // changed once, under Router.mu, before the first read
+	host string          // Router.identify may change it, once, under Router.mu, before the first read
 	raw  syscall.RawConn // nil when conn has none: then the writer goroutine does all writes
 
 	// Owned by the reading goroutine.
@@ -75,9 +75,9 @@ type Peer struct {
 	corkedAt time.Duration // after born
 	readFn   func(uintptr) bool
 	who      any    // set before the first read
-	client   string // by its key or password; set before ready
+	client   string // name of the client that its key or password has proved; set before ready
 	fresh    bool   // the handshake is just over
-	whole    uint64 // messages received when the unfinished one was seen first
+	whole    uint64 // number of messages received when the unfinished message was first seen
 
 	// Owned by the goroutine that set mu.writing.
 	out      batch
@@ -90,15 +90,15 @@ type Peer struct {
 	watch watch
 
 	// Atomic.
-	mustLook  atomic.Bool  // the reading goroutine shall look at mu.err and quiet
+	mustLook  atomic.Bool  // the reading goroutine must look at mu.err and quiet
 	quiet     atomic.Bool  // handle no more messages
 	queued    atomic.Int64 // bytes queued or being written; changed under mu
 	ready     atomic.Bool  // the handshake is over; identity and minor are set before
-	proved    atomic.Bool  // the peer has proved who it is; set before the answer that says so is sent, and before ready
+	proved    atomic.Bool  // the peer has proved who it is; set before ready, and before the answer that tells the peer
 	ttl       atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
-	held      atomic.Int64 // bytes of the receive buffer beyond the first
-	begun     atomic.Int64 // unix ns when the unfinished message was seen first, 0 for none
-	lastHeard atomic.Int64 // unix ns when the keeper last saw that something came
+	held      atomic.Int64 // bytes of the receive buffers beyond their first 16 KiB (firstBuffer)
+	begun     atomic.Int64 // unix ns when the unfinished message was first seen, 0 for none
+	lastHeard atomic.Int64 // unix ns when the keeper last saw that bytes came or that a handler ran
 	marked    atomic.Bool
 	count     counters
 	minor     byte
@@ -115,9 +115,9 @@ type Peer struct {
 		corked  bool  // the reading goroutine will flush
 		writing bool  // a goroutine owns out and will look at q again
 		err     error // why the peer is closed; nil while it lives
-		broken  error // why nothing can be sent any more to a peer that is still read; nil: it can
+		broken  error // why nothing more can be sent to a peer from which we still read; nil: sending works
 		idle    []chan struct{}
-		pings   map[uint64]chan struct{} // by the context of a PING of Peer.ping: closed by its PONG
+		pings   map[uint64]chan struct{} // by the context that Peer.ping sent; the PONG with this context closes the channel
 		pinged  uint64                   // the last of these contexts
 	}
 }
@@ -157,7 +157,7 @@ func (p *Peer) identity() string {
 	return p.routing
 }
 
-// Client is the name of the client that its key (Curve) or password (Plain) has proved; else empty.
+// Client is the name of the client, proved by its key (Curve) or password (Plain); else empty.
 // It is known once OnConnect or the handler was called.
 func (p *Peer) Client() string {
 	if !p.ready.Load() {
@@ -175,7 +175,7 @@ func (p *Peer) Who() any {
 	return p.who
 }
 
-// Done is closed when the peer is.
+// Done returns a channel that is closed when the peer is closed.
 func (p *Peer) Done() <-chan struct{} { return p.done }
 
 // Err says why the peer was closed; nil while it lives.
@@ -189,7 +189,7 @@ func (p *Peer) Err() error {
 // is called when the peer is gone.
 func (p *Peer) Close() { p.fail(ErrClosed) }
 
-// Flush writes what the socket takes of the queued messages now.
+// Flush writes queued messages now, as far as the socket takes them.
 func (p *Peer) Flush() {
 	p.mu.Lock()
 	start := !p.mu.writing && !p.mu.q.empty() && p.mu.err == nil
@@ -221,8 +221,8 @@ func (p *Peer) command(build func([]byte) []byte) {
 	p.unlockAndFlush()
 }
 
-// enqueue appends what build does, whole frames, however full the queue is. It
-// returns false, and build is not called, once the peer is closed.
+// enqueue calls build to append whole frames to the queue, however full the queue is. Once
+// the peer is closed or cannot be sent to, it returns false and does not call build.
 func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -235,8 +235,8 @@ func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	return true
 }
 
-// flush writes until the queue is empty or the socket is full; then the rest
-// goes to a goroutine. The caller has set mu.writing, which passes to flush.
+// flush writes until the queue is empty. When the socket is full, or after flushRounds rounds, a
+// goroutine writes the rest. The caller has set mu.writing; flush or that goroutine clears it.
 func (p *Peer) flush() {
 	for round := 0; p.takeOrStop(); round++ {
 		if p.raw != nil && round < flushRounds {
@@ -256,8 +256,8 @@ func (p *Peer) flush() {
 	}
 }
 
-// takeOrStop takes the queue; if it is empty or the peer closed, it clears
-// mu.writing and returns false.
+// takeOrStop moves the queue to p.out. If the queue is empty or the peer is closed, it
+// clears mu.writing and returns false.
 func (p *Peer) takeOrStop() bool {
 	if len(p.out.all) > 0 || p.out.buf != nil {
 		p.out.reset()
@@ -285,7 +285,7 @@ func (p *Peer) write() {
 				break
 			}
 		}
-		_ = p.conn.SetWriteDeadline(time.Time{}) // a flush by Send must not meet it
+		_ = p.conn.SetWriteDeadline(time.Time{}) // else this deadline would hit a later flush by Send
 		if !p.takeOrStop() {
 			return
 		}
@@ -318,8 +318,8 @@ func (p *Peer) wrote(n int) {
 	p.retain(-int64(n))
 }
 
-// retain accounts for n more bytes that wait to be sent. Where they become fewer, it wakes the reading goroutine if that
-// waits for room.
+// retain accounts for n more bytes that wait to be sent; n may be negative. When the sum falls to the bound, it wakes
+// the reading goroutine if that waits for room.
 func (p *Peer) retain(n int64) {
 	bound := int64(p.role.limits.queueBytes)
 	if left := p.queued.Add(n); left <= bound && left-n > bound {
@@ -330,14 +330,14 @@ func (p *Peer) retain(n int64) {
 	}
 }
 
-// fail closes the peer with err, once. It does no I/O: past deadlines wake
-// whoever reads or writes, and the reading goroutine closes the connection.
+// fail closes the peer with err, once. It does no I/O: it sets deadlines in the past, which wake
+// the goroutines that read and write. The reading goroutine then closes the connection.
 func (p *Peer) fail(err error) {
 	p.mu.Lock()
 	first := p.mu.err == nil
 	if first {
 		p.mu.err = err
-		if !p.mu.writing { // and no goroutine begins to once err is set
+		if !p.mu.writing { // no goroutine begins to write once err is set
 			close(p.stopped)
 		}
 	}
@@ -349,9 +349,9 @@ func (p *Peer) fail(err error) {
 	}
 }
 
-// writeFailed ends the writing. Of a connection that the other end has closed, what it sent before is still read and
-// handled, and the peer ends with the read that fails, as in libzmq: a client that sends its last requests and closes
-// does not wait for the answers. Other errors close the peer.
+// writeFailed ends the writing after err. If the other end has closed the connection, the peer still reads and handles what
+// that end sent before, and ends when a read fails, as in libzmq: a client may send its last requests and close
+// without waiting for the answers. Other errors close the peer at once.
 func (p *Peer) writeFailed(err error) {
 	if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 		p.fail(err)
@@ -389,7 +389,7 @@ func (p *Peer) flushed(ctx context.Context) error {
 	}
 }
 
-// idleLocked wakes those who wait in flushed.
+// idleLocked wakes the goroutines that wait in flushed.
 func (p *Peer) idleLocked() {
 	if len(p.mu.idle) == 0 || p.mu.corked || p.mu.writing {
 		return
@@ -401,11 +401,11 @@ func (p *Peer) idleLocked() {
 }
 
 // run is the reading goroutine. It returns why the peer ended, after the last
-// goroutine of the peer.
+// goroutine of the peer has returned.
 //
-// A peer of a socket that listens leaves it once, after the handshake (done is false), and is to be
-// run again on a fresh goroutine: the stack that a handshake takes would stay with
-// an idle peer.
+// For a socket that listens it also returns once after the handshake, with done false. The caller
+// then calls run again on a fresh goroutine: otherwise an idle peer would keep the stack
+// that the handshake needed.
 func (p *Peer) run() (done bool, err error) {
 	if p.phase == wantGreeting {
 		p.command(appendGreeting)
@@ -435,7 +435,7 @@ func (p *Peer) run() (done bool, err error) {
 	return true, p.Err()
 }
 
-// read reads and handles until an error or a kick.
+// read reads and handles messages until an error or an interrupt.
 func (p *Peer) read() error {
 	p.readErr = nil
 	if p.raw != nil {
@@ -465,7 +465,7 @@ func (p *Peer) pause() bool {
 		<-p.done
 		return false
 	}
-	// A fail after this reset wakes the next read; one before it shows in done.
+	// A fail after this reset wakes the next read. A fail before it has closed done.
 	_ = p.conn.SetReadDeadline(time.Time{})
 	p.in.release()
 	p.recordBuffer()
@@ -491,11 +491,11 @@ func (p *Peer) trim() {
 	}
 }
 
-// received handles every whole message and command among the bytes received,
-// then flushes what they caused.
+// received handles every whole message and command among the n bytes just read,
+// then flushes the replies.
 func (p *Peer) received(n int) error {
 	p.in.wrote(n)
-	if _, secured := p.conn.(*secureConn); !secured { // it counts what comes from the network
+	if _, secured := p.conn.(*secureConn); !secured { // a secureConn counts the bytes of the network itself
 		p.count.bytesIn.Add(uint64(n))
 		p.count.reads.Add(1)
 	}
@@ -557,7 +557,7 @@ func (p *Peer) flushBetween(handled int) {
 	full := p.queued.Load() > int64(p.role.limits.queueBytes)
 	if !full {
 		if p.in.pos == p.in.end {
-			return // the flush at the end comes now
+			return // received flushes next
 		}
 		now := time.Since(p.born)
 		if handled == 0 {

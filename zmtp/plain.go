@@ -4,8 +4,8 @@ package zmtp
 
 import "fmt"
 
-// PlainClient is what a client shows a server that asks for a password (PLAIN, RFC 24 of ZeroMQ). Everyone on the way reads it, and
-// all messages: it is for connections that something else protects.
+// PlainClient is the name and the password that a client sends to a server with PLAIN (RFC 24 of ZeroMQ). They and all messages
+// cross the network in clear text: use PLAIN only on connections that something else protects.
 type PlainClient struct {
 	User, Password string // at most 255 bytes each
 }
@@ -68,7 +68,7 @@ func (m *plain) handle(name, data []byte) (answer []byte, done bool, err error) 
 	return nil, false, fmt.Errorf("%w: command %.20q in step %d of PLAIN", errProtocol, name, m.stage)
 }
 
-// cutShort cuts off a text with its length before it in one byte.
+// cutShort cuts a text off the front of b. One byte before the text is its length.
 func cutShort(b []byte) (text, rest []byte, ok bool) {
 	if len(b) == 0 || len(b) < 1+int(b[0]) {
 		return nil, nil, false

@@ -18,13 +18,13 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// PubOptions configures a Pub. A zero field means its default, which is RouterOptions'
-// where the name is the same and nothing else is said.
+// PubOptions configures a Pub. A zero field means its default: that of the field of the same name in RouterOptions,
+// unless the comment names another.
 type PubOptions struct {
 	MaxPeers         int   // default 1024
 	SendQueueBytes   int   // per subscriber: messages beyond it are dropped for that subscriber and counted
 	MaxUnsentBytes   int64 // of all subscribers' queues; default 1 GiB
-	MaxSubscriptions int   // of one subscriber, which is closed above it; default 1024
+	MaxSubscriptions int   // of one subscriber; a subscriber with more is closed; default 1024
 	MaxPrefixBytes   int   // of one prefix; default 4 KiB
 
 	HandshakeTimeout  time.Duration
@@ -35,28 +35,28 @@ type PubOptions struct {
 	Identify func(net.Conn) any
 	Share    func(who any) string
 
-	// OnSubscribe is called on p's reading goroutine when p begins or ends a subscription
-	// that it did not have, or had. prefix is valid until it returns.
+	// OnSubscribe is called on p's reading goroutine when p begins a subscription that it did not
+	// have, or ends one that it had. prefix is valid until OnSubscribe returns.
 	OnSubscribe func(p *Peer, prefix []byte, on bool)
 
-	// Hold keeps back what is published for a peer from the moment that it begins a subscription
-	// until Release. OnSubscribe sends it what comes before that, with SendWaiting, and releases it.
+	// Hold keeps back messages for a peer from the moment at which it begins a subscription
+	// until Release. OnSubscribe sends the peer earlier messages with SendWaiting, then calls Release.
 	Hold bool
 
-	GiveWay bool // at MaxPeers, the most silent subscriber of the host with most is closed for a new one
+	GiveWay bool // at MaxPeers, a new subscriber replaces the one that has been silent longest, of the host with most connections
 
-	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
+	Networks *auth.Networks // closes connections from other networks at once; nil closes none
 
 	Authentication // how subscribers prove who they are
 
 	Log *slog.Logger // nil discards
 }
 
-// Pub is a PUB socket: it listens as a Router does, and sends each message to those
-// who subscribed to a prefix of its first frame. Its methods are safe for concurrent use.
+// Pub is a PUB socket: it listens as a Router does, and sends each message to the subscribers
+// of a prefix of its first frame. Its methods are safe for concurrent use.
 //
-// Publish never waits. A subscriber that does not keep up loses messages, whole ones,
-// and one that reads nothing for WriteTimeout is closed: both are counted.
+// Publish never waits. A subscriber that does not keep up loses whole messages,
+// and a subscriber that reads nothing for WriteTimeout is closed. Both are counted.
 type Pub struct {
 	r       *Router
 	o       PubOptions
@@ -70,11 +70,11 @@ type Pub struct {
 	}
 }
 
-// heldBack is what was published for a peer that is not released.
+// heldBack has the messages that were kept back for a peer that is not yet released.
 type heldBack struct {
 	messages [][][]byte
 	bytes    int
-	lost     bool // some found no room
+	lost     bool // a message found no room, and all were dropped
 }
 
 // NewPub returns a Pub that does not listen yet.
@@ -101,8 +101,8 @@ func (p *Pub) Listen(ctx context.Context, endpoint string) (net.Addr, error) {
 	return p.r.Listen(ctx, endpoint)
 }
 
-// deliver reads a subscription in ZMTP 3.0's form: a message whose first byte is 1, or 0 for its end.
-// What else subscribers send is not for a PUB.
+// deliver reads a subscription in ZMTP 3.0's form: a message whose first byte is 1, or 0 to end the subscription.
+// It ignores all other messages.
 func (p *Pub) deliver(peer *Peer, m Message) {
 	if len(m) != 1 || len(m[0]) == 0 || m[0][0] > 1 {
 		return
@@ -112,7 +112,7 @@ func (p *Pub) deliver(peer *Peer, m Message) {
 	}
 }
 
-// subscribe begins or ends a subscription. One that is there already, or is not, changes nothing.
+// subscribe begins or ends a subscription. Beginning one that exists, or ending one that does not, changes nothing.
 func (p *Pub) subscribe(peer *Peer, prefix []byte, on bool) error {
 	changed, err := p.change(peer, prefix, on)
 	if changed && p.o.OnSubscribe != nil {
@@ -144,14 +144,14 @@ func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err erro
 	return true, nil
 }
 
-// Covered reports whether a topic has a prefix that the peer subscribed to before it subscribed to prefix.
+// Covered reports whether another subscription of the peer than prefix is a prefix of topic.
 func (p *Pub) Covered(peer *Peer, topic, prefix []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.ContainsFunc(p.mu.of[peer], func(other []byte) bool { return !bytes.Equal(other, prefix) && bytes.HasPrefix(topic, other) })
 }
 
-// DropHeld forgets what was kept back for a peer so far.
+// DropHeld drops the messages kept back for a peer so far. The peer stays held.
 func (p *Pub) DropHeld(peer *Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -160,8 +160,8 @@ func (p *Pub) DropHeld(peer *Peer) {
 	}
 }
 
-// Release sends the peer what was kept back for it. From then on it gets what is published. It
-// returns false when some was lost: then the peer is still held. Only OnSubscribe may call it.
+// Release sends the peer the messages that were kept back for it, and ends the hold. It
+// returns false if a message was lost; then the peer is still held. Only OnSubscribe may call it.
 func (p *Pub) Release(peer *Peer) bool {
 	for {
 		batch, lost, ended := p.takeHeld(peer)
@@ -170,13 +170,13 @@ func (p *Pub) Release(peer *Peer) bool {
 		}
 		for _, m := range batch {
 			if peer.SendWaiting(m...) != nil {
-				return true // it is closed
+				return true // the peer is closed
 			}
 		}
 	}
 }
 
-// takeHeld returns what was kept back since the last call. When there is nothing, it ends the hold.
+// takeHeld returns the messages kept back since the last call. If there are none, it ends the hold.
 func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
 	p.order.Lock()
 	defer p.order.Unlock()
@@ -196,7 +196,7 @@ func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
 	return h.messages, false, false
 }
 
-// maxHeld bounds the messages that are kept back for a peer; their bytes are bounded as those of its queue.
+// maxHeld bounds the number of messages that are kept back for a peer; SendQueueBytes bounds their bytes.
 const maxHeld = 1 << 14
 
 func (p *Pub) holdLocked(h *heldBack, frames [][]byte) {
@@ -219,13 +219,14 @@ func (p *Pub) departed(peer *Peer, _ error) {
 	delete(p.mu.held, peer)
 }
 
-// Publish sends one message to all who subscribed to a prefix of its first frame, and
-// returns how many took it. The caller never writes to the frames again.
+// Publish sends one message to all subscribers of a prefix of its first frame, and
+// returns for how many it was queued. The caller must never write to the frames again.
 func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return p.PublishTo(nil, frames, nil)
 }
 
-// PublishTo is Publish for those whom may accepts; nil: for all. The others get the message instead, whose first frame is the same.
+// PublishTo is Publish for the subscribers for which may returns true; nil means all. The others get the message instead, which must have
+// the same first frame.
 func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent int) {
 	if len(frames) == 0 {
 		return 0
@@ -249,7 +250,7 @@ func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent in
 	return sent
 }
 
-// interested returns who gets a message with a topic at once. For who is held the message is kept back.
+// interested returns the subscribers of topic that are not held. For each held subscriber it keeps the message back.
 func (p *Pub) interested(topic []byte, choose func(*Peer) [][]byte) (peers []*Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

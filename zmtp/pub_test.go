@@ -85,7 +85,7 @@ func publish(p *Pub, frames ...string) int {
 	return p.Publish(m...)
 }
 
-// What is published for a peer from the begin of a subscription on comes with its release, but for what was dropped before.
+// With Hold, messages published for a peer since the begin of a subscription arrive after its Release, except those before DropHeld.
 func TestHeldMessagesComeWithTheRelease(t *testing.T) {
 	changes := make(chan string, 16)
 	var p *Pub
@@ -159,7 +159,7 @@ func TestPubSendsToWhoSubscribed(t *testing.T) {
 	}
 }
 
-// A Sub asks again for what it wants when the publisher has a second life.
+// A Sub sends its subscriptions again when the publisher was restarted.
 func TestSubAsksEachLifeOfThePublisher(t *testing.T) {
 	endpoint := "ipc://" + filepath.Join(t.TempDir(), "s")
 	first, _, changes := startPub(t, endpoint, PubOptions{})
@@ -194,7 +194,7 @@ func subscriber(t *testing.T, endpoint string) *client {
 }
 
 // Subscriptions come as messages from peers of ZMTP 3.0 and as commands from those of
-// 3.1; what is neither is passed over.
+// 3.1. A Pub ignores messages that are neither.
 func TestPubAcceptsMessagesAndCommands(t *testing.T) {
 	p, endpoint, changes := startPub(t, "tcp://127.0.0.1:*", PubOptions{})
 	c := subscriber(t, endpoint)
@@ -254,7 +254,7 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 		return true
 	})
 	body := strings.Repeat("b", size)
-	// What is queued may still find room in the kernel once nothing more is published: then nobody is slow.
+	// Publish on: otherwise the kernel may take all that is queued, and no subscriber is slow.
 	for i, end := 0, time.Now().Add(pubWait); p.Dropped() == 0 || p.Stats().Closed["slow"] == 0; i++ {
 		if time.Now().After(end) {
 			t.Fatalf("%d dropped: %+v", p.Dropped(), p.Stats())
@@ -273,7 +273,7 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 	wantNext(t, in, "after|x")
 }
 
-// One subscriber's subscriptions are bounded; that it is closed costs no other.
+// The number of subscriptions of a subscriber is bounded. Closing one that has too many does not affect the others.
 func TestPubBoundsSubscriptions(t *testing.T) {
 	p, endpoint, changes := startPub(t, "tcp://127.0.0.1:*", PubOptions{MaxSubscriptions: 2, MaxPrefixBytes: 10})
 	_, in := startSub(t, endpoint, "a", "b")

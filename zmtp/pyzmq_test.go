@@ -105,7 +105,7 @@ func (p *python) end() {
 	}
 }
 
-// echoWho echoes, with the identity appended when it is asked for.
+// echoWho echoes, and appends the identity if the message asks for it.
 func echoWho(p *Peer, m Message) {
 	if string(m[0]) == "who" {
 		m = append(m, []byte(p.identity()))

@@ -5,16 +5,16 @@ package zmtp
 const (
 	refBytes    = 8 << 10   // SendOwned keeps frames of at least this size by reference
 	keepBytes   = 64 << 10  // a copy buffer above this is not kept for reuse
-	stallBytes  = 256 << 10 // what a slow peer must take within WriteTimeout
+	stallBytes  = 256 << 10 // bytes that a slow peer must take within WriteTimeout
 	maxVecs     = 64        // slices per writev
-	flushRounds = 8         // rounds in which Send writes for others before a goroutine does
+	flushRounds = 8         // how often a Send writes what others have queued meanwhile, before a goroutine takes over
 )
 
 // queue is bytes to send, in order. Short frames and headers are copied into
 // buf; long ones that the caller gave away stand in vec by reference.
 //
-// vec holds what precedes buf[mark:]. When append moves buf, slices in vec keep
-// the old array, whose bytes do not change any more.
+// vec has all bytes to send before buf[mark:]. When append moves buf, slices in vec keep
+// the old array, whose bytes no longer change.
 type queue struct {
 	buf  []byte
 	mark int
@@ -65,7 +65,7 @@ func (q *queue) seal() {
 	}
 }
 
-// batch is what a flush took from the queue; whoever set writing owns it.
+// batch is what a flush took from the queue. The goroutine that set mu.writing owns it.
 type batch struct {
 	buf []byte   // lent by the queue, for reuse
 	vec [][]byte // what is left to write
@@ -101,7 +101,7 @@ func (b *batch) reset() {
 	}
 }
 
-// chunk returns up to max bytes of what is left as at most maxVecs slices.
+// chunk returns up to limit bytes of what is left as at most maxVecs slices.
 func (b *batch) chunk(dst [][]byte, limit int) [][]byte {
 	dst = dst[:0]
 	for _, v := range b.vec {

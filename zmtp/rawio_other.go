@@ -4,8 +4,8 @@
 
 package zmtp
 
-// Elsewhere connections are read through net.Conn and written by the writer
-// goroutine: start leaves Peer.raw nil.
+// On systems other than Unix, net.Conn reads connections, and the writer
+// goroutine writes them: newPeer leaves Peer.raw nil.
 const haveRaw = false
 
 func (p *Peer) onReadable(uintptr) bool { panic("BUG: no raw reads here") }

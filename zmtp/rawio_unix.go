@@ -32,7 +32,7 @@ func (p *Peer) onReadable(fd uintptr) bool {
 		case err == syscall.EINTR:
 			continue
 		case err == syscall.EAGAIN:
-			if len(b) == firstBuffer { // wait without a buffer; taking one again is cheap
+			if len(b) == firstBuffer { // wait without a buffer; getting a new one is cheap
 				p.in.release()
 			}
 			return false

@@ -14,9 +14,9 @@ import (
 // On the wire a message begins with an empty frame, which callers do not see.
 type Req struct {
 	d      *Dealer
-	turn   chan struct{} // one token: who holds it may ask
+	turn   chan struct{} // one token: the call of Do that has it may ask
 	events chan reqEvent
-	broken bool // guarded by turn: a reply may still come
+	broken bool // guarded by turn: a call ended before its reply, which may still come
 
 	mu struct {
 		sync.Mutex

@@ -83,7 +83,7 @@ func TestReq(t *testing.T) {
 	if m, err := r.Do(ctx, []byte("twice")); err != nil || len(m) != 1 || string(m[0]) != "1" {
 		t.Fatal(m, err)
 	}
-	select { // a request that goes out before an answer too many is there cannot tell it from its own, as with libzmq
+	select { // as with libzmq, a request that is sent before a surplus answer arrives takes that for its own
 	case <-second:
 	case <-ctx.Done():
 		t.Fatal("the second answer does not come")

@@ -28,27 +28,28 @@ type RouterOptions struct {
 	MaxFirstBytes   int64 // of the first frame of a message, refused by its header; default MaxFrameBytes
 	MaxMessageBytes int64 // sum of a message's frames; default 128 MiB
 	MaxPeers        int   // connections above it are closed at once; default 4096
-	GiveWay         bool  // at MaxPeers, a silent connection of the host with most is closed instead; see Peer.Mark
+	GiveWay         bool  // at MaxPeers, close a silent connection of the host with most connections instead; see Peer.Mark
 	SendQueueBytes  int   // per peer, see the package comment; default 16 MiB
 	MaxUnsentBytes  int64 // of all peers' queues; default 4 GiB
-	MaxReceiveBytes int64 // of all peers' unfinished messages, buffers counted; default 1 GiB
+	MaxReceiveBytes int64 // of the receive buffers of all peers, beyond the first 16 KiB of each; default 1 GiB
 
 	HandshakeTimeout  time.Duration // from accept to READY; default 5 s
 	WriteTimeout      time.Duration // for a slow peer, see the package comment; default 30 s
-	ReceiveTimeout    time.Duration // in which a message that has begun must end, or 64 KiB of it come; default 30 s
+	ReceiveTimeout    time.Duration // in which an unfinished message must end, or 64 KiB of it must come; default 30 s
 	IdleTimeout       time.Duration // closes a peer that sends nothing; 0 = never
 	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
 	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
 
-	// Identify is called once for each connection, before anything is read from it. What it returns is the Peer's Who.
+	// Identify is called once for each connection, before the first read. Peer.Who returns its result.
 	Identify func(net.Conn) any
 
-	// Share names, by what Identify returned, for whom a connection counts where what
-	// all have is bounded. Empty, or nil: for the remote host.
+	// Share returns, from the result of Identify, the name under which a connection counts
+	// towards the limits of all connections (see shares.go). If it is nil or returns "", the
+	// connection counts for its remote host.
 	Share func(who any) string
 
-	// Large is asked, on the reading goroutine, whether p may send a frame of more
-	// than LargeBytes; nil is yes.
+	// Large returns whether p may send a frame of more than LargeBytes. It is called on
+	// the reading goroutine; nil allows all.
 	Large      func(p *Peer) bool
 	LargeBytes int64
 
@@ -61,7 +62,7 @@ type RouterOptions struct {
 	// OnRefused is called on the reading goroutine for a connection whose socket type cannot talk to a ROUTER.
 	OnRefused func(p *Peer, socketType string)
 
-	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
+	Networks *auth.Networks // closes connections from other networks at once; nil closes none
 
 	Authentication // how clients prove who they are
 
@@ -186,7 +187,7 @@ func (r *Router) accept(l net.Listener) {
 		case wait == 0:
 			r.log.Warn("zmtp: accept", "listener", l.Addr(), "err", err)
 		}
-		// Out of descriptors, mostly: the connection waits in the backlog.
+		// Mostly the process is out of descriptors. The connection waits in the backlog.
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		t := time.NewTimer(wait)
 		select {
@@ -198,7 +199,7 @@ func (r *Router) accept(l net.Listener) {
 	}
 }
 
-// maxLeaving is how many connections that gave way may be about to go.
+// maxLeaving bounds the connections that gave way to others and are not closed yet.
 const maxLeaving = 64
 
 // add makes c a peer with its own reading goroutine.
@@ -226,7 +227,7 @@ func (r *Router) add(c net.Conn) {
 	r.mu.past.Closed[Reason(err)]++
 	r.mu.Unlock()
 	r.log.Debug("zmtp: connection refused", "remote", c.RemoteAddr(), "err", err)
-	_ = c.Close() // it never was a peer
+	_ = c.Close() // it never became a peer
 }
 
 func (r *Router) run(p *Peer) {
@@ -257,8 +258,8 @@ func (r *Router) proceed(p *Peer) {
 	}
 }
 
-// identify asks on a goroutine of its own: what a deep call adds to the stack of the
-// reading goroutine would stay there while the peer is idle.
+// identify calls Identify on a goroutine of its own. A deep call would enlarge the stack of
+// the reading goroutine, which would keep that stack while the peer is idle.
 func (r *Router) identify(p *Peer) {
 	done := make(chan struct{})
 	go func() {

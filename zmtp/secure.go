@@ -12,25 +12,25 @@ import (
 	"time"
 )
 
-// errAuth means that the peer's key or password was refused, or does not fit what it sent.
+// errAuth means that the peer's key or password was refused, or that what the peer sent does not match its key.
 var errAuth = errors.New("zmtp: not authenticated")
 
-// mechanism is the part of a security mechanism that differs: its handshake, and how frames are sealed. One value serves one
-// connection. The reading goroutine calls it, but seal, which any goroutine calls under secureConn.write.
+// mechanism is the part in which security mechanisms differ: the handshake, and how frames are sealed. One value serves one
+// connection. Only the reading goroutine calls its methods, except seal, which any goroutine calls under secureConn.write.
 type mechanism interface {
 	name() string
 	server() bool
-	begin() []byte                                                // the command after the greetings; nil: the peer begins
-	handle(name, data []byte) (answer []byte, done bool, e error) // a command of the handshake; the answer is sent also with an error
+	begin() []byte                                                // the command to send after the greetings; nil: the peer sends the first one
+	handle(name, data []byte) (answer []byte, done bool, e error) // handles a command of the handshake; a non-empty answer is sent even with an error
 	peerReady() (metadata []byte)                                 // properties of the peer, once done
 	client() string                                               // who the peer is, once done
-	sealing() bool                                                // frames are sealed, else they pass as they are
+	sealing() bool                                                // frames are sealed; else they pass unchanged
 	seal(dst []byte, flags byte, body []byte) []byte              // appends a frame
 	open(dst, data []byte) ([]byte, error)                        // appends the flags and the body of a sealed frame
 }
 
-// secureConn runs a mechanism below a Peer, which speaks NULL to it: the greeting and READY of the Peer stay here, those of the
-// remote peer are made from what the mechanism has learned, and frames between them are sealed and opened.
+// secureConn runs a mechanism below a Peer, which itself speaks NULL. secureConn does not send the Peer's greeting and READY, and
+// makes those of the remote peer from what the mechanism has learned. It seals and opens the frames between them.
 //
 //	Peer   NULL greeting, READY, frames   secureConn   greeting, handshake, sealed frames   network
 type secureConn struct {
@@ -40,18 +40,18 @@ type secureConn struct {
 
 	// Of the reading goroutine.
 	in    []byte // received
-	at    int    // of in, used
+	at    int    // bytes of in that were used
 	plain []byte // for the Peer
-	out   int    // of plain, taken
+	out   int    // bytes of plain that the Peer has read
 	phase phase
 
 	write struct {
 		sync.Mutex
-		part    []byte // of what the Peer wrote, less than a frame; counted in Peer.queued
+		part    []byte // beginning of a frame that the Peer has not written whole; counted in Peer.queued
 		sealed  []byte // scratch
 		greeted bool   // the network has our greeting
-		taken   bool   // the Peer's greeting was taken
-		said    bool   // its READY was
+		taken   bool   // the Peer has written its greeting
+		said    bool   // the Peer has written its READY
 	}
 }
 
@@ -61,13 +61,13 @@ func secure(p *Peer, m mechanism) {
 	p.raw = nil
 }
 
-// NetConn returns the connection below, whose kind says what the kernel knows of the peer.
+// NetConn returns the connection below. Callers ask the kernel about the peer through it.
 func (c *secureConn) NetConn() net.Conn { return c.Conn }
 
-// SyscallConn fails: bytes of the socket are not those that the Peer means.
+// SyscallConn fails, because the bytes on the socket are not the frames that the Peer reads and writes.
 func (c *secureConn) SyscallConn() (syscall.RawConn, error) { return nil, errors.ErrUnsupported }
 
-// Read reads what the remote peer means. After an error of the network that passes, as a deadline, the next call goes on.
+// Read returns the opened frames of the remote peer. After a temporary network error, such as a deadline, the next call goes on.
 func (c *secureConn) Read(b []byte) (int, error) {
 	for c.out == len(c.plain) {
 		c.plain, c.out = c.plain[:0], 0
@@ -119,10 +119,10 @@ func (c *secureConn) space() []byte {
 	return c.in[len(c.in):cap(c.in)]
 }
 
-// held is how many bytes of memory the connection holds for what it reads.
+// held is how many bytes the receive buffers of the connection have.
 func (c *secureConn) held() int64 { return int64(cap(c.in) + cap(c.plain)) }
 
-// step uses the next part of what was received. It returns false when that is not whole.
+// step handles the next greeting, command or frame in c.in. It returns false if that is not whole.
 func (c *secureConn) step() (more bool, err error) {
 	b := c.in[c.at:]
 	if c.phase == wantGreeting {
@@ -138,7 +138,7 @@ func (c *secureConn) step() (more bool, err error) {
 		return false, err
 	}
 	c.at += n
-	if c.peer.in.end == c.peer.in.start { // else the Peer's message, of which this is a part, has begun before
+	if c.peer.in.end == c.peer.in.start { // else this frame continues a message of the Peer, which began before
 		c.peer.begun.Store(0)
 	}
 	if c.phase == traffic {
@@ -162,7 +162,7 @@ func (c *secureConn) greeting(b []byte) (more bool, err error) {
 	return true, c.answer(c.mech.begin())
 }
 
-// frame returns the frame that b begins with, and its length; 0: it is not whole.
+// frame returns the frame at the beginning of b, and its length n, which is 0 if the frame is not whole.
 func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error) {
 	if len(b) < 2 {
 		return 0, nil, 0, nil
@@ -184,7 +184,7 @@ func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error)
 	return flags, b[header:n], n, nil
 }
 
-// limit refuses a frame by its header. What is in it meets the limits of the Peer's decoder, too.
+// limit refuses a frame by its header. The Peer's decoder also checks the content of the frame.
 func (c *secureConn) limit(size uint64) error {
 	if c.phase != traffic {
 		if size > maxCommandBytes {
@@ -196,7 +196,7 @@ func (c *secureConn) limit(size uint64) error {
 	switch {
 	case d.allow != nil && size > uint64(d.large)+sealedBytes && !d.allow():
 		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, size, d.large)
-	case d.maxFirst > 0 && len(d.spans) == 0 && size > uint64(max(d.maxFirst, maxCommandBytes))+sealedBytes: // the Peer has used all frames before
+	case d.maxFirst > 0 && len(d.spans) == 0 && size > uint64(max(d.maxFirst, maxCommandBytes))+sealedBytes: // a first frame: the Peer has handled all before
 		return fmt.Errorf("%w: first frame of %d bytes, at most %d", errTooLarge, size, d.maxFirst)
 	case size > uint64(max(d.maxFrame, maxCommandBytes))+sealedBytes:
 		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, size, d.maxFrame)
@@ -214,7 +214,7 @@ func (c *secureConn) command(body []byte) error {
 		return fmt.Errorf("%w: %w", errAuth, parseError(data))
 	}
 	answer, done, err := c.mech.handle(name, data)
-	if done && err == nil { // before the answer: a client that has it is no stranger any more
+	if done && err == nil { // before the answer is sent: a client that has the answer must count as known
 		c.peer.proved.Store(true)
 	}
 	if err := errors.Join(err, c.answer(answer)); err != nil {
@@ -263,7 +263,7 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 	return nil
 }
 
-// answer writes a part of the handshake. Our greeting goes before it, also where the goroutine that writes for the Peer has not come to it.
+// answer writes a command of the handshake. It writes our greeting first if the goroutine that writes for the Peer has not done so.
 func (c *secureConn) answer(b []byte) error {
 	if len(b) == 0 {
 		return nil
@@ -287,7 +287,7 @@ func (c *secureConn) greetLocked() error {
 	return err
 }
 
-// Write takes what the Peer writes: its greeting, its READY, then frames.
+// Write gets what the Peer writes: its greeting, its READY, then frames.
 func (c *secureConn) Write(b []byte) (int, error) {
 	c.write.Lock()
 	defer c.write.Unlock()
@@ -336,8 +336,8 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// send writes sealed frames. The peer has WriteTimeout for each part of them, as for what is not sealed; the caller has set the
-// deadline of the first one.
+// send writes sealed frames in parts of stallBytes. The peer has WriteTimeout for each part, as for frames that are not sealed.
+// The caller has set the deadline of the first part.
 func (c *secureConn) send(b []byte) error {
 	for len(b) > 0 {
 		n := min(len(b), stallBytes)
@@ -357,7 +357,7 @@ func (c *secureConn) send(b []byte) error {
 	return nil
 }
 
-// drop releases what was received, and what was gathered to be sent. The connection is closed.
+// drop releases the receive buffers, and the beginning of an unsent frame. The connection is closed.
 func (c *secureConn) drop() {
 	c.in, c.plain, c.at, c.out = nil, nil, 0, 0
 	c.write.Lock()
@@ -380,7 +380,7 @@ func (c *secureConn) trim() {
 	}
 }
 
-// ownFrame returns the frame of the Peer's that b begins with, and its length; 0: it is not whole.
+// ownFrame returns the Peer's frame at the beginning of b, and its length n, which is 0 if the frame is not whole.
 func ownFrame(b []byte) (flags byte, body []byte, n int) {
 	size, header := frameSize(b)
 	if header == 0 || size > uint64(len(b)-header) {
@@ -389,7 +389,7 @@ func ownFrame(b []byte) (flags byte, body []byte, n int) {
 	return b[0], b[header : header+int(size)], header + int(size)
 }
 
-// frameSize returns the length of the body of the frame that b begins with, and of its header; header 0: that is not whole.
+// frameSize returns the lengths of the body and of the header of the frame at the beginning of b. If the header is not whole, header is 0.
 func frameSize(b []byte) (size uint64, header int) {
 	switch {
 	case len(b) < 2, b[0]&flagLong != 0 && len(b) < maxHeader:
@@ -406,7 +406,7 @@ const (
 	sealedCommand = 0x02
 )
 
-// appendCommand appends a command of a name and its data.
+// appendCommand appends a command with a name and data.
 func appendCommand(b []byte, name string, data []byte) []byte {
 	b = appendHeader(b, flagCommand, 1+len(name)+len(data))
 	return append(append(append(b, byte(len(name))), name...), data...)
@@ -419,16 +419,16 @@ const (
 	mechanismCurve = "CURVE"
 )
 
-// Authentication says how the clients of a socket that listens prove who they are: by one of these at most, and then all of them
-// must. The zero value asks nothing (NULL).
+// Authentication says how the clients of a socket that listens prove who they are. At most one of Curve and Plain may be set, and
+// then every client must use it. The zero value asks for no proof (NULL).
 type Authentication struct {
 	Curve *CurveServer
 	Plain func(user, password string) bool // whether a client may connect; safe for concurrent use
-	// Refused is called for each connection that ended since its peer did not prove who it is, on its reading goroutine; nil: not called.
+	// Refused is called for each connection that ended because its peer did not prove who it is, on the reading goroutine; nil: not called.
 	Refused func(from net.Addr, err error)
 }
 
-// refused calls Refused where a connection ended for that.
+// refused calls Refused if err says that the peer did not prove who it is.
 func (a Authentication) refused(p *Peer, err error) {
 	asks := a.Curve != nil || a.Plain != nil
 	if asks && a.Refused != nil && !p.ready.Load() && (errors.Is(err, errAuth) || errors.Is(err, errMechanism)) {
@@ -436,7 +436,7 @@ func (a Authentication) refused(p *Peer, err error) {
 	}
 }
 
-// mechanism returns what makes the mechanism of a connection that came; nil: NULL.
+// mechanism returns a function that makes the mechanism of an accepted connection; nil: NULL.
 func (a Authentication) mechanism(r *role) func() mechanism {
 	switch {
 	case a.Curve != nil:
@@ -447,7 +447,7 @@ func (a Authentication) mechanism(r *role) func() mechanism {
 	return nil
 }
 
-// clientMechanism returns what makes the mechanism of a connection that was made; nil: NULL.
+// clientMechanism returns a function that makes the mechanism of an outgoing connection; nil: NULL.
 func clientMechanism(c *CurveClient, p *PlainClient, r *role) func() mechanism {
 	switch {
 	case c != nil:

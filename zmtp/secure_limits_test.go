@@ -68,7 +68,7 @@ type recorder struct {
 
 func (r *recorder) Write(b []byte) (int, error) { return r.sent.Write(b) }
 
-// The greeting goes before every command of the handshake, also where the peer's comes before the goroutine that writes ours has run.
+// A socket sends its greeting before every command of the handshake, also if the peer's greeting comes before the writing goroutine has run.
 func TestGreetingGoesBeforeTheHandshake(t *testing.T) {
 	ring := newKeyring()
 	f := func(m mechanism, in []byte, command string) {
@@ -124,7 +124,7 @@ func TestSlowReaderOfASealedFrame(t *testing.T) {
 	})
 }
 
-// A message stops coming although sealed frames go on to come: its parts, and commands between them, do not begin it anew.
+// A sealed message that does not end in time is stalled although frames keep coming: parts and commands do not restart its ReceiveTimeout.
 func TestStalledSealedMessage(t *testing.T) {
 	for name, next := range map[string]func(m *curve) []byte{
 		"parts":    func(m *curve) []byte { return m.seal(nil, flagMore, []byte("part")) },
@@ -155,7 +155,7 @@ func TestStalledSealedMessage(t *testing.T) {
 	}
 }
 
-// The first frame of a message has its bound by its header, sealed or not.
+// A first frame above its limit is refused by its header, sealed or not.
 func TestFirstSealedFrameIsBounded(t *testing.T) {
 	c := &secureConn{mech: &curve{from: &CurveServer{}}, peer: &Peer{role: &role{}}, phase: traffic}
 	c.peer.in.maxFrame, c.peer.in.maxFirst = 1<<20, 64
@@ -174,7 +174,7 @@ func TestFirstSealedFrameIsBounded(t *testing.T) {
 	}
 }
 
-// A sealed frame that the peer does not take stays in the figure of what waits for the peer, which bounds its queue.
+// A sealed frame that the peer does not read counts as queued bytes of the peer until it is sent, and so against SendQueueBytes.
 func TestSealedFrameWaitsInTheQueue(t *testing.T) {
 	ring := newKeyring()
 	up := make(chan *Peer, 1)
@@ -223,7 +223,7 @@ func TestIdleSealedConnectionHoldsNothing(t *testing.T) {
 	c.wantSealed(m, "again")
 }
 
-// Where clients prove who they are, connections that did not do so close no client's connection, and keep no client out.
+// If clients must prove their keys, connections that did not do so neither end a client's connection nor keep a client out.
 func TestStrangersCloseNoClients(t *testing.T) {
 	ring := newKeyring()
 	r, addr, _ := startRouter(t, echo, RouterOptions{Authentication: Authentication{Curve: &ring.server}, MaxPeers: 8, GiveWay: true, HandshakeTimeout: testWait})

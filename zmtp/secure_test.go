@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// The keys of RFC 26's and libzmq's examples, and the sizes of texts that are none.
+// ParseKey reads the keys of RFC 26's and libzmq's examples, and refuses texts of other lengths or letters.
 func TestKeysAreZ85(t *testing.T) {
 	const public, secret = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID", "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
 	k, err := ParseKey(secret)
@@ -36,7 +36,7 @@ func TestKeysAreZ85(t *testing.T) {
 	}
 }
 
-// A file has the secret key alone, or as a certificate of ours or of pyzmq's with the public key before it.
+// A key file has the secret key alone, or is a certificate (of Kvasir or pyzmq) with the public key before the secret one.
 func TestKeyFileHasTheSecretKey(t *testing.T) {
 	secret := NewKey()
 	path := filepath.Join(t.TempDir(), "key")
@@ -58,7 +58,7 @@ func TestKeyFileHasTheSecretKey(t *testing.T) {
 	f("", false)
 }
 
-// A side of PLAIN takes each command in its step alone, and WELCOME without data: else the connection ends.
+// A side of PLAIN accepts each command only in its step, and WELCOME only without data. Otherwise the connection ends.
 func TestPlainTakesCommandsInTheirSteps(t *testing.T) {
 	type command struct{ name, data string }
 	hello := command{"HELLO", "\x03ann\x06secret"}
@@ -162,7 +162,7 @@ func TestSecureEcho(t *testing.T) {
 	f("plain", RouterOptions{Authentication: Authentication{Plain: func(u, p string) bool { return u == "ann" && p == "secret" }}}, DealerOptions{Plain: &PlainClient{"ann", "secret"}})
 }
 
-// Who has no right gets no connection, and the handler no message; each end names why.
+// A client without the right gets no connection, and the handler gets no message. Both ends report the reason.
 func TestSecureRefusals(t *testing.T) {
 	r := newKeyring()
 	curve := RouterOptions{Authentication: Authentication{Curve: &r.server}}
@@ -265,7 +265,7 @@ func (m *meddler) run(to string) {
 }
 
 // No byte of a CURVE connection can be changed or repeated on the way: the connection ends, and nothing wrong is delivered.
-// What was planted is nowhere in the bytes of the connection.
+// The plain text of the messages is nowhere in the bytes of the connection.
 func TestCurveOnTheWay(t *testing.T) {
 	r := newKeyring()
 	got := make(chan string, 4096)
@@ -437,7 +437,7 @@ func TestCurveCommandLengths(t *testing.T) {
 	}
 }
 
-// libzmq's sockets speak CURVE and PLAIN with ours, as clients and as servers, in every scenario of the plain ones.
+// libzmq's sockets use CURVE and PLAIN with this package, as clients and as servers, in every scenario of the tests without them.
 func TestSecurePyzmq(t *testing.T) {
 	r := newKeyring()
 	accounts := func(u, p string) bool { return u == "ann" && p == "secret" }

@@ -9,10 +9,10 @@ import (
 
 // Send queues one message of copied frames and flushes it.
 //
-// While the peer's handler runs, on whatever goroutine Send is called, messages
-// only collect: the reading goroutine flushes them when it has handled every
-// message it had received, or after the first handler call that ends 100 µs
-// later. Call Flush to send at once.
+// While the peer's handler runs, Send on any goroutine only queues messages. The
+// reading goroutine flushes them when it has handled every message that it had
+// received, or after the first handler call that ends 100 µs later. Call Flush to
+// send at once.
 //
 // It returns ErrQueueFull while SendQueueBytes are queued (twice that while the
 // handler runs, so that a handler's first reply always fits unless others fill
@@ -65,7 +65,7 @@ func (p *Peer) refuseLocked() error {
 	if p.mu.err != nil {
 		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
 	}
-	if p.mu.broken != nil { // what came before is still handled, and nobody takes the answers
+	if p.mu.broken != nil { // the peer has closed its end: we still handle its last requests, but cannot answer
 		return fmt.Errorf("%w: %w", ErrClosed, p.mu.broken)
 	}
 	bound := int64(p.role.limits.queueBytes)

@@ -15,8 +15,8 @@ import (
 // is a remote address, or what RouterOptions.Share returns; without that, all
 // connections over UNIX sockets are one host.
 
-// errShare means that the connections of all peers held too much, and this one was
-// the largest of the host with most.
+// errShare means that all connections together held too much, and this connection held
+// most of the host that held most.
 var errShare = errors.New("zmtp: the peer's host holds more than its share")
 
 // errStalled means that too little of an unfinished message came within ReceiveTimeout.
@@ -25,7 +25,7 @@ var errStalled = errors.New("zmtp: a message stopped coming")
 // stallProgress is what must come of an unfinished message in each ReceiveTimeout.
 const stallProgress = 64 << 10
 
-// received counts the bytes of receive buffers beyond the first of each peer.
+// received counts the bytes of all receive buffers, without the first 16 KiB (firstBuffer) of each.
 type received struct {
 	total atomic.Int64
 	limit int64
@@ -93,8 +93,8 @@ func host(c net.Conn) string {
 	return "unix"
 }
 
-// heaviest returns the peer with most of the host with most, and what all peers have.
-// what returns how much a peer has. The peer is nil if none has anything.
+// heaviest adds up what(p) for each host and returns the total of all peers. most is the
+// peer with the largest value at the host with the largest sum, nil if all values are 0.
 func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -127,7 +127,7 @@ func (p *Peer) ended() bool {
 	}
 }
 
-// closeHeaviest closes connections of the heaviest hosts until what all have is within
+// closeHeaviest closes the heaviest connection until the total of what is within
 // limit.
 func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 	for {
@@ -162,8 +162,8 @@ func (r *Router) HasRoom(p *Peer, n int64) bool {
 // makeRoomLocked returns the connection to close for a new one of host newcomer, or nil
 // if the newcomer is refused. It chooses the host with most connections, counting the
 // newcomer, and of that host the unmarked connection that has been silent longest. Where
-// clients prove who they are, those that have not done so yet are looked at first, as if
-// there were no others: strangers close each other's connections, not those of clients.
+// clients must prove who they are, it first looks only at the connections that have not done
+// so yet: strangers close each other's connections, not those of clients.
 func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	if stranger := r.strangerLocked(newcomer); stranger != nil {
 		return stranger
@@ -183,7 +183,7 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	if silent != nil {
 		return silent
 	}
-	// One host has most connections and has marked them all.
+	// No unmarked connection may be closed. A host with more than half of MaxPeers loses the one silent longest.
 	for p := range r.mu.peers {
 		if p.host == newcomer || p.ended() || hosts[p.host] <= r.o.MaxPeers/2 {
 			continue
@@ -195,8 +195,8 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	return silent
 }
 
-// strangerLocked returns the connection to close of those that have not proved who they are: the oldest one of the host with most of them. It is nil where
-// clients need not prove anything, or each host has one such connection.
+// strangerLocked returns the connection to close among those that have not proved who they are: the oldest one of the
+// host with most of them. It returns nil if clients need not prove who they are, or if no host has two such connections.
 func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 	if r.role.mechanism == nil {
 		return nil
@@ -216,7 +216,7 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 // known reports whether the peer has proved who it is.
 func (p *Peer) known() bool { return p.proved.Load() || p.ready.Load() }
 
-// hostsLocked returns how many connections each host has, with a new one of newcomer: those that have not shaken hands yet, or all.
+// hostsLocked counts the connections of each host, plus a new one of newcomer: all, or only those that have not proved who they are.
 func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
 	hosts := map[string]int{newcomer: 1}
 	for p := range r.mu.peers {

@@ -101,8 +101,8 @@ func TestSlowMessage(t *testing.T) {
 	f(stallProgress/8, time.Second, false)
 }
 
-// Messages that each end in time end no connection, also where the next one has always
-// begun when one ends.
+// Messages that all end in time never count as stalled, also if each next message has
+// begun before the last one ends.
 func TestMessagesThatOverlapAreNotStalled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		conn, r := pipePeer(RouterOptions{ReceiveTimeout: 3 * time.Second})
@@ -125,8 +125,8 @@ func TestMessagesThatOverlapAreNotStalled(t *testing.T) {
 	})
 }
 
-// Unfinished messages of all peers together are bounded: the host that holds most
-// loses its largest, another host's goes on.
+// The bytes of unfinished messages of all peers together are bounded: the host with most of them
+// loses its largest, and another host's message goes on.
 func TestUnfinishedMessagesHaveShares(t *testing.T) {
 	const total = 4 << 20
 	r, addr, _ := startRouter(t, echo, RouterOptions{MaxReceiveBytes: total})
@@ -171,8 +171,8 @@ func TestLargeFramesNeedLeave(t *testing.T) {
 	testkit.Eventually(t, "the peer with too large a message is closed", func() bool { return r.Stats().Closed["too_large"] == 1 })
 }
 
-// Room closes those who do not read for the sake of another host, and not for
-// their own.
+// HasRoom closes peers that do not read when another host needs room, but not when
+// their own host needs it.
 func TestRoomForLargeReplies(t *testing.T) {
 	reply := bytes.Repeat([]byte("r"), 24<<20) // more than a socket takes
 	answers := make(chan bool, 100)

@@ -10,8 +10,8 @@ import (
 // Stats counts what a socket did since it was made, over all its connections.
 type Stats struct {
 	Peers       int               // connected now, those in their handshake included
-	Accepted    uint64            // connections that came (ROUTER) or were made (DEALER)
-	Handshakes  uint64            // of them, those that became peers
+	Accepted    uint64            // connections accepted (sockets that listen) or made (sockets that connect)
+	Handshakes  uint64            // connections of Accepted that finished their handshake
 	Closed      map[string]uint64 // connections that ended, by Reason
 	MessagesIn  uint64
 	MessagesOut uint64 // queued

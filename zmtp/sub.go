@@ -9,10 +9,10 @@ import (
 	"sync"
 )
 
-// Sub is a SUB socket with one connection, made again when it is lost, as a Dealer's. It
+// Sub is a SUB socket with one connection, which it makes again when it is lost, as a Dealer does. It
 // subscribes anew on each connection. Messages that are published while
-// there is no connection are lost: who must not miss any watches their sequence, and asks
-// for what is missing in OnState. Its methods are safe for concurrent use.
+// there is no connection are lost. A caller that must not miss any must watch sequence numbers
+// and ask for missing messages in OnState. Its methods are safe for concurrent use.
 type Sub struct {
 	d *Dealer
 
@@ -32,7 +32,7 @@ func NewSub(endpoint string, o DealerOptions) *Sub {
 	s := &Sub{}
 	handler := o.Handler
 	o.Handler = func(m Message) {
-		if handler != nil && s.wants(m[0]) { // the publisher may not know yet that a subscription ended
+		if handler != nil && s.wants(m[0]) { // a message may come after Unsubscribe, before the publisher knows
 			handler(m)
 		}
 	}
@@ -45,8 +45,8 @@ func NewSub(endpoint string, o DealerOptions) *Sub {
 // Start begins to connect, as Dealer.Start does.
 func (s *Sub) Start() error { return s.d.Start() }
 
-// Subscribe asks for messages whose first frame begins with prefix; an empty one asks for
-// all. It does not wait: what is published before the publisher has heard of it does not come.
+// Subscribe asks for messages whose first frame begins with prefix; an empty prefix asks for
+// all. It does not wait: messages published before the subscription reaches the publisher do not come.
 func (s *Sub) Subscribe(prefix string) error {
 	if len(prefix) > maxPrefix {
 		return fmt.Errorf("zmtp: a subscription of %d bytes, at most %d", len(prefix), maxPrefix)
@@ -61,7 +61,7 @@ func (s *Sub) Subscribe(prefix string) error {
 	return nil
 }
 
-// Unsubscribe ends a subscription; one that is not there changes nothing.
+// Unsubscribe ends a subscription. It does nothing if there is none for prefix.
 func (s *Sub) Unsubscribe(prefix string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -102,8 +102,8 @@ func (s *Sub) Stats() Stats { return s.d.Stats() }
 // Close drops the connection and returns after the last goroutine. Neither Handler nor OnState may call it.
 func (s *Sub) Close() error { return s.d.Close() }
 
-// appendSubscription appends what begins or ends a subscription: a command to a peer of
-// ZMTP 3.1, a message to one of 3.0, as libzmq 4.3.5 sends them.
+// appendSubscription appends the frame that begins or ends a subscription: a command for a peer of
+// ZMTP 3.1, a message for a peer of 3.0, as libzmq 4.3.5 sends them.
 func appendSubscription(b []byte, minor byte, prefix string, on bool) []byte {
 	name, first := "\x06CANCEL", byte(0)
 	if on {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// Connections of one host count for those whose they are: one user who has marked all
-// that there may be keeps no other user of the host out.
+// Connections of one host count for the user who owns them: a user with as many marked connections
+// as there may be (MaxPeers) keeps no other user of the host out.
 func TestConnectionsOfOneUserLeaveRoomForOthers(t *testing.T) {
 	var user atomic.Value
 	_, addr, _ := startRouter(t, func(p *Peer, m Message) {

@@ -89,8 +89,8 @@ func appendGreetingOf(b []byte, mechanism string, asServer bool) []byte {
 	return b
 }
 
-// checkGreeting looks at as much of a greeting as has come, so that a stranger
-// is closed at its first byte. It returns the minor version once b is whole. mechanism is ours.
+// checkGreeting checks the part of a greeting that has come, so that a peer that does not speak ZMTP
+// is closed at its first byte. It returns the minor version once b is whole. mechanism is our own.
 func checkGreeting(b []byte, mechanism string) (minor byte, err error) {
 	if len(b) > 0 && b[0] != 0xFF {
 		return 0, notZMTP(b)

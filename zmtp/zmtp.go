@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package zmtp speaks ZMTP 3.0 and 3.1, the wire protocol of ZeroMQ, with the
-// NULL mechanism: a ROUTER and a PUB that listen, a DEALER, a REQ and a SUB that connect,
-// over TCP and Unix sockets. Facts are from RFC 23/ZMTP and RFC 37/ZMTP; where they leave
-// room it does what libzmq 4.3.5 does.
+// mechanisms NULL, PLAIN and CURVE: a ROUTER and a PUB that listen, a DEALER, a REQ and a SUB
+// that connect, over TCP and Unix sockets. It follows RFC 23/ZMTP and RFC 37/ZMTP; where these
+// allow several ways, it does what libzmq 4.3.5 does.
 //
 // The sockets are made for short requests. A handler runs on the goroutine that
-// read its message, its replies collect in the peer's buffer, and one write
-// sends them when every message already received has been handled: no hand-off
-// between goroutines lies between a request and its reply.
+// read its message. Its replies collect in the peer's buffer, and one write
+// sends them when every message already received has been handled. So no goroutine
+// hands a request or its reply to another.
 //
 // # Ownership
 //
@@ -28,10 +28,10 @@
 //
 // # Memory
 //
-// A receive buffer has 16 KiB, or up to four times what has come of a longer
+// A receive buffer has 16 KiB, or up to four times the received part of a longer
 // message; a length that a peer only claims takes no memory. A peer that was
-// silent for 1 to 2 s holds no buffers, only its goroutine. A busy peer with a buffer of
-// 1 MiB or more loses it after 64 reads that need no more than a quarter of it.
+// silent for 1 to 2 s has no buffers, only its goroutine. A busy peer loses a buffer of more
+// than 1 MiB after 64 reads in a row that need no more than a quarter of it.
 package zmtp
 
 import (
@@ -49,7 +49,7 @@ type Message [][]byte
 // Errors of sends, and the reasons of closed connections. Reason maps the latter to
 // short names, as Stats counts them.
 var (
-	// ErrClosed means that the socket or the peer was closed by this side.
+	// ErrClosed means that this side closed the socket or the peer.
 	ErrClosed = errors.New("zmtp: closed")
 	// ErrQueueFull means that the peer is slow and SendQueueBytes are waiting
 	// for it; the message was not queued.
@@ -108,8 +108,8 @@ var reasons = []struct {
 }
 
 // Reason names why a connection ended in one word, fit for a metric label:
-// "eof" when the peer went away, "io" for an error of the network, else the
-// sentinel's name.
+// "eof" when the peer went away, "refused" when it sent ERROR, "io" for an error of
+// the network, else the sentinel's name.
 func Reason(err error) string {
 	if isEOF(err) {
 		return "eof"

@@ -43,7 +43,7 @@ var rooms = map[string][]string{
 // siblings are packages of one kind: none imports another one.
 var siblings = []string{"tier/disk", "tier/fs", "tier/mooncakestore", "tier/redis", "tier/s3"}
 
-// thirdParty says which rooms or packages may import a module of others, tests aside. A module that is not here may not be
+// thirdParty says which rooms or packages may import a third-party module, tests aside. A module that is not here may not be
 // imported: a new dependency is a decision.
 var thirdParty = map[string][]string{
 	"github.com/alecthomas/kong":          {"cmd"},
@@ -195,7 +195,7 @@ func TestSiblings(t *testing.T) {
 	}
 }
 
-// Modules of others, and unsafe, are imported where the tables say so.
+// Third-party modules, and unsafe, are imported only where the tables say so.
 func TestThirdParty(t *testing.T) {
 	used := map[string]bool{}
 	for folder, p := range read(t) {

@@ -56,7 +56,7 @@ var fuzzed = map[string]string{
 	"zmtp":                         "FuzzClients FuzzDecode FuzzReady FuzzSecure",
 }
 
-// unfuzzed are packages that decode bytes and have no target, by the reason.
+// unfuzzed maps packages that decode bytes and have no target to the reason.
 var unfuzzed = map[string]string{
 	"reads answers of servers that the user names, with encoding/json":          "bench bench/load cmd/kvasir/internal/bench cmd/kvasir/internal/cli cmd/kvasir/internal/doctor cmd/kvasir/internal/sim cmd/kvasir/internal/status cmd/kvasir/internal/tier cmd/kvasir/internal/verify tier/adapter tier/s3/aws sim/demo",
 	"reads bounded bodies with encoding/json into fields that are checked":      "internal/httpserver internal/options server/lent proxy mooncake/transfer/bench",
@@ -85,7 +85,7 @@ func decodes(call *ast.CallExpr) bool {
 	return false
 }
 
-// parses reports whether a function is a parser by its name and takes bytes or a text: of forms that no decoder above reads.
+// parses reports whether a function has a parser's name and takes bytes or a text. It finds parsers of forms that no decoder above reads.
 func parses(fn *ast.FuncDecl) bool {
 	name := strings.ToLower(fn.Name.Name)
 	if !strings.HasPrefix(name, "parse") && !strings.HasPrefix(name, "decode") {

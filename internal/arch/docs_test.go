@@ -125,7 +125,7 @@ func slugOf(heading string) string {
 	return b.String()
 }
 
-// resolve reports why a link of the page at from leads nowhere.
+// resolve returns why a link of the page at from leads nowhere.
 func resolve(pages map[string]*page, from, link string) error {
 	if strings.Contains(link, "://") || strings.HasPrefix(link, "mailto:") {
 		return nil

@@ -15,7 +15,7 @@ import (
 // ledger is the list of tests that failed once and passed when .ci/run ran them again.
 const ledger = "docs/unsteady.md"
 
-// unsteadyDays is the time within which a second failure of a test must not happen before the test is mended.
+// unsteadyDays is a number of days: a test that fails twice within them must be mended.
 const unsteadyDays = 31
 
 var ledgerLine = regexp.MustCompile(`^- (\d{4}-\d{2}-\d{2}) ([\w./@-]+)( mended [0-9a-f]{7,40})?$`)

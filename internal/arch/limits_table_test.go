@@ -2,7 +2,7 @@
 
 package arch
 
-// limitRows are the bounds of the code by the beginning of their row in docs/limits.md.
+// limitRows maps the beginning of a row in docs/limits.md to the bounds of the code that it states.
 var limitRows = map[string]string{
 	"frame; message; frames": "zmtp.o.MaxFrameBytes zmtp.o.MaxMessageBytes zmtp.o.MaxFrames",
 	"unfinished message | ":  "zmtp.o.ReceiveTimeout",
@@ -100,7 +100,7 @@ var limitRows = map[string]string{
 	"notes and checksums":                     "tier/keeper.maxNotes",
 }
 
-// elsewhere are bounds without a row, by the reason.
+// elsewhere maps bounds without a row to the reason.
 var elsewhere = map[string]string{
 	"bounds one text, field or answer; nothing is kept": "internal/httpserver.maxHead internal/safelog.maxStack lmcache.MaxKVReaders lmcache.MaxTTL lmcache.maxTTLText lmcache.maxID lmcache.maxObjectGroups lmcache.maxReason " +
 		"lmcache.maxShmNameBytes lmcache.maxTimeout lmcache.maxUnread lmcache.maxUnreadBytes mooncake/bootstrap.maxAddrBytes mooncake/bootstrap.maxEngineIDBytes " +

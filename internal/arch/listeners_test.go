@@ -17,8 +17,8 @@ const securityPage = root + "/docs/operate/security.md"
 // attacksPage has a row for each class of attacks.
 const attacksPage = root + "/docs/operate/attacks.md"
 
-// opened says which rows of the page are about the sockets that a file opens. A file that opens a socket and is not here has no row:
-// say on the page what defends the listener.
+// opened says which rows of the page are about the sockets that a file opens. If a file that opens a socket is not here, add a row to
+// the page that says what defends the listener.
 var opened = map[string][]string{
 	"cmd/kvasir/internal/cli/server.go":        {"`kvasir server`: `http`"},
 	"cmd/kvasir/internal/cli/bootstrap.go":     {"`kvasir bootstrap`: `http`"},

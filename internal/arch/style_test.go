@@ -16,7 +16,7 @@ import (
 // logs names the variables and fields that are loggers.
 var logs = map[string]bool{"log": true, "Log": true, "logger": true}
 
-// speaksVLLM lists files whose messages are vLLM's, word for word, figures and all.
+// speaksVLLM lists files whose messages copy vLLM's, word for word, with their figures.
 var speaksVLLM = map[string]bool{
 	"mooncake/bootstrap/registry.go": true, "mooncake/bootstrap/serve.go": true, "mooncake/scheduler/scheduler.go": true,
 }
@@ -130,7 +130,7 @@ func isConstant(e ast.Expr) bool {
 	case *ast.BinaryExpr:
 		return isConstant(e.X) && isConstant(e.Y)
 	case *ast.Ident:
-		return e.Name == "msg" // of a function that logs for others, who are checked
+		return e.Name == "msg" // a function that logs for its callers, which are checked
 	}
 	return false
 }

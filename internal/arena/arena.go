@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package arena keeps which ranges of a segment are free: integers only, no
-// memory. It allocates the lowest range that is large enough, so that a pool
+// Package arena knows which ranges of a segment are free. It has only integers, and no
+// memory of the segment. It allocates the lowest range that is large enough, so that a pool
 // touches as few pages as it can and reuses those it has touched.
 //
 // An Arena is not safe for concurrent use: its owner locks.
@@ -15,7 +15,7 @@ import (
 // Arena manages [0, Size) in units of Align bytes.
 type Arena struct {
 	size, align int64
-	limit       int64 // nothing is handed out above it
+	limit       int64 // Alloc hands out nothing above it
 	free        int64 // bytes in free ranges
 	high        int64 // end of the highest range ever handed out
 
@@ -65,15 +65,15 @@ func (a *Arena) Longest() int64 { return a.nodes[a.root].longest }
 // Round returns n rounded up to the alignment: what Alloc(n) takes.
 func (a *Arena) Round(n int64) int64 { return (n + a.align - 1) / a.align * a.align }
 
-// Limit sets the end of what Alloc hands out; it begins as Size. What was handed
-// out above it stays, and Take does not look at it.
+// Limit sets the end of the ranges that Alloc may hand out; at first it is Size. Ranges that were
+// handed out above it stay. Take ignores the limit.
 func (a *Arena) Limit(end int64) { a.limit = min(max(end, 0), a.size) }
 
 // End returns the limit.
 func (a *Arena) End() int64 { return a.limit }
 
-// Alloc takes the lowest free range that holds n bytes. It reports false when
-// none below the limit does, or n is not in 1..Size.
+// Alloc takes n bytes from the lowest free range that is large enough. It reports false if
+// there is none below the limit, or if n is not in 1..Size.
 func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 	if n <= 0 || n > a.size {
 		return 0, false
@@ -91,7 +91,7 @@ func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 		case d.n >= n:
 			off, left := d.off, d.n-n
 			if off+n > a.limit {
-				return 0, false // all others begin above it
+				return 0, false // all other ranges begin above the limit
 			}
 			a.remove(off)
 			if left > 0 {
@@ -106,9 +106,9 @@ func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 	}
 }
 
-// Take removes the range of n bytes at off, which must be free: a pool that is
-// restored from its index takes what its records name. It reports false, and
-// changes nothing, when any part is not free or off is not aligned.
+// Take removes the range of n bytes at off, which must be free. A pool that is
+// restored from its index takes the ranges of its records. Take reports false, and
+// changes nothing, if any part is not free or off is not aligned.
 func (a *Arena) Take(off, n int64) bool {
 	n = a.Round(n)
 	if off < 0 || n <= 0 || off%a.align != 0 || off > a.size || n > a.size-off {
@@ -153,7 +153,7 @@ func (a *Arena) Release(off, n int64) {
 	a.free += n
 }
 
-// FreeBefore returns how many bytes that end at off are free.
+// FreeBefore returns the length of the free range that ends at off or contains it, up to off.
 func (a *Arena) FreeBefore(off int64) int64 {
 	if at, n, ok := a.floor(off - 1); ok && at+n >= off {
 		return off - at

@@ -15,14 +15,14 @@ import (
 	"time"
 )
 
-// Limits of a log of deeds: the file and so many earlier ones, each of so many bytes.
+// Limits of an audit log: the file and auditFiles earlier ones, each of at most maxAuditFile bytes.
 const (
 	maxAuditFile  = 16 << 20
 	auditFiles    = 4
 	maxAuditField = 512 // bytes of a path or a query
 )
 
-// Audit is the log of what administrators did: a line of JSON for each deed, in a file of its own. Several listeners and processes may
+// Audit is the log of administrators' requests: a line of JSON for each, in a file of its own. Several listeners and processes may
 // share a file. Its methods are safe for concurrent use.
 type Audit struct {
 	path     string
@@ -30,7 +30,7 @@ type Audit struct {
 	lost     atomic.Uint64
 }
 
-// OpenAudit returns the log in a file, which it makes when it is missing; only its owner may read it.
+// OpenAudit opens the log in a file, or makes a missing file that only its owner may read.
 func OpenAudit(path string) (*Audit, error) {
 	a := &Audit{path: path, maxBytes: maxAuditFile}
 	if err := a.write(nil); err != nil {
@@ -39,11 +39,11 @@ func OpenAudit(path string) (*Audit, error) {
 	return a, nil
 }
 
-// Deed is a line of the log.
+// Deed is a line of the log: one request of an administrator.
 type Deed struct {
 	Time     time.Time `json:"time"`
 	Listener string    `json:"listener"`
-	Who      string    `json:"who"` // the token's name, "key", or the subject of the certificate; "": nothing was asked for
+	Who      string    `json:"who"` // the token's name, "key", or the subject of the certificate; "": the Gate asks for no credential
 	From     string    `json:"from"`
 	Method   string    `json:"method"`
 	Path     string    `json:"path"`
@@ -63,7 +63,7 @@ func (a *Audit) record(d Deed) error {
 	return err
 }
 
-// write adds a line to the file, which it opens each time: deeds are rare, and another process may have put the file aside.
+// write adds a line to the file. It opens the file each time, since deeds are rare and another process may have rotated it.
 func (a *Audit) write(line []byte) error {
 	for {
 		f, err := os.OpenFile(a.path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|syscall.O_NONBLOCK, 0o600)
@@ -77,7 +77,7 @@ func (a *Audit) write(line []byte) error {
 	}
 }
 
-// writeTo reports false where the file is not the one at the path any more.
+// writeTo writes a line to f. It reports false if f is no longer the file at the path.
 func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	if err := lock(f); err != nil {
 		return false, err
@@ -119,7 +119,7 @@ func lock(f *os.File) error {
 	}
 }
 
-// rotate puts the file aside as FILE.1, and the oldest away.
+// rotate renames the file to FILE.1, FILE.1 to FILE.2, and so on; it overwrites the oldest.
 func (a *Audit) rotate() error {
 	name := func(i int) string {
 		if i == 0 {
@@ -135,7 +135,7 @@ func (a *Audit) rotate() error {
 	return nil
 }
 
-// login is what stands before the host of a URL.
+// login matches a user and password before the host of a URL.
 var login = regexp.MustCompile(`//[^/?#]*(@|%40)`)
 
 func cut(text string) string {
@@ -143,16 +143,16 @@ func cut(text string) string {
 	return text[:min(len(text), maxAuditField)]
 }
 
-// audited reports whether a request is a deed.
+// audited reports whether a request belongs in the audit log.
 func audited(r *http.Request, need Need) bool {
 	return need == NeedAdmin || need == NeedWrite && r.Method == http.MethodDelete
 }
 
-// serveAudited serves a request and writes its line. An answer that refuses it is no deed.
+// serveAudited serves a request and writes its line to the log, unless the answer is 401 or 403.
 func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, h http.Handler) {
 	d := Deed{
 		Time: time.Now().UTC(), Listener: g.o.Listener, Who: who, From: r.RemoteAddr, Method: cut(r.Method), Path: cut(r.URL.Path), Query: cut(r.URL.RawQuery),
-		Status: http.StatusInternalServerError, // of a panic
+		Status: http.StatusInternalServerError, // if h panics
 	}
 	answer := &statusWriter{ResponseWriter: w, status: http.StatusOK}
 	defer func() {

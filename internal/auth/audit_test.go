@@ -33,7 +33,7 @@ func deeds(t *testing.T, path string) (out []Deed) {
 	return out
 }
 
-// Each deed is one line with who did it; looks and refused requests are none. A line has no login and no control character.
+// Each deed is one line that names who did it. Looks and refused requests have no line. A line has no login and no control character.
 func TestDeedsAreLogged(t *testing.T) {
 	dir := t.TempDir()
 	log, tokens := filepath.Join(dir, "audit"), filepath.Join(dir, "tokens")
@@ -75,7 +75,7 @@ func TestDeedsAreLogged(t *testing.T) {
 	send(o, secret, "POST /write", 200)
 	send(o, reader, "POST /cache/clear", 200)
 	send(o, "", "POST /cache/clear", 200)
-	send(o, secret, "POST /cache/clear", 403) // refused further in
+	send(o, secret, "POST /cache/clear", 403) // a handler behind the gate refuses it
 	send(o, secret, "POST /cache/clear", 200)
 	send(o, "key", "DELETE /write", 409)
 	send(o, secret, "DELETE /engines?url=http://u:PASSWORD@h:1", 204)
@@ -156,7 +156,7 @@ func TestLogOfDeedsIsBounded(t *testing.T) {
 	}
 }
 
-// What is no file, and a folder that is missing, are refused at the start.
+// A path that is not a regular file, or whose folder is missing, is refused at the start.
 func TestBadLogsOfDeeds(t *testing.T) {
 	dir := t.TempDir()
 	fifo := filepath.Join(dir, "fifo")

@@ -343,7 +343,7 @@ func TestClientCertificates(t *testing.T) {
 	f := func(name, path string, want int, certs ...tls.Certificate) {
 		t.Helper()
 		client := http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{
-			Certificates: certs, InsecureSkipVerify: true, // the server's is not what is tested
+			Certificates: certs, InsecureSkipVerify: true, // the server's certificate is not tested here
 		}}}
 		defer client.CloseIdleConnections()
 		answer, err := client.Get(s.URL + path)
@@ -476,7 +476,7 @@ func TestCertificatesThatCountNoMore(t *testing.T) {
 	})
 }
 
-// A file that says whom to let in may be read by every user of the machine, and written by none of them.
+// Every user of the machine may read a file that lists whom to let in, but not every user may write it.
 func TestPublicFilesThatEveryUserMayWrite(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "clients")
 	if err := os.WriteFile(path, []byte("ann\n"), 0o600); err != nil {

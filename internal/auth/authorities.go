@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// maxAuthorityFile bounds a file of authorities, bytes. maxVerified bounds the certificates whose check is remembered.
+// maxAuthorityFile bounds the bytes of a file of authorities. maxVerified bounds the certificates whose verification is remembered.
 const maxAuthorityFile, maxVerified = 8 << 20, 4096
 
 // Authorities are the certificate authorities of clients, and their lists of revoked certificates, from one file. Its methods are safe
@@ -25,18 +25,18 @@ type Authorities struct {
 	mu struct {
 		sync.Mutex
 		now      *authorities
-		verified map[hash]validity // of leaf certificates, as now means it
+		verified map[hash]validity // by leaf certificate: result of a verification against now
 	}
 }
 
-// authorities are what one state of the file has.
+// authorities is the content of the file at one time.
 type authorities struct {
 	pool    *x509.CertPool
 	certs   map[hash]bool
 	revoked map[string]bool // issuer and serial number
 }
 
-// validity is when the chain of a certificate counts.
+// validity is the time in which the chain of a certificate is valid.
 type validity struct{ from, until time.Time }
 
 // OpenAuthorities reads a PEM file of CERTIFICATE blocks, and of X509 CRL blocks that authorities in the same file signed.
@@ -55,7 +55,7 @@ func (a *Authorities) Watch(ctx context.Context, log *slog.Logger) {
 	a.file.Watch(ctx, WatchInterval, log)
 }
 
-// Pool returns the authorities of now.
+// Pool returns the current authorities.
 func (a *Authorities) Pool() *x509.CertPool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -104,7 +104,7 @@ func (a *Authorities) parse(text []byte) (Change, error) {
 			removed++
 		}
 	}
-	for r := range a.mu.now.revoked { // half of a file must not bring a revoked certificate back
+	for r := range a.mu.now.revoked { // a half-written file must not make a revoked certificate valid again
 		if !next.revoked[r] {
 			removed++
 		}
@@ -135,8 +135,8 @@ var (
 	errUnknown       = errors.New("no authority of --tls-client-ca signed the client certificate for clients")
 )
 
-// Verify checks the certificates that a client sent, the leaf first. A connection that lives on after a change of the file, or after the
-// end of its certificate, fails from then on.
+// Verify checks the certificates that a client sent, the leaf first. Call it for each request: then a long connection also fails after
+// its certificate was revoked or has ended.
 func (a *Authorities) Verify(chain []*x509.Certificate, now time.Time) error {
 	if len(chain) == 0 {
 		return errNoCertificate
@@ -166,7 +166,7 @@ func (a *Authorities) Verify(chain []*x509.Certificate, now time.Time) error {
 	return nil
 }
 
-// verify returns when the chain of a certificate counts.
+// verify returns the time in which the chain of a certificate is valid.
 func (a *authorities) verify(chain []*x509.Certificate, now time.Time) (v validity, _ error) {
 	between := x509.NewCertPool()
 	for _, c := range chain[1:] {

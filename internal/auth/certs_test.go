@@ -42,7 +42,7 @@ func newAuthority(t *testing.T, name string) *authority {
 	return &authority{c, key, string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))}
 }
 
-// certOf says what to issue. Zero fields: serial number 2, for clients, from an hour ago to a day from now.
+// certOf describes the certificate to issue. Zero fields: serial number 2, for clients, from an hour ago to a day from now.
 type certOf struct {
 	name        pkix.Name // default CN=one
 	serial      int64

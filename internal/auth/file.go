@@ -3,7 +3,7 @@
 // Package auth decides who may use a listener: bearer tokens, client certificates and networks.
 //
 // A Gate guards one HTTP listener, a Networks guards a listener of any other protocol. Files of secrets are read again when
-// they change, and a file that is being written never counts.
+// they change, but never while they are being written.
 package auth
 
 import (
@@ -22,12 +22,12 @@ type FileError struct{ Path, Reason string }
 
 func (e *FileError) Error() string { return e.Path + ": " + e.Reason }
 
-// stamp is a state of a file. Another file under the path, as behind a link that was changed, is another state, whatever its
-// time: some systems give all files one.
+// stamp is a state of a file. Another file under the path, for example after a change of a link, is another state, even with an equal
+// time, since some systems give all files the same time.
 type stamp struct {
 	changed time.Time
 	size    int64
-	info    os.FileInfo // nil: it cannot be looked at
+	info    os.FileInfo // nil: stat fails
 }
 
 func stampOf(info os.FileInfo) stamp { return stamp{info.ModTime(), info.Size(), info} }
@@ -60,7 +60,7 @@ func checkMode(path string, info os.FileInfo) error {
 }
 
 // ReadSecret reads a file of secrets of at most max bytes. It refuses files that every user of this machine may read, empty files, and
-// what is no regular file.
+// files that are not regular.
 func ReadSecret(path string, max int64) ([]byte, error) {
 	text, _, err := readFile(path, max, true)
 	return text, err
@@ -81,7 +81,7 @@ func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
 	}
 	if private {
 		err = checkMode(path, info)
-	} else if info.Mode().Perm()&0o002 != 0 { // who may write it decides whom it lets in
+	} else if info.Mode().Perm()&0o002 != 0 { // every writer of the file decides who is let in
 		err = &FileError{path, fmt.Sprintf("every user of this machine may write it (mode %04o): chmod o-w", info.Mode().Perm())}
 	}
 	if err != nil {
@@ -99,30 +99,30 @@ func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
 	return text, stampOf(info), nil
 }
 
-// Change is what the text of a File means.
+// Change is the change that a new text of a File makes.
 type Change struct {
-	Take    func() // makes it count
+	Take    func() // puts the new text into use
 	Entries int
-	Removed int // entries that count now and are not in the text
+	Removed int // entries in use that the new text lacks
 }
 
 // FileOptions configures a File.
 type FileOptions struct {
 	Path     string
 	MaxBytes int64
-	Public   bool // it has no secret: every user may read it, and not write it
+	Public   bool // the file has no secret: every user may read it, but not write it
 
-	// Parse says what a text means, and changes nothing.
+	// Parse returns the change that a text makes, without making it.
 	Parse func(text []byte) (Change, error)
 }
 
 // File is a file that is read again when it changes.
 type File struct {
 	o    FileOptions
-	read stamp // by Watch, after OpenFile
+	read stamp // state that was read last; owned by Watch after OpenFile
 }
 
-// OpenFile reads a file and makes it count. A file without an entry is an error.
+// OpenFile reads a file and puts it into use. A file without an entry is an error.
 func OpenFile(o FileOptions) (*File, error) {
 	f := &File{o: o}
 	c, at, _, err := f.load()
@@ -134,7 +134,7 @@ func OpenFile(o FileOptions) (*File, error) {
 	return f, nil
 }
 
-// load reads the file. whole means that its last line ends.
+// load reads the file. whole says that it ends with a newline.
 func (f *File) load() (c Change, at stamp, whole bool, err error) {
 	text, at, err := readFile(f.o.Path, f.o.MaxBytes, !f.o.Public)
 	if err != nil {
@@ -149,27 +149,27 @@ func (f *File) load() (c Change, at stamp, whole bool, err error) {
 	return c, at, text[len(text)-1] == '\n', nil
 }
 
-// settleTime is how long a file that lacks entries must stay as it is before they are gone: it may be half written.
+// settleTime is how long a file that lacks entries must stay unchanged before they are removed, since it may be half written.
 const settleTime = 5 * time.Second
 
-// WatchInterval is the time between two looks of Watch that suits most files.
+// WatchInterval is the interval of Watch for most files.
 const WatchInterval = 2 * time.Second
 
 // Watch reads the file again when it has changed, looking each interval, until ctx ends.
 //
-// A file that is being written does not count: two looks in a row must find the same file, it must end with a newline, and when
-// it lacks entries that count now, it must stay so for 5 s. A file without any entry never counts. What cannot be taken is logged
-// once for each state of the file, and the former entries stay.
+// Watch does not use a file that is being written: two looks in a row must find the same file, it must end with a newline, and if
+// it lacks entries in use, it must stay so for 5 s. It never uses a file without any entry. If it cannot use a file, it logs that
+// once for each state of the file, and the former entries stay in use.
 func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
 	seen, since := f.read, time.Now()
-	settled := true // the file in this state was taken, or it was logged why not
+	settled := true // this state of the file is in use, or a log line says why not
 	for {
 		select {
 		case <-time.After(interval):
 		case <-ctx.Done():
 			return
 		}
-		var now stamp // zero: it cannot be looked at
+		var now stamp // zero: stat fails
 		info, err := os.Stat(f.o.Path)
 		if err == nil {
 			now = stampOf(info)
@@ -184,8 +184,8 @@ func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logg
 	}
 }
 
-// again takes the file in the state now, which it has had since a time, and reports whether there is nothing more to do about it. looked
-// is the error of the look.
+// again puts the file into use in the state now, which it has had since since. It reports whether this state is settled: in use, or
+// logged. looked is the error of os.Stat.
 func (f *File) again(now stamp, since time.Time, looked error, log *slog.Logger) bool {
 	c, at, whole, err := Change{}, stamp{}, false, looked
 	if err == nil {

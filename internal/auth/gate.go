@@ -16,10 +16,10 @@ import (
 	"time"
 )
 
-// Need is what a request needs.
+// Need is the right that a request needs.
 type Need uint8
 
-// What requests need. Three of them are scopes.
+// Rights that requests need. Three of them are scopes.
 const (
 	NeedNothing Need = iota // health: everyone gets an answer
 	NeedRead                // Read
@@ -36,19 +36,19 @@ type Options struct {
 	Authorities *Authorities // of client certificates, which allow everything; nil: none
 	Networks    *Networks    // nil: every address
 
-	// Certificates has the entries for subjects of certificates; Unlisted is what a certificate without an entry allows, 0: nothing.
+	// Certificates has the entries for subjects of certificates. Unlisted is the scope of a certificate without an entry, 0: none.
 	// Without Certificates every certificate of Authorities allows everything.
 	Certificates *Tokens
 	Unlisted     Scope
 
-	Tenants *TenantLimits // that limit who comes by this listener, a certificate or a token to some tenants; LimitOf has the answer. nil: none is
+	Tenants *TenantLimits // limit clients of a listener, certificate or token to some tenants (see LimitOf); nil: no limits
 
-	Audit *Audit // of requests that need NeedAdmin, and of DELETE; nil: none
+	Audit *Audit // log of requests that need NeedAdmin, and of DELETE; nil: none
 
-	// Need says what a request needs.
+	// Need returns the right that a request needs.
 	Need func(*http.Request) Need
 
-	// Refuse answers a request that may not be; nil: {"error": text}.
+	// Refuse answers a request that is not allowed; nil: {"error": text}.
 	Refuse func(w http.ResponseWriter, status int, text string)
 
 	Log *slog.Logger // nil discards
@@ -101,7 +101,7 @@ func (g *Gate) Stats() Stats {
 
 type scopeKey struct{}
 
-// Allows reports whether the Gate in front found a credential with a scope in a request.
+// Allows reports whether the Gate in front found a credential in the request that has at least this scope.
 func Allows(r *http.Request, s Scope) bool {
 	has, _ := r.Context().Value(scopeKey{}).(Scope)
 	return has >= s
@@ -160,7 +160,7 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 	})
 }
 
-// subjects returns what may limit the client of a request. A certificate limits beside a token with a larger scope, too.
+// subjects returns the subjects that may limit the client of a request. A certificate limits it even beside a token with a larger scope.
 func (g *Gate) subjects(r *http.Request) []Subject {
 	out := []Subject{{KindListener, g.o.Listener}}
 	now := time.Now()
@@ -175,7 +175,7 @@ func (g *Gate) subjects(r *http.Request) []Subject {
 	return out
 }
 
-// scope returns what the credentials of a request allow, and whose they are; 0: nothing, and why.
+// scope returns the scope of a request's credentials, and their owner. With scope 0, why says why.
 func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	why = "a token is missing"
 	now := time.Now()
@@ -206,7 +206,7 @@ func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	return has, who, ""
 }
 
-// certificate returns what a certificate allows, and whose it is.
+// certificate returns the scope of a certificate, and its owner.
 func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	if g.o.Certificates == nil {
 		return Admin, subject
@@ -217,7 +217,7 @@ func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	return g.o.Unlisted, subject
 }
 
-// secret returns what a secret allows, and whose it is; 0: nothing, and why.
+// secret returns the scope of a secret, and its owner. With scope 0, why says why.
 func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string) {
 	sum, fits := sha256.Sum256([]byte(secret)), 0
 	for i := range g.keys {
@@ -234,7 +234,7 @@ func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string)
 	return 0, "", "the token is unknown, or its time is over"
 }
 
-// Secret returns the bearer token of a request, or what it has in the header of LMCache's API keys.
+// Secret returns the bearer token of a request, or the value of LMCache's header for API keys.
 func Secret(r *http.Request) (secret string, ok bool) {
 	if scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " "); strings.EqualFold(scheme, "Bearer") {
 		secret = strings.TrimSpace(token)
@@ -251,7 +251,7 @@ func (g *Gate) refuse(w http.ResponseWriter, r *http.Request, status int, text s
 		g.o.Log.Warn("a request was refused", "listener", g.o.Listener, "from", r.RemoteAddr, "why", text,
 			"refused_in_all", g.badAddress.Load()+g.badCredential.Load()+g.badScope.Load()+g.badTenant.Load())
 	}
-	w.Header().Set("Connection", "close") // its body is not read
+	w.Header().Set("Connection", "close") // the Gate does not read the body
 	g.o.Refuse(w, status, text)
 }
 
@@ -261,8 +261,9 @@ func refuseJSON(w http.ResponseWriter, status int, text string) {
 	_ = json.NewEncoder(w).Encode(map[string]string{"error": text}) // the client is gone if this fails
 }
 
-// TLSConfig returns how a listener serves https: with the certificate of get, and asking clients for theirs where there are authorities.
-// The Gate verifies them, for each request, so that a wrong one gets an answer which says so, and a revoked one does not stay.
+// TLSConfig returns the TLS configuration of a listener: it uses the certificate of get, and asks clients for theirs if there are
+// authorities. The Gate verifies client certificates for each request: a client with a wrong one gets an answer that says so, and a revoked
+// one fails at once.
 func TLSConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error), a *Authorities) *tls.Config {
 	c := &tls.Config{GetCertificate: get, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
 	if a == nil {

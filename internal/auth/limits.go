@@ -28,10 +28,10 @@ const (
 
 var kinds = []string{KindListener, KindUser, KindKey, KindToken, KindCert}
 
-// Subject is something that limits a client: where it came in, or what it has shown.
+// Subject is something by which a client is limited: its listener, its user, or a credential.
 type Subject struct{ Kind, Name string }
 
-// others is the name of all subjects of a kind that have no line.
+// others is the name that stands for all subjects of a kind without a line.
 const others = "*"
 
 // tenantSet are the tenants of a line.
@@ -47,7 +47,7 @@ const (
 	maxTenants   = 1024    // of a line
 )
 
-// TenantLimits say which tenants the clients of a server may use. Its methods are safe for concurrent use, also those of nil, which limits
+// TenantLimits say which tenants the clients of a server may use. The methods are safe for concurrent use. A nil *TenantLimits limits
 // no client.
 type TenantLimits struct {
 	saltOf func(name string) string
@@ -73,7 +73,7 @@ func (l *TenantLimits) Watch(ctx context.Context, log *slog.Logger) {
 	l.file.Watch(ctx, WatchInterval, log)
 }
 
-// Reload reads the file now and makes it count, without the patience that Watch has with a file that is being written.
+// Reload reads the file now and puts it into use. Unlike Watch it does not check whether the file is being written.
 func (l *TenantLimits) Reload() error {
 	c, _, _, err := l.file.load()
 	if err != nil {
@@ -148,7 +148,7 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 	return s, set, nil
 }
 
-// userNumber returns the number of a user that is named or numbered.
+// userNumber returns the number of a user given by name or number.
 func userNumber(name string) (string, error) {
 	if n, err := strconv.ParseUint(name, 10, 32); err == nil {
 		return strconv.FormatUint(n, 10), nil
@@ -170,7 +170,7 @@ func (l *TenantLimits) Has(kind string) bool {
 	return false
 }
 
-// For returns what a client may use that is all of these subjects; nil: every tenant, as long as the server runs.
+// For returns the limit of a client with all of these subjects; nil: it may use every tenant.
 func (l *TenantLimits) For(subjects ...Subject) *Limit {
 	if l == nil {
 		return nil
@@ -178,7 +178,8 @@ func (l *TenantLimits) For(subjects ...Subject) *Limit {
 	return &Limit{l, subjects}
 }
 
-// Limit is what one client may use. It follows the file. Its methods are safe for concurrent use, also those of nil, which allows all.
+// Limit says which tenants one client may use. It follows changes of the file. The methods are safe for concurrent use. A nil *Limit allows
+// all.
 type Limit struct {
 	limits   *TenantLimits
 	subjects []Subject
@@ -217,13 +218,13 @@ func (l *Limit) Limited() bool {
 
 type limitKey struct{}
 
-// limited is what the Gate in front found out of a request's client.
+// limited is what the Gate in front adds to a request's context.
 type limited struct {
 	limit *Limit
 	gate  *Gate
 }
 
-// LimitOf returns what the client of a request may use, as the Gate in front found it; nil: every tenant.
+// LimitOf returns the limit of a request's client, from the Gate in front; nil: every tenant.
 func LimitOf(r *http.Request) *Limit {
 	if l, ok := r.Context().Value(limitKey{}).(limited); ok {
 		return l.limit
@@ -239,7 +240,7 @@ func RefuseTenant(w http.ResponseWriter, r *http.Request, text string) {
 	}
 }
 
-// UserSubject is the subject of a user of this host; known is false where the user is not.
+// UserSubject returns the subject of a user of this host. known is false if the user is not known.
 func UserSubject(uid int, known bool) Subject {
 	if !known {
 		return Subject{Kind: KindUser}

@@ -24,7 +24,7 @@ func openLimits(t *testing.T, lines ...string) (*auth.TenantLimits, string) {
 	return l, path
 }
 
-// A client may use what each line that it has allows. Without a line it may use all, unless its kind has a line for the others.
+// A client may use only the tenants that all its lines allow. Without a line it may use all, unless its kind has a line for the others.
 func TestTenantLimits(t *testing.T) {
 	l, path := openLimits(t, "# comment", "", "listener zmq:5556 team-a team-b", "key router team-a", "key * -", "user 7 *", "cert CN=ops,O=Example%20Ltd team%20c", "user * team-b")
 	f := func(salt string, want bool, of ...auth.Subject) {
@@ -75,7 +75,7 @@ func TestTenantLimits(t *testing.T) {
 	}
 }
 
-// No text of a file makes a limit of some tenants one of all.
+// No text of a file turns a limit to some tenants into one that allows all.
 func FuzzTenantLimits(f *testing.F) {
 	f.Add("listener zmq a b\nuser * -\nkey router *\n")
 	f.Add("cert CN=a,O=b%20c _default\ntoken t %2A")

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Files of tokens, secrets and authorities with any text: what is taken is within its limits, and an error shows no secret.
+// Files of tokens, secrets and authorities with any text: accepted entries are within their limits, and an error shows no secret.
 func FuzzLines(f *testing.F) {
 	_, line, err := NewToken("a", Read, time.Time{})
 	if err != nil {

@@ -22,7 +22,7 @@ type Networks struct {
 	logged   atomic.Int64 // when a refusal was last logged, Unix nanoseconds
 }
 
-// NewNetworks returns those networks. log gets a line for refused connections, at most one a minute; nil discards.
+// NewNetworks returns Networks of prefixes. log gets at most one line a minute for refused connections; nil discards.
 func NewNetworks(prefixes []netip.Prefix, log *slog.Logger) *Networks {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
@@ -102,7 +102,7 @@ func (n *Networks) String() string {
 	return strings.Join(out, ",")
 }
 
-// Listener closes connections from elsewhere as soon as they are accepted, before a byte is read.
+// Listener returns a listener that closes connections from other networks at once, before it reads a byte.
 func (n *Networks) Listener(l net.Listener) net.Listener {
 	if n == nil {
 		return l

@@ -28,7 +28,7 @@ func openPeers(t *testing.T, stock string, lines ...string) *auth.PeerSecrets {
 	return s
 }
 
-// A proof is of its role, its session and a secret that both ends have; it counts until that secret is removed.
+// A proof is valid only for its role, its session and a secret that both ends have. It counts until that secret is removed.
 func TestPeerProofs(t *testing.T) {
 	one, two, three := strings.Repeat("1", 32), strings.Repeat("2", 32), strings.Repeat("3", 32)
 	a, b, c := openPeers(t, "", one, two), openPeers(t, "", "# old last", two, three), openPeers(t, "", three)
@@ -72,7 +72,7 @@ func TestPeerProofs(t *testing.T) {
 	}
 }
 
-// A proof is demanded everywhere but in the stock networks, and nowhere without secrets.
+// With secrets, a proof is demanded from all addresses outside the stock networks; without secrets from none.
 func TestStockNetworks(t *testing.T) {
 	s := openPeers(t, "10.0.0.0/8", strings.Repeat("s", 32))
 	f := func(s *auth.PeerSecrets, ip string, want bool) {

@@ -27,7 +27,7 @@ func saltSecrets(t *testing.T, path string, lines ...string) *auth.SaltSecrets {
 	return s
 }
 
-// A salt is of its tenant alone: forged, cut, extended, exchanged and hashed ones are of none.
+// A salt is valid for its tenant alone. Forged, cut, extended, exchanged and hashed salts are valid for no tenant.
 func TestSignedSalts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "salts")
 	secret := strings.Repeat("s", 32)

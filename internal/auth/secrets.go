@@ -36,7 +36,7 @@ func (s *secretLines) Watch(ctx context.Context, log *slog.Logger) {
 	s.file.Watch(ctx, WatchInterval, log)
 }
 
-// Reload reads the file now and makes it count, without the patience that Watch has with a file that is being written.
+// Reload reads the file now and puts it into use. Unlike Watch it does not check whether the file is being written.
 func (s *secretLines) Reload() error {
 	c, _, _, err := s.file.load()
 	if err != nil {

@@ -59,8 +59,8 @@ type Token struct {
 	Scope Scope
 	Until time.Time // zero: it does not end
 
-	of      hash   // of the secret, or of the line's subject
-	subject string // empty: it is for a secret
+	of      hash   // hash of the secret, or of the subject
+	subject string // empty: the entry is for a secret
 }
 
 // Limits of a file of tokens.
@@ -95,7 +95,7 @@ func (t *Tokens) HasSubjects() bool {
 	return slices.ContainsFunc(*t.all.Load(), func(k *Token) bool { return k.subject != "" })
 }
 
-// FindSubject returns the entry for the subject of a certificate, as pkix.Name writes it; nil: there is none, or its time is over.
+// FindSubject returns the entry for the subject of a certificate, in the form of pkix.Name.String; nil: there is none, or its time is over.
 func (t *Tokens) FindSubject(subject string, now time.Time) *Token {
 	for _, k := range *t.all.Load() {
 		if k.subject != "" && k.subject == subject && !k.ended(now) {

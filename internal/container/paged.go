@@ -8,7 +8,7 @@ const pageLen = 4096
 // PagedSlice is a slice that keeps its elements where they are. The zero PagedSlice is empty.
 type PagedSlice[T any] struct{ pages []*[pageLen]T }
 
-// Len returns how many elements there are, those that Grow allocated ahead among them.
+// Len returns how many elements there are, including those that Grow allocated ahead.
 func (s *PagedSlice[T]) Len() int { return len(s.pages) * pageLen }
 
 // Grow makes sure that there are n elements at least; new ones are zero.

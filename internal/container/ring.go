@@ -2,7 +2,8 @@
 
 package container
 
-// Ring holds the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It takes no lock: its owner's covers it.
+// Ring has the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It has no lock: its owner
+// must lock.
 type Ring[T any] struct {
 	ring []T // a power of two long
 	last uint64
@@ -20,7 +21,7 @@ func (r *Ring[T]) Keep(most int) {
 	r.ring = make([]T, n)
 }
 
-// Add numbers a value. It reports false where the ring keeps none.
+// Add adds a value and gives it the next number. It reports false if the ring keeps none.
 func (r *Ring[T]) Add(v T) bool {
 	if r.ring == nil {
 		return false
@@ -33,8 +34,8 @@ func (r *Ring[T]) Add(v T) bool {
 // Last returns the number of the newest value, 0 for none.
 func (r *Ring[T]) Last() uint64 { return r.last }
 
-// After copies into dst the values that follow a number, oldest first. It returns how many; with lost there are none,
-// because some after that number are not kept any more.
+// After copies into dst the values that follow a number, oldest first. It returns how many. With lost it copies none,
+// because some values after that number are no longer in the ring.
 func (r *Ring[T]) After(number uint64, dst []T) (n int, lost bool) {
 	if kept := uint64(len(r.ring)); r.last > kept && number < r.last-kept {
 		return 0, true

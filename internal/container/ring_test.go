@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/container"
 )
 
-// A reader at any place gets what follows, in pieces of any size, or hears that it lost some.
+// A reader at any place gets the values that follow, in pieces of any size, or learns that it lost some.
 func TestRingAgainstASlice(t *testing.T) {
 	var r container.Ring[int]
 	if r.Add(7) || r.Last() != 0 {

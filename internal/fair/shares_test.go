@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// TestShareIsHalfOfTheRest fills the books as one user, then as another.
+// TestShareIsHalfOfTheRest takes as much as it may as one user, and then as two others.
 func TestShareIsHalfOfTheRest(t *testing.T) {
 	var b fair.Shares
 	fill := func(who string) {

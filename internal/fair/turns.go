@@ -4,8 +4,8 @@ package fair
 
 import "slices"
 
-// Turns is a queue in which each user or address has its turn, and each of its members has its turn within that: one with
-// many members does not keep others waiting. Its zero value is empty.
+// Turns is a queue of members of peers (users or addresses). The peers take turns, and the members of a peer take turns within its turns: a
+// peer with many members does not keep others waiting. Its zero value is empty.
 type Turns[M any] struct{ peers []*members[M] }
 
 type members[M any] struct {
@@ -23,8 +23,8 @@ func (q *Turns[M]) Add(peer string, m M) {
 	q.peers[i].of = append(q.peers[i].of, m)
 }
 
-// Next calls take for one member after another until one answers true: that member, and its
-// peer, go to the end. Those that answer false leave the queue.
+// Next calls take for one member after another until take returns true. That member, and its
+// peer, go to the end of the queue. Members for which take returns false leave the queue.
 func (q *Turns[M]) Next(take func(m M) bool) {
 	for len(q.peers) > 0 {
 		p := q.peers[0]

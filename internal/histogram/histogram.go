@@ -23,8 +23,8 @@ type Histogram struct {
 	sum    atomic.Int64
 }
 
-// New returns an empty Histogram with those upper bounds, which rise. One amount is
-// unit of what the metric is measured in: 1e-9 where amounts are ns and the metric
+// New returns an empty Histogram with these upper bounds, which must rise. unit is the size of
+// one amount in the unit of the metric: 1e-9 if amounts are ns and the metric is in
 // seconds.
 func New(unit float64, bounds ...int64) *Histogram {
 	return &Histogram{bounds: bounds, unit: unit, counts: make([]atomic.Uint64, len(bounds)+1)}
@@ -39,7 +39,7 @@ var rates = []int64{1e4, 3e4, 1e5, 3e5, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 3e8}
 // Rates returns a Histogram of speeds from 10 MB/s to 300 GB/s, in GB/s.
 func Rates() *Histogram { return New(1e-6, rates...) }
 
-// Moved counts the speed at which bytes moved, in a Histogram of Rates; nothing of no bytes or no time.
+// Moved counts the speed at which bytes moved, in a Histogram of Rates. It counts nothing if bytes or took is 0.
 func (h *Histogram) Moved(bytes int64, took time.Duration) {
 	if bytes > 0 && took > 0 {
 		h.Observe(int64(float64(bytes) / took.Seconds() / 1e3))
@@ -59,11 +59,11 @@ func (h *Histogram) Observe(n int64) {
 // Took counts one duration, in a Histogram of Times.
 func (h *Histogram) Took(d time.Duration) { h.Observe(int64(d)) }
 
-// Counts is what a Histogram has counted; the zero Counts is of no buckets.
+// Counts is a snapshot of a Histogram; the zero Counts has no buckets.
 type Counts struct {
 	Bounds  []int64 // of all buckets but the last
 	Unit    float64
-	Buckets []uint64 // each on its own, not what is below it
+	Buckets []uint64 // count of each bucket alone, lower ones not included
 	Sum     int64
 }
 
@@ -84,8 +84,8 @@ func (c *Counts) Total() (n uint64) {
 	return n
 }
 
-// Below returns how many amounts are at most bound i, and that bound in the metric's
-// measure.
+// Below returns how many amounts are at most bound i, and that bound in the unit of the
+// metric.
 func (c *Counts) Below(i int) (bound float64, n uint64) {
 	for _, b := range c.Buckets[:i+1] {
 		n += b

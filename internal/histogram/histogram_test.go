@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// An amount is counted in the first bucket whose bound it does not pass, and what two
-// goroutines count adds up.
+// An amount is counted in the first bucket whose bound it does not pass, and the counts of two
+// goroutines add up.
 func TestHistogram(t *testing.T) {
 	h := histogram.Times()
 	bounds := h.Counts().Bounds

@@ -10,19 +10,19 @@ import (
 	"syscall"
 )
 
-// GiveBack returns to the kernel what only the start of a process needed: free memory of the heap, and the pages of the
-// program's file, of which the kernel maps 16 for each one that is used. What is used again is mapped again.
+// GiveBack returns memory to the kernel that only the start of a process needed: free memory of the heap, and the pages of the
+// program's file, of which the kernel maps 16 for each used one. The kernel maps a page again when it is used again.
 func GiveBack() {
 	debug.FreeOSMemory()
 	for _, m := range program() {
-		_, _, _ = syscall.Syscall(syscall.SYS_MADVISE, m.from, m.to-m.from, syscall.MADV_DONTNEED) // else they stay
+		_, _, _ = syscall.Syscall(syscall.SYS_MADVISE, m.from, m.to-m.from, syscall.MADV_DONTNEED) // if it fails, the pages stay mapped
 	}
 }
 
 // mapping is a part of the address space.
 type mapping struct{ from, to uintptr }
 
-// program returns where the file of the program lies that nothing can have changed: its code and its constants.
+// program returns the mappings of the program's file that cannot have changed: its code and its constants.
 func program() (out []mapping) {
 	path, err := os.Readlink("/proc/self/exe")
 	if err != nil {

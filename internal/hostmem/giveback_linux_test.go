@@ -24,7 +24,7 @@ func resident(t *testing.T) (n int64) {
 	return n
 }
 
-// What only the start needed is not resident any more, and the program goes on.
+// Pages that only the start needed are not resident any more, and the program goes on.
 func TestGiveBack(t *testing.T) {
 	parts := program()
 	if len(parts) < 2 { // code and constants

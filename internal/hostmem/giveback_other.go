@@ -6,5 +6,5 @@ package hostmem
 
 import "runtime/debug"
 
-// GiveBack returns to the kernel what only the start of a process needed.
+// GiveBack returns memory to the kernel that only the start of a process needed.
 func GiveBack() { debug.FreeOSMemory() }

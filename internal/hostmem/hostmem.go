@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// Available returns the bytes that Linux estimates programs can get without swapping, or what
-// the cgroups of this process leave if that is less. ok is false where the kernel does
+// Available returns the bytes that Linux estimates programs can get without swapping, or the bytes that
+// the cgroups of this process leave if they are fewer. ok is false if the kernel does
 // not say.
 func Available() (n int64, ok bool) { return available("/") }
 
@@ -34,8 +34,8 @@ func available(root string) (n int64, ok bool) {
 	return n, true
 }
 
-// Limit returns the smallest memory limit of the cgroups that this process is in, bytes, and the file that has it.
-// limited is false where there is none. proc and sys are /proc and /sys but in tests. Memory of /dev/shm counts against the limit of the
+// Limit returns the smallest memory limit, in bytes, of the cgroups that this process is in, and the file with that limit.
+// limited is false if there is none. proc and sys are /proc and /sys, except in tests. Memory of /dev/shm counts against the limit of the
 // process that touched it first.
 func Limit(proc, sys string) (n int64, file string, limited bool) {
 	for _, g := range groups(proc, sys) {
@@ -46,10 +46,10 @@ func Limit(proc, sys string) (n int64, file string, limited bool) {
 	return n, file, limited
 }
 
-// unlimited is what version 1 of cgroups shows where there is no limit, or less.
+// unlimited is a bound above all real limits: without a limit, version 1 of cgroups shows a larger number.
 const unlimited = 1 << 62
 
-// group is a cgroup: the paths of its files, and the name of the field of its statistics with the page cache that can be taken back.
+// group is a cgroup: the paths of its files, and the name of the field in stat that has the reclaimable page cache.
 type group struct{ limit, used, stat, cache string }
 
 // groups returns the cgroups of this process that can limit its memory, of versions 1 and 2, up to the root.
@@ -85,7 +85,7 @@ func groups(proc, sys string) (out []group) {
 	return out
 }
 
-// left returns what the limit of a cgroup leaves.
+// left returns the bytes that a cgroup's limit leaves.
 func (g group) left() (left int64, limited bool) {
 	limit, ok := number(g.limit) // "max" is no number
 	used, known := number(g.used)
@@ -99,7 +99,7 @@ func (g group) left() (left int64, limited bool) {
 	return max(0, limit-used), true
 }
 
-// field returns the number behind a name at the start of a line.
+// field returns the number that follows a name at the start of a line.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		if f := strings.Fields(line); len(f) >= 2 && f[0] == name {

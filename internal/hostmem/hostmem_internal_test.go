@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// What is available is what the kernel says, or less if a cgroup leaves less.
+// The available memory is the number of the kernel, or less if a cgroup leaves less.
 func TestAvailable(t *testing.T) {
 	f := func(files map[string]string, want int64, ok bool) {
 		t.Helper()

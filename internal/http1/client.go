@@ -28,10 +28,10 @@ import (
 // came: the server may have closed it while it was idle.
 var ErrStale = errors.New("http1: the connection had been closed")
 
-// ErrCut means that the context ended before all of the request was sent.
+// ErrCut means that the context ended before the whole request was sent.
 var ErrCut = errors.New("http1: the server has not all of the request")
 
-// ErrAnswer means that what came is no HTTP/1.1 answer, or one beyond the limits.
+// ErrAnswer means that the server sent no HTTP/1.1 answer, or one beyond the limits.
 var ErrAnswer = errors.New("http1: not an HTTP answer")
 
 // Limits of an answer.
@@ -111,16 +111,16 @@ func (c *Client) Idle() int {
 	return len(c.mu.idle)
 }
 
-// Conn is a connection with at most one request. It belongs to one goroutine, but for the end
-// of the context given to Do.
+// Conn is a connection with at most one request at a time. One goroutine owns it; only the end of the context
+// given to Do acts on it from another.
 type Conn struct {
 	c     *Client
 	nc    net.Conn
 	br    *bufio.Reader
-	used  bool // by an earlier request
+	used  bool // an earlier request used it
 	since time.Time
-	stop  func() bool  // of the context of the request in progress
-	ended func() error // its Err
+	stop  func() bool  // stops the context's AfterFunc of the running request
+	ended func() error // Err of that context
 	cut   bool         // not all of the request was sent
 }
 
@@ -145,8 +145,8 @@ func (c *Client) Conn(ctx context.Context) (*Conn, error) {
 	return c.Dial(ctx)
 }
 
-// reuse takes the connection that was used last, if the server has not closed it. Others that
-// are too old go.
+// reuse takes the connection that was used last, if the server has not closed it. It closes connections that
+// are idle for too long.
 func (c *Client) reuse() *Conn {
 	for {
 		c.mu.Lock()
@@ -175,7 +175,7 @@ func (c *Client) reuse() *Conn {
 	}
 }
 
-// Sweep closes connections that are idle for too long. Call it now and then.
+// Sweep closes connections that are idle for longer than IdleTimeout. Call it now and then.
 func (c *Client) Sweep() {
 	c.mu.Lock()
 	var old []*Conn
@@ -208,10 +208,10 @@ func (c *Client) Dial(ctx context.Context) (*Conn, error) {
 	return &Conn{c: c, nc: nc, br: bufio.NewReaderSize(nc, bufBytes)}, nil
 }
 
-// keep gives a connection back whose answer has ended.
+// keep makes a connection idle after its answer has ended.
 func (n *Conn) keep() {
 	if n.stop != nil && !n.stop() {
-		n.close() // the context ended: its function may still touch the deadline
+		n.close() // the context ended, and its AfterFunc may still change the deadline
 		return
 	}
 	n.stop = nil
@@ -231,27 +231,27 @@ func (n *Conn) keep() {
 	c.mu.Unlock()
 }
 
-// Request is a request to send. Head is the request line and all fields but Host and
+// Request is a request to send. Fields has all header fields but Host and
 // Content-Length, each line with its CR LF.
 type Request struct {
 	Method string
 	Target string // path and query
 	Fields []byte
 	Body   [][]byte
-	Ready  func(part int) error // waits until a part of Body may be looked at, one after the other; nil: all may
+	Ready  func(part int) error // waits until a part of Body may be read; called for one part after the other; nil: all are ready
 
-	// Whole says that the server is to have all of it, also when ctx ends while it is sent: within WholeTime.
+	// Whole says that the whole request must be sent, within WholeTime, even if ctx ends while it is sent.
 	Whole bool
 }
 
-// WholeTime is how long a request may take to be sent after its context ended, if it is to be whole.
+// WholeTime is how long a Request with Whole may still be sent after its context ended.
 const WholeTime = 5 * time.Second
 
 var past = time.Unix(1, 0)
 
-// Do sends a request and returns its answer when the head is there. until bounds that; the zero
-// time does not. When ctx ends, then or later, the connection is closed. An error closes it;
-// that of a context that ended while the request was sent is also ErrCut.
+// Do sends a request and returns its answer when the head has come. until bounds that; the zero
+// time sets no bound. When ctx ends, then or later, the connection is closed. An error closes it, too.
+// If the context ended while the request was sent, the error is also ErrCut.
 func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, error) {
 	if err := n.nc.SetDeadline(until); err != nil {
 		n.close()
@@ -280,10 +280,10 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 	return nil, context.Cause(ctx)
 }
 
-// heads are buffers for the head of a request, and for all of a small one.
+// heads are buffers for the head of a request, or for the whole of a small request.
 var heads = sync.Pool{New: func() any { b := make([]byte, 0, small+2<<10); return &b }}
 
-// maxPooledHead bounds a buffer that is used again, bytes.
+// maxPooledHead bounds the bytes of a buffer that goes back to heads.
 const maxPooledHead = 32 << 10
 
 func (n *Conn) do(r *Request) (*Response, error) {
@@ -330,8 +330,8 @@ func isTimeout(err error) bool {
 	return ok && e.Timeout()
 }
 
-// small is how large a request is that is copied into one piece, so that it is one record of
-// TLS and one write.
+// small is the largest body that is copied behind the head, so that the request is one TLS record and
+// one write.
 const small = 4 << 10
 
 // write sends head and body, and returns the buffer of head, to which it may have appended the body.
@@ -381,7 +381,7 @@ func (n *Conn) line(left *int) ([]byte, error) {
 	return bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r")), err
 }
 
-// rawLine is line with what ends the line.
+// rawLine is line with the line's end.
 func (n *Conn) rawLine(left *int) ([]byte, error) {
 	b, err := n.br.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {

@@ -140,7 +140,7 @@ func TestReadInto(t *testing.T) {
 	}
 }
 
-// raw serves one text after another to each connection, whatever is asked.
+// raw serves one text after another to each connection, whatever the requests are.
 func raw(t testing.TB, answers ...string) *Client {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -193,7 +193,7 @@ func TestCutAnswers(t *testing.T) {
 	}
 }
 
-// What is no HTTP/1.1 answer, or could be read in two ways, is refused.
+// An answer that is not HTTP/1.1, or could be read in two ways, is refused.
 func TestBadAnswers(t *testing.T) {
 	bad := []string{
 		"garbage\r\n\r\n", "HTTP/2 200\r\n\r\n", "HTTP/1.1 99 x\r\n\r\n", "HTTP/1.1 +20 x\r\n\r\n",
@@ -220,7 +220,7 @@ func TestBadAnswers(t *testing.T) {
 	}
 }
 
-// A server that closes after each answer is asked anew each time; nobody notices.
+// If a server closes after each answer, the client connects anew each time, and its caller does not notice.
 func TestServerClosesIdleConnections(t *testing.T) {
 	c := raw(t, sized, sized, sized)
 	for range 3 {
@@ -340,7 +340,7 @@ func TestContextEnds(t *testing.T) {
 	}
 }
 
-// A request that is to be whole is sent to its end although the context ends while the server reads it; others are cut.
+// A request with Whole is sent to its end although the context ends while the server reads it. Other requests are cut.
 func TestWholeRequest(t *testing.T) {
 	for _, whole := range []bool{true, false} {
 		begun, got, left := make(chan struct{}), make(chan int64, 1), make(chan struct{})
@@ -399,7 +399,7 @@ func TestTLS(t *testing.T) {
 	if u, _ := url.Parse(s.URL); c.Host() != u.Host {
 		t.Error(c.Host())
 	}
-	plain := client(t, s.URL) // does not know the authority
+	plain := client(t, s.URL) // does not trust the authority
 	if _, err := plain.Conn(t.Context()); err == nil {
 		t.Error("an unknown authority is trusted")
 	}

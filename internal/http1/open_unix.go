@@ -11,7 +11,7 @@ import (
 	"syscall"
 )
 
-// open reports whether an idle connection's server has neither closed it nor sent anything.
+// open reports whether the server of an idle connection has neither closed it nor sent bytes.
 func open(c net.Conn) bool {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

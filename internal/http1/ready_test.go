@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// Each part of a body is sent once it is ready; a part that never is ends the request.
+// Each part of a body is sent once it is ready. A part that never becomes ready ends the request.
 func TestBodiesThatBecomeReady(t *testing.T) {
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)

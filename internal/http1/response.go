@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// Response is an answer whose head is there. Its Body is read with Next, and Close ends it.
+// Response is an answer whose head was read. Read the body with Next or Read, and end with Close.
 type Response struct {
 	Status int
 	Fields []Field
@@ -26,7 +26,7 @@ type Response struct {
 	left    int64 // of the body, or of a chunk
 	end     error // what Next returns from now on
 	close   bool  // the connection cannot be used again
-	lent    int   // bytes of the reader that the caller looks at
+	lent    int   // bytes of the reader that Next has lent to the caller
 	started bool  // a chunk was read
 	excess  int64 // bytes of chunk sizes beyond what is usual for their data
 }
@@ -41,7 +41,7 @@ func (r *Response) Field(name string) string {
 	return ""
 }
 
-// head reads an answer's head, past those that only inform.
+// head reads an answer's head. It skips informational answers (1xx).
 func (n *Conn) head(method string) (*Response, error) {
 	for range 8 {
 		r, err := n.oneHead()
@@ -122,7 +122,7 @@ func canonical(name []byte) string {
 	return textproto.CanonicalMIMEHeaderKey(string(name))
 }
 
-// frame finds out where the body ends.
+// frame finds out from the fields where the body ends.
 func (r *Response) frame(method string) error {
 	lengths := 0
 	for _, f := range r.Fields {
@@ -142,7 +142,7 @@ func (r *Response) frame(method string) error {
 		case "Trailer":
 			for name := range strings.SplitSeq(f.Value, ",") {
 				switch textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)) {
-				case "Content-Length", "Transfer-Encoding", "Trailer": // would move the body's end
+				case "Content-Length", "Transfer-Encoding", "Trailer": // these fields would change where the body ends
 					return fmt.Errorf("%w: Trailer %.60q", ErrAnswer, f.Value)
 				}
 			}
@@ -160,7 +160,7 @@ func (r *Response) frame(method string) error {
 			return fmt.Errorf("%w: chunked, and with a Content-Length", ErrAnswer)
 		}
 	case r.Length < 0:
-		r.close = true // it ends with the connection
+		r.close = true // the body ends with the connection
 	case r.Length == 0:
 		r.end = io.EOF
 	}
@@ -168,16 +168,16 @@ func (r *Response) frame(method string) error {
 	return nil
 }
 
-// Until bounds how long the next reads may take, in all; the zero time does not.
+// Until sets a deadline for all later reads; the zero time removes it.
 func (r *Response) Until(t time.Time) {
 	_ = r.n.nc.SetReadDeadline(t) // a closed connection fails when it is read
 	if r.n.ended() != nil {
-		_ = r.n.nc.SetReadDeadline(past) // the context's end may have come before
+		_ = r.n.nc.SetReadDeadline(past) // the context may have ended before the line above
 	}
 }
 
-// Next returns what has come of the body, a byte at least, valid until the next call. It waits
-// for some. The end of a whole body is io.EOF; of a part io.ErrUnexpectedEOF.
+// Next waits for bytes of the body and returns those that have come, at least one, valid until the next call.
+// At the end of a whole body it returns io.EOF, and at the end of a cut one io.ErrUnexpectedEOF.
 func (r *Response) Next() ([]byte, error) {
 	if r.lent > 0 {
 		_, _ = r.n.br.Discard(r.lent) // it is buffered
@@ -197,7 +197,7 @@ func (r *Response) Next() ([]byte, error) {
 	return b, nil
 }
 
-// More reports whether Next would return something at once.
+// More reports whether Next would return bytes without waiting.
 func (r *Response) More() bool {
 	n := r.n.br.Buffered() - r.lent
 	if r.end != nil || n <= 0 {
@@ -207,7 +207,7 @@ func (r *Response) More() bool {
 		return true
 	}
 	b, _ := r.n.br.Peek(r.lent + n)
-	// A whole line with a size, and something behind it.
+	// A whole line with a chunk's size, and bytes after it.
 	i := bytes.IndexByte(bytes.TrimLeft(b[r.lent:], "\r\n"), '\n')
 	return i >= 0 && i+2 < n
 }
@@ -234,8 +234,8 @@ func (r *Response) next() ([]byte, error) {
 	return r.n.br.Peek(n)
 }
 
-// Read implements io.Reader. What has not come yet goes from the connection into p, without
-// a copy in between where p is large.
+// Read implements io.Reader. Bytes that are not buffered yet go from the connection into p, without
+// a copy in between if p is large.
 func (r *Response) Read(p []byte) (int, error) {
 	if r.lent > 0 {
 		_, _ = r.n.br.Discard(r.lent) // it is buffered
@@ -362,7 +362,7 @@ func (r *Response) Close() {
 		_, _ = n.br.Discard(r.lent) // it is buffered
 	}
 	if !errors.Is(r.end, io.EOF) && r.Length >= 0 && r.left == 0 && !r.chunked {
-		r.end = io.EOF // all is read, but the caller has not seen the end yet
+		r.end = io.EOF // the whole body was read, but the caller has not seen io.EOF yet
 	}
 	if r.close || !errors.Is(r.end, io.EOF) {
 		n.close()

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// certificateInterval is how long the files are not looked at again.
+// certificateInterval is the least time between two looks at the files.
 const certificateInterval = 5 * time.Second
 
 // Certificate is a TLS certificate and its key, which are read again when their files change. Its methods are safe for
@@ -23,7 +23,7 @@ type Certificate struct {
 	mu struct {
 		sync.Mutex
 		now    *tls.Certificate
-		files  [2]os.FileInfo // that now is from
+		files  [2]os.FileInfo // the files from which now was read
 		looked time.Time
 	}
 }
@@ -46,7 +46,7 @@ func (p *Certificate) readLocked(now time.Time) error {
 			return err
 		}
 		files[i] = info
-		// Behind a link that was changed there can be another file of the same time.
+		// After a change of a link there can be another file with the same time.
 		changed = changed || !os.SameFile(info, p.mu.files[i]) || !info.ModTime().Equal(p.mu.files[i].ModTime())
 	}
 	if !changed {
@@ -63,8 +63,8 @@ func (p *Certificate) readLocked(now time.Time) error {
 	return nil
 }
 
-// Get implements tls.Config.GetCertificate. Files that cannot be read, halves of a change for
-// instance, leave the certificate as it is.
+// Get implements tls.Config.GetCertificate. If it cannot read the files, for instance because only one of the two has
+// changed, it keeps the former certificate.
 func (p *Certificate) Get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -44,7 +44,7 @@ func write(t *testing.T, serial int64, cert, key string) {
 	}
 }
 
-// A certificate that is replaced is used without a restart; half of a change is not.
+// A replaced certificate is used without a restart. A certificate without its new key is not.
 func TestAChangedCertificateIsUsed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir := t.TempDir()
@@ -78,7 +78,7 @@ func TestAChangedCertificateIsUsed(t *testing.T) {
 	})
 }
 
-// A certificate behind a link that is changed is used, also where all files have one time.
+// If a link leads to another certificate, that one is used, also if all files have the same time.
 func TestALinkedCertificateIsUsed(t *testing.T) {
 	dir, day := t.TempDir(), time.Unix(1, 0)
 	at := func(name string) string { return filepath.Join(dir, name) }

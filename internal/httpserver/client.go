@@ -10,13 +10,13 @@ import (
 	"os"
 )
 
-// ClientFiles are what a client trusts and shows over https. They are PEM files.
+// ClientFiles are PEM files with the authorities that a client trusts over https, and with its own certificate.
 type ClientFiles struct {
 	CA        string // authorities of servers; empty: the system's
 	Cert, Key string // of the client, read again when they change; empty: none
 }
 
-// TLS returns how a client with these files speaks https; nil: as Go does by default.
+// TLS returns the TLS configuration of a client with these files; nil: Go's default.
 func (f ClientFiles) TLS() (*tls.Config, error) {
 	if f == (ClientFiles{}) {
 		return nil, nil

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package httpserver keeps an HTTP interface without passwords from web pages and
-// from peers that hold connections. Certificate reads a TLS certificate again when its
+// Package httpserver protects an HTTP interface without passwords from web pages, and
+// from peers that keep many connections open. Certificate reads a TLS certificate again when its
 // files change.
 //
-// A web page that a person of this network looks at can send requests to any
+// A web page that a person in this network opens can send requests to any
 // address that the person's browser reaches. It cannot forge the headers that say
-// where a request comes from, and it can make a name of its own lead to our
-// address, but not send another Host than that name.
+// where a request comes from. It can make a name of its own resolve to our
+// address, but then it must send that name as Host.
 package httpserver
 
 import (
@@ -22,14 +22,14 @@ import (
 	"strings"
 )
 
-// Guard says which requests are answered. The zero Guard takes addresses,
-// localhost and the machine's host name for a request's Host.
+// Guard decides which requests are answered. The zero Guard accepts IP addresses,
+// localhost and the machine's host name as a request's Host.
 type Guard struct {
 	AllowHosts []string // further names, lower case, without a port
 }
 
-// Handler answers what a page of another site could have sent with 403 or 415,
-// with a JSON body {"error": ...}, and passes the rest to h.
+// Handler answers a request that a page of another site could have sent with 403 or 415
+// and a JSON body {"error": ...}. It passes all other requests to h.
 func (g Guard) Handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if code, why := g.refuse(r); why != "" {
@@ -71,7 +71,7 @@ func (g Guard) refuse(r *http.Request) (code int, why string) {
 	return 0, ""
 }
 
-// known reports whether a Host header can be meant for this machine.
+// known reports whether a Host header names this machine.
 func (g Guard) known(host string) bool {
 	name := strings.ToLower(host)
 	if h, _, err := net.SplitHostPort(name); err == nil {

@@ -56,7 +56,7 @@ func TestGuard(t *testing.T) {
 	f(415, "POST", "localhost", "{}", "Content-Type", "multipart/form-data")
 }
 
-// Connections of one host beyond the limit replace each other; another host's
+// At the limit, new connections of a host replace its own older ones. The connection of another host
 // stays.
 func TestLimit(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")

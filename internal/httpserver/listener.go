@@ -22,7 +22,7 @@ const (
 	maxHead     = 64 << 10
 )
 
-// NewServer returns an http.Server with limits on what one request may take.
+// NewServer returns an http.Server with limits on the time and the header bytes of one request.
 func NewServer(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler: h, ReadHeaderTimeout: headTimeout, ReadTimeout: readTimeout, WriteTimeout: sendTimeout, IdleTimeout: idleTimeout,
@@ -30,8 +30,8 @@ func NewServer(h http.Handler) *http.Server {
 	}
 }
 
-// Limit returns l with a bound on its connections. At the bound the oldest
-// connection of the host with most, the newcomer counted, is closed.
+// Limit returns l with a bound on its connections. A new connection at the bound closes the oldest
+// connection of the host with most connections, counting the new one.
 func Limit(l net.Listener, conns int) net.Listener { return &listener{Listener: l, max: conns} }
 
 // Unlimited returns the connection behind one that a limited listener accepted.
@@ -78,7 +78,7 @@ func (l *listener) Accept() (net.Conn, error) {
 	return n, nil
 }
 
-// add returns the connection that gives way, if one must.
+// add adds n, and returns the connection that must be closed for it, if any.
 func (l *listener) add(n *conn) (old *conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

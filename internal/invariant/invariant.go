@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package invariant says whether this build checks itself: with -tags
-// invariants, memory that went out of use is poisoned, so that whoever still
-// reads it is found out.
+// Package invariant says whether this build checks itself. With -tags
+// invariants, memory is poisoned after its last use, so that tests find code that still
+// reads it.
 package invariant
 
 import "bytes"

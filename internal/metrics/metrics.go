@@ -14,10 +14,10 @@
 //	}
 //
 // Fields may be integers, floats, bools (0 or 1), durations (seconds), histogram.Counts,
-// and maps from a label's value, or from an array of the values of several labels, to those. A map
-// has every value from the start where they are known, so that no series appears with its first
-// event. The tag always adds labels that are the same in all samples of a field. Structs without a tag are walked;
-// other fields without a tag are for Go callers alone.
+// and maps from a label's value, or from an array of the values of several labels, to these types. A map
+// should have all known label values from the start, so that a series does not appear only with its first
+// event. The tag always adds labels that are the same in all samples of a field. Fields of a struct without a tag are
+// samples, too; other fields without a tag are for Go callers alone.
 package metrics
 
 import (
@@ -53,8 +53,8 @@ func New(version string) *Registry {
 	return r
 }
 
-// Add adds a library. stats returns its Stats; it is called when figures are asked
-// for, by several goroutines.
+// Add adds a library. stats must return its Stats; it is called at each scrape, perhaps
+// by several goroutines at once.
 func Add[T any](r *Registry, stats func() T) { AddWith(r, nil, stats) }
 
 // AddWith is Add for a library whose samples all have the same labels.
@@ -65,7 +65,7 @@ func AddWith[T any](r *Registry, labels map[string]string, stats func() T) {
 // Handler answers GET /metrics.
 func (r *Registry) Handler() http.Handler { return promhttp.HandlerFor(r.reg, promhttp.HandlerOpts{}) }
 
-// Of answers GET /metrics with one library alone.
+// Of returns a handler that answers GET /metrics with one library alone.
 func Of[T any](stats func() T) http.Handler {
 	r := &Registry{prometheus.NewRegistry()}
 	Add(r, stats)
@@ -219,7 +219,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// values are those of the labels that a map's key stands for.
+// values returns the label values of a map's key.
 func values(key reflect.Value) []string {
 	if key.Kind() != reflect.Array {
 		return []string{key.String()}
@@ -231,7 +231,7 @@ func values(key reflect.Value) []string {
 	return out
 }
 
-// pairs are labels and values as Prometheus writes them.
+// pairs returns labels and values in Prometheus's form.
 func (s *series) pairs(key reflect.Value) string {
 	var out []string
 	for i, v := range values(key) {

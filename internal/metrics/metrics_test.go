@@ -34,7 +34,7 @@ type stats struct {
 	Hidden int
 }
 
-// Every kind of field becomes the samples that its tag says, and nothing else does.
+// Every kind of field becomes the samples that its tag says, and there are no other samples.
 func TestWrite(t *testing.T) {
 	h := histogram.Times()
 	h.Took(20 * time.Microsecond)
@@ -62,7 +62,7 @@ func TestWrite(t *testing.T) {
 	}
 }
 
-// Values are the same samples by name, histograms aside.
+// Values returns the same samples by name, without histograms.
 func TestValues(t *testing.T) {
 	got := metrics.Values(&stats{inner: inner{Up: true}, Hits: 3, Bytes: -4, Age: 1500 * time.Millisecond, Missed: map[string]uint64{"a": 1, "b": 0}, Pairs: map[[2]string]int{{"x", "y"}: 7}, Hidden: 9})
 	want := map[string]float64{"x_up": 1, "x_hits_total": 3, "x_bytes": -4, "x_age_seconds": 1.5, `x_missed_total{reason="a"}`: 1, `x_missed_total{reason="b"}`: 0, `x_pairs{first="x",second="y"}`: 7}
@@ -71,7 +71,7 @@ func TestValues(t *testing.T) {
 	}
 }
 
-// Two libraries share one page, which says which build answers and passes the lint.
+// Two libraries share one page of metrics. It names the build, and passes the lint.
 func TestHandler(t *testing.T) {
 	r := metrics.New("v1.2.3")
 	hits := uint64(0)
@@ -100,7 +100,7 @@ func TestHandler(t *testing.T) {
 	}
 }
 
-// A tag that does not fit its field is a bug that shows when the library is added.
+// A tag that does not fit its field is a bug, and adding the library reports it.
 func TestBadTags(t *testing.T) {
 	f := func(what string, stats any) {
 		t.Helper()

@@ -8,16 +8,16 @@ import (
 	"strconv"
 )
 
-// Answer is what a proxy needs of an answer that is no stream.
+// Answer has the parts that a proxy needs of an answer that is no stream.
 type Answer struct {
 	Params []byte // kv_transfer_params, an object; nil: none
 	Cached int    // usage.prompt_tokens_details.cached_tokens, which engines leave out for 0; -1: there is no usage
-	// Stopped says that the model ended the answer, by a stop token: not its length, and not a text of the request's stop, which an
-	// engine's front looks for behind the scheduler.
+	// Stopped says that a stop token of the model ended the answer: not the length, and not a text of the request's stop, which the
+	// engine's frontend finds only after the scheduler.
 	Stopped bool
 }
 
-// ScanAnswer reads an answer, which must be a JSON object. It keeps no part of it.
+// ScanAnswer reads an answer, which must be a JSON object. It does not keep text.
 func ScanAnswer(text []byte) (a Answer, err error) {
 	r := Request{Body: text, fields: make([]field, 0, usualFields)}
 	if err := r.scan(); err != nil {
@@ -52,7 +52,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 			if v[0] != '{' {
 				continue
 			}
-			if !HasCached(v) { // decoding costs more than all else here
+			if !HasCached(v) { // skip the decoding, which costs more than the rest of ScanAnswer
 				a.Cached = 0
 				continue
 			}
@@ -85,7 +85,7 @@ func stopped(text []byte, choices Range) bool {
 	return reason == "stop" && !byText
 }
 
-// cachedKeys are the names of a usage's cached tokens: of OpenAI's APIs and of Anthropic's.
+// cachedKeys are the names of the number of cached tokens in a usage, in OpenAI's APIs and Anthropic's.
 var cachedKeys = [][]byte{[]byte(`"cached_tokens"`), []byte(`"cache_read_input_tokens"`)}
 
 // HasCached reports whether an answer, or an event of a stream, has a number of cached tokens.
@@ -93,16 +93,17 @@ func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
-// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow: each has the number of cached tokens.
+// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number
+// of cached tokens.
 func GoesOn(event []byte) bool {
-	at := bytes.LastIndex(event, finishReason) // a text before it may have the same words
+	at := bytes.LastIndex(event, finishReason) // the last one, since a text before it may contain the same words
 	return at >= 0 && bytes.HasPrefix(bytes.TrimLeft(event[at+len(finishReason):], " :"), []byte("null"))
 }
 
 var finishReason = []byte(`"finish_reason"`)
 
 // SetCached returns an answer, or an event of a stream, with another number of cached tokens in its usage.
-// A text without such a number is returned as it is. The same keys elsewhere, as in what a model gives to a tool, stay.
+// It returns a text without such a number unchanged. It does not change the same keys elsewhere, for example in a tool call.
 func SetCached(text []byte, n int) []byte {
 	if !HasCached(text) {
 		return text
@@ -123,7 +124,7 @@ func SetCached(text []byte, n int) []byte {
 	return append(out, text[at:]...)
 }
 
-// usages returns where an answer, or an event of a stream, has its usage: at the top, or in the response or message of an event.
+// usages returns where the usage of an answer, or of an event of a stream, is: at the top, or in the response or message of an event.
 func usages(text []byte) (all []Range) {
 	if json := bytes.TrimLeft(text, " \t\r\n"); len(json) > 0 && json[0] == '{' {
 		return usagesOf(text, Range{0, len(text)}, nil)
@@ -191,8 +192,8 @@ func setCached(text, cachedKey []byte, n int) []byte {
 	return append(out, text...)
 }
 
-// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, SGLang's
-// OpenAI routes at the top (0.5.23), and FastAPI, under both, a text as detail.
+// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, and
+// SGLang's OpenAI routes at the top (0.5.23). FastAPI, on which both are built, has a text as detail.
 func ErrorIn(body []byte) (kind, text string) {
 	type said struct {
 		Message string `json:"message"`
@@ -203,7 +204,7 @@ func ErrorIn(body []byte) (kind, text string) {
 		Error  *said  `json:"error"`
 		Detail string `json:"detail"`
 	}
-	_ = json.Unmarshal(body, &answer) // what is there of it
+	_ = json.Unmarshal(body, &answer) // decodes as far as it can
 	switch {
 	case answer.Error != nil && answer.Error.Message != "":
 		return answer.Error.Type, answer.Error.Message

@@ -28,7 +28,7 @@ func TestScanAnswer(t *testing.T) {
 	}
 }
 
-// The number changes in the usage of an answer or event, and nothing else does: not in texts that look like it, and not in what a model
+// Only the number in the usage of an answer or event changes: not texts that look like it, and not the arguments that a model
 // gives to a tool.
 func TestSetCached(t *testing.T) {
 	f := func(text, want string) {
@@ -68,7 +68,7 @@ func FuzzSetCached(f *testing.F) {
 	})
 }
 
-// A P that ended at a stop token is told from one that ended at its length, or whose front found a text of stop.
+// Stopped is true for a P that ended at a stop token, and false for one that ended at its length or whose front found a text of stop.
 func TestStopped(t *testing.T) {
 	f := func(text string, want bool) {
 		t.Helper()

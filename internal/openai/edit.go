@@ -16,7 +16,7 @@ func unquote(v []byte) (s string, err error) {
 // Edit is a change of one key of a request.
 type Edit struct {
 	Key   string
-	Value []byte // JSON; nil takes the key out
+	Value []byte // JSON; nil removes the key
 }
 
 // Each calls f with each key and its value, in order.
@@ -28,7 +28,7 @@ func (r *Request) Each(f func(name string, value []byte)) {
 }
 
 // Apply returns the body with changes, as pieces that share the body's memory, and their
-// length. A key that is there changes in its place, each time it comes; others are added at
+// total length. It changes an existing key in its place, at each occurrence, and adds other keys at
 // the end.
 func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 	at := 0
@@ -62,7 +62,7 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 		default:
 			done[e] = true
 			begin := f.name.From
-			if last >= 0 && i > last { // with the comma behind the last that stays
+			if last >= 0 && i > last { // also cut the comma after the last field that stays
 				begin = r.fields[last].value.To
 			}
 			put(r.Body[at:max(at, begin)])

@@ -17,7 +17,7 @@ const (
 	Responses              // /v1/responses
 	Messages               // /v1/messages, Anthropic's
 	Native                 // /generate, SGLang's
-	Other                  // its streams, if it has any, end where HTTP says so
+	Other                  // its streams, if it has any, end with the HTTP body
 )
 
 // APIOf returns the API of a path.
@@ -35,7 +35,7 @@ func APIOf(path string) API {
 	return Other
 }
 
-// Last returns what the last event of a whole stream of the API is, for logs.
+// Last describes the last event of a whole stream of the API, for logs.
 func (a API) Last() string {
 	return [...]string{"data: " + Done, "response.completed, response.incomplete or response.failed", "message_stop", "data: " + Done, "any event"}[a]
 }
@@ -43,8 +43,8 @@ func (a API) Last() string {
 // EndsWithDone reports whether the last event of a stream of the API is [DONE].
 func (a API) EndsWithDone() bool { return a == Completions || a == Native }
 
-// AppendError appends an event that ends a stream with an error, as the API writes it. status is that of the same error
-// as an answer of its own.
+// AppendError appends an event that ends a stream with an error, in the API's form. status is the HTTP status that the same error
+// would have as an answer.
 //
 // Sources: vLLM 0.32 (completions), OpenAI's Responses streaming events ("error"), Anthropic's Messages streaming ("error").
 func (a API) AppendError(b []byte, status int, kind, text string) []byte {
@@ -64,22 +64,22 @@ func (a API) AppendError(b []byte, status int, kind, text string) []byte {
 	return AppendEvent(b, data)
 }
 
-// State says how far a stream has come.
+// State is the state of a stream.
 type State uint8
 
 const (
 	Open     State = iota // the last event has not come
-	Complete              // it has
-	Failed                // an error was the last event: the client has heard why
+	Complete              // the last event has come
+	Failed                // the last event was an error, so the client knows why the stream ended
 )
 
-// lineBytes is how much of a line an End keeps: the names of events and the beginnings of their data.
+// lineBytes is how many bytes of a line an End keeps: enough for the name of an event, or the beginning of its data.
 const lineBytes = 96
 
-// End follows a stream of events, in whatever pieces it comes, to know whether it is whole.
+// End reads a stream of events, in whatever pieces it comes, to find out whether it is whole.
 //
-// Comments, pings and empty events do not count. An event counts once the empty line behind it has come; but for [DONE],
-// which needs none.
+// Comments, pings and empty events do not count. An event counts once the empty line after it has come; [DONE]
+// needs no empty line.
 type End struct {
 	api   API
 	state State
@@ -87,22 +87,22 @@ type End struct {
 	line    [lineBytes]byte // the beginning of the line that is being read
 	n       int             // bytes of line
 	long    bool            // the line is longer
-	events  int             // with data that have ended, pings not counted
-	name    string          // of the event that is being read; "": it has none
+	events  int             // number of ended events with data, without pings
+	name    string          // name of the event that is being read; "": none
 	data    []byte          // the beginning of its data
 	hasData bool
 	failed  bool   // an event said that the engine failed
-	tail    []byte // of a stream of SGLang's /generate: the end of what came, in which a statusOfAbort may begin
+	tail    []byte // for SGLang's /generate: the last bytes, in which a statusOfAbort may begin
 }
 
-// statusOfAbort is how an event of SGLang's /generate says that the engine ended the answer by a fault of its own (0.5.23): in
-// meta_info.finish_reason, behind a text of any length. Inside of a JSON text its quotes have backslashes.
+// statusOfAbort is the text in an event of SGLang's /generate that says that the engine ended the answer by its own fault (0.5.23). It is in
+// meta_info.finish_reason, after a text of any length. Inside a JSON string its quotes would have backslashes.
 var statusOfAbort = []byte(`"status_code":5`)
 
 // NewEnd returns the End of a stream of an API.
 func NewEnd(a API) *End { return &End{api: a} }
 
-// Add takes the next bytes.
+// Add reads the next bytes of the stream.
 func (e *End) Add(b []byte) {
 	if e.api == Native && !e.failed {
 		n := len(statusOfAbort) - 1
@@ -131,7 +131,7 @@ func (e *End) Add(b []byte) {
 	}
 }
 
-// takeLine takes a line that has ended.
+// takeLine handles a line that has ended.
 func (e *End) takeLine() {
 	line := bytes.TrimPrefix(e.line[:e.n], bom)
 	if !e.long {
@@ -157,7 +157,7 @@ func (e *End) takeLine() {
 	}
 }
 
-// after returns the state after the event that has been read.
+// after returns the state of the stream after the event that was just read.
 func (e *End) after() State {
 	name := e.name
 	if name == "" {
@@ -181,7 +181,7 @@ var lastEvents = map[API][]string{
 	Messages:  {"message_stop"},
 }
 
-// typeOf returns the type that an event names at the beginning of its data; "": none.
+// typeOf returns the type at the beginning of an event's data; "": there is none.
 func typeOf(data []byte) string {
 	rest, ok := bytes.CutPrefix(data, []byte(`{"type":`))
 	if rest = bytes.TrimLeft(rest, " "); !ok || len(rest) == 0 || rest[0] != '"' {
@@ -194,13 +194,13 @@ func typeOf(data []byte) string {
 	return string(name)
 }
 
-// Failed reports whether an event of the stream was an error. Engines send [DONE] behind one, too.
+// Failed reports whether an event of the stream was an error. Engines may send [DONE] even after an error.
 func (e *End) Failed() bool { return e.failed }
 
-// Events returns how many events with data have come. Comments, pings and empty events are none.
+// Events returns how many events with data have come, without pings.
 func (e *End) Events() int { return e.events }
 
-// State returns how far the stream has come.
+// State returns the state of the stream so far.
 func (e *End) State() State {
 	rest := bytes.TrimPrefix(bytes.TrimSuffix(e.line[:e.n], []byte("\r")), bom)
 	switch {
@@ -210,12 +210,12 @@ func (e *End) State() State {
 		e.api.EndsWithDone() && e.n == 0 && e.hasData && string(e.data) == Done:
 		return Complete
 	case e.n > 0 || e.hasData || e.name != "":
-		return Open // an event is cut
+		return Open // an event has begun and not ended
 	}
 	return e.state
 }
 
-// Kind is what an event says of how far an engine has come.
+// Kind says what an event shows about an engine's progress.
 type Kind uint8
 
 const (
@@ -225,7 +225,7 @@ const (
 	Data                // anything else
 )
 
-// KindOf returns the kind of an event, given with its empty line.
+// KindOf returns the kind of an event. raw includes the empty line after it.
 func (a API) KindOf(raw []byte) Kind {
 	var name string
 	var data []byte
@@ -259,13 +259,13 @@ func (a API) KindOf(raw []byte) Kind {
 	return Data
 }
 
-// isOpening has the events that begin a part of an answer. A part that begins empty has no token yet; the call of a tool has its name.
+// isOpening has the events that begin a part of an answer. A part that begins empty has no token yet; a tool call begins with its name.
 var isOpening = map[string]bool{
 	"content_block_start": true, "response.output_item.added": true, "response.content_part.added": true,
 	"response.reasoning_part.added": true, "response.reasoning_summary_part.added": true,
 }
 
-// opensEmpty reports whether an event begins a text, a message or a reasoning that has nothing in it yet.
+// opensEmpty reports whether an event begins a text, a message or a reasoning that is still empty.
 func opensEmpty(data []byte) bool {
 	var e struct {
 		Block map[string]any `json:"content_block"`
@@ -303,10 +303,10 @@ type errorEvent struct {
 	} `json:"error"`
 }
 
-// status returns the status of the same error as an answer of its own; 0: the event does not say it.
+// status returns the HTTP status that the same error would have as an answer; 0: the event does not say it.
 //
-// SGLang's /generate streams a request that is at fault as {"error":{"message":TEXT}}, and answers it with 400 where it does not stream
-// (0.5.23, http_server.py): what the engine itself fails has a code.
+// If a request is at fault, SGLang's /generate streams {"error":{"message":TEXT}}; without a stream it answers 400
+// (0.5.23, http_server.py). A failure of the engine itself has a code.
 func (e *errorEvent) status(a API) int {
 	if code, ok := e.Error.Code.(float64); ok {
 		return int(code)
@@ -317,7 +317,7 @@ func (e *errorEvent) status(a API) int {
 	return 0
 }
 
-// failureOf reports whether an error event says that the request is at fault.
+// failureOf returns Data for an error event that says that the request is at fault, and Failure for other errors.
 func (a API) failureOf(data []byte) Kind {
 	var e errorEvent
 	if json.Unmarshal(data, &e) != nil {
@@ -329,7 +329,7 @@ func (a API) failureOf(data []byte) Kind {
 	return Failure
 }
 
-// aborted returns the status and the text with which SGLang ended an answer of /generate; 0: it did not end it with an error.
+// aborted returns the status and the text of the error with which SGLang ended an answer of /generate; 0: there was none.
 func aborted(data []byte) (status int, text string) {
 	var e struct {
 		Meta struct {
@@ -346,8 +346,8 @@ func aborted(data []byte) (status int, text string) {
 	return e.Meta.Reason.Status, e.Meta.Reason.Message
 }
 
-// Refused returns the status and the error, a JSON object, of the first event of a stream that says that the request is at fault, or that
-// the engine has no room (503). 0: the event says something else.
+// Refused returns the status and the error, a JSON object, if the first event of a stream says that the request is at fault, or that
+// the engine has no room (503). Status 0: the event says something else.
 func (a API) Refused(raw []byte) (status int, text []byte) {
 	refusal := func(status int) bool { return status >= 400 && status < 500 || status == 503 }
 	for line := range bytes.Lines(raw) {
@@ -375,7 +375,7 @@ func (a API) Refused(raw []byte) (status int, text []byte) {
 	return 0, nil
 }
 
-// onlyRole reports whether a chunk of a chat says who speaks, and nothing else.
+// onlyRole reports whether a chunk of a chat has only the role, and no content.
 func onlyRole(data []byte) bool {
 	var c struct {
 		Choices []struct {
@@ -400,7 +400,7 @@ func onlyRole(data []byte) bool {
 }
 
 // Aborted reports whether an answer of the completions API, or the beginning of its stream, says that the engine aborted the request
-// before it had a token, as vLLM does when it ends: each choice has finish_reason "abort" and nothing else.
+// before its first token, as vLLM does when it shuts down: each choice has only the finish_reason "abort".
 func (a API) Aborted(text []byte) bool {
 	if a != Completions || !bytes.Contains(text, []byte(`"abort"`)) {
 		return false
@@ -448,7 +448,7 @@ func (a API) Aborted(text []byte) bool {
 	return true
 }
 
-// EventLen returns the bytes of the first event of b, its empty line included; 0: it is not whole.
+// EventLen returns the length of the first event of b, including its empty line; 0: the event is not whole.
 func EventLen(b []byte) int {
 	for at := 0; ; {
 		i := bytes.IndexByte(b[at:], '\n')

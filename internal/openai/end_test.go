@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// A stream is whole when the last event of its API has come, in whatever pieces it comes.
+// A stream is whole once the last event of its API has come, in whatever pieces the stream comes.
 func TestEnd(t *testing.T) {
 	f := func(api openai.API, stream string, want openai.State) {
 		t.Helper()
@@ -68,8 +68,8 @@ func TestEnd(t *testing.T) {
 	f(openai.Other, "anything", openai.Complete)
 }
 
-// An event of /generate by which SGLang ends an answer for a fault of its own makes the stream a failure, wherever it comes and in whatever
-// pieces; one that the client asked for does not.
+// If SGLang ends an answer of /generate for a fault of its own, that event makes the stream a failure, wherever it comes and in whatever
+// pieces. An end that the client asked for does not.
 func TestEndOfNativeStreams(t *testing.T) {
 	f := func(reason string, failed bool) {
 		t.Helper()
@@ -92,7 +92,7 @@ func TestEndOfNativeStreams(t *testing.T) {
 	f(`{"type":"length","length":4}`, false)
 }
 
-// An answer without a token whose choices were all aborted is one; what has a token, another reason, or another form is none.
+// An answer without a token whose choices were all aborted is a failure. An answer with a token, another reason or another form is none.
 func TestAborted(t *testing.T) {
 	f := func(want bool, text string) {
 		t.Helper()

@@ -10,12 +10,12 @@ import (
 	"strings"
 )
 
-// Part is one of several answers that become one: to one prompt of a list.
+// Part describes one of several answers that are joined into one, the whole: the answer to one prompt of a list.
 type Part struct {
-	Index int    // of its choice in the whole
-	Whole string // request id of the whole, with which that of the part begins; ids of answers end with it. "": they stay
-	ID    string // of the whole's answer, whatever the part's is; "": see Whole
-	Later bool   // another part has the same prompt, whose tokens the whole counts once
+	Index int    // index of its choice in the whole
+	Whole string // request id of the whole, with which the part's request id begins. The id of the answer is cut after it. "": the id stays
+	ID    string // id of the whole's answer, in place of the part's; "": see Whole
+	Later bool   // an earlier part has the same prompt; the whole counts its tokens once
 }
 
 var errNoChoices = errors.New("openai: an answer without choices")
@@ -48,7 +48,7 @@ func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
 	return choices, nil
 }
 
-// id returns the edit that gives an answer the id of the whole.
+// id returns the edit that sets an answer's id to that of the whole.
 func (p Part) id(r *Request) []Edit {
 	if p.ID != "" {
 		value, _ := json.Marshal(p.ID) // a text
@@ -63,9 +63,9 @@ func (p Part) id(r *Request) []Edit {
 	return []Edit{{Key: "id", Value: value}}
 }
 
-// Event is an event of a part's stream as one of the whole. usage is its usage where it has no choices; then data is nil, since
-// the whole has one usage at its end. An event that has neither, as SGLang's sglext, is of the first part alone, as with one engine; of the
-// others both are nil.
+// Event turns an event of a part's stream into an event of the whole. For an event without choices it returns the usage and no event, since
+// the whole has one usage at its end. An event with neither, such as SGLang's sglext, is passed on only from the first part, as with one
+// engine; for other parts both results are nil.
 func (p Part) Event(data []byte) (whole, usage []byte, err error) {
 	r, err := Scan(data)
 	if err != nil {
@@ -90,8 +90,8 @@ func list(items [][]byte) []byte {
 	return append(b, ']')
 }
 
-// JoinAnswers makes one answer of those of parts: all choices, the summed usage, the rest as the first has it. Events that have
-// only a usage are joined, too.
+// JoinAnswers makes one answer of the answers of parts: all choices, the summed usage, and the rest from the first answer. It also joins
+// events that have only a usage.
 func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	var choices [][]byte
 	var sum any
@@ -134,7 +134,7 @@ func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	return bytes.Join(pieces, nil), nil
 }
 
-// withoutPrompt returns a usage without the tokens of its prompt.
+// withoutPrompt returns a usage without the tokens of the prompt.
 func withoutPrompt(usage any) any {
 	u, ok := usage.(map[string]any)
 	if !ok {
@@ -153,7 +153,7 @@ func withoutPrompt(usage any) any {
 	return u
 }
 
-// added adds the numbers of two JSON values, key by key; of other values the first stays.
+// added adds the numbers of two JSON values, key by key. For other values it returns the first.
 func added(a, b any) any {
 	switch x := a.(type) {
 	case nil:

@@ -27,7 +27,7 @@ func TestJoinAnswers(t *testing.T) {
 	}
 }
 
-// An event of a part has the part's number; one with nothing but a usage is kept for the end.
+// An event of a part gets the part's number. An event with only a usage is kept for the end.
 func TestPartEvents(t *testing.T) {
 	p := openai.Part{Index: 12, Whole: "r"}
 	whole, usage, err := p.Event([]byte(`{"id":"cmpl-r-12","choices":[{"index":0,"text":"a"}],"usage":{"n":1}}`))
@@ -48,7 +48,7 @@ func TestPartEvents(t *testing.T) {
 	}
 }
 
-// Only lists whose prompts can be sent one by one, with the same answers, are taken apart.
+// Only lists whose prompts can be sent one by one, with the same answers, are divided.
 func TestPrompts(t *testing.T) {
 	f := func(body string, count int, apart bool, want ...string) {
 		t.Helper()
@@ -84,7 +84,7 @@ func TestPrompts(t *testing.T) {
 	f(`{"prompt":["a","b"],"prompt_embeds":"AA=="}`, 2, false)
 }
 
-// What an event says of how far an engine has come.
+// KindOf returns what an event says about the progress of an engine.
 func TestKinds(t *testing.T) {
 	f := func(api openai.API, event string, want openai.Kind) {
 		t.Helper()

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package openai knows as much of the OpenAI API as a proxy needs: where the few fields of a
-// request lie that it reads or changes, and where the events of a stream end.
+// request are that the proxy reads or changes, and where the events of a stream end.
 //
-// A request is scanned once and never decoded. Everything that is not changed, unknown fields
-// and their order included, passes byte for byte.
+// A request is scanned once and never decoded. All parts that are not changed pass byte for byte,
+// including unknown fields and their order.
 package openai
 
 import (
@@ -20,14 +20,14 @@ import (
 // Range is a run of bytes of a body: [From, To). The zero Range is none.
 type Range struct{ From, To int }
 
-// Has reports whether there is something at all.
+// Has reports whether the range is not empty.
 func (r Range) Has() bool { return r.To > r.From }
 
 // Of returns the bytes.
 func (r Range) Of(body []byte) []byte { return body[r.From:r.To] }
 
-// Request is a scanned body: a JSON object. Ranges are those of values, strings with their
-// quotes; of a key that comes twice the last, as JSON decoders take it.
+// Request is a scanned body: a JSON object. A Range is that of a value, with the quotes of a string.
+// If a key comes twice, it is that of the last value, as in JSON decoders.
 type Request struct {
 	Body []byte
 
@@ -68,7 +68,7 @@ type Request struct {
 type field struct {
 	name  Range // with its quotes
 	value Range
-	end   int // of the text that is cut with the key: after its comma, if it has one
+	end   int // end of the text to cut when the key is removed: after its comma, if it has one
 }
 
 // Limits of a body.
@@ -77,7 +77,7 @@ const (
 	maxFields = 1024
 )
 
-// SyntaxError says where a body is no JSON object.
+// SyntaxError says at which byte a body is not a valid JSON object.
 type SyntaxError struct {
 	Offset int // byte
 	Text   string
@@ -144,7 +144,7 @@ func (s *scanner) take(c byte) bool {
 	return false
 }
 
-// members reads the object behind its brace.
+// members reads an object after its opening brace.
 func (s *scanner) members(r *Request) error {
 	s.space()
 	if s.take('}') {
@@ -188,10 +188,10 @@ func (s *scanner) members(r *Request) error {
 	}
 }
 
-// note keeps what a proxy looks at.
+// note records the ranges of the fields that a proxy reads.
 func (r *Request) note(f field) {
 	name := f.name.Of(r.Body)
-	if name = name[1 : len(name)-1]; bytes.IndexByte(name, '\\') >= 0 { // engines decode it
+	if name = name[1 : len(name)-1]; bytes.IndexByte(name, '\\') >= 0 { // engines decode escapes in names
 		text, _ := r.Text(f.name)
 		name = []byte(text)
 	}
@@ -344,11 +344,11 @@ func (s *scanner) number() error {
 	return nil
 }
 
-// window is how much of a string is looked through at once, bytes: for a quote, for backslashes and for what is
-// not plain. It stays in the processor's first cache meanwhile.
+// window is how many bytes of a string are searched at once, for a quote, for backslashes and for bytes that are
+// not plain. They stay in the processor's first cache meanwhile.
 const window = 16 << 10
 
-// text reads a string: from one backslash or quote, which are found many bytes at a time, to the next.
+// text reads a string. It skips from one backslash or quote to the next, which it finds many bytes at a time.
 func (s *scanner) text() error {
 	if !s.take('"') {
 		return s.fail("a string is wanted")
@@ -444,7 +444,7 @@ func plain(b []byte) bool {
 	for ; len(rest) >= 32; rest = rest[32:] {
 		w0, w1 := binary.LittleEndian.Uint64(rest), binary.LittleEndian.Uint64(rest[8:])
 		w2, w3 := binary.LittleEndian.Uint64(rest[16:]), binary.LittleEndian.Uint64(rest[24:])
-		// A byte below 0x20 borrows from the one above it, which may then be taken for one, too.
+		// A byte below 0x20 borrows from the next higher byte, which may then also count as one.
 		low |= (w0-ones*0x20)&^w0 | (w1-ones*0x20)&^w1 | (w2-ones*0x20)&^w2 | (w3-ones*0x20)&^w3
 		high |= w0 | w1 | w2 | w3
 	}
@@ -454,7 +454,7 @@ func plain(b []byte) bool {
 	}
 	switch {
 	case len(rest) == 0:
-	case len(b) >= 8: // some bytes again
+	case len(b) >= 8: // the last 8 bytes; some are checked twice
 		w := binary.LittleEndian.Uint64(b[len(b)-8:])
 		low, high = low|(w-ones*0x20)&^w, high|w
 	default:
@@ -484,8 +484,8 @@ func (r *Request) Text(at Range) (s string, ok bool) {
 	return s, err == nil
 }
 
-// Int returns the whole number at a range as engines take it; ok is false for another value, or none. vLLM's models are Pydantic's in
-// lax mode, which also takes 3.0, 3e0, "3", " +3.0 " and true.
+// Int returns the whole number at a range as engines read it; ok is false for another value, or none. vLLM parses requests with Pydantic in
+// lax mode, which also accepts 3.0, 3e0, "3", " +3.0 " and true.
 func (r *Request) Int(at Range) (n int, ok bool) {
 	number := string(at.Of(r.Body))
 	text, isText := r.Text(at)
@@ -493,7 +493,7 @@ func (r *Request) Int(at Range) (n int, ok bool) {
 	case number == "true" || number == "false":
 		return map[string]int{"true": 1}[number], true
 	case isText:
-		number = strings.ReplaceAll(strings.TrimSpace(text), "_", "") // between digits they mean nothing
+		number = strings.ReplaceAll(strings.TrimSpace(text), "_", "") // Pydantic ignores _ between digits
 		if strings.ContainsAny(number, "eExXnNpP") {
 			return 0, false
 		}
@@ -509,13 +509,13 @@ func (r *Request) Int(at Range) (n int, ok bool) {
 	return int(f), true
 }
 
-// Countable reports whether a limit is a number above 0, null or none: what an engine takes for a number of tokens.
+// Countable reports whether a limit is a number above 0, null or missing: the values that an engine accepts as a number of tokens.
 func (r *Request) Countable(at Range) bool {
 	n, ok := r.Int(at)
 	return ok && n > 0 || !at.Has() || string(at.Of(r.Body)) == "null"
 }
 
-// Bool returns the truth at a range as engines take it; ok is false for another value, or none. Pydantic's lax mode also takes 1, 1.0
+// Bool returns the boolean at a range as engines read it; ok is false for another value, or none. Pydantic's lax mode also accepts 1, 1.0
 // and words such as "true", "on" and "Yes".
 func (r *Request) Bool(at Range) (v, ok bool) {
 	text, isText := r.Text(at)

@@ -59,7 +59,7 @@ func TestScan(t *testing.T) {
 	}
 }
 
-// Numbers and truths are taken as Pydantic's lax mode takes them, which engines use.
+// Numbers and booleans are read as by Pydantic's lax mode, which engines use.
 func TestNumbersAndTruths(t *testing.T) {
 	f := func(value string, wantN int, isInt, wantV, isBool bool) {
 		t.Helper()
@@ -91,7 +91,7 @@ func TestNumbersAndTruths(t *testing.T) {
 	}
 }
 
-// Each text that is no JSON object is refused, where it goes wrong.
+// Each text that is not a JSON object is refused, with the place of the fault.
 func TestScanRefuses(t *testing.T) {
 	f := func(body string, offset int) {
 		t.Helper()
@@ -121,7 +121,7 @@ func TestScanRefuses(t *testing.T) {
 	f(`{"a":`+strings.Repeat("[", 600), 517)
 }
 
-// Edits change what they name and nothing else.
+// Edits change only the keys that they name.
 func TestApply(t *testing.T) {
 	f := func(body, want string, edits ...openai.Edit) {
 		t.Helper()
@@ -153,7 +153,7 @@ func TestApply(t *testing.T) {
 	f(`{"b":1,"a":1,"b":2,"stream_options":{}}`, `{"a":1}`, gone, b)
 }
 
-// Whatever keys go, change or come, and in whatever order a body has them, the rest is JSON with the same meaning.
+// Whichever keys are removed, changed or added, and in whatever order a body has them, the rest is JSON with the same meaning.
 func TestApplyToEveryOrder(t *testing.T) {
 	edits := []openai.Edit{{Key: "x"}, {Key: "y"}, {Key: "z", Value: []byte("7")}, {Key: "new", Value: []byte(`"v"`)}}
 	names := []string{"x", "y", "z", "a"}
@@ -198,7 +198,7 @@ func same(body []byte, edits []openai.Edit) (map[string]any, error) {
 	return m, nil
 }
 
-// A scan accepts what encoding/json accepts, and edits mean there what they mean here.
+// Scan accepts the texts that encoding/json accepts, and edits have the same result as in the decoded JSON.
 func FuzzScan(f *testing.F) {
 	f.Add([]byte(`{"model":"m","prompt":"x","stream_options":{"a":[1]},"max_tokens":3}`))
 	f.Add([]byte(`{"a":1,"a":2,"stream":false, "stream_options":null}`))
@@ -233,7 +233,7 @@ func FuzzScan(f *testing.F) {
 	})
 }
 
-// Strings of every length, with what needs a look at every place.
+// Strings of every length, with a byte that needs a check at every place.
 func TestStringsOfEveryLength(t *testing.T) {
 	for n := range 80 {
 		for at := range n {
@@ -256,7 +256,7 @@ func TestStringsOfEveryLength(t *testing.T) {
 	}
 }
 
-// A long string is looked through in windows: what needs a look is found on both sides of a window's end, and across it.
+// A long string is searched in windows: bytes that need a check are found on both sides of a window's end, and across it.
 func TestLongStrings(t *testing.T) {
 	const window = 16 << 10
 	long := strings.Repeat("x", 3*window)

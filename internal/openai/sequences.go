@@ -6,9 +6,9 @@ import "slices"
 
 // OneSequence reports whether an engine makes a single sequence of the request: one prompt, one answer.
 //
-// vLLM makes several of a prompt that is a list of texts or of lists of token ids (a list of numbers is one prompt), of n and
-// best_of above 1, and of a beam search. Each of them has a prefill of its own, while kv_transfer_params name one transfer.
-// A value that is not understood here counts as several: the engine refuses it, or knows what it means.
+// vLLM makes several sequences if the prompt is a list of texts or of lists of token ids (a list of numbers is one prompt), if n or
+// best_of is above 1, and for a beam search. Each of them has a prefill of its own, while kv_transfer_params name one transfer.
+// A value that this package does not understand counts as several: the engine refuses it, or knows what it means.
 func (r *Request) OneSequence() bool {
 	is := func(at Range, values ...string) bool {
 		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
@@ -16,7 +16,7 @@ func (r *Request) OneSequence() bool {
 	return is(r.N, "1", "null") && is(r.BestOf, "1", "null") && is(r.Beam, "false", "null") && r.onePrompt()
 }
 
-// OfVLLM reports whether a request asks for what vLLM alone makes of a prompt: a beam search, the best of several answers, or an answer to
+// OfVLLM reports whether a request asks for something that only vLLM can do: a beam search, the best of several answers, or an answer to
 // embeddings.
 func (r *Request) OfVLLM() bool {
 	is := func(at Range, values ...string) bool {
@@ -56,10 +56,10 @@ func oneElement(list []byte) bool {
 	return s.take(']')
 }
 
-// Prompts returns the prompts of a completion whose prompt is a list of several: where they lie, and whether each of them can be
-// sent as a request of its own, with the same answers. That holds for texts, and for lists of token ids, none of them empty, while
-// all else asks for one answer to each. count is how many there are, of which limit at most are in prompts; below 2: the request has no
-// such list.
+// Prompts returns the ranges of the prompts of a completion whose prompt is a list. apart says that each of them can be
+// sent as a request of its own, with the same answers: all are texts or lists of token ids, none is empty, and
+// the other fields ask for one answer to each. count is the number of prompts; prompts has at most limit of them. count below 2: the
+// request has no such list.
 func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
 		return nil, 0, false
@@ -81,7 +81,7 @@ func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	return prompts, count, apart
 }
 
-// lonely reports whether a prompt of a list is a text, or a list of numbers, and not empty.
+// lonely reports whether a prompt of a list can be a request of its own: a text or a list of numbers that is not empty.
 func lonely(body []byte, at Range) bool {
 	if body[at.From] == '"' {
 		return at.To-at.From > 2
@@ -102,13 +102,13 @@ func lonely(body []byte, at Range) bool {
 	}
 }
 
-// elements returns where the elements of a valid JSON list lie.
+// elements returns the ranges of the elements of a valid JSON list.
 func elements(body []byte, list Range) (all []Range, ok bool) {
 	all, _, ok = firstElements(body, list, len(body))
 	return all, ok
 }
 
-// firstElements returns where the first elements of a valid JSON list lie, limit at most, and how many it has.
+// firstElements returns the ranges of the first elements of a valid JSON list, limit at most, and the number of all elements.
 func firstElements(body []byte, list Range, limit int) (all []Range, n int, ok bool) {
 	s := scanner{b: body[:list.To], at: list.From}
 	if !s.take('[') {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// A request of several prompts or answers is never taken for one sequence, however it is written.
+// A request for several prompts or answers never counts as one sequence, however it is written.
 func TestOneSequence(t *testing.T) {
 	f := func(body string, want bool) {
 		t.Helper()

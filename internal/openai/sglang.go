@@ -15,14 +15,14 @@ import (
 type Sequence struct {
 	Prompt int    // number of the prompt
 	Sample int    // number of the answer to it
-	Edits  []Edit // make the request one for this sequence alone
+	Edits  []Edit // turn the request into one for this sequence alone
 }
 
-// ErrSequences means that a request does not say what its sequences are.
+// ErrSequences means that a request cannot be divided into its sequences.
 var ErrSequences = errors.New("openai: the request cannot be divided into its prompts and answers")
 
-// batched are keys of SGLang's /generate whose value may be a list with an element for each prompt (SGLang 0.5.23, io_struct.py).
-// Those that are lists for one prompt, too, are batched where their elements are lists.
+// batched has the keys of SGLang's /generate whose value may be a list with an element for each prompt (SGLang 0.5.23, io_struct.py).
+// A key with false has a list even for one prompt; it is batched only if its elements are lists.
 var batched = map[string]bool{
 	"sampling_params": true, "return_logprob": true, "logprob_start_len": true, "top_logprobs_num": true, "return_sampling_mask": true,
 	"sampling_logprobs_mode": true, "return_hidden_states": true, "lora_path": true, "custom_logit_processor": true, "extra_key": true, "cache_salt": true,
@@ -34,7 +34,7 @@ var batched = map[string]bool{
 // batchedOfCompletions is batched for /v1/completions (SGLang 0.5.23, openai/protocol.py).
 var batchedOfCompletions = map[string]bool{"lora_path": true, "extra_key": true, "cache_salt": true}
 
-// Sequences returns the sequences of a request of a path to SGLang, prompt by prompt, at most limit. The error says what is wrong with the
+// Sequences returns the sequences of a request to a path of SGLang, prompt by prompt, at most limit. The error says what is wrong with the
 // request.
 func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) {
 	var prompts [][]Edit
@@ -78,7 +78,7 @@ func (r *Request) given(at Range) bool { return at.Has() && string(at.Of(r.Body)
 // Given reports whether the request has a key with a value other than null.
 func (r *Request) Given(key string) bool { return r.given(r.field(key)) }
 
-// answers returns the number at a range; a request without one wants one answer.
+// answers returns the number of answers at a range, which is 1 if the request does not give it.
 func (r *Request) answers(at Range) (int, error) {
 	if !r.given(at) {
 		return 1, nil
@@ -90,7 +90,7 @@ func (r *Request) answers(at Range) (int, error) {
 	return n, nil
 }
 
-// openAIPrompts returns edits that leave one prompt and one answer, for each prompt. A chat has one prompt.
+// openAIPrompts returns, for each prompt, edits that leave only that prompt and one answer. A chat has one prompt.
 func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	if n, err = r.answers(r.N); err != nil {
 		return nil, 0, false, err
@@ -126,7 +126,7 @@ func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, er
 		return nil, false, nil
 	}
 	if first := beginsWith(r.Body, at); first != '"' && first != '[' {
-		return nil, false, nil // token ids, or nothing, which the engine refuses
+		return nil, false, nil // token ids, or an empty list, which the engine refuses
 	}
 	list, n, ok := firstElements(r.Body, at, limit)
 	switch {
@@ -165,7 +165,7 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 		return nil, 0, false, err
 	}
 	var edit []Edit
-	var last Range // of what was read: the same parameters of many prompts are read and held once
+	var last Range // range read last: the same parameters of many prompts are read and stored once
 	for i, at := range list {
 		edits := []Edit{{Key: key, Value: at.Of(r.Body)}}
 		own := r.Sampling
@@ -195,8 +195,8 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 	return prompts, n, true, nil
 }
 
-// batchedFields returns the fields of a table that have an element for each prompt, but for the prompts themselves. Of a key that comes
-// twice the last counts.
+// batchedFields returns the fields in the table batched that have an element for each prompt, without the prompts themselves. If a key comes
+// twice, the last one counts.
 func (r *Request) batchedFields(prompts string, count int, batched map[string]bool) (names []string, each [][]Range, err error) {
 	last := make(map[string]Range)
 	for f := range r.fields {
@@ -226,7 +226,7 @@ func (r *Request) batchedFields(prompts string, count int, batched map[string]bo
 	return listed, each, nil
 }
 
-// sampling returns how many answers the sampling parameters at a range ask for, and the edit that makes it one; nil: it is.
+// sampling returns how many answers the sampling parameters at a range ask for, and the edit that makes it one; nil: no edit is needed.
 func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 	if !r.given(at) {
 		return nil, 1, nil
@@ -239,7 +239,7 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 		return nil, n, err
 	}
 	if width, ok := s.Int(s.field("beam_width")); ok && width > 1 {
-		return nil, 1, nil // n is of one search
+		return nil, 1, nil // with a beam search, n is part of one sequence
 	}
 	pieces, _ := s.Apply(Edit{Key: "n", Value: []byte("1")})
 	return []Edit{{Key: "sampling_params", Value: bytes.Join(pieces, nil)}}, n, nil
@@ -248,9 +248,9 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 // maxIDs bounds the request ids of a divided request, bytes.
 const maxIDs = 1 << 20
 
-// ownIDs returns request ids of the sequences, where the client chose one, or one for each prompt; nil: it did not. SGLang names those of a
-// list so. Beyond ten the numbers have equally many digits: SGLang ends all requests whose ids begin with that of one that ends early
-// (0.5.23), as r_10 begins with r_1.
+// ownIDs returns request ids for the sequences if the client chose a request id, or one for each prompt; else nil. They are ID_NUMBER, as in
+// SGLang. All numbers have the same number of digits, because SGLang (0.5.23) aborts all requests whose ids begin with the id of an aborted
+// one, as r_10 begins with r_1.
 func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
 	if !r.given(at) {
@@ -291,7 +291,7 @@ func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	return ids, nil
 }
 
-// PrefixID returns the edit that puts a prefix before the request ids that a client chose for SGLang; false: it chose none.
+// PrefixID returns the edit that puts a prefix before the request ids that a client chose for SGLang. It reports false if it chose none.
 func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 	at := r.field("rid")
 	if !at.Has() {
@@ -317,7 +317,7 @@ func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 	return Edit{Key: "rid", Value: value}, true
 }
 
-// NativeEvent returns an event of a part's stream of /generate as one of the whole.
+// NativeEvent turns an event of a part's stream of /generate into an event of the whole.
 func (p Part) NativeEvent(data []byte) ([]byte, error) {
 	r, err := Scan(data)
 	if err != nil {
@@ -327,7 +327,7 @@ func (p Part) NativeEvent(data []byte) ([]byte, error) {
 	return bytes.Join(pieces, nil), nil
 }
 
-// JoinNative makes one answer of /generate of those of parts: their list.
+// JoinNative joins the answers of parts to one answer of /generate: a list of them.
 func JoinNative(answers [][]byte) ([]byte, error) {
 	for _, text := range answers {
 		if _, err := Scan(text); err != nil {
@@ -337,7 +337,7 @@ func JoinNative(answers [][]byte) ([]byte, error) {
 	return list(slices.Clone(answers)), nil
 }
 
-// ErrorOf returns the error of an event that ends a stream of the API with one, as a JSON object.
+// ErrorOf returns, as a JSON object, the error of an event that ends a stream of the API.
 func (a API) ErrorOf(data []byte) []byte {
 	if a == Native {
 		if status, text := aborted(data); status != 0 {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// A request to SGLang is divided into its prompts and answers, prompt by prompt; each has its own part of what is a list.
+// A request to SGLang is divided into its prompts and answers, prompt by prompt. Each part has its own element of a list.
 func TestSequences(t *testing.T) {
 	f := func(path, body, want string) {
 		t.Helper()
@@ -88,7 +88,7 @@ func TestJoinAnswersToOnePrompt(t *testing.T) {
 	}
 }
 
-// An error at the beginning of a stream says whose fault it is.
+// An error at the beginning of a stream tells a fault of the client from one of the engine.
 func TestRefused(t *testing.T) {
 	f := func(a openai.API, event string, status int, kind openai.Kind) {
 		t.Helper()
@@ -110,7 +110,7 @@ func TestRefused(t *testing.T) {
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Aborted\"}}}\n\n", 0, openai.Data)
 }
 
-// SGLang ends all requests whose ids begin with that of one that ends early: no part of a request has an id with which another one's begins.
+// SGLang ends all requests whose ids begin with the id of a request that ends early. So no part's id is the beginning of another part's id.
 func TestIDsOfPartsEndAlone(t *testing.T) {
 	f := func(path, body string, want int) {
 		t.Helper()
@@ -144,7 +144,7 @@ func TestIDsOfPartsEndAlone(t *testing.T) {
 	f("/v1/completions", `{"prompt":["a","b"],"rid":["r","s"],"n":11}`, 22)
 }
 
-// What is kept of a list of token ids, or of more prompts than are allowed, is bounded.
+// Scan allocates a bounded amount for a list of token ids, or for more prompts than are allowed.
 func TestSequencesAllocateLittle(t *testing.T) {
 	ids := "[" + strings.Repeat("1,", 1<<20) + "1]"
 	for path, body := range map[string]string{
@@ -164,7 +164,7 @@ func TestSequencesAllocateLittle(t *testing.T) {
 	}
 }
 
-// What all parts of a request have in common is held once, however many they are.
+// The common data of all parts of a request is kept once, however many parts there are.
 func TestSequencesShareWhatIsLong(t *testing.T) {
 	long := strings.Repeat("x", 1<<20)
 	prompts := `["` + strings.Repeat(`a","`, 127) + `a"]`
@@ -187,7 +187,7 @@ func TestSequencesShareWhatIsLong(t *testing.T) {
 	}
 }
 
-// Whatever a request is, each of its parts is one for a single prompt and a single answer, with a request id of its own.
+// Each part of any request is a request for a single prompt and a single answer, with its own request id.
 func FuzzSequences(f *testing.F) {
 	for _, body := range []string{
 		`{"text":["a","b"],"sampling_params":[{"n":2},{"n":2}],"rid":["x","y"],"lora_path":["l",null]}`, `{"input_ids":[[1],[2,3]],"rid":"r","token_ids_logprob":[[1],[2]]}`,
@@ -211,7 +211,7 @@ func FuzzSequences(f *testing.F) {
 			t.Fatalf("%s: %d parts", body, len(all))
 		}
 		if len(all) == 1 {
-			return // it goes as it is
+			return // it is sent undivided
 		}
 		ids := map[string]bool{}
 		for _, s := range all {

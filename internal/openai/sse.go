@@ -10,7 +10,7 @@ import (
 	"io"
 )
 
-// bom may begin a stream, and is no part of its first line.
+// bom may begin a stream. It is not part of the first line.
 var bom = []byte("\ufeff")
 
 // Done is the data of the last event of a stream.
@@ -21,11 +21,11 @@ var ErrEvent = errors.New("openai: event too long")
 
 // Event is one server-sent event.
 type Event struct {
-	Raw  []byte // as it came, the empty line behind it included
-	Data []byte // of its data lines, without their names; several are joined by a newline
+	Raw  []byte // the received bytes, including the empty line at the end
+	Data []byte // content of its data lines; several are joined by a newline
 }
 
-// Reader cuts a stream into events. A stream that ends in the middle of one gives
+// Reader cuts a stream into events. If the stream ends inside an event, Next returns
 // io.ErrUnexpectedEOF.
 type Reader struct {
 	r   *bufio.Reader
@@ -41,8 +41,8 @@ func NewReader(r io.Reader, max int) *Reader {
 
 // Next returns the next event, valid until the call after it, or io.EOF.
 //
-// Source: the WHATWG HTML standard, server-sent events: lines end with LF, CR LF; comments and
-// other fields are kept in Raw and are no data. A lone CR is not taken for an end.
+// Source: the WHATWG HTML standard, server-sent events. Lines end with LF or CR LF. Comments and
+// other fields stay in Raw and are not in Data. Unlike in the standard, a lone CR does not end a line.
 func (r *Reader) Next() (e Event, err error) {
 	r.raw, r.buf = r.raw[:0], r.buf[:0]
 	lines := 0
@@ -79,10 +79,10 @@ func (r *Reader) Next() (e Event, err error) {
 	}
 }
 
-// Rest returns what was read and is part of no event that Next returned, after an error of Next. It is valid for good; Next may
-// not be called after it.
+// Rest returns the bytes that were read and are not part of a returned event, after an error of Next. They stay valid. Next must
+// not be called after Rest.
 func (r *Reader) Rest() []byte {
-	ahead, _ := r.r.Peek(r.r.Buffered()) // which are there
+	ahead, _ := r.r.Peek(r.r.Buffered()) // buffered bytes only
 	return append(r.raw, ahead...)
 }
 

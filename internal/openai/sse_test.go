@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// Events come whole however the stream is cut, in the middle of a rune too, and their bytes
-// are those that came.
+// Events are returned whole however the stream is cut, also in the middle of a rune, and their bytes
+// are unchanged.
 func TestReader(t *testing.T) {
 	const text = "data: {\"a\":\"ü 漢\"}\n\n: comment\nid: 3\ndata:one\r\ndata: two\r\n\r\n\ndata: [DONE]\n\n"
 	want := []string{"{\"a\":\"ü 漢\"}", "one\ntwo", "", openai.Done}
@@ -49,7 +49,7 @@ func TestReaderRefuses(t *testing.T) {
 	}
 }
 
-// What is read is what came, and an event that is written is read again.
+// The events that are read have the bytes of the stream, and an event that is written is read again.
 func FuzzReader(f *testing.F) {
 	f.Add([]byte("data: a\n\ndata: b\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {

@@ -12,8 +12,8 @@ import (
 	"strings"
 )
 
-// ExplainJSON returns an error of decoding text in plain words, with its line and byte where they are
-// known. Errors of others stay as they are.
+// ExplainJSON returns an error of decoding text in plain words, with its line and byte if they are
+// known. It returns errors of other packages unchanged.
 func ExplainJSON(text []byte, err error) error {
 	if err == nil {
 		return nil
@@ -36,7 +36,7 @@ func ExplainJSON(text []byte, err error) error {
 	return err
 }
 
-// JSONWords returns an error of decoding some JSON in plain words, where its text is not at hand.
+// JSONWords is ExplainJSON for callers that do not have the text.
 func JSONWords(err error) error {
 	var kind *json.UnmarshalTypeError
 	if errors.As(err, &kind) {
@@ -57,7 +57,7 @@ func typeErrorWords(kind *json.UnmarshalTypeError) string {
 	return fmt.Sprintf("%s is %s, %s is expected", what, article(kind.Value), want)
 }
 
-// article puts one before what encoding/json calls a value: "string", "number 1.5", "bool".
+// article puts an article before encoding/json's name of a value: "string", "number 1.5", "bool".
 func article(value string) string {
 	switch {
 	case value == "array":
@@ -90,7 +90,7 @@ func expected(t reflect.Type) string {
 	return "an object"
 }
 
-// JSONLine returns the line of a byte of text, from 1.
+// JSONLine returns the line number, from 1, of the byte at in text.
 func JSONLine(text []byte, at int64) int {
 	return 1 + bytes.Count(text[:min(max(at, 0), int64(len(text)))], []byte("\n"))
 }

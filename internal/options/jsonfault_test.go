@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// What is wrong is said with its place and key, and without words of Go.
+// An error names the place and key of the fault, without words of Go.
 func TestExplain(t *testing.T) {
 	type inner struct {
 		Rate float64 `json:"rate"`

@@ -4,8 +4,8 @@ package options
 
 import "fmt"
 
-// Nearest returns the known word that takes the fewest changes of a letter (insert, drop,
-// replace, swap two), at most a third of the longer word's; "" for none.
+// Nearest returns the known word that needs the fewest changes of a letter (insert, drop,
+// replace, swap two), if they are at most a third of the longer word's letters; "" for none.
 func Nearest(unknown string, known []string) string {
 	best, found := "", -1
 	for _, k := range known {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package options collects what is wrong with the fields of an Options struct: all of
-// it, each with the field's name, so that a command can say which flag it means. It also
-// has the words for people who write options: sizes, the nearest known name, faults of JSON.
+// Package options collects all errors in the fields of an Options struct, each with the
+// field's name, so that a command can name the flag. It also
+// has helpers for options that people write: sizes, the nearest known name, errors in JSON.
 package options
 
 import (
@@ -23,7 +23,7 @@ func (e *Error) Error() string { return e.Field + " " + e.Text }
 // Checks collects Errors. The zero value has none.
 type Checks struct{ errs []error }
 
-// That notes an Error about a field unless ok.
+// That adds an Error about a field unless ok.
 func (c *Checks) That(ok bool, field, format string, args ...any) {
 	if !ok {
 		c.errs = append(c.errs, &Error{field, fmt.Sprintf(format, args...)})

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// All that is wrong is told, field by field, also of several structs together.
+// The error lists all faults, field by field, also of several structs together.
 func TestChecks(t *testing.T) {
 	var good, one, two options.Checks
 	options.Within(&good, "Size", 0, 0, 5)

@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// These are numbers with an optional unit, which counts in 1024: 4096, 64k, 256MiB,
-// 1.5g, 4GB. Without one they count in the unit that the flag's name says.
+// Bytes, KiB, MiB and GiB are sizes in bytes, read from a number with an optional unit: 4096, 64k, 256MiB,
+// 1.5g, 4GB. All units are powers of 1024. A number alone counts in the unit of the type's name.
 type (
 	Bytes int64 // bytes
 	KiB   int64 // bytes; a number alone is KiB
@@ -39,7 +39,7 @@ const maxSize = 1 << 50
 
 var unitShift = map[string]uint{"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}
 
-// parseSize reads a size. shift is the power of two that a number alone counts in.
+// parseSize reads a size. A number alone counts in units of 1<<shift bytes.
 func parseSize(n *int64, text []byte, shift uint) error {
 	number := strings.TrimRight(string(text), "bBiIkKmMgGtTpP")
 	if err := LeadingZero(number); err != nil {

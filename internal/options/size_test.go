@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// A size with a unit means the same at every flag, one without counts in the flag's;
-// what is printed is read back as it was.
+// A size with a unit means the same at every flag, and a size without one counts in the flag's unit. A
+// printed size is read back as the same size.
 func TestSizes(t *testing.T) {
 	f := func(text string, shift uint, want int64) {
 		t.Helper()

@@ -4,7 +4,7 @@ package otlp
 
 import "testing"
 
-// A traceparent of a client is one that is written the same but for its version and flags, or none.
+// Parse accepts a traceparent only if it is written as the same text again, except for its version and flags.
 func FuzzParse(f *testing.F) {
 	f.Add("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 	f.Add("01-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00-more")

@@ -2,7 +2,7 @@
 
 // Package otlp sends spans to an OpenTelemetry collector: OTLP over HTTP, as JSON.
 //
-// The official exporter brings gRPC and protobuf with it even where only HTTP is spoken; a span here
+// The official exporter depends on gRPC and protobuf even if only HTTP is used, while a span of this package
 // is a few texts and times. Sources: OTLP 1.x, W3C Trace Context.
 package otlp
 
@@ -24,7 +24,7 @@ import (
 	"time"
 )
 
-// Limits of what waits to be sent.
+// Limits of the spans that wait to be sent, and of sending.
 const (
 	maxQueue = 4096 // spans; more are dropped and counted
 	maxBatch = 512
@@ -50,7 +50,7 @@ func New(parent Context) Context {
 	return c
 }
 
-// Parse reads a traceparent; ok is false for what is none.
+// Parse reads a traceparent. It reports false for other texts.
 func Parse(s string) (c Context, ok bool) {
 	parts := strings.Split(s, "-")
 	if len(parts) < 4 || len(parts[0]) != 2 || parts[0] == "ff" || parts[0] == "00" && len(parts) != 4 || len(parts[3]) != 2 {
@@ -78,7 +78,7 @@ func (c Context) String() string {
 	return "00-" + hex.EncodeToString(c.Trace[:]) + "-" + hex.EncodeToString(c.Span[:]) + "-" + flags
 }
 
-// Kind is a span's place in a call.
+// Kind says which side of a call a span describes.
 type Kind int
 
 // The kinds.
@@ -95,7 +95,7 @@ type Span struct {
 	Kind       Kind
 	Start, End time.Time
 	Attributes map[string]string
-	Err        string // "": it went well
+	Err        string // "": no error
 }
 
 // Exporter sends spans in the background. Its methods are safe for concurrent use.
@@ -111,8 +111,8 @@ type Exporter struct {
 	sent, dropped atomic.Int64
 }
 
-// Open returns an Exporter to a collector, http://host:4318 for instance; a path other than / is
-// taken as it is, else /v1/traces is added.
+// Open returns an Exporter to a collector, for instance http://host:4318. If the endpoint has no path, or /, Open
+// adds /v1/traces.
 func Open(endpoint, service string, log *slog.Logger) (*Exporter, error) {
 	u, err := url.Parse(endpoint)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
@@ -135,7 +135,7 @@ func (x *Exporter) Close() {
 	x.client.CloseIdleConnections()
 }
 
-// Add queues a span. One too many is dropped; one that is not sampled too.
+// Add queues a span. It drops spans that are not sampled, and spans beyond maxQueue.
 func (x *Exporter) Add(s Span) {
 	if !s.Sampled {
 		return
@@ -221,7 +221,7 @@ func attributes(m map[string]string) []attribute {
 	return out
 }
 
-// encode is an ExportTraceServiceRequest in JSON: ids in hexadecimal digits, times as texts.
+// encode returns an ExportTraceServiceRequest in JSON: ids in hexadecimal digits, times as texts.
 func (x *Exporter) encode(batch []Span) []byte {
 	type object = map[string]any
 	var spans []object

@@ -19,7 +19,7 @@ import (
 
 func TestMain(m *testing.M) { testkit.Main(m) }
 
-// A traceparent is read as W3C says, and nothing else is one.
+// A traceparent is read as W3C specifies, and other texts are refused.
 func TestParse(t *testing.T) {
 	const good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	c, ok := otlp.Parse(good)
@@ -43,8 +43,8 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// Spans arrive as a collector reads them, those that are not sampled do not, and what waits at the
-// end is sent.
+// Sampled spans arrive in the form that a collector reads, and spans that are not sampled are not sent. Spans that wait at the
+// end are sent.
 func TestExport(t *testing.T) {
 	var mu sync.Mutex
 	var got []map[string]any
@@ -85,7 +85,7 @@ func TestExport(t *testing.T) {
 	}
 }
 
-// A collector that fails costs spans and nothing else.
+// If a collector fails, only spans are lost.
 func TestACollectorThatFails(t *testing.T) {
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }))
 	defer s.Close()

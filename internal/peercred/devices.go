@@ -15,11 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// devices are how the paths begin of what processes map that use an accelerator: NVIDIA's, AMD's and Intel's GPUs, and others.
+// devices are the prefixes of the device files that a process maps when it uses an accelerator: NVIDIA's, AMD's and Intel's GPUs, and others.
 var devices = []string{"/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel", "/dev/davinci", "/dev/neuron", "/dev/hl"}
 
-// UsesDevice reports whether a process maps an accelerator, which can copy to and from memory on its own; seen is false where
-// its mappings cannot be read.
+// UsesDevice reports whether a process maps an accelerator, which can copy to and from memory on its own. seen is false if
+// this process cannot read the mappings.
 func UsesDevice(pid int) (uses, seen bool) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
 	if err != nil {
@@ -45,7 +45,7 @@ func namesDevice(maps io.Reader) (uses, whole bool) {
 
 const perSecond = 100 // ticks, in /proc on every architecture
 
-// Ticks returns the time on the clock of Process.Started; 0 where that is not known.
+// Ticks returns the time on the clock of Process.Started; 0 if it is not known.
 func Ticks() uint64 {
 	var now unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {

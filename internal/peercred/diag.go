@@ -34,7 +34,7 @@ const (
 )
 
 // diag asks the kernel for exactly one socket. Errors: syscall.ENOENT for none, or
-// what keeps this process from asking.
+// the reason why this process cannot ask.
 func diag(from, to netip.AddrPort) (socket, error) {
 	if from.Addr().Is4() != to.Addr().Is4() {
 		return socket{}, syscall.ENOENT
@@ -44,7 +44,7 @@ func diag(from, to netip.AddrPort) (socket, error) {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}
 	defer unix.Close(fd)
-	// The answer is there when the request was sent; the limit is for kernels that differ.
+	// The answer is available once the request was sent. The limit is for kernels that behave differently.
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 1}); err != nil {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}

@@ -16,15 +16,15 @@ import (
 	"strings"
 )
 
-// list finds a socket in the kernel's tables, /proc/net/tcp and tcp6. The one of
-// an IPv4 client stands in tcp, or in tcp6 if its process made an IPv6 socket.
+// list finds a socket in the kernel's tables, /proc/net/tcp and tcp6. The socket of
+// an IPv4 client is in tcp, or in tcp6 if its process made an IPv6 socket.
 func list(from, to netip.AddrPort) (socket, error) {
 	from, to = plain(from), plain(to)
 	read := 0
 	for _, path := range []string{"/proc/self/net/tcp", "/proc/self/net/tcp6"} {
 		f, err := os.Open(path)
 		if err != nil {
-			continue // without IPv6 there is one
+			continue // without IPv6 there is only one table
 		}
 		read++
 		s, ok := scanTable(f, from, to)

@@ -20,8 +20,8 @@ import (
 )
 
 // Mapped returns the inodes of the files that a process maps and whose names, without
-// folders, begin with prefix, by that name. seen is false when this process may not
-// know.
+// folders, begin with prefix, by that name. seen is false if this process must not
+// read the mappings.
 func Mapped(pid int, prefix string) (files map[string]uint64, seen bool) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
 	if err != nil {
@@ -43,8 +43,8 @@ func Mapped(pid int, prefix string) (files map[string]uint64, seen bool) {
 }
 
 // Mappers returns the processes that map the file of that name and inode. whole is
-// false when one that started after p, and so may have inherited a mapping of p, may
-// not be looked into.
+// false if this process must not read the mappings of some process that did not start before p: such a
+// process may have inherited a mapping of p.
 func Mappers(name string, inode uint64, p Process) (pids []int, whole bool) {
 	procs, err := os.ReadDir("/proc")
 	if err != nil {
@@ -77,16 +77,16 @@ func MapperStopped(name string, inode uint64) bool {
 	})
 }
 
-// RemovedFile is a file without a name that processes map.
+// RemovedFile is a file whose name was removed and that processes still map.
 type RemovedFile struct {
-	Path  string // that it had
-	Bytes int64  // mapped, of the process that maps the most
-	Taken int64  // memory of the file; Bytes where this process may not know
+	Path  string // the path that it had
+	Bytes int64  // bytes mapped by the process that maps most of it
+	Taken int64  // bytes of memory that the file takes; Bytes if this process must not look
 	PIDs  []int
 }
 
-// MappedRemoved returns the files that had names in a folder, have none any more, and are
-// mapped by processes that this one may look into.
+// MappedRemoved returns the files whose names in a folder were removed, and that are still
+// mapped by processes whose mappings this process may read.
 func MappedRemoved(dir string) []RemovedFile {
 	procs, err := os.ReadDir("/proc")
 	if err != nil {
@@ -146,7 +146,7 @@ func findRemoved(pid int, dir string, found map[uint64]*RemovedFile) {
 	}
 }
 
-// Command returns the name of a process's command, empty where it is not known.
+// Command returns the name of a process's command, empty if it is not known.
 func Command(pid int) string {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 	if err != nil {

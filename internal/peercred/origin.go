@@ -15,7 +15,7 @@ type Origin struct {
 	Here bool   `json:"here,omitempty"`
 }
 
-// OriginOfAddr returns the origin of a peer of which only the address is known.
+// OriginOfAddr returns the origin of a peer if only its address is known.
 func OriginOfAddr(a netip.Addr) Origin {
 	a = a.Unmap().WithZone("")
 	o := Origin{User: a.String(), Addr: a.String(), Here: a.IsLoopback()}
@@ -25,8 +25,8 @@ func OriginOfAddr(a netip.Addr) Origin {
 	return o
 }
 
-// LargestOrigin returns the origin that gives way when from asks for n more: the busiest
-// address of the busiest user. held is the current number of each origin.
+// LargestOrigin returns the origin that must give way when from asks for n more: the address with most
+// of the user with most. held is the current number of each origin.
 func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	users := map[string]int{from.User: n}
 	for o, k := range held {
@@ -41,8 +41,8 @@ func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	return best
 }
 
-// OriginShares bounds how many of something run at once. When all are taken, the oldest
-// one of the origin with most is ended to admit another origin's. Its methods are safe
+// OriginShares bounds how many tasks run at once. When Max tasks run, a task of another origin ends the oldest
+// task of the origin with most. Its methods are safe
 // for concurrent use.
 type OriginShares struct {
 	Max int // immutable
@@ -58,8 +58,8 @@ type originShare struct {
 	end  context.CancelCauseFunc
 }
 
-// Enter takes a share, or reports false: from itself has most of them. The context
-// ends with the cause why when the share has to be given up; leave gives it back.
+// Enter takes a share. It reports false if from itself has most of them. The context
+// ends with the cause why when the task must give up its share. The caller must call leave at its end.
 func (s *OriginShares) Enter(ctx context.Context, from Origin, why error) (_ context.Context, leave func(), ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,7 +100,7 @@ func (s *OriginShares) removeLocked(h *originShare) {
 	}
 }
 
-// Taken returns how many are taken.
+// Taken returns how many shares are taken.
 func (s *OriginShares) Taken() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -14,7 +14,7 @@ import (
 
 func remote(addr string) Origin { return OriginOfAddr(netip.MustParseAddr(addr)) }
 
-// Two addresses of one user count apart within that user's share; addresses of one
+// Two addresses of one user count separately within that user's share. Addresses of one
 // IPv6 network, of which a host has any number, count as one user's.
 func TestLargest(t *testing.T) {
 	f := func(want Origin, held map[Origin]int, from Origin) {
@@ -39,8 +39,8 @@ func TestLargest(t *testing.T) {
 	}
 }
 
-// When all shares are taken, the oldest of the origin with most ends, with the cause;
-// who has most is not let in.
+// When all shares are taken, the oldest share of the origin with most shares ends, with the cause. A
+// new share of that origin itself is refused.
 func TestShares(t *testing.T) {
 	s := OriginShares{Max: 3}
 	a, b := remote("10.0.0.1"), remote("10.0.0.2")
@@ -62,13 +62,13 @@ func TestShares(t *testing.T) {
 		t.Fatal(ok, ctxs[0].Err(), ctxs[1].Err(), s.Taken())
 	}
 	leave()
-	leave() // once more does no harm
+	leave() // a second call does no harm
 	if ctx.Err() == nil || s.Taken() != 2 {
 		t.Fatal(ctx.Err(), s.Taken())
 	}
 }
 
-// A process of this host is known by its user, whatever address it comes from.
+// A process of this host is identified by its user, whatever address it comes from.
 func TestOfConnection(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

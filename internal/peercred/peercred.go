@@ -12,8 +12,8 @@
 // the creator of that socket. A local forwarder (ssh, socat, a container's port
 // proxy) therefore counts as its own user, not as the user of its clients.
 //
-// What is not seen is not known: other hosts, other network namespaces, users that
-// this user namespace does not map, sockets that are closed already. The answer
+// The user is not known for peers on other hosts or in other network namespaces, for users that
+// this user namespace does not map, and for sockets that are closed already. The answer
 // holds for the life of the connection: two sockets cannot have equal addresses.
 package peercred
 
@@ -32,8 +32,8 @@ import (
 )
 
 var (
-	// ErrNotHere means that no socket of this host and network namespace is the
-	// peer's: it is on another host, in another network namespace, or closed.
+	// ErrNotHere means that this host and network namespace has no socket of the
+	// peer: it is on another host, in another network namespace, or closed.
 	ErrNotHere = errors.New("peercred: the peer's socket is not in this network namespace")
 	// ErrUnmapped means that the peer's user has no number in this user namespace.
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
@@ -50,10 +50,10 @@ type Peer struct {
 	Err    error      // why UID is not known
 }
 
-// Known reports whether UID is. A known peer is on this host.
+// Known reports whether UID is set. A known peer is on this host.
 func (p *Peer) Known() bool { return p.Err == nil }
 
-// String names the user, or the address where the user is not known.
+// String names the user, or the address if the user is not known.
 func (p *Peer) String() string {
 	switch {
 	case p.Known():
@@ -138,8 +138,8 @@ func find(from, to netip.AddrPort) (socket, error) {
 	return findBy(diag, diagWorks, from, to)
 }
 
-// findBy finds a socket with ask. Where that is not to be had, or does not even find
-// the accepted socket (works), it looks into the kernel's tables.
+// findBy finds a socket with ask. If ask is not available, or does not even find
+// the accepted socket (works), it searches the kernel's tables.
 func findBy(ask func(from, to netip.AddrPort) (socket, error), works func(from, to netip.AddrPort) bool, from, to netip.AddrPort) (socket, error) {
 	s, err := ask(from, to)
 	if err == nil {
@@ -163,7 +163,7 @@ var diagSeen struct {
 }
 
 // diagWorks reports whether the kernel finds the socket of these addresses, which
-// is there. Once it did, it is not asked again.
+// exists. After the first success it does not ask again.
 func diagWorks(from, to netip.AddrPort) bool {
 	diagSeen.Lock()
 	defer diagSeen.Unlock()
@@ -198,7 +198,8 @@ var mapping = sync.OnceValue(func() users {
 	return u
 })
 
-// wholeMap reads /proc/PID/uid_map: the first number here, there, and how many.
+// wholeMap reports whether the text of /proc/PID/uid_map maps every number. Its fields are the first number inside, the first outside, and
+// the count.
 func wholeMap(s string) bool {
 	f := strings.Fields(s)
 	return len(f) == 3 && f[0] == "0" && f[2] == "4294967295"

@@ -11,7 +11,7 @@ import (
 	"strconv"
 )
 
-// As on Linux; here no peer is identified.
+// As on Linux, but on this system no peer is identified.
 var (
 	ErrNotHere  = errors.New("peercred: the peer's socket is not in this network namespace")
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
@@ -27,7 +27,7 @@ type Peer struct {
 	Err    error
 }
 
-// Known reports whether UID is.
+// Known reports whether UID is set.
 func (p *Peer) Known() bool { return p.Err == nil }
 
 // String names the user, or the address.
@@ -58,7 +58,7 @@ type RemovedFile struct {
 	PIDs  []int
 }
 
-// Nothing is seen of other processes.
+// These functions find nothing: this system does not show other processes.
 
 func Namespace() string                              { return "unknown" }
 func Ticks() uint64                                  { return 0 }

@@ -60,7 +60,7 @@ func inodeOf(t *testing.T, c net.Conn) uint64 {
 	return st.Ino
 }
 
-// A client of this user is known by its own socket, on every way a server listens.
+// A client of this user is identified by its own socket, in every way in which a server listens.
 func TestOwnUser(t *testing.T) {
 	f := func(network, addr, dialNet, host string) {
 		t.Helper()
@@ -79,7 +79,7 @@ func TestOwnUser(t *testing.T) {
 	f("tcp6", "[::1]:0", "tcp6", "::1")
 }
 
-// The kernel's tables, where sock_diag is not to be had, say the same.
+// Without sock_diag, the kernel's tables give the same answers.
 func TestTablesAgree(t *testing.T) {
 	f := func(network, addr, host string) {
 		t.Helper()
@@ -89,7 +89,7 @@ func TestTablesAgree(t *testing.T) {
 		remote, local := addrPort(a.RemoteAddr()), addrPort(a.LocalAddr())
 		want, err := diag(remote, local)
 		if err != nil {
-			t.Skip(err) // not allowed here: then the tables are all there is
+			t.Skip(err) // not allowed here: only the tables can be used
 		}
 		if got, err := list(remote, local); err != nil || got != want {
 			t.Errorf("%s: tables %+v, %v; sock_diag %+v", addr, got, err, want)
@@ -100,8 +100,8 @@ func TestTablesAgree(t *testing.T) {
 	f("tcp6", "[::1]:0", "::1")
 }
 
-// Where sock_diag is forbidden, or finds nothing at all, the tables answer; where it
-// works, its "none" is one.
+// If sock_diag is forbidden, or finds nothing at all, the tables are read. If it
+// works, its answer "none" is final.
 func TestFindWithoutSockDiag(t *testing.T) {
 	l := listen(t, "tcp4", "127.0.0.1:0")
 	c, a := dial(t, l, "tcp4", l.Addr().String())
@@ -120,7 +120,7 @@ func TestFindWithoutSockDiag(t *testing.T) {
 	f(syscall.ENOENT, true, ErrNotHere)
 }
 
-// A socket that its process has closed, or half closed, is nobody's: its row shows
+// A socket that its process has closed, or half closed, has no known user: its row shows
 // uid 0.
 func TestClosedSocketHasNoUser(t *testing.T) {
 	f := func(name string, end func(net.Conn) error) {
@@ -152,8 +152,8 @@ func TestClosedSocketHasNoUser(t *testing.T) {
 	f("half closed", func(c net.Conn) error { return c.(*net.TCPConn).CloseWrite() })
 }
 
-// Addresses of which no socket is here (another host, another network namespace)
-// are not known, and a listener on the peer's port is not the peer.
+// Addresses without a socket here (another host, another network namespace)
+// have no known user, and a listener on the peer's port is not the peer.
 func TestElsewhere(t *testing.T) {
 	l := listen(t, "tcp4", "127.0.0.1:0")
 	at := addrPort(l.Addr())
@@ -164,7 +164,7 @@ func TestElsewhere(t *testing.T) {
 	}
 }
 
-// Two users at once, over TCP and a UNIX socket, are told apart.
+// Two users at once, over TCP and a UNIX socket, are distinguished.
 func TestTwoUsers(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root, to start a client as another user")
@@ -192,7 +192,7 @@ func TestTwoUsers(t *testing.T) {
 	}
 }
 
-// The owner of a socket is a process, and its end is seen; that of another client
+// The owner of a socket is a process, and its end is noticed. The end of another client
 // changes nothing.
 func TestOwnersEnd(t *testing.T) {
 	l := listen(t, "tcp", "127.0.0.1:0")
@@ -257,8 +257,8 @@ func TestSharedSocketHasNoOwner(t *testing.T) {
 	}
 }
 
-// A number that stands for users without one here is nobody's, except where every
-// user has one.
+// The number that stands for users without a number in this namespace is of no known user, except if every
+// user has a number here.
 func TestUnmapped(t *testing.T) {
 	f := func(uidMap string, want bool) {
 		t.Helper()
@@ -275,7 +275,7 @@ func TestUnmapped(t *testing.T) {
 	}
 }
 
-// A process that has ended is none; one whose first thread has ended runs.
+// A process that has ended does not run. One whose first thread has ended still runs.
 func TestParseStat(t *testing.T) {
 	f := func(stat string, want uint64, ok bool) {
 		t.Helper()
@@ -293,7 +293,7 @@ func TestParseStat(t *testing.T) {
 	f("", 0, false)
 }
 
-// Rows and answers that are cut, or about other sockets, are not taken.
+// Rows and answers that are cut, or about other sockets, are not used.
 func TestForeignAnswers(t *testing.T) {
 	from, to := netip.MustParseAddrPort("127.0.0.1:5555"), netip.MustParseAddrPort("127.0.0.2:40000")
 	row := "   0: 0100007F:15B3 0200007F:9C40 01 00000000:00000000 00:00000000 00000000  1000        0 12345 1 x\n"

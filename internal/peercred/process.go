@@ -32,8 +32,8 @@ func Namespace() string {
 	return name
 }
 
-// Running returns the process of a number; false when there is none, none that may
-// be seen, or only what its parent has not yet taken note of.
+// Running returns the process of a number. It reports false if there is none, if this process must not
+// see it, or if it has ended and only waits for its parent (a zombie).
 func Running(pid int) (Process, bool) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -43,8 +43,8 @@ func Running(pid int) (Process, bool) {
 	return Process{PID: pid, Started: started}, ok
 }
 
-// parseStat reads when a process started; false for one that has ended. One whose
-// first thread has ended while others run has not.
+// parseStat reads when a process started. It reports false for a process that has ended. A process whose
+// first thread has ended while others run has not ended.
 func parseStat(stat []byte) (started uint64, ok bool) {
 	_, after, ok := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") ")) // after the command's name
 	f := strings.Fields(string(after))                                                     // from the third field on
@@ -89,8 +89,8 @@ func (p Process) Ancestors() (out []Process) {
 	return out
 }
 
-// Gone reports whether the process is proved to have ended. One that may no longer
-// be seen has not.
+// Gone reports whether the process has certainly ended. It returns false for a process that
+// this one can no longer see.
 func (p Process) Gone() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {
@@ -101,7 +101,7 @@ func (p Process) Gone() bool {
 }
 
 // HasSocket reports whether process pid has the socket of that inode open. seen is
-// false when this process may not know.
+// false if this process must not look.
 func HasSocket(pid int, inode uint64) (has, seen bool) {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	files, err := os.ReadDir(dir)
@@ -121,9 +121,9 @@ func HasSocket(pid int, inode uint64) (has, seen bool) {
 	return false, true
 }
 
-// Owners finds the processes that have sockets open, by inode, all where inodes is nil,
-// among those of uid that this process may look into. A socket that several processes share has no
-// entry: none of their ends proves anything. It reads the whole of /proc.
+// Owners finds, by inode, the processes of uid that have the sockets inodes open, or with nil any socket, as far as
+// this process may look. A socket that several processes share has no
+// entry, because the end of one of them proves nothing. Owners reads the whole of /proc.
 func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 	out := map[uint64]Process{}
 	shared := map[uint64]bool{}
@@ -152,7 +152,7 @@ func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 				out[inode] = p
 			}
 		}
-		if p.Gone() { // its number may have been another's meanwhile
+		if p.Gone() { // another process may have had its number meanwhile
 			for inode, of := range out {
 				if of == p {
 					delete(out, inode)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plot draws lines into an SVG that needs nothing else: round ticks, a logarithmic axis where steps multiply, a label at the end of each
-// line, and light and dark colours as the reader has them. Lines that coincide take turns, so that none hides another.
+// Package plot draws lines into an SVG that needs no other file: round ticks, a logarithmic axis if the steps multiply, a label at the end
+// of each line, and light or dark colours by the reader's setting. Lines that coincide are drawn with dashes in turn, so that none hides
+// another.
 package plot
 
 import (
@@ -17,7 +18,7 @@ import (
 	"unicode/utf8"
 )
 
-// Line is the values of one quantity. X and Y have the same length; points that are no numbers are left out.
+// Line is the values of one quantity. X and Y must have the same length; points that are no numbers are left out.
 type Line struct {
 	Name string
 	X, Y []float64
@@ -38,9 +39,9 @@ const (
 	labelHeight = 15.0
 	letter      = 7.0  // width of a letter, about
 	near        = 1.5  // lines this close coincide
-	period      = 36.0 // in which each of the lines that coincide is seen once
-	largest     = 1e18 // value that is drawn
-	exact       = 1e15 // up to which whole numbers are counted
+	period      = 36.0 // length in which each of the coinciding lines is drawn once
+	largest     = 1e18 // largest value that is drawn
+	exact       = 1e15 // largest number up to which ticks are counted exactly
 )
 
 const style = `<style>
@@ -126,7 +127,7 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	return left + wide + 24 + letter*float64(longest)
 }
 
-// text is a text for XML: what has no place in it, such as control characters, is replaced.
+// text returns a text for XML. It replaces characters that XML does not allow, such as control characters.
 func text(s string) string {
 	return html.EscapeString(strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' && r != '\n' && r != '\r' || r == 0xfffe || r == 0xffff {
@@ -136,10 +137,10 @@ func text(s string) string {
 	}, s))
 }
 
-// usable reports whether a point can be drawn: numbers, and not so large that what is computed of them is none.
+// usable reports whether a point can be drawn: both values are numbers, and small enough to compute with.
 func usable(x, y float64) bool { return math.Abs(x) <= largest && math.Abs(y) <= largest }
 
-// valuesOf returns the different x, in their order, and the largest y.
+// valuesOf returns the different values of x, sorted, and the largest y.
 func valuesOf(lines []Line) (xs []float64, most float64) {
 	for _, l := range lines {
 		for k := range min(len(l.X), len(l.Y)) {
@@ -152,7 +153,7 @@ func valuesOf(lines []Line) (xs []float64, most float64) {
 	return slices.Compact(xs), most
 }
 
-// step returns the least step of 1, 2 or 5 times a power of ten that divides a span into few parts.
+// step returns the least step of 1, 2 or 5 times a power of ten that divides a span into at most 6 parts.
 func step(span float64) float64 {
 	unit := math.Pow(10, math.Floor(math.Log10(span/5)))
 	for _, m := range []float64{1, 2, 5} {
@@ -201,7 +202,7 @@ func xScale(xs []float64) (s scale) {
 	return s
 }
 
-// linear is an axis of equal steps from low to high, which is more.
+// linear returns an axis with equal steps from low to high; high must be larger than low.
 func linear(low, high float64) scale {
 	s := scale{low: low, high: high}
 	d := step(s.high - s.low)
@@ -210,7 +211,7 @@ func linear(low, high float64) scale {
 		for i := from; i <= to; i++ {
 			s.ticks = append(s.ticks, i*d)
 		}
-	} else { // the values differ by less than can be said of numbers of that size
+	} else { // the values differ by less than the precision of numbers of that size
 		s.ticks = []float64{s.low, s.high}
 	}
 	return s
@@ -220,7 +221,7 @@ func powerOfTwo(x float64) bool {
 	return x >= 1 && x < 1<<62 && x == math.Trunc(x) && bits.OnesCount64(uint64(x)) == 1
 }
 
-// decades returns the values from low to high that are 1, 2 or 5 times a power of ten, or only the powers where there are many.
+// decades returns the values from low to high that are 1, 2 or 5 times a power of ten, or only the powers if there are over 4 of them.
 func decades(low, high float64) (ticks []float64) {
 	mantissas := []float64{1, 2, 5}
 	if math.Log10(high/low) > 4 {
@@ -270,7 +271,7 @@ func drawLine(b *strings.Builder, lines [][]Point, i int, runs []Run, marks bool
 			continue
 		}
 		r := 2.5
-		for j := i + 1; j < len(lines); j++ { // earlier marks show around later ones
+		for j := i + 1; j < len(lines); j++ { // a larger radius, so that earlier marks show around later ones
 			if slices.ContainsFunc(lines[j], func(p Point) bool { return same(p, at) }) {
 				r += 1.5
 			}

@@ -56,7 +56,7 @@ func TestTicksAreRound(t *testing.T) {
 	}
 }
 
-// Time has equal steps from 0, whatever the points are, and no mark at each of many.
+// An axis of time has equal steps from 0, whatever the points are, and a line of many points has no mark at each.
 func TestOverTime(t *testing.T) {
 	l := Line{Name: "a"}
 	for i := range 60 {
@@ -113,7 +113,7 @@ func visible(lines [][]Point, runs [][]Run) []float64 {
 	return out
 }
 
-// Of lines that coincide, on their whole way or on a part of it, and with segments that are shorter than a dash, each is seen. Their names stand
+// Lines may coincide over all or a part of their length, and have segments shorter than a dash: each line is visible. Their names stand
 // apart, inside the panel.
 func TestNoLineIsHidden(t *testing.T) {
 	rapid.Check(t, func(r *rapid.T) {
@@ -164,7 +164,7 @@ func TestNoLineIsHidden(t *testing.T) {
 	})
 }
 
-// Whatever is drawn is XML, without a number that is none.
+// Every drawing is XML, without NaN or an infinite number.
 func TestWrite(t *testing.T) {
 	f := func(panels ...Panel) {
 		t.Helper()

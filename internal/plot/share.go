@@ -11,8 +11,8 @@ import (
 // Point is a place in a picture, pixels.
 type Point struct{ X, Y float64 }
 
-// Run is a part of a line, from one point to another, that is drawn in one way. Of lines that coincide there each is drawn in the gaps of the
-// others: it has dashes of Own pixels, Gap apart, from Offset on. Own is 0 where no other line is.
+// Run is a part of a line, from one point to another, that is drawn in one way. If lines coincide there, each is drawn in the gaps of the
+// others: it has dashes of Own pixels, Gap apart, from Offset on. Own is 0 if no other line coincides.
 type Run struct {
 	From, To         int // points
 	Own, Gap, Offset float64
@@ -26,8 +26,8 @@ func (r Run) Dashes() (array, offset string) {
 	return fmt.Sprintf("%.2f %.2f", r.Own, r.Gap), fmt.Sprintf("%.2f", r.Offset)
 }
 
-// Share divides lines into runs so that none hides another. Lines coincide where both ends of their segments are less than 1.5 pixels apart. A run
-// that is short has shorter dashes, so that each of its lines is seen.
+// Share divides lines into runs so that none hides another. Lines coincide where both ends of their segments are less than 1.5 pixels
+// apart. A short run has shorter dashes, so that each of its lines can be seen.
 func Share(lines [][]Point) [][]Run {
 	type span struct{ from, to int }
 	spanOf := func(l []Point, k int) span { return span{int(math.Round(l[k-1].X)), int(math.Round(l[k].X))} }

@@ -13,18 +13,18 @@ import (
 	"syscall"
 )
 
-// most is how many bytes one call moves: the processor is not given to others meanwhile.
+// most is how many bytes one call moves at most, because the scheduler cannot run other goroutines on this processor meanwhile.
 const most = 256 << 10
 
-// Conn is a TCP connection whose reads and writes the Go scheduler does not hear of. Its methods are safe for
-// concurrent use, as those of every net.Conn.
+// Conn is a TCP connection that does not announce its reads and writes to the Go scheduler. Its methods are safe for
+// concurrent use, as for every net.Conn.
 type Conn struct {
 	*net.TCPConn
 	raw     syscall.RawConn
 	in, out transfer
 }
 
-// transfer is one direction. Its function is made once, so that a call allocates nothing.
+// transfer is one direction of a Conn. Its function is made once, so that a call allocates nothing.
 type transfer struct {
 	sync.Mutex
 	b    []byte
@@ -35,7 +35,7 @@ type transfer struct {
 	try  func(fd uintptr) (ready bool)
 }
 
-// Wrap returns a Conn of a TCP connection, and any other connection as it is.
+// Wrap returns a Conn for a TCP connection, and any other connection unchanged.
 func Wrap(c net.Conn) net.Conn {
 	t, ok := c.(*net.TCPConn)
 	if !ok {
@@ -125,7 +125,7 @@ func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 	t.Lock()
 	defer t.Unlock()
 	part := make([][]byte, 0, len(bufs))
-	for at := 0; len(bufs) > 0 && err == nil; { // at of the first one is written
+	for at := 0; len(bufs) > 0 && err == nil; { // at bytes of the first buffer are written
 		part = part[:0]
 		room := most
 		for i, b := range bufs {
@@ -152,7 +152,7 @@ func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 	return err
 }
 
-// once writes what the socket takes, and waits until it takes something.
+// once waits until the socket can take bytes, and writes as many as it takes.
 func (c *Conn) once(t *transfer) error {
 	t.n, t.err = 0, nil
 	if err := c.raw.Write(t.try); err != nil {
@@ -164,12 +164,12 @@ func (c *Conn) once(t *transfer) error {
 	return nil
 }
 
-// fault is an error as package net has it.
+// fault returns an error in the form of package net.
 func (c *Conn) fault(call string, err error) error {
 	return &net.OpError{Op: call, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError(call, err)}
 }
 
-// Listener has connections of a listener that are Conns.
+// Listener is a net.Listener whose connections are Conns.
 type Listener struct{ net.Listener }
 
 // Accept implements net.Listener.

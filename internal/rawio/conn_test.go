@@ -45,8 +45,8 @@ func filled(n int, seed byte) []byte {
 	return b
 }
 
-// What is written arrives, whole and in order, whatever its pieces are and however slowly it is read; the pieces stay
-// as they were.
+// The bytes that are written arrive whole and in order, whatever the pieces are and however slowly the peer reads. The pieces stay
+// unchanged.
 func TestConn(t *testing.T) {
 	f := func(name string, write func(c *Conn) error, want []byte) {
 		t.Helper()
@@ -100,7 +100,7 @@ func TestConn(t *testing.T) {
 	}
 }
 
-// Deadlines, and ends of either side, are errors as package net has them.
+// Deadlines, and ends of either side, give the same errors as package net.
 func TestConnErrors(t *testing.T) {
 	a, b := pair(t)
 	buf := make([]byte, 10)

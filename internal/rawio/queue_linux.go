@@ -13,22 +13,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Queue reads files that are open for direct I/O, with Linux AIO: no thread waits in the kernel meanwhile. To the Go
-// scheduler one that does costs more than the read of a chunk: its monitor looks every 20 µs, and wakes another thread
+// Queue reads files that are open for direct I/O, with Linux AIO, so that no thread waits in the kernel. For the Go
+// scheduler a waiting thread costs more than the read of a chunk: the scheduler's monitor looks every 20 µs, and wakes another thread
 // in its place. Its methods are safe for concurrent use, except Close, which must come last.
 type Queue struct {
 	ctx   uintptr  // aio_context_t
-	ready *os.File // an eventfd, which the runtime's poller waits for: reads have ended
+	ready *os.File // an eventfd that signals ended reads; the runtime's poller waits for it
 	reads []read
-	free  chan int // of reads
+	free  chan int // indices of free entries in reads
 	ended chan struct{}
 }
 
-// read is a place for one read. The kernel has pointers to it while the read goes on.
+// read is the state of one read. The kernel has pointers to it while the read runs.
 type read struct {
 	cb   iocb
 	ref  *iocb
-	bufs [][]byte // keeps their memory
+	bufs [][]byte // keeps the memory alive
 	vec  []unix.Iovec
 	done chan int64
 }
@@ -49,7 +49,7 @@ type iocb struct {
 
 // event is the kernel's io_event.
 type event struct {
-	data, _ uint64 // of the iocb, and its address
+	data, _ uint64 // data of the iocb, and its address
 	res, _  int64
 }
 
@@ -58,8 +58,8 @@ const (
 	toEventfd = 1 // IOCB_FLAG_RESFD
 )
 
-// NewQueue returns a Queue of at most most concurrent reads. It fails where the kernel has no AIO (ENOSYS), forbids it (EPERM),
-// or has given all that fs.aio-max-nr allows (EAGAIN).
+// NewQueue returns a Queue with at most most concurrent reads. It fails if the kernel has no AIO (ENOSYS), forbids it (EPERM),
+// or has given away as many requests as fs.aio-max-nr allows (EAGAIN).
 func NewQueue(most int) (*Queue, error) {
 	q := &Queue{ended: make(chan struct{})}
 	if _, _, errno := syscall.Syscall(unix.SYS_IO_SETUP, uintptr(most), uintptr(unsafe.Pointer(&q.ctx)), 0); errno != 0 {
@@ -106,8 +106,8 @@ func (q *Queue) collect() {
 	}
 }
 
-// Preadv fills bufs, at most 1,024 of them and none empty, from a place of the file fd, and returns how many bytes it read; errors as
-// of preadv(2). It waits for the disk, and while as many reads go on as the Queue may have. ErrQueue: the file cannot be read in this way.
+// Preadv fills bufs, at most 1,024 of them and none empty, from offset off of the file fd, and returns how many bytes it read; errors as
+// in preadv(2). It waits for the disk, and before that for a free place in the Queue. ErrQueue: the file cannot be read in this way.
 func (q *Queue) Preadv(fd int, bufs [][]byte, off int64) (int, error) {
 	i := <-q.free
 	r := &q.reads[i]
@@ -135,10 +135,10 @@ func (q *Queue) Preadv(fd int, bufs [][]byte, off int64) (int, error) {
 	return int(res), nil
 }
 
-// ErrQueue means that a Queue does not take a read: the ordinary call may do it.
+// ErrQueue means that a Queue cannot do a read. The ordinary system call may work.
 var ErrQueue = errors.New("rawio: the kernel queues no such read")
 
-// Close waits for the reads that go on.
+// Close waits for the running reads and frees the Queue.
 func (q *Queue) Close() error {
 	for range q.reads {
 		<-q.free

@@ -60,7 +60,7 @@ func newQueue(t *testing.T, most int) *rawio.Queue {
 	return q
 }
 
-// More readers than a Queue has places get what is in the file, each into its own memory, in one piece or several.
+// More readers than a Queue has places get the bytes of the file, each into its own memory, in one piece or several.
 func TestQueue(t *testing.T) {
 	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	const all, readers = 4 << 20, 24
@@ -91,8 +91,8 @@ func TestQueue(t *testing.T) {
 	}
 }
 
-// Ends and errors are those of preadv: a file that ends early, memory that is not there. What is no file for it is
-// left to the ordinary call, and the Queue goes on.
+// Ends and errors are those of preadv: a file that ends early, memory that is not there. For a descriptor without a file the Queue
+// returns ErrQueue, so that the caller uses the ordinary call, and the Queue goes on.
 func TestQueueErrors(t *testing.T) {
 	fd, content := directFile(t, 3*page)
 	q := newQueue(t, 1)
@@ -124,7 +124,7 @@ func TestQueueErrors(t *testing.T) {
 	}
 }
 
-// A Queue that cannot be is an error, and leaves nothing behind.
+// A Queue that cannot be made is an error, and leaves nothing behind.
 func TestNoQueue(t *testing.T) {
 	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	if _, err := rawio.NewQueue(1 << 30); err == nil {

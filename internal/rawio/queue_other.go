@@ -6,10 +6,10 @@ package rawio
 
 import "errors"
 
-// ErrQueue means that a Queue does not take a read: the ordinary call may do it.
+// ErrQueue means that a Queue cannot do a read. The ordinary system call may work.
 var ErrQueue = errors.New("rawio: the kernel queues no such read")
 
-// Queue is for Linux; here there is none.
+// Queue exists only on Linux.
 type Queue struct{}
 
 // NewQueue fails.

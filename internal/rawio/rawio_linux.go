@@ -2,8 +2,8 @@
 
 //go:build linux && !race
 
-// Package rawio reads and writes non-blocking sockets without telling the Go
-// scheduler. It is, with shm, the only package that imports unsafe.
+// Package rawio reads and writes non-blocking sockets without announcing it to the Go
+// scheduler. Only this package and shm import unsafe.
 //
 // The ordinary calls announce themselves to the scheduler in case they block,
 // and on an otherwise idle process that wakes its monitor thread: 18 of the 48 µs

@@ -13,5 +13,5 @@ func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
 // announce makes the race detector order all earlier operations before
-// those that follow a Read of the bytes that are written next. An empty write is enough.
+// the operations that follow a Read of the next written bytes. An empty write is enough.
 func announce(fd uintptr) { _, _ = syscall.Write(int(fd), nil) }

@@ -13,8 +13,8 @@ import (
 
 const sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
-// Writev writes bufs, at most maxVec of which count, to the socket fd without
-// waiting; errors as of sendmsg(2). vec is scratch space of the caller's.
+// Writev writes the first maxVec of bufs at most to the socket fd without
+// waiting; errors as in sendmsg(2). vec is the caller's scratch space.
 func Writev(fd uintptr, bufs [][]byte, vec *Vec) (int, error) {
 	vec.iov = vec.iov[:0]
 	for _, b := range bufs[:min(len(bufs), maxVec)] {
@@ -31,7 +31,7 @@ func Writev(fd uintptr, bufs [][]byte, vec *Vec) (int, error) {
 	vec.msg.SetIovlen(len(vec.iov))
 	announce(fd)
 	n, _, errno := syscall.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&vec.msg)), sendFlags)
-	clear(vec.iov) // keeps no caller's memory alive
+	clear(vec.iov) // so that vec does not keep the caller's memory alive
 	if errno != 0 {
 		return 0, errno
 	}

@@ -2,10 +2,10 @@
 
 // Package resp speaks RESP 2, the protocol of Redis and Valkey, over one connection.
 //
-// Values go from the caller's memory to the socket and back without a copy in between.
-// What a server answers sizes no memory before it was checked against a limit, and a
-// reply that is not what was asked for breaks the connection: nothing is read from it
-// any more.
+// Values move between the caller's memory and the socket without a copy in between.
+// A length in a server's answer is checked against a limit before it sizes memory. A
+// reply that does not fit the command breaks the connection: nothing more is read from
+// it.
 package resp
 
 import (
@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// Limits of what a server may answer, values aside.
+// Limits of a server's answers, values not included.
 const (
 	bufferBytes = 16 << 10 // of a connection; no line is longer
 	maxText     = 4 << 20  // bytes of an answer's texts, together
@@ -33,7 +33,7 @@ var ErrProtocol = errors.New("resp: unexpected answer")
 // ErrNil means that a server has no value to answer with.
 var ErrNil = errors.New("resp: nil")
 
-// Error is a server's refusal of one command. The connection goes on.
+// Error is a server's refusal of one command. The connection can be used further.
 type Error struct{ Text string }
 
 func (e *Error) Error() string { return "the server says: " + e.Text }
@@ -51,8 +51,8 @@ type Conn struct {
 	out     []byte // commands that were not sent yet
 	pending int    // commands whose replies were not read
 	inside  int64  // bytes of a value that were not read, its end included
-	asking  bool   // before each command another one goes that says so
-	err     error  // after it the connection is of no use
+	asking  bool   // ASKING is sent before each command
+	err     error  // once set, the connection cannot be used any more
 }
 
 // New returns a Conn over a connection that is open.
@@ -65,7 +65,7 @@ func (c *Conn) Close() error { return c.nc.Close() }
 // goroutine waits.
 func (c *Conn) SetDeadline(t time.Time) error { return c.nc.SetDeadline(t) }
 
-// Reusable reports whether all that was asked has been answered and read.
+// Reusable reports whether all commands have been answered and all answers read.
 func (c *Conn) Reusable() bool {
 	return c.err == nil && c.pending == 0 && c.inside == 0 && len(c.out) == 0 && c.r.Buffered() == 0
 }
@@ -81,12 +81,12 @@ func (c *Conn) wrong(format string, args ...any) error {
 	return c.fail(fmt.Errorf("%w: %s", ErrProtocol, fmt.Sprintf(format, args...)))
 }
 
-// Asking has ASKING go before each command from now on, and its answer read, or no more: a
-// server of a cluster wants that of those whom another one sent for a slot that moves. It is
-// called when nothing is pending.
+// Asking sets whether ASKING is sent before each command from now on, and its answer read. A
+// server of a cluster requires that from a client that another server has redirected to it for a moving slot. Call it
+// only when no reply is pending.
 func (c *Conn) Asking(on bool) { c.asking = on }
 
-// ask adds what goes before a command.
+// ask adds ASKING before a command, if asking.
 func (c *Conn) ask() {
 	if c.asking {
 		c.out = appendText(appendHeader(c.out, '*', 1), "ASKING")
@@ -124,15 +124,15 @@ func (c *Conn) Flush() error {
 	return nil
 }
 
-// Send sends a command that has a value between its arguments, after those that were
-// added. The value is the parts in a row. They are not copied, and not looked at after
-// Send has returned.
+// Send sends a command that has a value between its arguments, after the commands that were
+// added. The value consists of the parts. Send does not copy them, and does not read them after
+// it has returned.
 func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 	return c.SendWhen(before, parts, nil, after...)
 }
 
-// SendWhen is Send, and calls ready before it looks at each part; nil: all are ready. An error of ready is the connection's, since a part of the
-// command is sent.
+// SendWhen is Send, but calls ready before it reads each part; nil: all are ready. An error of ready breaks the connection, since a part of
+// the command was sent.
 func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) error, after ...string) error {
 	if c.err != nil {
 		return c.err
@@ -193,7 +193,7 @@ func (c *Conn) line() ([]byte, error) {
 	return b[:len(b)-2], nil
 }
 
-// unexpected says that a connection must not end here.
+// unexpected turns io.EOF into io.ErrUnexpectedEOF, since the connection must not end here.
 func unexpected(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
@@ -201,7 +201,7 @@ func unexpected(err error) error {
 	return err
 }
 
-// number reads what stands after a line's first byte.
+// number reads the number after a line's first byte.
 func (c *Conn) number(line []byte, least int64) (int64, error) {
 	n, err := strconv.ParseInt(string(line[1:]), 10, 64)
 	if err != nil || n < least {
@@ -228,7 +228,7 @@ func (c *Conn) begin() error {
 	return err
 }
 
-// Reply is one answer, values aside.
+// Reply is one answer that is not read as a value.
 type Reply struct {
 	Kind byte // '+' and '$' a text, ':' a number, '*' a list, '_' nothing
 	Text string
@@ -254,7 +254,7 @@ type replyBudget struct {
 	text  int64 // bytes
 }
 
-// takes reports whether there is room for a text, and takes it.
+// takes reports whether the budget has room for a text of n bytes, and subtracts them.
 func (r *replyBudget) takes(n int64) bool {
 	if n > r.text {
 		return false
@@ -361,8 +361,8 @@ func (c *Conn) Int() (int64, error) {
 	return r.Int, nil
 }
 
-// Value reads how long the value is that comes next, bytes. The caller reads all of it
-// with Fill, or the connection is of no further use. Errors: ErrNil, *Error, and those
+// Value reads the length, in bytes, of the value that comes next. The caller must read the whole value
+// with Fill or Read, or else close the connection. Errors: ErrNil, *Error, and those
 // that break the connection.
 func (c *Conn) Value() (int64, error) {
 	if err := c.begin(); err != nil {
@@ -416,7 +416,7 @@ func (c *Conn) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Fill reads the next bytes of a value. dst is not written to after it has returned.
+// Fill reads the next bytes of a value. It does not write to dst after it has returned.
 func (c *Conn) Fill(dst []byte) error {
 	if c.err == nil && int64(len(dst))+2 > c.inside {
 		panic("BUG: resp: more is read than the value has")

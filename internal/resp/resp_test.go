@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/resp"
 )
 
-// said is a connection on which a server has said something, and then ended. What is
-// sent to it is kept.
+// said is a connection on which a server has sent some bytes, and then closed it. It keeps the
+// bytes that are sent to the server.
 type said struct {
 	net.Conn
 	r    io.Reader
@@ -38,7 +38,7 @@ func ask(text string) (*resp.Conn, resp.Reply, error) {
 	return c, r, err
 }
 
-// What is sent is what the protocol's description shows.
+// The bytes that are sent are those that the description of the protocol shows.
 func TestCommands(t *testing.T) {
 	c, s := conn("+OK\r\n+OK\r\n")
 	c.Command("SELECT", "3")
@@ -59,8 +59,8 @@ func TestCommands(t *testing.T) {
 	}
 }
 
-// While a server is asked for what moves there, ASKING goes before each command, and its answer
-// is none of the command's.
+// After Asking(true), ASKING goes before each command, because a slot is being moved to the server. The answer to ASKING
+// does not count as the command's.
 func TestAsking(t *testing.T) {
 	c, s := conn("+OK\r\n:1\r\n+OK\r\n$2\r\nab\r\n+OK\r\n-ERR no\r\n+OK\r\n+OK\r\n:7\r\n")
 	c.Asking(true)
@@ -110,8 +110,8 @@ func TestReplies(t *testing.T) {
 	f("*3\r\n:1\r\n*1\r\n+x\r\n$-1\r\n", '*', "", 0, 3)
 }
 
-// A refusal costs the command, what is no protocol costs the connection, and neither
-// memory for what was only announced.
+// A refusal ends the command, and an answer outside the protocol ends the connection. Neither
+// allocates memory for bytes that were only announced.
 func TestBadReplies(t *testing.T) {
 	c, _, err := ask("-MOVED 1 a:2\r\n")
 	if e, ok := errors.AsType[*resp.Error](err); !ok || e.Code() != "MOVED" || !c.Reusable() {
@@ -131,7 +131,7 @@ func TestBadReplies(t *testing.T) {
 	}
 }
 
-// blanks are so many, as a server sends them.
+// blanks is a reader of so many spaces, as a server may send them.
 type blanks int64
 
 func (b *blanks) Read(p []byte) (int, error) {
@@ -146,7 +146,7 @@ func (b *blanks) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Texts in a list are bounded together, not each: a server that sends one after the other fills no
+// The texts of a list have a common bound, not one each. So a server that sends one after the other does not fill the
 // memory.
 func TestTextsOfAListAreBounded(t *testing.T) {
 	const texts, size = 64, 4 << 20
@@ -165,7 +165,7 @@ func TestTextsOfAListAreBounded(t *testing.T) {
 	}
 }
 
-// Lists are bounded, also by one who goes on sending: in their items, and in each other.
+// Lists have a bound on their items and on their depth, also if a server sends on and on.
 func TestListsAreBounded(t *testing.T) {
 	for what, text := range map[string]string{"items": "*1000000000\r\n" + strings.Repeat(":1\r\n", 1<<18), "lists in lists": strings.Repeat("*1\r\n", 1000) + ":1\r\n"} {
 		if c, _, err := ask(text); !errors.Is(err, resp.ErrProtocol) || c.Reusable() {
@@ -203,8 +203,8 @@ func TestValues(t *testing.T) {
 	}
 }
 
-// FuzzConn reads whatever a server says, as an answer and as a value: nothing panics, and
-// what was read stands in what was said.
+// FuzzConn reads arbitrary bytes of a server, as an answer and as a value: nothing panics, and
+// the result is a part of these bytes.
 func FuzzConn(f *testing.F) {
 	for _, seed := range []string{"+OK\r\n:1\r\n", "$3\r\nabc\r\n", "*2\r\n$1\r\na\r\n:3\r\n", "-ERR x\r\n$-1\r\n", "*1\r\n*1\r\n*1\r\n", "$9223372036854775807\r\n"} {
 		f.Add(seed)
@@ -236,7 +236,8 @@ func FuzzConn(f *testing.F) {
 	})
 }
 
-// A part is sent once it is ready, as Send sends it; one that never is ends the connection, since a part of the command is on its way.
+// SendWhen sends a part once it is ready, with the bytes of Send. A part that never becomes ready ends the connection, since a part of the
+// command was sent.
 func TestPartsThatBecomeReady(t *testing.T) {
 	parts := [][]byte{[]byte("he"), []byte("ad")}
 	whole, w := conn("+OK\r\n")

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package safelog keeps a log readable whatever peers send: it clips texts,
-// escapes control characters, and limits the lines of each place in the code. Names that peers
-// choose end in log lines; they must neither forge lines nor fill a disk.
+// escapes control characters, and limits the lines of each place in the code. Log lines contain names that peers
+// choose. Such names must neither forge lines nor fill a disk.
 package safelog
 
 import (
@@ -22,16 +22,16 @@ const (
 	MaxText = 600
 	// maxStack is the same of the attribute "stack".
 	maxStack = 16 << 10
-	// Burst is how many lines one place in the code logs at once, and LinesPerSecond
-	// how many it logs for long.
+	// Burst is how many lines one place in the code may log at once, and LinesPerSecond
+	// how many it may log per second for a long time.
 	Burst          = 100
 	LinesPerSecond = 5
 	// maxPlaces bounds the places that are watched.
 	maxPlaces = 4096
 )
 
-// New returns a logger that writes to l what is fit to be written; a nil l discards.
-// Lines that are left out are counted: the next line of the same place has them as
+// New returns a logger that writes safe lines to l; a nil l discards.
+// It counts the lines that it leaves out: the next line of the same place has their number as
 // "not_shown".
 func New(l *slog.Logger) *slog.Logger {
 	if l == nil {
@@ -43,8 +43,8 @@ func New(l *slog.Logger) *slog.Logger {
 	return slog.New(&handler{next: l.Handler(), places: &places{of: make(map[placeKey]*place)}})
 }
 
-// Per returns an attribute that is part of the place: lines of each value have a
-// limit of their own. The values must be few, and none a peer's.
+// Per returns an attribute that is part of the place: lines with different values have separate
+// limits. The values must be few, and must not come from a peer.
 func Per(key, value string) slog.Attr { return slog.Any(key, per(value)) }
 
 type per string
@@ -53,7 +53,7 @@ func (p per) LogValue() slog.Value { return slog.StringValue(string(p)) }
 
 type handler struct {
 	next   slog.Handler
-	places *places // shared by all that With makes
+	places *places // shared by all handlers that With makes
 }
 
 type places struct {
@@ -61,21 +61,21 @@ type places struct {
 	of map[placeKey]*place
 }
 
-// placeKey is a call of the logger in the code, and the value of its Per.
+// placeKey is a call of the logger in the code, and the value of its Per attribute.
 type placeKey struct {
 	pc  uintptr
 	per per
 }
 
-// place is how many lines a place may log.
+// place counts the lines of one place.
 type place struct {
 	last   time.Time
 	left   float64 // lines it may log now
 	hidden int
 }
 
-// allow reports whether a line may be shown now, and how many were not since the
-// last one.
+// allow reports whether a line may be shown now, and how many lines were hidden since the
+// last shown one.
 func (p *places) allow(key placeKey, now time.Time) (ok bool, hidden int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -139,7 +139,7 @@ func (h *handler) WithGroup(name string) slog.Handler {
 	return &handler{next: h.next.WithGroup(name), places: h.places}
 }
 
-// attr makes texts fit; numbers, times and groups of them stay as they are.
+// attr makes texts safe. Numbers, times and groups stay unchanged.
 func attr(a slog.Attr) slog.Attr {
 	v := a.Value.Resolve()
 	if k := v.Kind(); k != slog.KindString && k != slog.KindAny {
@@ -152,8 +152,8 @@ func attr(a slog.Attr) slog.Attr {
 	return slog.String(a.Key, Text(v.String(), limit))
 }
 
-// Text returns s for people to read: control characters and what is no text
-// escaped, and at most limit bytes of it, with a note of how many are left out.
+// Text returns s for people to read: it escapes control characters and invalid UTF-8,
+// and shows at most limit bytes, with a note of how many are left out.
 func Text(s string, limit int) string {
 	cut := len(s)
 	if cut > limit {
@@ -185,7 +185,7 @@ func unfit(r rune) bool {
 	return unicode.IsControl(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp)
 }
 
-// login is what stands before a host in a URL, or in what looks like one.
+// login matches a user and password before a host in a URL, or in a text that looks like one.
 var login = regexp.MustCompile(`//[^/@\s"]*@`)
 
 // HideLogin returns a text without the user and the password of the URLs in it.

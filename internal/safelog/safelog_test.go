@@ -32,7 +32,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// A name that a peer chose forges no line, in a message or in an attribute, and one
+// A name that a peer chose cannot forge a log line, in a message or in an attribute. One
 // place in the code logs a bounded number of lines.
 func TestLogger(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -60,8 +60,8 @@ func TestLogger(t *testing.T) {
 	})
 }
 
-// A flood for one reason leaves another reason's lines of the same place alone, and
-// no logger at all is one that says nothing.
+// A flood for one reason does not suppress another reason's lines of the same place. With a
+// nil logger nothing is logged.
 func TestPer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer

@@ -22,18 +22,18 @@ import (
 type File struct {
 	UID   int    // of its owner
 	Perm  uint32 // permission bits
-	Links int    // names that lead to it
+	Links int    // number of hard links
 	Inode uint64
 	Bytes int64
 	Taken int64 // bytes of memory that the file takes
 }
 
-// ErrNotOurs means that a file does not belong to this process's user alone.
+// ErrNotOurs means that a file belongs to another user, or that others may open it.
 var ErrNotOurs = errors.New("shm: the file is not this user's alone")
 
-// Ours is an AttachIf condition: the file is this user's, no other user may open it,
-// and it has one name. In a folder that all users may write to, any user can have
-// made a file of any name.
+// Ours is an AttachIf condition: the file must belong to this user, no other user may open it,
+// and it must have one name. In a folder that all users may write to, any user can make
+// a file of any name.
 func Ours(f File) error {
 	switch {
 	case f.UID != os.Geteuid():
@@ -46,8 +46,8 @@ func Ours(f File) error {
 	return nil
 }
 
-// Stat returns what is known of the regular file that path leads to, without
-// following a symbolic link.
+// Stat describes the regular file at path. It does not
+// follow a symbolic link.
 func Stat(path string) (File, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
@@ -63,8 +63,8 @@ func fileOf(st *unix.Stat_t) File {
 	return File{UID: int(st.Uid), Perm: st.Mode & 0o7777, Links: int(st.Nlink), Inode: st.Ino, Bytes: st.Size, Taken: st.Blocks * 512}
 }
 
-// LockFile takes the advisory lock of a file, until it is closed, without mapping
-// it. Error: ErrLocked.
+// LockFile takes the advisory lock of a file without mapping it. The lock lasts until the caller closes
+// the file. Error: ErrLocked.
 func LockFile(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -104,10 +104,10 @@ func Write(path string, b []byte) (err error) {
 	return err
 }
 
-// ErrTooLong means that a file is longer than its reader takes.
+// ErrTooLong means that a file is longer than its reader accepts.
 var ErrTooLong = errors.New("shm: file is too long")
 
-// Read returns the content of a file that Write left, of at most max bytes. Errors:
+// Read returns the content of a file that Write made, of at most max bytes. Errors:
 // ErrNotOurs, ErrTooLong, fs.ErrNotExist.
 func Read(path string, max int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
@@ -132,7 +132,7 @@ func Read(path string, max int64) ([]byte, error) {
 	return b, err
 }
 
-// RemoveUnfinished removes what a killed process left of its Writes to path.
+// RemoveUnfinished removes temporary files that killed processes left of their Writes to path.
 func RemoveUnfinished(path string) {
 	list, err := os.ReadDir(filepath.Dir(path))
 	if err != nil {
@@ -144,7 +144,7 @@ func RemoveUnfinished(path string) {
 		}
 		name := filepath.Join(filepath.Dir(path), e.Name())
 		if f, err := Stat(name); err == nil && Ours(f) == nil {
-			_ = os.Remove(name) // another try comes with the next start
+			_ = os.Remove(name) // the next start tries again
 		}
 	}
 }

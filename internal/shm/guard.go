@@ -8,12 +8,12 @@ import (
 	"runtime/debug"
 )
 
-// ErrFault means that mapped memory was gone when it was touched: a process
+// ErrFault means that mapped memory could not be accessed, because a process
 // has truncated the file.
 var ErrFault = errors.New("shm: the memory behind a mapping is gone")
 
 // Guard calls f and turns a fault on mapped memory, which would end the process,
-// into ErrFault. What f had done until then stays done. It covers only f's own
+// into ErrFault. Guard does not undo what f has done until then. It covers only f's own
 // goroutine.
 func Guard(f func()) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))

@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// A segment that is truncated under us is an error, in both directions; the rest
-// of it is still there.
+// If a segment is truncated while it is mapped, reads and writes of the missing part return an error. The rest
+// can still be used.
 func TestGuard(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "seg")
 	s, err := shm.Create(path, 16*4096)

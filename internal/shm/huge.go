@@ -12,19 +12,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hugePage is how long a huge page is, bytes, where pages are of 4 KiB.
+// hugePage is the length of a huge page, in bytes, on systems with pages of 4 KiB.
 const hugePage = 2 << 20
 
-// huge is when a segment's memory is to be tried to get in huge pages: direct I/O into them costs half the
-// processor time of small ones, and they are provided faster.
+// huge says when to try to get a segment's memory in huge pages. Direct I/O into huge pages costs half the
+// processor time, and the kernel provides them faster.
 type huge struct {
 	wait atomic.Int32 // calls until the next try
 }
 
-// hugePause is how many times it is not tried after the kernel had no huge page: it looks for long then.
+// hugePause is how many calls do not try after the kernel had no huge page, because its search takes long then.
 const hugePause = 16
 
-// mapAligned maps a file from a multiple of hugePage on, without which nothing of it can be one.
+// mapAligned maps a file at an address that is a multiple of hugePage, without which it cannot have huge pages.
 func mapAligned(fd, n int) ([]byte, error) {
 	const access, plain = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_NORESERVE
 	if n < hugePage {
@@ -61,8 +61,8 @@ func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)))
 }
 
-// populateHuge asks for huge pages in the n bytes at off, where they are aligned and untouched: pages in use are not
-// moved. Without free huge pages small pages do.
+// populateHuge asks for huge pages in the aligned part of the n bytes at off, if it is untouched, since pages in use must not
+// move. If there are no free huge pages, the memory has small ones.
 func (s *Segment) populateHuge(off, n int64) {
 	from, to := (off+hugePage-1)&^(hugePage-1), (off+n)&^(hugePage-1)
 	if from >= to || s.huge.wait.Add(-1) >= 0 {
@@ -70,15 +70,15 @@ func (s *Segment) populateHuge(off, n int64) {
 	}
 	s.huge.wait.Store(0)
 	data, err := unix.Seek(int(s.file.Fd()), from, unix.SEEK_DATA)
-	if err == nil && data < to || err != nil && !errors.Is(err, unix.ENXIO) { // ENXIO: there is none
+	if err == nil && data < to || err != nil && !errors.Is(err, unix.ENXIO) { // touched; ENXIO: there is no data
 		return
 	}
-	for at := from; at < to; at += hugePage { // the kernel makes none of what has nothing
+	for at := from; at < to; at += hugePage { // MADV_COLLAPSE needs at least one page in each huge page
 		if unix.Madvise(s.Bytes(at, int64(unix.Getpagesize())), unix.MADV_POPULATE_WRITE) != nil {
 			return
 		}
 	}
-	if unix.Madvise(s.Bytes(from, to-from), unix.MADV_COLLAPSE) != nil { // before Linux 6.1, turned off, or there are none now
+	if unix.Madvise(s.Bytes(from, to-from), unix.MADV_COLLAPSE) != nil { // before Linux 6.1, turned off, or no free huge pages now
 		s.huge.wait.Store(hugePause)
 	}
 }

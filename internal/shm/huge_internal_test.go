@@ -54,7 +54,7 @@ func hugeBytes(t *testing.T, s *Segment) (kib int64) {
 	return kib << 10
 }
 
-// Memory that nobody has touched is provided in huge pages, or the kernel has none: then small ones do. It is all
+// Untouched memory is provided in huge pages, or in small ones if the kernel has no huge ones. It is all
 // zero, and can be used to its last byte.
 func TestFreshMemoryIsInHugePages(t *testing.T) {
 	const all = 4*hugePage + 12345
@@ -78,7 +78,7 @@ func TestFreshMemoryIsInHugePages(t *testing.T) {
 	}
 }
 
-// What somebody has touched stays where it is, also beside what is provided.
+// Pages that somebody has touched are not moved, also beside pages that Populate provides.
 func TestUsedMemoryIsNotMoved(t *testing.T) {
 	s := inDevShm(t, 4*hugePage)
 	for i := range s.mem[3*hugePage-5 : 3*hugePage+5] {
@@ -95,7 +95,7 @@ func TestUsedMemoryIsNotMoved(t *testing.T) {
 	}
 }
 
-// After the kernel had no huge page it is not asked for some time, and then again.
+// After the kernel had no huge page, the package does not ask it for some time, and then asks again.
 func TestHugePagesAreTriedAgain(t *testing.T) {
 	s := inDevShm(t, 2*hugePage)
 	s.huge.wait.Store(2)

@@ -3,13 +3,13 @@
 //go:build linux
 
 // Package shm creates and attaches POSIX shared-memory segments: named files on
-// /dev/shm mapped read-write. It is, with internal/rawio, the only package that
-// imports unsafe.
+// /dev/shm mapped read-write. Only this package and internal/rawio
+// import unsafe.
 //
 // A slice from Bytes, or a word from Word, is valid until the segment's Close.
-// A mapping lives as long as its inode, so a peer that unlinks the name does no
-// harm; a peer of the same user that truncates the file makes every access to
-// the cut pages fault (SIGBUS), which is why segments are created mode 0600.
+// A mapping keeps its inode alive, so a peer that unlinks the name does no
+// harm. A process that truncates the file makes every access to
+// the cut pages fault (SIGBUS). So segments have mode 0600: only processes of the same user can do that.
 package shm
 
 import (
@@ -33,7 +33,7 @@ var (
 	ErrLocked = errors.New("shm: segment is locked by another process")
 	// ErrName means that a name is empty, too long or would leave the folder.
 	ErrName = errors.New("shm: bad segment name")
-	// ErrFolder means that this process may make no segment in a folder. What lies there is as it was.
+	// ErrFolder means that this process cannot make a segment in a folder. The folder is unchanged.
 	ErrFolder = errors.New("shm: the folder cannot be used")
 )
 
@@ -47,8 +47,8 @@ type Segment struct {
 	huge  huge
 }
 
-// Path returns the file that a segment name means in dir; an empty dir is Dir.
-// A leading slash, as shm_open wants it, is dropped.
+// Path returns the path of the segment name in dir; an empty dir is Dir.
+// It drops a leading slash, which shm_open requires.
 func Path(dir, name string) (string, error) {
 	name = strings.TrimPrefix(name, "/")
 	if name == "" || len(name) > 200 || strings.ContainsAny(name, "/\x00") || name == "." || name == ".." {
@@ -80,8 +80,8 @@ func Create(path string, size int64) (*Segment, error) {
 // Attach maps an existing segment, whole. A symbolic link is not followed.
 func Attach(path string) (*Segment, error) { return AttachIf(path, nil) }
 
-// AttachIf is Attach for a file that ok, unless nil, takes: it is asked about the
-// open file before anything is mapped, and its error is returned.
+// AttachIf is Attach with a condition: before it maps the open file it calls ok, unless that is nil, and
+// returns ok's error.
 func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) && hidden(path) {
@@ -99,7 +99,7 @@ func hidden(path string) bool {
 	return errors.Is(unix.Lstat(path, &st), unix.EACCES)
 }
 
-// explain says why the folder of a file cannot be used, and what helps, where that is known: then the error wraps ErrFolder.
+// explain adds to an error why the folder of a file cannot be used, and what helps. If it knows that, the error wraps ErrFolder.
 func explain(path string, err error) error {
 	dir := filepath.Dir(path)
 	switch {
@@ -142,8 +142,8 @@ func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 
 var mapped atomic.Int64
 
-// Mapped returns how many segments this process has mapped; tests check that it
-// ends at zero.
+// Mapped returns how many segments this process has mapped. Tests check that the number is
+// zero at the end.
 func Mapped() int64 { return mapped.Load() }
 
 // Path returns the segment's file name.
@@ -167,8 +167,8 @@ func (s *Segment) Word(off int64) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&s.mem[off : off+8][0]))
 }
 
-// CloseFile gives the file descriptor back; the mapping stays until Close. ReadAt
-// and Lock fail afterwards, and a lock that was held is given up.
+// CloseFile closes the file descriptor; the mapping stays until Close. ReadAt
+// and Lock fail afterwards, and a held lock is released.
 func (s *Segment) CloseFile() error { return s.file.Close() }
 
 // ReadAt copies bytes at off into b without touching the mapping: no page becomes
@@ -219,8 +219,8 @@ func (s *Segment) Populate(off, n int64, keep bool) error {
 	return unix.Madvise(b, unix.MADV_DONTNEED)
 }
 
-// Provided returns how many bytes from the segment's start have memory already, of
-// which the first known are said to: no more than the file has in all. The search of the
+// Provided returns how many bytes from the segment's start have memory already. The caller says that the first known
+// bytes have it; Provided ignores known if the file has less memory in all. The search of the
 // rest takes 12 ms per GiB.
 func (s *Segment) Provided(known int64) int64 {
 	var st unix.Stat_t
@@ -232,13 +232,13 @@ func (s *Segment) Provided(known int64) int64 {
 	}
 	hole, err := unix.Seek(int(s.file.Fd()), known, unix.SEEK_HOLE)
 	if err != nil {
-		return 0 // this file system does not tell
+		return 0 // this file system cannot search for holes
 	}
 	return min(hole, s.Len())
 }
 
-// Extend makes the file longer, with zeros, and maps it anew: earlier slices and words must not be used any more.
-// Peers that map it see only the old length. A file that is as long already is only mapped whole.
+// Extend makes the file longer, with zeros, and maps it anew. Earlier slices and words must not be used any more.
+// Peers that have mapped the file see only the old length. A file that has this length already is only mapped anew.
 func (s *Segment) Extend(size int64) error {
 	if size <= s.Len() {
 		return nil
@@ -255,8 +255,8 @@ func (s *Segment) Extend(size int64) error {
 	return unmap(old)
 }
 
-// Punch gives the memory of n bytes at off back to the system: whole pages of them, which read as zeros afterwards,
-// here and in other processes.
+// Punch gives the whole pages in the n bytes at off back to the system. Afterwards they read as zeros,
+// in this process and in others.
 func (s *Segment) Punch(off, n int64) error {
 	page := int64(os.Getpagesize())
 	from, to := (off+page-1)/page*page, (off+n)/page*page
@@ -285,7 +285,7 @@ func (s *Segment) Exists() bool {
 	return err == nil && inode == s.inode
 }
 
-// InodeOf returns the inode that a name leads to now; a symbolic link's is its own.
+// InodeOf returns the inode of a name now. For a symbolic link that is the link's own inode.
 func InodeOf(path string) (uint64, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {

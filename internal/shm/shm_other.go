@@ -2,7 +2,7 @@
 
 //go:build !linux
 
-// Package shm is for Linux; elsewhere every segment is refused. See shm.go.
+// Package shm works on Linux only. On other systems its functions fail. See shm.go.
 package shm
 
 import (
@@ -30,7 +30,7 @@ var (
 
 var errHere = fmt.Errorf("shm: shared memory on %s: %w", runtime.GOOS, errors.ErrUnsupported)
 
-// Segment is a mapped file. There is none here.
+// Segment is a mapped file. This system has none.
 type Segment struct{}
 
 // File describes a segment's file.

@@ -58,7 +58,7 @@ func TestCreateAttach(t *testing.T) {
 	}
 }
 
-// A name that was taken over by somebody else's file is not removed.
+// Unlink does not remove a name that leads to another program's file now.
 func TestUnlinkOnlyItsOwn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "seg")
 	a, err := shm.Create(path, 4096)
@@ -135,7 +135,7 @@ func TestBoundsPanic(t *testing.T) {
 	f(1<<63-1, 1)
 }
 
-// What is provided need not begin at a page: its first page is provided, too, and
+// The range of Populate need not begin at a page. Its first page is provided, too, and
 // keeps its content.
 func TestPopulateAnywhere(t *testing.T) {
 	s, err := shm.Create(filepath.Join(t.TempDir(), "seg"), 16*4096)
@@ -160,7 +160,7 @@ func TestPopulateAnywhere(t *testing.T) {
 	}
 }
 
-// What is said to have memory is not searched, unless the file has less in all.
+// Provided does not search bytes that its caller says have memory, unless the file has fewer in all.
 func TestProvidedSkipsRecordedMemory(t *testing.T) {
 	s, err := shm.Create(filepath.Join(t.TempDir(), "s"), 64*4096)
 	if err != nil {
@@ -187,8 +187,8 @@ func TestProvidedSkipsRecordedMemory(t *testing.T) {
 	f(-1, 8*4096)
 }
 
-// Where no segment can be made, the error says so and what helps: there is no folder, it is read-only, or it is another user's. A segment
-// that lies there is not taken for a damaged one.
+// If no segment can be made, the error gives the reason and advice: there is no folder, it is read-only, or it is another user's. A segment
+// that is there does not count as damaged.
 func TestFolderThatCannotBeUsed(t *testing.T) {
 	if _, err := shm.Create(filepath.Join(t.TempDir(), "gone", "seg"), 4096); !errors.Is(err, shm.ErrFolder) || !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "mount a tmpfs there") {
 		t.Errorf("no folder: %v", err)

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// FuzzParse: a file of any bytes is refused with a reason, or its document is written as it was read.
+// FuzzParse: a file of any bytes is refused with a reason, or its document can be written with the same bytes.
 func FuzzParse(f *testing.F) {
 	s := File{path: "state", magic: "kvasir-fuzz-1", max: 1 << 10}
 	f.Add(s.text(nil))
@@ -25,7 +25,7 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		if bytes.HasSuffix(doc, []byte("\n")) || int64(len(s.text(doc))) > s.max {
-			return // Write takes none of these
+			return // Write accepts no such document
 		}
 		if again, err := s.parse(s.text(doc)); err != nil || !bytes.Equal(again, doc) {
 			t.Fatalf("%q becomes %q, %v", doc, again, err)

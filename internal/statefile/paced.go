@@ -8,10 +8,10 @@ import (
 	"time"
 )
 
-// restFactor is how many times as long as a write took nothing is written after it.
+// restFactor times the duration of a write is the least pause after it.
 const restFactor = 10
 
-// PacedWriter calls a function that writes what has changed: soon, not too often, and never twice at a time. Its
+// PacedWriter calls a function that writes changes: soon, not too often, and never twice at the same time. Its
 // methods are safe for concurrent use.
 type PacedWriter struct {
 	every time.Duration
@@ -19,17 +19,17 @@ type PacedWriter struct {
 	wake  chan struct{}
 
 	mu   sync.Mutex // orders the writes
-	next time.Time  // not before
-	due  bool       // something has changed since the last one
+	next time.Time  // the next write must not begin before
+	due  bool       // there are changes since the last write
 }
 
-// NewPacedWriter returns a PacedWriter that calls write once in every at most, and after one that took
-// long later.
+// NewPacedWriter returns a PacedWriter that calls write at most once in each interval every, and less often if a
+// write takes long.
 func NewPacedWriter(every time.Duration, write func()) *PacedWriter {
 	return &PacedWriter{every: every, write: write, wake: make(chan struct{}, 1)}
 }
 
-// Changed writes now, or has Run write soon when that was done just now.
+// Changed writes now, or, if the last write was just now, lets Run write soon.
 func (w *PacedWriter) Changed() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -44,7 +44,7 @@ func (w *PacedWriter) Changed() {
 	}
 }
 
-// Flush writes what is still to be written.
+// Flush writes now if there are unwritten changes.
 func (w *PacedWriter) Flush() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -53,7 +53,7 @@ func (w *PacedWriter) Flush() {
 	}
 }
 
-// Run writes, until ctx ends, what could not be written at once.
+// Run writes the changes that Changed could not write at once, until ctx ends.
 func (w *PacedWriter) Run(ctx context.Context) {
 	for {
 		select {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package statefile keeps a document of one process in a file that can always be read
-// back: it is replaced as a whole, and one process at a time has it.
+// back: the file is replaced as a whole, and only one process at a time may open it.
 //
 // The file is a line of header and the document:
 //
 //	MAGIC CRC32C-of-the-document-in-hex
 //	document
 //
-// A new one is written beside it (.tmp), synced, renamed, the folder synced: whoever is
-// killed anywhere leaves the old document or the new one.
+// A new file is written beside it (.tmp), synced and renamed, and the folder is synced. So a process that is
+// killed at any moment leaves the old document or the new one.
 package statefile
 
 import (
@@ -33,7 +33,7 @@ import (
 type Error struct {
 	Path    string
 	Reason  string
-	Foreign bool // it was something else all along: not a state file of this kind
+	Foreign bool // it is not a state file of this kind, and never was
 	Newer   bool // a later release wrote it
 }
 
@@ -53,12 +53,12 @@ type File struct {
 	path, magic string
 	max         int64
 	lock        *os.File
-	writing     sync.Mutex // there is one .tmp
+	writing     sync.Mutex // orders writes, since there is only one .tmp
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Open locks the file, PATH.lock, and reads its document, which is nil where there is
+// Open locks PATH.lock and reads the document, which is nil if there is
 // no file yet. The magic names content and version; max bounds the file in bytes.
 func Open(path, magic string, max int64) (*File, []byte, error) {
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|syscall.O_CLOEXEC, 0o600)
@@ -78,7 +78,7 @@ func Open(path, magic string, max int64) (*File, []byte, error) {
 	return f, doc, nil
 }
 
-// Close gives the file to other processes.
+// Close releases the lock, so that other processes can open the file.
 func (f *File) Close() error { return f.lock.Close() }
 
 // Path returns the file's path.
@@ -121,7 +121,7 @@ func (f *File) parse(b []byte) ([]byte, error) {
 	return doc, nil
 }
 
-// newer reports whether the first line of a file is that of the magic's content in a later version. The version is the
+// newer reports whether the first line of a file has the magic with a higher version. The version is the
 // number at the magic's end.
 func newer(head []byte, magic string) bool {
 	name := strings.TrimRight(magic, "0123456789")
@@ -132,7 +132,7 @@ func newer(head []byte, magic string) bool {
 	return ok && err == nil && ourErr == nil && theirs > ours
 }
 
-// text is what a file has with a document.
+// text returns the content of a file with a document.
 func (f *File) text(doc []byte) []byte {
 	b := fmt.Appendf(nil, "%s %08x\n", f.magic, crc32.Checksum(doc, castagnoli))
 	return append(append(b, doc...), '\n')

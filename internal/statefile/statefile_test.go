@@ -22,11 +22,11 @@ func mustOpen(t *testing.T, path string) (*File, []byte) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = f.Close() }) // twice does no harm
+	t.Cleanup(func() { _ = f.Close() }) // a second Close does no harm
 	return f, doc
 }
 
-// What one process writes the next one reads, and only one has the file at a time.
+// The next process reads the document that one process wrote, and only one process has the file at a time.
 func TestOneAfterAnother(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	f, doc := mustOpen(t, path)
@@ -55,7 +55,7 @@ func TestOneAfterAnother(t *testing.T) {
 	}
 }
 
-// Of a process that was killed the kernel gives the file back a moment later: the next one waits for that.
+// The kernel releases the lock of a killed process a moment later. The next process waits for that.
 func TestLockOfAKilledProcess(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	f, _ := mustOpen(t, path)
@@ -112,7 +112,7 @@ func TestDamage(t *testing.T) {
 	refused(append(bytes.Clone(good), make([]byte, 1<<10)...))
 }
 
-// What an interrupted write left beside the file does no harm, and a link there is
+// A file that an interrupted write left beside the state file does no harm, and a link there is
 // not followed.
 func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
@@ -142,7 +142,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// Two who write at a time leave one of the two documents, never a mixture.
+// Two writers at the same time leave one of the two documents, never a mixture.
 func TestTwoWriters(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	f, _ := mustOpen(t, path)
@@ -196,7 +196,7 @@ func TestFIFOIsRefused(t *testing.T) {
 	}
 }
 
-// A file of a later version is refused with that reason, and stays as it is. What only looks like one is another file.
+// A file of a later version is refused with that reason, and stays as it is. A file that only resembles one is refused as another file.
 func TestLaterVersionIsRefusedByName(t *testing.T) {
 	f := func(head string, newer bool) {
 		t.Helper()

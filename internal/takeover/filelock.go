@@ -14,14 +14,14 @@ import (
 
 const (
 	lockStep   = 10 * time.Millisecond
-	lockEnding = 5 * time.Second        // how long a process that ends may keep its locks
-	lockAlive  = 100 * time.Millisecond // how long one that lives is looked at: it may have been killed this moment
+	lockEnding = 5 * time.Second        // how long to wait for a process that is ending
+	lockAlive  = 100 * time.Millisecond // how long to wait for a process that seems alive: it may have been killed just now
 )
 
-// LockAfter calls lock until it returns something else than held. A process that was killed keeps its locks until the
-// kernel has taken it apart, some milliseconds to seconds with a large mapping, and gives no sign when it has. So
-// LockAfter waits for the lock of process pid while that process ends, 5 s at most; 0 is an unknown process. The lock of a live
-// process is held.
+// LockAfter calls lock until lock returns another result than held. A killed process keeps its locks until the
+// kernel has torn it down, which takes milliseconds, or seconds with a large mapping, and gives no sign. So
+// LockAfter waits for the lock of process pid while that process ends, 5 s at most; 0 is an unknown process. If the process
+// is alive, LockAfter returns held after 100 ms.
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()
@@ -32,7 +32,7 @@ func LockAfter(pid int, held error, lock func() error) error {
 	}
 }
 
-// lives reports whether a process is there and not about to end.
+// alive reports whether a process exists and is not a zombie.
 func alive(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -42,14 +42,14 @@ func alive(pid int) bool {
 	return len(after) > 0 && after[0] != 'Z' && after[0] != 'X'
 }
 
-// SetLockOwner writes this process's number into a lock's file, for LockOwner and for people. On a full file system it cannot, and the
+// SetLockOwner writes this process's number into a lock file, for LockOwner and for people. It ignores errors: on a full file system the
 // owner is not known.
 func SetLockOwner(f *os.File) {
 	_ = f.Truncate(0)
 	_, _ = f.WriteAt(strconv.AppendInt(nil, int64(os.Getpid()), 10), 0)
 }
 
-// LockOwner returns the process whose number a lock's file has, 0 where it has none.
+// LockOwner returns the process number in a lock file, 0 if there is none.
 func LockOwner(f io.ReaderAt) int {
 	b := make([]byte, 32)
 	n, _ := f.ReadAt(b, 0)

@@ -16,7 +16,7 @@ import (
 
 var errHeld = errors.New("held")
 
-// A process that has ended lives no longer, also while its parent has not noticed.
+// A process that has ended does not count as alive, also before its parent has waited for it.
 func TestLives(t *testing.T) {
 	if !alive(os.Getpid()) {
 		t.Error("this process is taken for dead")
@@ -43,8 +43,8 @@ func TestLives(t *testing.T) {
 	_ = cmd.Wait()
 }
 
-// A lock is waited for as long as the process that has it may be ending: for a
-// killed one seconds, for one that lives hardly.
+// LockAfter waits for a lock while its owner may be ending: up to 5 s for a
+// process that was killed, and 100 ms for a live one.
 func TestAfter(t *testing.T) {
 	f := func(what string, pid int, held time.Duration, want error, least, most time.Duration) {
 		t.Helper()
@@ -73,7 +73,7 @@ func TestAfter(t *testing.T) {
 	}
 }
 
-// The number in a lock's file is that of its last owner; what is none is nobody's.
+// The number in a lock's file is the process id of its last owner. Another text means that the owner is not known.
 func TestOwner(t *testing.T) {
 	f, err := os.Create(filepath.Join(t.TempDir(), "lock"))
 	if err != nil {

@@ -15,12 +15,12 @@ import (
 
 const (
 	listenStep   = 20 * time.Millisecond
-	listenEnding = 3 * time.Second // how long a process that ends may keep its ports
+	listenEnding = 3 * time.Second // how long to wait for the ports of a process that is ending
 )
 
-// ListenAgain calls listen again for a moment while an address is in use: a process that was killed keeps its ports until the
-// kernel has taken it apart, which takes some 20 ms for each GB that it had mapped. It ends with ctx; listen's own context does not, so
-// that a command which is stopped during a name lookup does not report a wrong address.
+// ListenAgain calls listen again, for up to 3 s, while an address is in use: a killed process keeps its ports until the
+// kernel has torn it down, which takes some 20 ms for each GB that it had mapped. It ends with ctx. The context of listen does not end with
+// ctx, so that a command that is stopped during a name lookup does not report a wrong address.
 func ListenAgain(ctx context.Context, listen func(context.Context) error) error {
 	for wait := time.Duration(0); ; wait += listenStep {
 		err := listen(context.WithoutCancel(ctx))
@@ -31,15 +31,15 @@ func ListenAgain(ctx context.Context, listen func(context.Context) error) error 
 	}
 }
 
-// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone, and :: all
-// addresses, also where the kernel has no IPv6.
+// ListenTCP listens on a port with ListenAgain. An IPv6 address may have its brackets. 0.0.0.0 means all IPv4 addresses, and :: means all
+// IPv4 and IPv6 addresses, even if the kernel has no IPv6.
 func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
 	host, network := WithoutBrackets(host), "tcp"
 	var config net.ListenConfig
 	switch host {
 	case "0.0.0.0":
 		network = "tcp4"
-	case "::": // package net takes IPv4 alone where 127.0.0.1 is no address of the machine
+	case "::": // package net would use IPv4 alone if 127.0.0.1 is no address of the machine
 		network, config.Control = "tcp6", bothFamilies
 	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
@@ -52,7 +52,7 @@ func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err 
 	return l, err
 }
 
-// instead returns the IPv4 address that stands for a host which could not be listened on; "" if none does.
+// instead returns the IPv4 address to use for a host on which listening failed with err; "" if there is none.
 func instead(host string, err error) string {
 	switch {
 	case host == "::" && errors.Is(err, syscall.EAFNOSUPPORT):
@@ -70,7 +70,8 @@ func bothFamilies(_, _ string, c syscall.RawConn) error {
 	return errors.Join(refused, err)
 }
 
-// NoLocalhost reports whether the name localhost was not found: an image or a chroot without /etc/hosts lacks it. It means 127.0.0.1 then.
+// NoLocalhost reports whether err says that the name localhost was not found, as in an image or a chroot without /etc/hosts. The caller
+// should use 127.0.0.1 then.
 func NoLocalhost(host string, err error) bool {
 	_, ok := errors.AsType[*net.DNSError](err)
 	return ok && host == "localhost"
@@ -86,8 +87,8 @@ func WithoutBrackets(host string) string {
 	return host
 }
 
-// ExplainListen says which address cannot be listened on, why, and what helps: advice
-// only where it is right. host and port are the flags that gave the address.
+// ExplainListen returns an error that says on which address listening failed, why, and what helps if that is
+// known. host and port are the flags that gave the address.
 func ExplainListen(err error, host, port string) error {
 	advice := ""
 	switch {

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// A kernel without IPv6 listens on all IPv4 addresses for "::", and a machine without the name localhost on 127.0.0.1. No other error has
-// another address listened on.
+// On a kernel without IPv6, "::" means all IPv4 addresses; on a machine without the name localhost, localhost means 127.0.0.1. After any
+// other error no other address is used.
 func TestInstead(t *testing.T) {
 	f := func(host string, err error, want string) {
 		t.Helper()

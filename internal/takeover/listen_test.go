@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// An address that is in use is asked for again for 3 s, other errors are told at once; who is told to end waits for nothing.
+// For 3 s the call tries an address that is in use again. It returns other errors at once, and ends at once when its context does.
 func TestAgain(t *testing.T) {
 	inUse, other := fmt.Errorf("listen: %w", syscall.EADDRINUSE), errors.New("other")
 	f := func(what string, ctx context.Context, used time.Duration, then, want error, least, most time.Duration) {
@@ -50,7 +50,7 @@ func TestAgain(t *testing.T) {
 	f("told to end, in use", ended, time.Hour, nil, syscall.EADDRINUSE, 0, 0)
 }
 
-// A port that comes free is listened on.
+// ListenTCP gets a port that becomes free while it waits.
 func TestTCP(t *testing.T) {
 	l, err := takeover.ListenTCP(t.Context(), "127.0.0.1", 0)
 	if err != nil {
@@ -71,7 +71,7 @@ func TestTCP(t *testing.T) {
 	})
 }
 
-// 0.0.0.0 is all IPv4 addresses and no IPv6 one; an IPv6 address may have the brackets of a URL.
+// 0.0.0.0 means all IPv4 addresses and no IPv6 one. An IPv6 address may have the brackets of a URL.
 func TestTCPAddresses(t *testing.T) {
 	all, err := takeover.ListenTCP(t.Context(), "0.0.0.0", 0)
 	if err != nil {
@@ -98,7 +98,7 @@ func TestTCPAddresses(t *testing.T) {
 	}
 }
 
-// "::" is all addresses, of both families; where 127.0.0.1 is no address of the machine still those of IPv6.
+// "::" means all addresses of both families; if the machine has no address 127.0.0.1, it still means those of IPv6.
 func TestAllAddresses(t *testing.T) {
 	alone := os.Getenv("TEST_IPV6_ALONE") != ""
 	if !alone {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package takeover takes what a process that was just killed may still hold: the locks of files (LockAfter) and the
-// addresses that it listened on (ListenTCP).
+// Package takeover waits for resources that a just killed process may still have: file locks (LockAfter) and
+// listening addresses (ListenTCP).
 package takeover

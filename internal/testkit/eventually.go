@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Eventually waits until ok answers true, and fails the test when it does not within two minutes: a busy machine may need
+// Eventually waits until ok returns true, and fails the test if it does not within two minutes: a busy machine may need
 // most of that. what names the condition. Eventually calls ok every two milliseconds on the goroutine of the test.
 func Eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()

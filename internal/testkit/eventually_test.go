@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// failing is a test that notes how it failed.
+// failing is a testing.TB that notes how it failed.
 type failing struct {
 	testing.TB
 	text string

@@ -16,17 +16,17 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// patience is how long what is left may take to end. goleak alone waits for half a second, which a busy machine may need
-// for a goroutine that is about to end.
+// patience is how long remaining goroutines may take to end. goleak alone waits for half a second, which may be too short
+// for an ending goroutine on a busy machine.
 const patience = 30 * time.Second
 
-// raceChecks is how many cases a property test tries in a build with the race detector, a fifth of those without it.
+// raceChecks is how many cases a property test tries in a build with the race detector: a fifth of the usual number.
 const raceChecks = 20
 
 // Main runs m and exits; call it from TestMain. It fails when a goroutine or a shared-memory mapping is left.
 func Main(m *testing.M) { exit(m, patience) }
 
-// left reports the shared-memory mappings that are still there.
+// left returns an error if shared-memory segments are still mapped.
 func left() error {
 	if n := shm.Mapped(); n != 0 {
 		return fmt.Errorf("%d segments are still mapped", n)
@@ -35,7 +35,7 @@ func left() error {
 }
 
 func exit(m *testing.M, patience time.Duration) {
-	if f := flag.Lookup("rapid.checks"); Race && f != nil { // of property tests; an argument counts more
+	if f := flag.Lookup("rapid.checks"); Race && f != nil { // number of cases of property tests; an argument of the command line overrides it
 		_ = f.Value.Set(strconv.Itoa(raceChecks))
 	}
 	code := m.Run()

@@ -17,7 +17,7 @@ func TestMain(m *testing.M) {
 	Main(m)
 }
 
-// A goroutine that takes a second to end is waited for; what is left for good is reported, after the time that it is given.
+// The check waits for a goroutine that takes some time to end. It reports a goroutine that never ends, once its time is over.
 func TestSlowEnd(t *testing.T) {
 	switch os.Getenv("KVASIR_TEST_LEAVE") {
 	case "slow":

@@ -14,23 +14,23 @@ import (
 const (
 	firstPort  = 12000
 	lastPort   = 31000
-	portsApart = 8 // engines of several ranks take the ports that follow
+	portsApart = 8 // engines with several ranks also use the ports that follow
 )
 
-// nextPort counts the ports tried by this process; it begins anywhere, since other processes take some, too.
+// nextPort counts the ports that this process has tried. It begins at a random number, since other processes use ports, too.
 var nextPort = func() *atomic.Uint32 {
 	n := new(atomic.Uint32)
 	n.Store(rand.Uint32() >> 1)
 	return n
 }()
 
-// FreePort returns a TCP port of 127.0.0.1 that stays free while nothing listens there: while a server is started, or between
-// two lives of one. It lies below the ports that Linux gives to clients (net.ipv4.ip_local_port_range, from 32768 on): one of
-// those may be taken at any time by a client's connection, and a client that connects to such a port without a listener may
-// be given that port itself and connect to itself.
+// FreePort returns a TCP port of 127.0.0.1 that stays free until the test listens there: while a server starts, or between
+// its stop and restart. It is below the ports that Linux gives to clients (net.ipv4.ip_local_port_range, from 32768 on). A client's
+// connection may take one of those at any time, and a client that connects to such a port without a listener may
+// get that port itself and connect to itself.
 //
-// It is a port on which nothing listens. No other test has it before t ends, in this process or another. The seven that
-// follow it are of no other call either.
+// Nothing listens on the port. No other test gets it before t ends, in this process or another, and no other call gets the seven ports
+// that follow it.
 func FreePort(t testing.TB) int {
 	t.Helper()
 	l := Listen(t)
@@ -38,7 +38,7 @@ func FreePort(t testing.TB) int {
 	return l.Addr().(*net.TCPAddr).Port
 }
 
-// Listen listens on such a port. The caller closes it, and may listen there again.
+// Listen listens on a port like FreePort's. The caller must close the listener, and may listen there again.
 func Listen(t testing.TB) net.Listener {
 	t.Helper()
 	for range (lastPort - firstPort) / portsApart {
@@ -54,8 +54,9 @@ func Listen(t testing.TB) net.Listener {
 	return nil
 }
 
-// reserve keeps other calls from returning a port before t ends. A name among the abstract sockets of Linux shows the other
-// processes that the port is taken; the kernel frees it when the process ends. Other systems have no such names, and nothing is kept there.
+// reserve prevents other calls from returning a port before t ends. An abstract socket of Linux with a name for the port shows other
+// processes that the port is taken; the kernel frees it when the process ends. Other systems have no such names, so reserve does nothing
+// there.
 func reserve(t testing.TB, port int) bool {
 	if runtime.GOOS != "linux" {
 		return true

@@ -15,10 +15,10 @@ import (
 
 const insideSmallFS = "KVASIR_TEST_SMALLFS"
 
-// SmallFS calls f with an empty tmpfs of that many bytes, which it may fill, in a process of its own: the
-// test binary runs t again in a new user and mount namespace, where this user may
-// mount. A system that forbids such namespaces skips the test. Nothing but the
-// call belongs into the test around it.
+// SmallFS calls f with an empty tmpfs of that many bytes, which f may fill, in a process of its own: the
+// test binary runs t again in a new user and mount namespace, in which this user may
+// mount. On a system that forbids such namespaces it skips the test. The test around it must consist of
+// this call alone.
 func SmallFS(t *testing.T, bytes int64, f func(t *testing.T, dir string)) {
 	t.Helper()
 	mounted(t, "tmpfs", fmt.Sprintf("size=%d,mode=0700", bytes), f)
@@ -64,8 +64,8 @@ func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string
 	}
 }
 
-// FillFS takes all that is left of the file system of dir, but for keep bytes, with
-// the file path.
+// FillFS fills the file system of dir with the file path, and leaves keep bytes
+// free.
 func FillFS(t *testing.T, dir, path string, keep int64) {
 	t.Helper()
 	var st syscall.Statfs_t

@@ -9,11 +9,11 @@ import (
 	"strings"
 )
 
-// Join returns what a relay and a proxy of one process saw, each transfer once, those that began last
+// Join joins the transfers that a relay and a proxy of one process saw. It returns each transfer once, those that began last
 // first, Max at most. A transfer that both saw has the relay's steps, and from the proxy the client's
 // request, the model, D's URL, and how long P computed before D asked.
 //
-// Transfer ids come short: who knows one may have the transfer's KV, see Short.
+// Join shortens transfer ids, because whoever knows an id may fetch the transfer's KV: see Short.
 func Join(relayed, proxied []Transfer) []Transfer {
 	known := make(map[string]int, len(proxied))
 	for i, t := range proxied {
@@ -60,7 +60,7 @@ func (t Transfer) with(p Transfer) Transfer {
 	}
 	for i, s := range t.Steps {
 		s.From = micros(s.From + before)
-		if i == 0 && s.State == Computing && len(steps) == 1 { // P has computed all the time
+		if i == 0 && s.State == Computing && len(steps) == 1 { // P still computed when D asked: one step
 			steps[0].MS = micros(steps[0].MS + s.MS)
 			continue
 		}
@@ -76,8 +76,8 @@ func micros(ms float64) float64 { return math.Round(ms*1000) / 1000 }
 // Lengths of ids that are shown whole, and of the beginning of others, bytes.
 const wholeID, beginning = 20, 15
 
-// Short returns a transfer id as people see it: enough to find it in a log, and of the long random ones,
-// which must stay unguessable, too little to ask a relay for the KV. What stands behind # is no secret.
+// Short returns a transfer id for people: enough of it to find it in a log. Long random ids
+// must stay secret, so it shows too little of them to ask a relay for the KV. The part after # is no secret.
 func Short(id string) string {
 	base, again := id, ""
 	if i := strings.LastIndexByte(id, '#'); i > 0 && len(id)-i <= 12 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transferlog remembers the last transfers of KV from P to D one by one, in bounded memory, for
-// people who look: what a relay or a proxy saw of each, step by step.
+// Package transferlog remembers the last transfers of KV from P to D, in bounded memory, to show to
+// people: each transfer step by step, as a relay or a proxy saw it.
 package transferlog
 
 import (
@@ -20,17 +20,17 @@ const (
 	maxSteps = 6   // of a transfer
 )
 
-// State is how a transfer stands.
+// State is the state of a transfer.
 type State string
 
 // The states. A transfer ends as Done, Failed or Expired.
 const (
-	Computing State = "computing" // P has sent nothing yet: it computes, or has others before it
+	Computing State = "computing" // P has sent nothing yet: it computes this request or others before it
 	Waiting   State = "waiting"   // P is ready, D has not taken it
 	Sending   State = "sending"
 	Done      State = "done"
 	Failed    State = "failed"
-	Expired   State = "expired" // not done in the time that it had
+	Expired   State = "expired" // not done within its time
 )
 
 // Running says whether the transfer has not ended.
@@ -41,25 +41,25 @@ type Step struct {
 	State State   `json:"state"` // computing, waiting or sending
 	What  string  `json:"what"`
 	From  float64 `json:"from_ms"` // since the transfer began
-	MS    float64 `json:"ms"`      // so far, of the last one of a transfer that runs
+	MS    float64 `json:"ms"`      // duration; for the last step of a running transfer: so far
 	Bytes int64   `json:"bytes"`   // sent, so far
 }
 
 // Transfer is one transfer, for one worker of D.
 type Transfer struct {
 	ID      string  `json:"transfer_id"`
-	Request string  `json:"request_id"` // the client's, where a proxy knows it, else D's
+	Request string  `json:"request_id"` // the client's request id if a proxy knows it, else D's
 	Model   string  `json:"model_name"` // empty: not known
 	From    string  `json:"from"`       // P
 	To      string  `json:"to"`         // D
-	Rank    string  `json:"rank"`       // of D's worker, where D has more than one
-	Source  string  `json:"source"`     // where the KV was: P, memory, prefix and P; empty: not known
+	Rank    string  `json:"rank"`       // rank of D's worker, if D has several
+	Source  string  `json:"source"`     // where the KV came from: P, memory, prefix and P; empty: not known
 	State   State   `json:"state"`
-	Why     string  `json:"why"` // it failed
+	Why     string  `json:"why"` // why it failed
 	At      float64 `json:"at_ms"`
 	MS      float64 `json:"ms"`       // so far
 	Blocks  int     `json:"blocks"`   // 0: not known
-	Bytes   int64   `json:"bytes"`    // that D wants; 0: not known
+	Bytes   int64   `json:"bytes"`    // bytes that D asked for; 0: not known
 	Rate    float64 `json:"gb_per_s"` // of the last step that sent; 0: not known
 	Steps   []Step  `json:"steps"`
 }
@@ -70,7 +70,7 @@ type Log struct {
 	list []*Entry   // the oldest first
 }
 
-// Entry is a transfer in a Log. Its methods are safe for concurrent use; a nil *Entry takes all and
+// Entry is a transfer in a Log. Its methods are safe for concurrent use; a nil *Entry accepts all calls and
 // remembers nothing.
 type Entry struct {
 	log *Log
@@ -86,11 +86,11 @@ type step struct {
 	what     string
 	at       time.Time
 	progress func() (first time.Time, bytes uint64) // nil: not known
-	bytes    int64                                  // when the step has ended
+	bytes    int64                                  // set when the step has ended
 }
 
-// Begin notes a transfer that begins now, with a first step. Of a full Log the oldest that has ended goes,
-// else the oldest.
+// Begin adds a transfer that begins now, with a first step. A full Log drops its oldest ended transfer,
+// or if all run, the oldest.
 func (l *Log) Begin(t Transfer, state State, what string) *Entry {
 	if l == nil {
 		return nil
@@ -112,7 +112,7 @@ func (l *Log) Begin(t Transfer, state State, what string) *Entry {
 // cut returns at most n bytes of a text, in memory of its own.
 func cut(s string, n int) string { return string([]byte(s[:min(n, len(s))])) }
 
-// From notes where the KV came from.
+// From records where the KV came from.
 func (e *Entry) From(source string) {
 	if e == nil {
 		return
@@ -122,7 +122,7 @@ func (e *Entry) From(source string) {
 	e.t.Source = source
 }
 
-// To notes which D is to take it.
+// To records the D that should get the KV.
 func (e *Entry) To(d string) {
 	if e == nil {
 		return
@@ -132,8 +132,8 @@ func (e *Entry) To(d string) {
 	e.t.To = cut(d, maxText)
 }
 
-// Receiving sets the progress of P in the current step, which becomes a step of sending, named what, with P's first
-// byte. progress takes no locks.
+// Receiving adds a step of sending, named what, that begins with P's first byte. progress returns the time of that byte and
+// the bytes so far. It must take no locks.
 func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -145,8 +145,8 @@ func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes u
 	}
 }
 
-// Next ends the current step, and begins the next. progress returns how far the step has come; nil where that
-// is unknown. It takes no locks.
+// Next ends the current step, and begins the next. progress returns how far the step has come; it is nil if that
+// is unknown. It must take no locks.
 func (e *Entry) Next(state State, what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -160,7 +160,7 @@ func (e *Entry) Next(state State, what string, progress func() (first time.Time,
 	e.steps = append(e.steps, step{state: state, what: what, at: time.Now(), progress: progress})
 }
 
-// End notes how the transfer ended; only the first time counts.
+// End records how the transfer ended; only the first call counts.
 func (e *Entry) End(state State, why string) {
 	if e == nil {
 		return
@@ -174,7 +174,7 @@ func (e *Entry) End(state State, why string) {
 	e.t.State, e.t.Why, e.end = state, cut(why, maxWhy), time.Now()
 }
 
-// Finish is End by an error: nil is Done, one that is late is Expired, others are Failed.
+// Finish calls End with the state for an error: nil is Done, an error of late is Expired, others are Failed.
 func (e *Entry) Finish(err error, late ...error) {
 	switch {
 	case err == nil:
@@ -186,22 +186,22 @@ func (e *Entry) Finish(err error, late ...error) {
 	}
 }
 
-// settleLocked keeps what the steps so far came to: nothing is asked for their progress later.
+// settleLocked stores the progress of the steps so far; their progress functions are not called again.
 func (e *Entry) settleLocked() { e.steps = begun(e.steps) }
 
-// begun returns the steps that have begun, with what they have sent.
+// begun returns the steps that have begun, with the bytes that they have sent.
 func begun(steps []step) []step {
 	out := make([]step, 0, len(steps)+1)
 	for _, s := range steps {
 		if s.progress != nil {
 			first, n := s.progress()
-			if s.at.IsZero() { // it begins with the first byte, where nothing ended before
+			if s.at.IsZero() { // a step of Receiving begins with the first byte
 				if first.IsZero() {
 					continue
 				}
 				s.at = first
 				if len(out) > 0 && s.at.Before(out[len(out)-1].at) {
-					s.at = out[len(out)-1].at // another request had begun the load
+					s.at = out[len(out)-1].at // another request had begun the transfer of these bytes
 				}
 			}
 			s.progress = nil
@@ -229,7 +229,7 @@ func (l *Log) Last() []Transfer {
 	return out
 }
 
-// shown is the entry as it stands at a time. Log.mu is held.
+// shown returns the entry's state at a time. The caller holds Log.mu.
 func (e *Entry) shown(now time.Time) Transfer {
 	t, steps, end := e.t, begun(e.steps), cmp.Or(e.end, now)
 	t.At = millis(steps[0].at.Sub(time.Unix(0, 0)))
@@ -241,7 +241,7 @@ func (e *Entry) shown(now time.Time) Transfer {
 		}
 		sent := s.bytes
 		if t.Bytes > 0 {
-			sent = min(sent, t.Bytes) // what was sent twice counts once
+			sent = min(sent, t.Bytes) // bytes that were sent twice count once
 		}
 		t.Steps = append(t.Steps, Step{s.state, s.what, millis(s.at.Sub(steps[0].at)), max(0, millis(until.Sub(s.at))), sent})
 	}

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 )
 
-// told is a transfer in one line: state, steps with their times, bytes.
+// told returns a transfer as one line: state, steps with their times, bytes.
 func told(t transferlog.Transfer) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s %s %.0fms", t.ID, t.State, t.MS)
@@ -37,8 +37,8 @@ func wantTold(t *testing.T, list []transferlog.Transfer, want ...string) {
 	}
 }
 
-// A transfer is told step by step while it runs and when it has ended. Two of the same id, and two of the
-// same time, stay two. What comes after the end changes nothing.
+// Last returns a transfer with its steps, while it runs and when it has ended. Two transfers with the same id, or with the
+// same time, stay two. Calls after the end change nothing.
 func TestLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var l transferlog.Log
@@ -81,7 +81,7 @@ func TestLog(t *testing.T) {
 	})
 }
 
-// A log is bounded: what has ended goes first, the oldest of it, then the oldest that runs. Texts are cut.
+// A log is bounded: it drops the oldest transfers that have ended, and then the oldest that run. It cuts texts.
 // A transfer has a bounded number of steps.
 func TestLogIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -108,7 +108,7 @@ func TestLogIsBounded(t *testing.T) {
 		if got := strings.Join(ids, " "); len(ids) != transferlog.Max || !strings.HasPrefix(got, "new2 new1 new0 63 ") || !strings.HasSuffix(got, " 7 6 4 2 1") {
 			t.Errorf("%d: %s", len(ids), got) // 3, 5 and then 0 went
 		}
-		all[0].End(transferlog.Done, "") // it went: nothing happens
+		all[0].End(transferlog.Done, "") // the log has dropped it: nothing happens
 		long := strings.Repeat("é", 500)
 		e := l.Begin(transferlog.Transfer{ID: long, Request: long, Model: long, From: long, To: long, Rank: long}, transferlog.Computing, "")
 		e.To(long)
@@ -130,7 +130,7 @@ func TestLogIsBounded(t *testing.T) {
 	})
 }
 
-// An error is the end that it means.
+// Finish ends a transfer with the state that its error means.
 func TestFinish(t *testing.T) {
 	f := func(err error, state transferlog.State, why string) {
 		t.Helper()
@@ -145,7 +145,7 @@ func TestFinish(t *testing.T) {
 	f(io.ErrUnexpectedEOF, transferlog.Failed, "unexpected EOF")
 }
 
-// Who remembers nothing needs no Log.
+// The methods of a nil Log do nothing.
 func TestNoLog(t *testing.T) {
 	var l *transferlog.Log
 	e := l.Begin(transferlog.Transfer{}, transferlog.Computing, "")
@@ -160,8 +160,8 @@ func TestNoLog(t *testing.T) {
 	}
 }
 
-// What relay and proxy saw of a transfer is one row with the relay's steps and the proxy's names; each
-// worker of D has its own. What only one of them saw is there too.
+// A transfer that relay and proxy saw is one row with the relay's steps and the proxy's names. Each
+// worker of D has its own row. A transfer that only one of them saw has a row, too.
 func TestJoin(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var relay, proxy transferlog.Log
@@ -234,7 +234,7 @@ func TestShort(t *testing.T) {
 	f("short#"+strings.Repeat("s", 40), "short#sssssssss…") // not what this proxy appends: it may be the secret
 }
 
-// A transfer costs less than a microsecond or two, whatever a browser does.
+// Logging a transfer costs less than one or two microseconds, whatever a browser does.
 func BenchmarkTransfer(b *testing.B) {
 	var l transferlog.Log
 	progress := func() (time.Time, uint64) { return time.Time{}, 1 }

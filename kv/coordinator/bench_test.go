@@ -17,7 +17,7 @@ const benchLayout = "full,bs=16 swa,bs=16,win=1024"
 
 var benchSizes = []int{1 << 10, 8 << 10, 128 << 10, 1 << 20}
 
-// benchShapes are what stores look like: by group, whether block i of n is held.
+// benchShapes are stores: for each group, whether the store has block i of n.
 var benchShapes = []struct {
 	name string
 	has  func(group, i, n int) bool
@@ -45,7 +45,7 @@ func fillBench(c *coordinator.Coordinator, n int, has func(group, i, n int) bool
 // BenchmarkFind is one lookup: the length of the hit and its masks.
 func BenchmarkFind(b *testing.B) { benchHits(b, false) }
 
-// BenchmarkDecide is all that one request asks: the hit, the load masks at its
+// BenchmarkDecide makes all decisions of one request: the hit, the load masks at its
 // length, the store masks and the lookup masks of the prompt.
 func BenchmarkDecide(b *testing.B) { benchHits(b, true) }
 
@@ -65,7 +65,7 @@ func benchHits(b *testing.B, masks bool) {
 	}
 }
 
-// decision holds what one goroutine reuses.
+// decision has the buffers that one goroutine uses again.
 type decision struct {
 	hit   coordinator.Result
 	masks []coordinator.Mask
@@ -89,7 +89,7 @@ func (d *decision) decide(tb testing.TB, c *coordinator.Coordinator, p coordinat
 }
 
 // BenchmarkSets compares the kinds of set on one prompt. set=map looks up the
-// very keys the original does, 32-byte hashes with their group.
+// same keys as the original, 32-byte hashes with their group.
 func BenchmarkSets(b *testing.B) {
 	c := mustNew(b, benchLayout, coordinator.Options{})
 	for _, shape := range benchShapes {

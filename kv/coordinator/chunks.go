@@ -16,13 +16,13 @@ type ChunkGroup struct {
 	Apart bool
 }
 
-// Chunks decides over the object groups of a server whose hash unit, block and
-// chunk are one: how long a hit is, what a load of it moves, what a group can
-// still be of use for. It is immutable.
+// Chunks answers, for the object groups of a server whose hash unit, block and
+// chunk have one size: how long a hit is, which chunks a load of the hit moves,
+// and which stored chunks a hit can still use. It is immutable.
 //
-// Per window group the last ceil(W/c) chunks of a hit are needed, with c tokens
-// per chunk. That is what LMCache 0.5.6 reads, and never less than the
-// ceil((W-1)/c) that vLLM reads, so entries can be shared with either.
+// A hit needs the last ceil(W/c) chunks of each window group, with c tokens
+// per chunk. LMCache 0.5.6 reads as many. vLLM reads ceil((W-1)/c), which is
+// never more, so either of them can share the stored chunks.
 type Chunks struct {
 	c     *Coordinator
 	chunk int   // tokens
@@ -32,8 +32,8 @@ type Chunks struct {
 const wholePrefix = int(^uint(0) >> 1)
 
 // NewChunks returns the rule for chunks of chunkTokens tokens. Windows need at least
-// 2 tokens per chunk. Groups keep their index everywhere; draft layers are no
-// matter here, because the client drops their block itself.
+// 2 tokens per chunk. Every method takes a group's index in groups. Draft layers
+// need no rule here, because the client drops their block itself.
 func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 	if chunkTokens < 1 || chunkTokens > maxSize {
 		return nil, limitf("chunk size (%d) must be between 1 and %d", chunkTokens, maxSize)
@@ -70,13 +70,13 @@ func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 	return k, err
 }
 
-// Coordinator returns the coordinator that decides, for making sets: its blocks
+// Coordinator returns the coordinator that finds the hits; NewRuns needs it. Its blocks
 // are chunks.
 func (k *Chunks) Coordinator() *Coordinator { return k.c }
 
 // Hit returns the longest hit, in chunks, of a prompt of this number of whole chunks:
-// the largest n such that each group holds the last ceil(W/c) of the first n, or
-// all n if they are fewer. r.Masks are the chunks to lock and copy.
+// the largest n such that each group has the chunks of Need(group, n) stored.
+// r.Masks are the chunks to lock and copy.
 func (k *Chunks) Hit(r *Result, p Presence, chunks int) (int, error) {
 	if chunks < 0 || chunks > maxTokens/k.chunk {
 		return 0, limitf("%d chunks are out of bounds", chunks)
@@ -94,8 +94,8 @@ func (k *Chunks) Need(g, hit int) Run {
 
 // Reusable appends to dst the chunks of a group that some hit of shortest to
 // longest chunks can load, given what is stored now: the union of what those
-// hits need. Every other stored chunk of the group is dead until others are
-// stored again, and can go first when room is needed.
+// hits need. No hit can use any other stored chunk of the group until missing
+// chunks are stored again, so eviction can take these chunks first.
 func (k *Chunks) Reusable(dst []Run, g int, stored *Runs, shortest, longest int) []Run {
 	base := len(dst)
 	for n := max(shortest, 1); k.tail[g] > 0; {
@@ -115,8 +115,8 @@ func (k *Chunks) Reusable(dst []Run, g int, stored *Runs, shortest, longest int)
 	return dst
 }
 
-// nextHits returns the first possible hit of at least n chunks, and how far all
-// lengths after it are possible too. Without one, n is beyond any prompt.
+// nextHits returns the shortest possible hit of at least n chunks, and an end such that
+// every length from first to end is a possible hit. If there is none, both are beyond any prompt.
 func (k *Chunks) nextHits(stored *Runs, n int) (first, end int) {
 	const never = wholePrefix
 	for {
@@ -139,7 +139,7 @@ func (k *Chunks) nextHits(stored *Runs, n int) (first, end int) {
 }
 
 // nextEnd returns the smallest m >= n such that the last tail chunks of the first
-// m are present, and the end of their run.
+// m are present (all m if tail is larger), and the end of the run that they are in.
 func nextEnd(runs []Run, tail, n int) (m, end int) {
 	for i := max(before(runs, n), 0); i < len(runs); i++ {
 		r := runs[i]

@@ -62,8 +62,8 @@ func TestChunkRefusals(t *testing.T) {
 	}
 }
 
-// The hit is the largest n whose tails every group holds, and Reusable is the
-// union of the tails of all such n. Both are counted out here.
+// The hit is the largest n for which every group has its last chunks before n (its tail), and Reusable
+// is the union of the tails of all such n. This test finds both by trying each n.
 func TestChunksCounted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		chunk := rapid.IntRange(2, 5).Draw(t, "chunk")

@@ -9,21 +9,21 @@ import (
 
 // Options configures a Coordinator.
 type Options struct {
-	// Release is a published version of vLLM whose decisions are repeated, its defects included. Zero decides without
-	// these defects. docs/how/hybrid-hits.md lists the differences.
+	// Release is the published version of vLLM whose decisions the Coordinator repeats, its defects included. Zero decides
+	// without these defects. docs/how/hybrid-hits.md lists the differences.
 	Release Release
 }
 
-// Coordinator decides for one model. It is immutable.
+// Coordinator decides the prefix hits of one model. It is immutable.
 type Coordinator struct {
 	layout  Layout
 	rules   rule
-	sets    []specGroup // the fixed point's order
-	bySet   []int       // group → index in sets, -1 when it is not cached
-	flagged []bool      // group → its spec group drops for EAGLE
+	sets    []specGroup // in the order in which each pass asks them
+	bySet   []int       // group → index in sets, -1 for a group that is not cached
+	flagged []bool      // group → its spec group drops its last block for EAGLE
 	align   int         // what a hit is a multiple of
 	simple  bool        // two spec groups, the first full: one pass suffices
-	dense   bool        // repeatsMasks: StoreMask keeps everything
+	dense   bool        // under the rule repeatsMasks: StoreMask keeps every block
 }
 
 // New checks a layout the way vLLM does at construction. The layout's slices are
@@ -62,8 +62,8 @@ func New(l Layout, o Options) (*Coordinator, error) {
 	return c, nil
 }
 
-// checkLimits refuses what the original never meant to accept: its arithmetic
-// has no bounds, and it divides by zero only once a lookup comes.
+// checkLimits refuses layouts that vLLM accepts without meaning to: vLLM does not bound
+// its numbers, and a size of zero fails only at the first lookup.
 func checkLimits(l *Layout) *Error {
 	if len(l.Groups) > maxGroups {
 		return limitf("%d groups are more than %d", len(l.Groups), maxGroups)
@@ -110,7 +110,7 @@ func (g *Group) check() *Error {
 	return nil
 }
 
-// checkSizes makes the original's checks in the original's order.
+// checkSizes makes vLLM's checks in vLLM's order.
 func checkSizes(l *Layout, rules rule) *Error {
 	cached := func(g *Group) bool { return rules.has(noScratchKinds) || !g.Kind.isScratch() }
 	for i := range l.Groups {

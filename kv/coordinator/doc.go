@@ -13,17 +13,17 @@
 //   - [Coordinator.StoreMask]: which blocks of each group are worth storing;
 //   - [Coordinator.LookupMask]: which blocks of each group a hit can end on.
 //
-// What the store holds comes in as a [Presence]: [Runs],
-// or [Remote] over a store that is asked in batches. Masks come out as
-// [Mask], a few numbers however long the prompt is. So a call costs time in the
-// number of runs of present blocks, not in blocks, and allocates nothing once
-// the caller's [Result] or slice has grown to the number of groups.
+// The caller says what the store has with a [Presence]: [Runs], or [Remote] for a
+// store that answers in batches. A [Mask] in the answer is a few numbers, however long
+// the prompt is. So the time of a call grows with the number of runs of present
+// blocks, not with the number of blocks. A call allocates nothing once the caller's
+// [Result] or slice has grown to the number of groups.
 //
-// It follows vLLM's MooncakeStoreCoordinator where that is right. A [Release] repeats
-// a published version to the letter; recorded decisions of both are in
-// internal/testkit.
+// The rules follow vLLM's MooncakeStoreCoordinator, without its defects. With a [Release]
+// a Coordinator repeats a published version of vLLM, defects included. Decisions recorded
+// from these versions are test vectors (internal/testkit).
 //
 // The package is pure: no I/O, no clock, no goroutine, no lock. A Coordinator
-// is immutable and safe for concurrent use; a Result, a Remote and a set being
-// written to belong to one goroutine.
+// is immutable and safe for concurrent use. One goroutine owns a Result, a Remote, and
+// Runs that are being written.
 package coordinator

@@ -7,7 +7,7 @@ import "fmt"
 // Code says which rule an Error comes from.
 type Code uint8
 
-// The codes of an Error. Those up to CodeIndex carry the original's message.
+// The codes of an Error. Errors with a code up to CodeIndex have vLLM's message.
 const (
 	CodeHashUnit       Code = iota + 1 // a block size is no multiple of the hash unit
 	CodeScheduler                      // the scheduler block is no multiple of the hash unit
@@ -19,14 +19,14 @@ const (
 	CodeChunkAlign                     // lookup of a chunked group whose block is not the alignment
 	CodeUnaligned                      // a mask was asked for a length off the alignment
 	CodeIndex                          // a lookup beyond the last hash unit
-	CodeNegative                       // a negative length; the text is ours
-	CodeLimit                          // beyond what this package accepts; the text is ours
-	CodeRelease                        // the release has no such question; the text is ours
-	CodeLayout                         // a layout or vector text that does not parse; ours
+	CodeNegative                       // a negative length; vLLM has no such message
+	CodeLimit                          // beyond what this package accepts; vLLM has no such message
+	CodeRelease                        // the release cannot answer this question; vLLM has no such message
+	CodeLayout                         // a layout or vector text that does not parse; vLLM has no such message
 )
 
-// Error is a refusal. Its text is the original's, letter by letter, where the
-// original has one; Class is then the Python exception's name.
+// Error is a refusal. Where vLLM has a message for it, Text is that message, letter by
+// letter, and Class is the name of the Python exception.
 type Error struct {
 	Code  Code
 	Class string
@@ -47,11 +47,11 @@ const (
 	notImplemented = "NotImplementedError"
 	zeroDivision   = "ZeroDivisionError"
 	indexError     = "IndexError"
-	valueError     = "ValueError" // the class of refusals that are ours alone
+	valueError     = "ValueError" // the class of refusals that vLLM does not have
 )
 
-// Refusals at lookup. Without a Release the first three are a hit of no tokens with
-// the refusal as its reason.
+// Refusals at lookup. A Coordinator without a Release answers the first three with a hit of
+// no tokens, whose Reason is the refusal.
 var (
 	ErrCross      = &Error{CodeCross, notImplemented, "CrossAttentionManager does not support caching"}
 	ErrChunkEagle = &Error{CodeChunkEagle, assertion, "Hybrid KV cache is not supported for eagle + chunked local attention."}

@@ -20,11 +20,11 @@ type Explanation struct {
 	Prompt  int // tokens, at most 4 Mi
 	Units   int // hash units; default those of Prompt
 
-	// Stored is what the store holds, by group: runs of hash units. nil
-	// means what is kept of this very prompt after it ran once.
+	// Stored is what the store has, by group: runs of hash units. nil
+	// means what StoreMask keeps of this prompt after it ran once.
 	Stored [][]Run
 
-	// Remote also says how often a store is asked that has to be asked over a network.
+	// Remote adds how many questions a lookup sends to a store that answers over a network.
 	Remote bool
 
 	Cells int  // width of the picture; default 64, at most 1024
@@ -36,7 +36,7 @@ const (
 	maxCells     = 1024
 )
 
-// Explain writes, per group, what of the prompt is stored, loaded and skipped: a
+// Explain writes, per group, which tokens of the prompt are stored, loaded and skipped: a
 // table, then a picture in which all groups share one scale of tokens.
 func Explain(w io.Writer, e Explanation) error {
 	v, err := e.decide()
@@ -56,12 +56,12 @@ func Explain(w io.Writer, e Explanation) error {
 	return err
 }
 
-// view is an explanation decided upon.
+// view is an Explanation with its hit.
 type view struct {
 	Explanation
 	c      *Coordinator
 	stored *Runs
-	handed bool // Mamba states were put there by hand
+	handed bool // store() added Mamba states that StoreMask does not keep
 	hit    Result
 	limit  int // what the hit was bounded by
 }
@@ -101,9 +101,9 @@ func (e Explanation) decide() (*view, error) {
 	return v, err
 }
 
-// store fills the set with what is kept of the prompt. Mamba states, which the masks
-// leave to the engine, are put at the ends of the prompt
-// that a repeat can resume at.
+// store fills v.stored with what StoreMask keeps of the prompt. StoreMask keeps no Mamba
+// states, because engines store them by another path. store adds them at the lengths at
+// which a repeat of the prompt can resume.
 func (v *view) store() error {
 	l := &v.Layout
 	aligned := v.Units * l.HashUnit / l.Scheduler * l.Scheduler
@@ -208,7 +208,7 @@ func (v *view) verdict(b *bytes.Buffer) {
 	}
 }
 
-// remote finds the hit once more, in a store that is asked by the batch.
+// remote repeats the lookup over a Remote and writes how many questions it took.
 func (v *view) remote(b *bytes.Buffer) error {
 	r := NewRemote(v.c, RemoteOptions{})
 	r.Reset(asked{v.stored})
@@ -226,7 +226,7 @@ func (v *view) remote(b *bytes.Buffer) error {
 	return nil
 }
 
-// asked is a set as a store that answers questions.
+// asked makes Runs a Querier.
 type asked struct{ r *Runs }
 
 // Exists implements Querier.

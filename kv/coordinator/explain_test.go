@@ -26,7 +26,7 @@ func wantExplained(t *testing.T, e coordinator.Explanation, layout, want string)
 	}
 }
 
-// The table and the picture, letter by letter.
+// The table and the picture are exactly these texts.
 func TestExplain(t *testing.T) {
 	wantExplained(t, coordinator.Explanation{Prompt: 1000, Cells: 16, ASCII: true}, "full,bs=64 swa,bs=16,win=33 hash=16", `
 rules of Kvasir; prompt 1000 tokens; hash unit 16; hits in steps of 64 tokens

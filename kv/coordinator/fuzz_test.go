@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// FuzzParseLayout: no text panics, errors are typed, and what was read can be
-// written as JSON and read again. Any layout that New accepts answers lookups.
+// FuzzParseLayout: no text makes the parser panic, errors are typed, and a parsed layout can be
+// written as JSON and parsed again. Any layout that New accepts answers lookups.
 func FuzzParseLayout(f *testing.F) {
 	for _, text := range []string{
 		"full,bs=16 swa,bs=16,win=1024",

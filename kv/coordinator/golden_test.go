@@ -71,8 +71,8 @@ func readVectors(t testing.TB, name string) (*recordedFile, []want) {
 	return v, file.Cases
 }
 
-// Each recorded decision of the originals is repeated, whatever kind of set the
-// presence comes from.
+// The package makes each recorded decision of the originals again, with every kind
+// of set.
 func TestVectors(t *testing.T) {
 	for _, name := range vectorFiles {
 		t.Run(name, func(t *testing.T) {

@@ -9,32 +9,32 @@ type Query struct {
 	Units     int // hash units of the prompt
 	MaxTokens int // limit of the hit; callers leave one token to compute
 
-	// NoEagle keeps the block that flagged groups otherwise drop so that the
-	// drafter computes it again.
+	// NoEagle keeps the last block of groups flagged for EAGLE. Without NoEagle these
+	// groups drop it, so that the drafter computes it again.
 	NoEagle bool
 }
 
-// Result is the answer to a Query. Used again, it keeps its slice, and Hit
-// allocates nothing.
+// Result is the answer to a Query. When a caller uses a Result again, Hit reuses its slice
+// and allocates nothing.
 type Result struct {
 	Tokens int
 
 	// Masks has one mask per group, in the layout's order. A set block is to be
-	// loaded; an unset one before it is not needed. Lengths may differ.
+	// loaded; the hit does not need an unset block before a set one. Lengths may differ.
 	Masks []Mask
 
-	// Reason is why the hit is empty where attention kinds cannot be cached
-	// together. A published Release returns it as an error.
+	// Reason says why the hit is empty when the layout's attention kinds cannot be cached
+	// together. With a published Release Hit returns it as an error instead.
 	Reason error
 }
 
-// found is what one spec group's last lookup answered.
+// found is the result of the last lookup in one spec group.
 type found struct {
 	blocks   int // length of the block list
 	from     int // its first block that is not null
 	tokens   int
 	done     bool // looked up at least once
-	verified bool // its EAGLE drop is made and still stands
+	verified bool // its EAGLE drop was made, and no lookup without a drop has shortened the hit since
 }
 
 // Hit finds the longest prefix that every group can continue from, at most
@@ -51,7 +51,7 @@ func (c *Coordinator) Hit(r *Result, p Presence, q Query) error {
 	sets := grow(buf[:0], len(c.sets))
 	tokens, err := c.find(sets, p, q)
 	if err == nil && !c.follows(masksOfLastPass) {
-		// A list from the last pass may end elsewhere than the hit.
+		// The last pass may have left a block list that does not end where the hit ends.
 		_, err = c.find(sets, everything{}, Query{Units: q.Units, MaxTokens: tokens, NoEagle: true})
 	}
 	if err != nil {
@@ -67,8 +67,8 @@ func (c *Coordinator) Hit(r *Result, p Presence, q Query) error {
 }
 
 // LoadMask appends to dst, per group, the blocks that a load of a hit of tokens
-// tokens moves. It depends on the length alone: tokens is what Hit answered, so
-// no EAGLE block is dropped again. The prompt's hash units must cover tokens.
+// tokens moves. The masks depend on the length alone. tokens is what Hit returned, so
+// LoadMask drops no EAGLE block again. The prompt's hash units must cover tokens.
 func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {
 	q := Query{Units: units, MaxTokens: tokens, NoEagle: true}
 	if err := c.checkQuery(q); err != nil {
@@ -88,7 +88,7 @@ func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {
 	return dst, nil
 }
 
-// stackSets spec groups need no heap; no known model has as many.
+// stackSets is how many spec groups a lookup handles without the heap; no known model has as many.
 const stackSets = 16
 
 // grow appends n zero values.
@@ -165,13 +165,13 @@ func (c *Coordinator) find(sets []found, p Presence, q Query) (int, error) {
 	return hit, nil
 }
 
-// pass asks each spec group once, each within what those before it left, and
-// returns what remains.
+// pass looks up each spec group once, each bounded by the hit of the groups before it, and
+// returns the hit that remains, in tokens.
 func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, error) {
 	cur := hit
 	for i := range c.sets {
 		s := &c.sets[i]
-		if s.kind.isFull() && sets[i].done { // prefix-closed: no need to ask again
+		if s.kind.isFull() && sets[i].done { // every shorter prefix is a hit of this group, too
 			if c.follows(longSecondFull) {
 				cur = cur / s.block * s.block
 			} else {
@@ -180,7 +180,7 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 			continue
 		}
 		drop := !q.NoEagle && s.eagle && !sets[i].verified
-		// Verified every time, the block after the hit is always present.
+		// Without the rule verifiedOnce each pass checks the extra block again: the block after the hit is always present.
 		verified := c.follows(verifiedOnce) && (sets[i].verified || drop)
 		bound := cur
 		if drop {
@@ -202,12 +202,12 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 	return cur, nil
 }
 
-// lookAhead returns how far a group may match that then drops a block.
+// lookAhead returns the bound, in tokens, for the lookup of a group that drops its last block afterwards.
 func (c *Coordinator) lookAhead(s *specGroup, q Query, cur int) int {
 	if c.follows(looksAheadInRequest) {
 		return min(cur+s.block, q.MaxTokens)
 	}
-	if s.kind == Mamba { // drops nothing: it would match beyond the others
+	if s.kind == Mamba { // Mamba drops no block, so a larger bound would let its hit pass the others'
 		return cur
 	}
 	margin := s.block

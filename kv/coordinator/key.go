@@ -23,12 +23,12 @@ func (c *Coordinator) Units(g, i int) Run {
 	return Run{i * k, (i + 1) * k}
 }
 
-// AppendKey appends the hash under which stores of this release keep block i of
+// AppendKey appends the hash under which the Coordinator's Release stores block i of
 // a group: up to 0.23 the digests of its units one after the other, from 0.24 on
-// the last unit's digest. The two are equal only where a block is one unit, so
-// stores of the two generations do not read each other's blocks otherwise.
+// the last unit's digest. Only where a block is one unit are the two equal, and only
+// then can stores of the two generations read each other's blocks.
 //
-// digests are those of the prompt's hash units, size bytes each. It reports
+// digests are the digests of the prompt's hash units, size bytes each. AppendKey reports
 // false, and appends nothing, when they do not reach to the block's end.
 func (c *Coordinator) AppendKey(dst, digests []byte, size, g, i int) ([]byte, bool) {
 	if i < 0 || size <= 0 || i >= c.Blocks(g, len(digests)/size) {
@@ -41,9 +41,8 @@ func (c *Coordinator) AppendKey(dst, digests []byte, size, g, i int) ([]byte, bo
 	return append(dst, digests[u.Start*size:u.End*size]...), true
 }
 
-// AppendUnitKey appends the hash under which a block is kept that is filled up
-// to and including the given hash unit: that unit's digest. Only partial hits
-// look for it.
+// AppendUnitKey appends the hash under which a partly filled block is stored: the digest of
+// unit, the last hash unit in the block. Only partial hits look for it.
 func (c *Coordinator) AppendUnitKey(dst, digests []byte, size, unit int) ([]byte, bool) {
 	if unit < 0 || size <= 0 || unit >= len(digests)/size {
 		return dst, false

@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// Bounds of the texts below; memory stays in proportion to the text.
+// Bounds of the texts that are parsed. Parsing takes memory in proportion to the text.
 const (
 	maxLayoutBytes = 1 << 20
 	maxFileBytes   = 1 << 28
@@ -71,7 +71,7 @@ func (f flag) MarshalJSON() ([]byte, error) {
 //	{"g": [{"t": "full", "bs": 16}, {"t": "swa", "bs": 16, "win": 1024}],
 //	 "sched": 16, "hash": 16, "eagle": 0}
 //
-// Unknown keys and kinds are errors. Whether sizes fit together is for New.
+// Unknown keys and kinds are errors. New checks whether the sizes fit together.
 func (l *Layout) UnmarshalJSON(b []byte) error {
 	if len(b) > maxLayoutBytes {
 		return layoutf("a layout of %d bytes is longer than %d", len(b), maxLayoutBytes)
@@ -172,7 +172,7 @@ func (l Layout) MarshalJSON() ([]byte, error) {
 //	full,bs=16 swa,bs=16,win=1024 mamba,bs=32,mode=align eagle
 //
 // A word that begins with a kind is a group: the kind, then bs, heads, win,
-// extra, chunk, mode, of (uniform) and eagle, by commas. Other words are hash=N,
+// extra, chunk, mode, of (uniform) and eagle, separated by commas. Other words are hash=N,
 // sched=N, ret=N, eagle and partial. The hash unit is by default the greatest
 // common divisor of the blocks, the scheduler block their least common multiple.
 // A text that begins with a brace is read as JSON.
@@ -236,7 +236,7 @@ func parseGroup(word string) (Group, error) {
 	if kind == uniform {
 		j.Of = &groupJSON{}
 	}
-	in := &j // where a uniform group's numbers belong
+	in := &j // where the numbers go: for a uniform group, into its first layer's spec
 	if j.Of != nil {
 		in = j.Of
 	}

@@ -7,12 +7,12 @@ import "iter"
 // Run is a range of indices, [Start, End).
 type Run struct{ Start, End int }
 
-// Mask says for each block of a group, from some first block on, whether it is
-// wanted. It is a small value, whatever its length: periodic tails plus two runs.
+// Mask says for each block of a group, from a first block on, whether to load or store
+// it. It is a small value, whatever its length: periodic tails plus two runs.
 // The zero Mask is empty.
 type Mask struct {
 	length int
-	all    bool // the current dialect's "all" sentinel
+	all    bool // vLLM answers with None, which means all blocks
 
 	// Tails: relative block i is set when i+phase >= 0 and
 	// (i+phase) % period >= period-tail. Period 0 means none.
@@ -24,8 +24,8 @@ type Mask struct {
 // Len returns the number of blocks the mask describes.
 func (m *Mask) Len() int { return m.length }
 
-// All reports whether the dialect answers this mask with its "everything"
-// sentinel (None) instead of a list.
+// All reports whether vLLM answers with None, which means all blocks, instead of
+// a list.
 func (m *Mask) All() bool { return m.all }
 
 // At reports whether block i, counted from the mask's first, is set.
@@ -41,8 +41,8 @@ func (m *Mask) At(i int) bool {
 	return m.period > 0 && i+m.phase >= 0 && (i+m.phase)%m.period >= m.period-m.tail
 }
 
-// Next returns the first run of set blocks that begins at or after from, cut to
-// from if from lies inside a run. It is maximal to the right.
+// Next returns the first run of set blocks at or after from. If from lies inside a run, the
+// result begins at from. The block after the result is unset.
 func (m *Mask) Next(from int) (Run, bool) {
 	from = max(from, 0)
 	best := Run{m.length, m.length}

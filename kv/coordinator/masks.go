@@ -12,9 +12,9 @@ type StoreQuery struct {
 	// stored already. Masks then begin at the first block left.
 	Start int
 
-	// Prompt is the prompt's length: under a retention interval what a repeat of
-	// it, or a longer prompt, could resume at is kept as well. It holds only with
-	// HasPrompt.
+	// Prompt is the prompt's length. Under a retention interval StoreMask also keeps the
+	// tails at which a repeat of the prompt, or a longer prompt, could resume. Prompt counts
+	// only with HasPrompt.
 	Prompt    int
 	HasPrompt bool
 }
@@ -42,10 +42,10 @@ func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
 }
 
 // LookupMask appends to dst, per group, which blocks of a prefix of tokens
-// tokens a hit can end on, densely: what StoreMask keeps without a retention
+// tokens a hit can end on: what StoreMask keeps without a retention
 // interval, and every Mamba block.
 //
-// Follows MooncakeStoreCoordinator.lookup_mask; VLLM023 has none: ErrRelease.
+// Follows MooncakeStoreCoordinator.lookup_mask. VLLM023 has no lookup masks: the error is ErrRelease.
 func (c *Coordinator) LookupMask(dst []Mask, tokens int) ([]Mask, error) {
 	if c.follows(repeatsMasks) {
 		return dst, ErrRelease
@@ -60,7 +60,7 @@ func lengthError(n int) *Error {
 	return limitf("a prompt of more than %d tokens", maxTokens)
 }
 
-// reachable is the rule for store and lookup masks.
+// reachable makes store masks (store) and lookup masks.
 func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, error) {
 	if q.Tokens%c.align != 0 {
 		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
@@ -94,8 +94,8 @@ func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, e
 	return dst, nil
 }
 
-// boundaries returns the lengths that a repeat of the prompt, and a longer one,
-// can resume at; n of them, rising.
+// boundaries returns the n lengths at which a repeat of the prompt, and a longer prompt,
+// can resume, rising.
 func (c *Coordinator) boundaries(q StoreQuery) (at [2]int, n int) {
 	if !q.HasPrompt {
 		return at, 0
@@ -104,7 +104,7 @@ func (c *Coordinator) boundaries(q StoreQuery) (at [2]int, n int) {
 	for i := range c.sets {
 		eagle = eagle || c.sets[i].eagle
 	}
-	if !eagle { // floor division: a prompt of nothing has no boundary
+	if !eagle { // -1 for an empty prompt: windowMask skips it
 		return [2]int{q.Prompt - 1}, 1
 	}
 	l := c.layout.Scheduler
@@ -128,7 +128,7 @@ func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Ma
 	if !c.follows(oneTokenWindow) {
 		need = max(need, 1)
 	}
-	if c.flagged[g] { // the tail ends one block later: the one that is dropped
+	if c.flagged[g] { // the tail ends one block later, because a hit drops that block
 		need, shift = need+1, 1
 	}
 	sparse := store && c.layout.HasRetention
@@ -160,8 +160,8 @@ func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Ma
 	return m
 }
 
-// repeated is the store mask of VLLM023: that of one segment, which is the load mask
-// of a segment under EAGLE, once per segment.
+// repeated is the store mask of VLLM023: the load mask of one segment, without its last
+// block under EAGLE, repeated for each segment.
 func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	at := len(dst)
 	if c.dense || tokens == 0 {
@@ -188,7 +188,7 @@ func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	return dst, nil
 }
 
-// repeat returns the mask of n blocks, set from block from on, times over.
+// repeat returns a mask of n blocks, set from block from on, repeated times times.
 func repeat(n, from, times int) Mask {
 	m := Mask{length: n * times}
 	switch {

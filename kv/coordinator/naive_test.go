@@ -8,8 +8,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// naive decides hits by walking blocks one by one, lists of bools in hand, as
-// the protocol document tells it. It is slow and has no cleverness to be wrong.
+// naive decides hits as the protocol document describes: it walks over lists of bools, block by
+// block. It is slow, and so simple that an error in it is unlikely.
 type naive struct {
 	l       coordinator.Layout
 	release coordinator.Release
@@ -243,8 +243,8 @@ func (n *naive) lists(got []naiveHit) [][]bool {
 	return out
 }
 
-// canEnd reports whether a group can continue after so many tokens, counted
-// from what attention reads there, not from any search.
+// canEnd reports whether a group can continue after so many tokens. It looks at the blocks
+// that attention reads there, and uses no search.
 func (n *naive) canEnd(g, tokens int) bool {
 	s := &naiveSet{g: n.l.Groups[g], groups: []int{g}}
 	b := s.g.Block

@@ -3,9 +3,9 @@
 package coordinator
 
 // Series is a sequence of positions in a prompt that a lookup asks about. Index
-// i stands for the hash unit (i+1)*Units - 1: the last one of block i, or the
-// unit itself when Units is 1. A position is present when every group of Groups
-// holds it.
+// i stands for the hash unit (i+1)*Units - 1: the last unit of block i, or
+// unit i when Units is 1. A position is present when it is stored for every group of
+// Groups.
 type Series struct {
 	Groups []int // the groups of one spec, rising; belongs to the Coordinator
 	Set    int   // which spec of the Coordinator this is
@@ -16,12 +16,12 @@ type Series struct {
 	Fine bool
 }
 
-// Window is the condition a sliding window puts on a prefix of e blocks: that
-// its last Need blocks are present, all e if e is smaller, and that
-// (e - Shift) is a multiple of Align.
+// Window is the condition that a sliding window puts on a prefix of e blocks: the
+// last Need blocks must be present, or all e blocks if e is smaller, and
+// (e - Shift) must be a multiple of Align.
 type Window struct{ Need, Align, Shift int }
 
-// down returns the largest edge of at most e that is aligned, 0 if none is.
+// down returns the largest aligned length of at most e blocks, 0 if there is none.
 func (w Window) down(e int) int {
 	if e < w.Shift {
 		return 0
@@ -29,12 +29,12 @@ func (w Window) down(e int) int {
 	return e - (e-w.Shift)%w.Align
 }
 
-// Presence knows which blocks of one prompt a store holds. Lookups ask these
-// three questions and no other, so that a set of runs answers in the number of
-// its runs and a remote store in few batches.
+// Presence knows which blocks of one prompt are in a store. Lookups ask only these
+// three questions. A set of runs can answer them in time that grows with the number of
+// runs, and a remote store in few batches.
 //
-// Indices are bounded by the prompt's hash units; whatever a set was
-// not given is absent.
+// Indices are bounded by the prompt's hash units. A block that was not added
+// is absent.
 type Presence interface {
 	// Prefix returns the first absent index of [lo, hi), hi if none is.
 	Prefix(s Series, lo, hi int) int
@@ -47,15 +47,15 @@ type Presence interface {
 	Last(s Series, lo, hi, align int) int
 }
 
-// everything is the set that holds all blocks: a mask of it is a load mask.
+// everything is a Presence with all blocks: the masks of a hit in it are load masks.
 type everything struct{}
 
 func (everything) Prefix(_ Series, _, hi int) int        { return hi }
 func (everything) Window(_ Series, hi int, w Window) int { return w.down(hi) }
 func (everything) Last(_ Series, lo, hi, align int) int  { return max(hi/align*align-1, lo-1) }
 
-// spans is what local sets have in common: per group, where a run ends. It takes
-// no pointer, which would move every Series to the heap.
+// spans is what local sets have in common: per group, where a run ends. No method takes a
+// *Series, because that would move every Series to the heap.
 type spans interface {
 	firstAbsent(g, lo, hi int) int            // hi if none
 	lastPresent(g, lo, hi int, fine bool) int // lo-1 if none
@@ -72,8 +72,8 @@ func prefixOf(p spans, s *Series, lo, hi int) int {
 	return hi
 }
 
-// lastOf returns the largest index of [lo, hi) that all groups hold: each lowers
-// the candidate to one of its own until a round changes nothing.
+// lastOf returns the largest index of [lo, hi) that is present for all groups: each group
+// lowers the candidate to an index of its own, until a round changes nothing.
 func lastOf(p spans, s *Series, lo, hi int) int {
 	at := hi - 1
 	for agreed := 0; agreed < len(s.Groups); {
@@ -92,8 +92,8 @@ func lastOf(p spans, s *Series, lo, hi int) int {
 	return max(at, lo-1)
 }
 
-// startOf returns the first index of the run that ends with the present index
-// at, no lower than lo.
+// startOf returns the first index, from lo on, of the run that ends with the present
+// index at.
 func startOf(p spans, s *Series, lo, at int) int {
 	start := lo
 	for _, g := range s.Groups {

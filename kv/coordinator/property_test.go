@@ -136,9 +136,9 @@ func TestHitIsNaive(t *testing.T) {
 	})
 }
 
-// A hit is the longest length at which every group can continue, and under EAGLE
-// drop a block beyond it. Then each
-// block of its masks is present, and asking again below it changes nothing.
+// A hit is the longest length at which every group can continue. With EAGLE each flagged group must also
+// have the block behind it, which it drops. Each block of the hit's masks is stored, and a second query
+// with the hit as its limit gives the same hit.
 func TestHitIsMaximal(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		eagle := rapid.Bool().Draw(t, "eagle")
@@ -171,9 +171,9 @@ func (n *naive) canAllEnd(tokens int) bool {
 	return true
 }
 
-// canDrop reports whether the groups that EAGLE flags hold a block beyond the
-// hit, which they match and drop. A single spec group looks no further than it
-// was asked.
+// canDrop reports whether the groups that EAGLE flags have a block beyond the
+// hit, which they match and drop. If there is only one spec group, that block must lie
+// within the limit of the query.
 func (n *naive) canDrop(tokens, limit int) bool {
 	for i := range n.sets {
 		s := &n.sets[i]
@@ -207,8 +207,8 @@ func (w *world) checkMasks(t *rapid.T, r coordinator.Result) {
 	}
 }
 
-// With EAGLE, too, a corrected hit names only stored blocks, is what LoadMask
-// says for its length, and is one without EAGLE as well.
+// With EAGLE, too, the masks of a corrected hit name only stored blocks and equal LoadMask's for
+// its length, and every group can continue at the hit.
 func TestEagleHitLoads(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := drawWorld(t, worldKind{eagle: true})
@@ -230,9 +230,9 @@ func TestEagleHitLoads(t *testing.T) {
 	})
 }
 
-// One more stored block never shortens a hit: of ours, and of the releases without
-// EAGLE. With it both verify a group's EAGLE block once and forget that when another
-// group shrinks, so that a block more can cost a hit.
+// One more stored block never shortens a hit of this package, or of the releases without
+// EAGLE. With EAGLE both releases verify a group's EAGLE block only once, although another
+// group may shorten the hit afterwards. So one more block can cost a hit there.
 func TestHitIsMonotone(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		release := rapid.SampledFrom([]coordinator.Release{0, coordinator.VLLM033, coordinator.VLLM023}).Draw(t, "release")
@@ -259,8 +259,8 @@ func TestHitIsMonotone(t *testing.T) {
 	})
 }
 
-// What StoreMask keeps of a prompt is enough for a hit at its end, and LookupMask
-// names every block such a hit ends on. Mamba states travel another way.
+// The blocks that StoreMask selects of a prompt are enough for a hit at its end, and LookupMask
+// names every block on which such a hit ends. Mamba states are not moved by these masks.
 func TestStoredMaskHits(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := drawWorld(t, worldKind{eagle: rapid.Bool().Draw(t, "eagle")})

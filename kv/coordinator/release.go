@@ -2,17 +2,17 @@
 
 package coordinator
 
-// Release names a published version of vLLM whose decisions are repeated, refusals
-// included. The zero Release is ours, which is right.
+// Release names a published version of vLLM whose decisions a Coordinator repeats, refusals
+// included. The zero Release stands for Kvasir's own rules, without the defects of vLLM.
 type Release uint8
 
-// The releases whose decisions are known.
+// The releases that a Coordinator can repeat.
 const (
 	VLLM023 Release = 23 // 0.23.0
 	VLLM033 Release = 33 // 0.33.0
 )
 
-// String returns who decides so.
+// String returns the name and the version of the software whose rules these are.
 func (r Release) String() string {
 	switch r {
 	case 0:
@@ -25,8 +25,8 @@ func (r Release) String() string {
 	return "unknown"
 }
 
-// rule is something that a published version decides and we do not. A Coordinator
-// with a Release follows the rules of that release.
+// rule is a set of bits: each stands for one way in which a published version decides
+// differently from Kvasir. A Coordinator with a Release follows the rules of that release.
 type rule uint32
 
 const (
@@ -47,8 +47,8 @@ const (
 	emptyLayoutHits
 )
 
-// departures are all the rules: what a release does, which releases do it, and what
-// happens without it.
+// departures lists every rule: which releases follow it, what they do, and what Kvasir does
+// instead.
 var departures = []struct {
 	rule rule
 	in   []Release
@@ -84,8 +84,8 @@ func rulesOf(r Release) (all rule) {
 	return all
 }
 
-// has reports whether a rule is among rules.
+// has reports whether r is one of the rules.
 func (all rule) has(r rule) bool { return all&r != 0 }
 
-// follows reports whether a rule is followed.
+// follows reports whether the Coordinator follows r.
 func (c *Coordinator) follows(r rule) bool { return c.rules.has(r) }

@@ -4,8 +4,8 @@ package coordinator
 
 import "testing"
 
-// Every rule is in the table once, with a release that has it and both sides told;
-// ours has none, and the releases differ.
+// Every rule is in the table once, with a release that has it, what that release does and what this
+// package does. Release 0 (this package) has no rules, and the two releases have different ones.
 func TestDeparturesTable(t *testing.T) {
 	var all rule
 	for i, d := range departures {

@@ -91,7 +91,7 @@ func TestWorkedExamples(t *testing.T) {
 	f("full,bs=16 swa,bs=16,win=33 cross,bs=16", 4, 64, "PPPP PPPP", "0, CrossAttentionManager does not support caching", 0)
 }
 
-// Where a release errs, it is repeated as that release, and else not.
+// With the option Release the package repeats the errors of that release, and without it it does not.
 func TestDeparturesOfHits(t *testing.T) {
 	f := func(what, layout string, d coordinator.Release, q coordinator.Query, stored, want, ours string) {
 		t.Helper()
@@ -172,7 +172,7 @@ func TestRetention(t *testing.T) {
 	f(layout+"ret=64", coordinator.StoreQuery{Tokens: 64, Start: 1000}, "all -")
 }
 
-// Where releases raise at lookup the hit is empty and says why.
+// Where a release raises an exception at a lookup, the hit is empty and the error says why.
 func TestReasons(t *testing.T) {
 	f := func(layout string, want *coordinator.Error) {
 		t.Helper()
@@ -274,7 +274,7 @@ func TestRefusedLengths(t *testing.T) {
 	wantError(t, "store", err, coordinator.CodeRelease, "no lookup mask")
 }
 
-// Per-request scratch groups never hit and never hinder; the original has no
+// Scratch groups of a request have no hits and shorten none; the original has no
 // manager for them.
 func TestScratchGroups(t *testing.T) {
 	l := coordinator.Layout{Scheduler: 16, HashUnit: 16, Groups: []coordinator.Group{
@@ -318,7 +318,7 @@ func TestPartialHits(t *testing.T) {
 	}
 }
 
-// A block's key is its units' digests up to 0.23, the last one since.
+// Up to 0.23 a block's key is the digests of all its units; later releases use the last digest.
 func TestKeys(t *testing.T) {
 	digests := []byte("aabbccddee") // five units, two bytes each
 	f := func(d coordinator.Release, g, i int, want string) {

@@ -7,16 +7,16 @@ type Probe struct {
 	Group int
 	Unit  int // the last hash unit the key covers
 
-	// Block is the block the key stands for (AppendKey), or -1 for a block that
-	// is filled up to Unit only (AppendUnitKey).
+	// Block is the block that the key stands for (AppendKey), or -1 for a block
+	// that is filled only up to Unit (AppendUnitKey).
 	Block int
 }
 
-// Querier asks a remote store. An implementation serves one request and carries
-// its deadline. It must not keep the slices.
+// Querier asks a remote store. An implementation serves one request and knows the request's
+// deadline. It must not keep the slices.
 type Querier interface {
-	// Exists sets present[i] to whether the store holds probes[i]; present is
-	// all false before.
+	// Exists sets present[i] to whether probes[i] is in the store. The caller passes
+	// present all false.
 	Exists(probes []Probe, present []bool) error
 }
 
@@ -25,10 +25,10 @@ type RemoteOptions struct {
 	// Batch is the most keys per question; default 256.
 	Batch int
 
-	// PrefixShaped promises that of a full-attention group the store holds the
-	// first blocks of a prompt and no others, as stores do that evict from the
-	// end. A hit is then searched in a few probes. Where the promise fails, the
-	// hit may be too long, and a load finds a block missing.
+	// PrefixShaped promises that for a full-attention group the store has only the
+	// first blocks of a prompt, as in a store that evicts from the end. A lookup then
+	// needs only a few probes. If the promise is broken, the hit may be too long, and
+	// a load finds a block missing.
 	PrefixShaped bool
 }
 
@@ -36,17 +36,17 @@ type RemoteOptions struct {
 // beyond it count as absent. 4 Mi blocks of 16 tokens are 64 Mi tokens.
 const remoteBlocks = 1 << 22
 
-// Remote is a Presence over a store that is asked by the batch. It asks for no
-// key twice, for a window's tail only where a window could end, and skips along a
-// prompt by whole windows where it must search. A lookup over it takes:
+// Remote is a Presence over a store that answers in batches. It asks for each
+// key at most once, and for a window's tail only where a window could end. When it searches
+// for a window, it skips along the prompt by whole windows. A lookup over it takes:
 //
 //   - full attention: batches that grow from 16 keys to Batch, up to the first
 //     absent block; if PrefixShaped, 1 + log(blocks) / log(64) batches;
 //   - a window at the full groups' hit: one batch of its length;
 //   - Mamba: batches that grow from 4 keys, from the right.
 //
-// After an error everything not yet known is absent: a broken store gives a
-// shorter hit. A Remote serves one lookup at a time.
+// After an error every block that is not yet known counts as absent, so a broken store
+// gives a shorter hit. A Remote serves one lookup at a time.
 type Remote struct {
 	c   *Coordinator
 	q   Querier
@@ -72,7 +72,7 @@ func NewRemote(c *Coordinator, o RemoteOptions) *Remote {
 	return &Remote{c: c, opt: o, seen: make([]sighting, 2*len(c.sets))}
 }
 
-// Reset forgets the last prompt and asks q from now on. Memory is kept.
+// Reset forgets the last prompt and asks q from now on. It keeps the memory.
 func (r *Remote) Reset(q Querier) {
 	r.q, r.err, r.batches, r.asked = q, nil, 0, 0
 	for i := range r.seen {
@@ -83,7 +83,7 @@ func (r *Remote) Reset(q Querier) {
 	}
 }
 
-// Err returns the error that ended the questions, nil if none did.
+// Err returns the error after which the Remote asked nothing more, nil if there was none.
 func (r *Remote) Err() error { return r.err }
 
 // Asked returns the number of questions and of keys since Reset.
@@ -121,12 +121,12 @@ func (r *Remote) want(s *Series, i int) {
 // batchPositions returns how many positions fit one batch, at least one.
 func (r *Remote) batchPositions(s *Series) int { return max(r.opt.Batch/len(s.Groups), 1) }
 
-// ask learns the wanted positions, which stay in r.at until the next question is
-// made. It reports false after an error.
+// ask asks the store for the positions in r.at, and leaves them there for the
+// caller. It reports false after an error.
 func (r *Remote) ask(s *Series) bool {
 	seen := r.sighting(s)
 	for _, i := range r.at {
-		seen.known, seen.held = seen.known.set(i), seen.held.set(i) // held until one group denies
+		seen.known, seen.held = seen.known.set(i), seen.held.set(i) // present until one group lacks it
 		for _, g := range s.Groups {
 			p := Probe{Group: g, Unit: (i+1)*s.Units - 1, Block: i}
 			if s.Fine {
@@ -143,7 +143,7 @@ func (r *Remote) ask(s *Series) bool {
 	return r.flush(s)
 }
 
-// flush puts one question.
+// flush sends the collected probes as one batch.
 func (r *Remote) flush(s *Series) bool {
 	defer func() { r.probes = r.probes[:0] }()
 	if len(r.probes) == 0 {
@@ -187,8 +187,8 @@ func (r *Remote) Prefix(s Series, lo, hi int) int {
 	return hi
 }
 
-// gallop finds the end of a prefix in [0, hi]: first among distances that double
-// and the end itself, then among positions evenly apart.
+// gallop finds the end of a prefix in [0, hi]. It first asks for positions at distances that
+// double, and for the last position, then for evenly spaced positions between two of them.
 func (r *Remote) gallop(s *Series, hi int) int {
 	const fan = 64
 	seen := r.sighting(s)
@@ -248,8 +248,8 @@ func (r *Remote) Last(s Series, lo, hi, align int) int {
 	return lo - 1
 }
 
-// Window implements Presence. A window that fails lets the search go on left of
-// its last absent block. While nothing is found, it looks at posts, one block in
+// Window implements Presence. When a window has an absent block, the search goes on left of
+// the last such block. While no window is found, it asks for posts, one block in
 // each stretch as long as a window: no window fits between two absent posts.
 func (r *Remote) Window(s Series, hi int, w Window) int {
 	seen := r.sighting(&s)
@@ -285,7 +285,7 @@ func (r *Remote) Window(s Series, hi int, w Window) int {
 	return 0
 }
 
-// askDown learns [lo, hi) from the right, up to the batch with an absent block.
+// askDown asks for [lo, hi) from the right, up to the first batch with an absent block.
 func (r *Remote) askDown(s *Series, lo, hi int) bool {
 	seen := r.sighting(s)
 	for top := hi; top > lo; {

@@ -49,7 +49,7 @@ const (
 
 func mustNew(t testing.TB, layout string, o coordinator.Options) *coordinator.Coordinator {
 	t.Helper()
-	l := coordinator.Layout{Scheduler: 16, HashUnit: 16} // no groups have no text
+	l := coordinator.Layout{Scheduler: 16, HashUnit: 16} // a layout without groups has no text
 	if layout != "" {
 		var err error
 		if l, err = coordinator.ParseLayout(layout); err != nil {
@@ -103,7 +103,7 @@ func TestRemoteQuestions(t *testing.T) {
 	f("merged groups", "full,bs=16 full,bs=16 swa,bs=16,win=1024 swa,bs=16,win=1024", true, half, longPrompt/2, 8, 440)
 }
 
-// A store that breaks shortens the hit, and says so; it never lengthens it.
+// A store that fails during a lookup shortens the hit and returns an error. It never makes the hit longer.
 func TestRemoteBroken(t *testing.T) {
 	c := mustNew(t, "full,bs=16 swa,bs=16,win=1024", coordinator.Options{})
 	for _, shaped := range []bool{false, true} {

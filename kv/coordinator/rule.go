@@ -2,9 +2,8 @@
 
 package coordinator
 
-// lookup applies the rule of spec group i: the longest hit of at most bound
-// tokens. drop asks it to give up its last block, align is what the length must
-// be a multiple of.
+// lookup returns the longest hit of spec group i of at most bound tokens. The length is
+// a multiple of align. With drop the group gives up its last block.
 func (c *Coordinator) lookup(i int, p Presence, q Query, bound int, drop bool, align int) (found, error) {
 	s := &c.sets[i]
 	l := lookup{
@@ -33,7 +32,7 @@ func (c *Coordinator) lookup(i int, p Presence, q Query, bound int, drop bool, a
 	}
 }
 
-// lookup is one application of a rule.
+// lookup is one lookup in one spec group.
 type lookup struct {
 	spec   *specGroup
 	p      Presence
@@ -44,7 +43,7 @@ type lookup struct {
 	usable int // whole blocks that have a hash
 	align  int // tokens
 	drop   bool
-	fine   bool // align lies inside a block, and the kind can use that
+	fine   bool // align is smaller than a block and divides it
 }
 
 // full takes blocks from the left while they are present. With partial hits it
@@ -79,8 +78,8 @@ func (l *lookup) fineSeries() Series {
 // blockAlign returns the alignment in blocks; 1 when it lies inside a block.
 func (l *lookup) blockAlign() int { return max(l.align/l.spec.block, 1) }
 
-// window looks from the right for enough present blocks in a row, or a shorter
-// row that begins the prompt.
+// window looks from the right for as many present blocks in a row as the window needs, or
+// for a shorter row at the start of the prompt.
 func (l *lookup) window(rules rule) (found, error) {
 	if l.blocks > l.usable {
 		return found{}, ErrIndex
@@ -88,7 +87,7 @@ func (l *lookup) window(rules rule) (found, error) {
 	b, align := l.spec.block, l.blockAlign()
 	w := Window{Need: ceilDiv(l.spec.window-1, b), Align: align}
 	if !rules.has(oneTokenWindow) {
-		w.Need = max(w.Need, 1) // or a drop would leave a block that was not looked up
+		w.Need = max(w.Need, 1) // else, after a drop, the hit would end in a block that was not looked up
 	}
 	if l.drop {
 		w.Need, w.Shift = w.Need+1, 1
@@ -97,8 +96,8 @@ func (l *lookup) window(rules rule) (found, error) {
 	edge := l.p.Window(l.series, l.blocks, w)
 	n, from := edge, max(0, edge-w.Need)
 	if edge < w.Need && (rules.has(shortPromptLosesTwo) || !l.drop) {
-		// The row that begins the prompt is cut to the alignment; under a drop it
-		// is that already once the drop is made, and loses a segment twice.
+		// The present blocks begin the prompt and are fewer than the window needs. Under a drop
+		// n is aligned after the drop (Shift is 1); a cut here, too, loses two segments instead of one.
 		n -= n % align
 	}
 	if l.drop && n > 0 {
@@ -108,8 +107,8 @@ func (l *lookup) window(rules rule) (found, error) {
 	return found{blocks: n, from: min(from, n), tokens: n * b}, nil
 }
 
-// chunked needs the present blocks of the chunk that the hit ends in; those of
-// earlier chunks are never attended to again.
+// chunked needs the present blocks of the chunk that the hit ends in. The engine never
+// attends to the blocks of earlier chunks again.
 func (l *lookup) chunked(rules rule) (found, error) {
 	switch b := l.spec.block; {
 	case l.drop:

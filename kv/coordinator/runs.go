@@ -7,8 +7,8 @@ import (
 	"sort"
 )
 
-// Runs is a set of present blocks kept as runs, per group. Lookups cost the
-// logarithm of the number of runs for each run they meet.
+// Runs is a set of present blocks, stored as runs per group. For each run that it meets, a
+// lookup takes time that grows with the logarithm of the number of runs.
 type Runs struct {
 	units  []int   // hash units per block, by group
 	blocks [][]Run // by group: rising, apart
@@ -39,8 +39,8 @@ func (r *Runs) Reset() {
 // Add marks the blocks [lo, hi) of a group as present.
 func (r *Runs) Add(g, lo, hi int) { r.blocks[g] = insert(r.blocks[g], Run{max(lo, 0), hi}) }
 
-// AddUnits marks hash units [lo, hi) of a group: a block as present whose last
-// unit is among them, and for partial hits each block that is filled up to one.
+// AddUnits marks hash units [lo, hi) of a group as stored. A block whose last unit is
+// among them is present. A partial hit can also end at each of the other units.
 func (r *Runs) AddUnits(g, lo, hi int) {
 	lo, k := max(lo, 0), r.units[g]
 	r.Add(g, ceilDiv(lo+1, k)-1, hi/k)

@@ -11,7 +11,7 @@ import (
 type Kind uint8
 
 // The kinds. Full to HiddenState are the full-attention class: they share a hit
-// rule and come first in the fixed point, and never equal each other.
+// rule, and a lookup asks them first. Two groups of different kinds never share a spec group.
 const (
 	Full Kind = iota + 1
 	MLA
@@ -24,7 +24,7 @@ const (
 	Mamba
 	Cross
 	Circular        // per-request scratch, never shared
-	HiSparseHot     // its host tier owns caching
+	HiSparseHot     // HiSparse's own host tier does the caching
 	HiSparseSpilled // likewise ("resident")
 )
 
@@ -46,8 +46,8 @@ func (k Kind) isFull() bool    { return k >= Full && k <= HiddenState }
 func (k Kind) isWindow() bool  { return k == SlidingWindow || k == SlidingWindowMLA }
 func (k Kind) isScratch() bool { return k >= Circular && k <= HiSparseSpilled }
 
-// MambaMode is the cache mode of a Mamba group. Lookup is the same in all; the
-// mode takes part in equality, and engines cache prefixes in MambaAlign only.
+// MambaMode is the cache mode of a Mamba group. Lookups are the same in all modes. Groups
+// with different modes never share a spec group. Engines cache prefixes in MambaAlign only.
 type MambaMode uint8
 
 // The Mamba cache modes.
@@ -78,11 +78,11 @@ type Group struct {
 	Mode   MambaMode // Mamba
 	Eagle  bool      // holds draft-model layers
 
-	// Uniform marks a wrapper of several layer specs; the other fields then
-	// describe its first layer, which is all that hits look at.
+	// Uniform marks a wrapper of several layer specs. The other fields then
+	// describe its first layer; hits depend on no other layer.
 	Uniform bool
 
-	// Variant is whatever else distinguishes two specs (head size, dtype …). It
+	// Variant is any other difference between two specs (head size, dtype …). It
 	// takes part in equality only.
 	Variant string
 }
@@ -95,7 +95,7 @@ type Layout struct {
 	Eagle     bool // the engine drafts with EAGLE; flags all groups if none is
 
 	// Retention thins what StoreMask keeps of window groups: one tail per
-	// Retention tokens, none but the prompt's end if it is 0. It holds only
+	// Retention tokens; if it is 0, only the tail at the prompt's end. It counts only
 	// with HasRetention.
 	Retention    int
 	HasRetention bool
@@ -125,14 +125,14 @@ type spec struct {
 	variant string
 }
 
-// unwrap reduces a group to the spec that hits compare. A sink spec's length is
-// its block, so the kind alone sets it apart.
+// unwrap returns the spec by which groups are compared. A sink spec needs no length
+// of its own: it is the block.
 func (g *Group) unwrap(rules rule) spec {
 	s := spec{kind: g.Kind, block: g.Block, heads: max(g.Heads, 1), variant: g.Variant}
 	switch {
 	case g.Kind.isWindow():
 		s.window, s.extra = g.Window, g.Extra
-		if !rules.has(splitsWindows) { // how window + extra is split does not matter
+		if !rules.has(splitsWindows) { // only the sum of window and extra matters
 			s.window, s.extra = g.Window+g.Extra, 0
 		}
 	case g.Kind == ChunkedLocal:

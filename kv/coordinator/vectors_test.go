@@ -29,8 +29,8 @@ type recordedFile struct {
 	Cases   []recordedCase
 }
 
-// parseVectors reads a vector file. Cases whose layout the original refuses are
-// among them; New says why.
+// parseVectors reads a vector file. It also returns cases whose layout the original refuses;
+// for these New returns the reason.
 func parseVectors(data []byte) (*recordedFile, error) {
 	var file struct {
 		VLLM     string `json:"vllm"`
@@ -105,7 +105,7 @@ func (v *recordedCase) explain(w io.Writer, r coordinator.Release, ascii bool) e
 	})
 }
 
-// presence fills r, a set of c's groups, with what the case's store holds.
+// presence fills r, a set of c's groups, with the blocks of the case's store.
 func (v *recordedCase) presence(r *coordinator.Runs) {
 	r.Reset()
 	for g, runs := range v.Stored {

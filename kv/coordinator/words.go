@@ -4,7 +4,7 @@ package coordinator
 
 import "math/bits"
 
-// words are bits.
+// words is a set of bits.
 type words []uint64
 
 // maxBits bounds words, 32 MiB; bits beyond it stay unset.
@@ -51,7 +51,7 @@ func (w words) last(lo, hi int, flip uint64) int {
 		v := flip
 		if i>>6 < len(w) {
 			v ^= w[i>>6]
-		} else if flip == 0 { // nothing is set up here
+		} else if flip == 0 { // no bit is set beyond the slice
 			i = min(i, len(w)<<6)
 			continue
 		}

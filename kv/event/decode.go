@@ -11,7 +11,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// decoder reads values one after the other; the first error stays.
+// decoder reads values one after the other. After the first error it reads nothing more.
 type decoder struct {
 	b   []byte
 	err error
@@ -23,7 +23,7 @@ func (d *decoder) fail(format string, args ...any) {
 	}
 }
 
-// read has f read the next value.
+// read reads the next value with f.
 func read[T any](d *decoder, f func([]byte) (T, []byte, error)) (v T) {
 	if d.err != nil {
 		return v
@@ -37,7 +37,7 @@ func read[T any](d *decoder, f func([]byte) (T, []byte, error)) (v T) {
 	return v
 }
 
-// array reads an array's header. Its elements must be there: one has a byte at least.
+// array reads an array's header. It refuses more elements than there are bytes left, since each has at least one byte.
 func (d *decoder) array() int {
 	n := read(d, msgp.ReadArrayHeaderBytes)
 	if d.err == nil && uint64(n) > uint64(len(d.b)) {
@@ -89,7 +89,7 @@ func (d *decoder) integer(limit int64) int64 {
 	return v
 }
 
-// unsigned reads an integer's 64 bits.
+// unsigned reads an integer of either sign and returns its 64 bits.
 func (d *decoder) unsigned() uint64 {
 	if d.err == nil && msgp.NextType(d.b) == msgp.UintType {
 		return read(d, msgp.ReadUint64Bytes)
@@ -146,7 +146,7 @@ func (d *decoder) tokens() []int64 {
 	return out
 }
 
-// extra reads extra_keys: the first block has its salt there.
+// extra reads extra_keys, where the entry of the first block has the salt.
 func (d *decoder) extra(ev *Event) {
 	if d.isNil() {
 		return
@@ -215,7 +215,7 @@ func (d *decoder) event() (ev Event) {
 	return ev
 }
 
-// typeOf finds the type of a map, which need not come first.
+// typeOf sets ev.Kind from the type field of a map. It reads ahead, since that field need not come first.
 func (d *decoder) typeOf(ev *Event) {
 	ahead := *d
 	for range read(&ahead, msgp.ReadMapHeaderBytes) {
@@ -234,7 +234,7 @@ func (d *decoder) typeOf(ev *Event) {
 	}
 }
 
-// arrayEvent reads an event of an older release: the fields that every release had must be there.
+// arrayEvent reads an event of an older release. It refuses an event that lacks a field that every release had.
 func (d *decoder) arrayEvent() (ev Event) {
 	ev.Group = -1
 	n := d.array()
@@ -248,7 +248,7 @@ func (d *decoder) arrayEvent() (ev Event) {
 	switch ev.Kind {
 	case Stored:
 		order = append(order[:need:need], "extra_keys", "group_idx")
-		need-- // lora_name came later
+		need-- // the first releases had no lora_name
 	case Removed:
 		order = append(order[:need:need], "group_idx")
 	case Cleared:

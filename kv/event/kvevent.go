@@ -8,8 +8,8 @@
 //	array event  ["BlockStored", block_hashes, ...]
 //	message      topic | sequence, 8 B big-endian | batch
 //
-// epoch is ours: a number that each life of a publisher has of its own. vLLM's readers, and those
-// that follow it, pass over elements that they do not know.
+// Only Kvasir sends epoch: a number that differs for each life of a publisher. vLLM's readers, and readers that
+// follow it, skip elements that they do not know.
 package event
 
 import (
@@ -26,9 +26,9 @@ type Kind uint8
 
 // The kinds.
 const (
-	Stored  Kind = iota + 1 // blocks can be had from Medium
-	Removed                 // blocks went from Medium
-	Cleared                 // nothing of what was announced is there any more
+	Stored  Kind = iota + 1 // blocks can be read from Medium
+	Removed                 // blocks are no longer in Medium
+	Cleared                 // all announced blocks are gone
 )
 
 var names = [...]string{Stored: "BlockStored", Removed: "BlockRemoved", Cleared: "AllBlocksCleared"}
@@ -48,11 +48,11 @@ const (
 	Storage = "STORAGE" // disks and servers below it
 )
 
-// Event is one event. Of Removed only Hashes and Medium count, of Cleared nothing.
+// Event is one event. Removed uses only Hashes, Medium and Group, Cleared no field.
 type Event struct {
 	Kind        Kind
-	Hashes      [][]byte // one after the other in a prompt; an integer hash is its 8 bytes, big-endian
-	Parent      []byte   // of the block before the first; nil for the first of a prompt
+	Hashes      [][]byte // of blocks that follow each other in a prompt; an integer hash is its 8 bytes, big-endian
+	Parent      []byte   // hash of the block before the first of Hashes; nil if that is the prompt's first block
 	Tokens      []int64  // BlockTokens for each hash
 	Encoded     []byte   // when encoding, the msgpack array that is sent instead of Tokens
 	BlockTokens int
@@ -63,7 +63,7 @@ type Event struct {
 	// string of those keys that is not LoRA's name.
 	Salt string
 
-	Group int // which group of layers; -1 where the publisher does not say
+	Group int // KV cache group; -1 if the publisher does not name it
 }
 
 // Batch is the events of one message.
@@ -80,7 +80,7 @@ type Encoding struct {
 	IntHashes bool // the last 8 bytes of a hash as an integer
 }
 
-// Append appends a batch. Of a Stored event, the salt stands in the extra keys of the first block.
+// Append appends a batch. It writes the salt of a Stored event into the extra keys of the first block.
 func (e Encoding) Append(b []byte, batch *Batch) []byte {
 	n := uint32(3)
 	if batch.Epoch != 0 {
@@ -144,7 +144,7 @@ func (e Encoding) appendEvent(b []byte, ev *Event) []byte {
 	return f.b
 }
 
-// appendExtra writes an entry per block: LoRA's name for each, the salt for the first.
+// appendExtra writes an entry per block: the LoRA name for each block, and the salt for the first.
 func appendExtra(b []byte, ev *Event) []byte {
 	b = msgp.AppendArrayHeader(b, uint32(len(ev.Hashes)))
 	for i := range ev.Hashes {
@@ -202,8 +202,8 @@ type fields struct {
 	arrays bool
 }
 
-// begin writes the header and the type, of n fields and the optional ones. An array has
-// those before it, too.
+// begin writes the header and the type of an event with n fields, and with the optional fields
+// that extra and group announce. In a Stored array, group_idx has the extra keys, or nil, before it.
 func (f *fields) begin(k Kind, n uint32, extra, group bool) {
 	switch {
 	case f.arrays && group && k == Stored:
@@ -242,7 +242,7 @@ func (f *fields) text(name, s string) {
 	f.b = msgp.AppendString(f.b, s)
 }
 
-// group writes group_idx, the last field. In an array the extra keys stand before it.
+// group writes group_idx, the last field. In an array, unless extra, it first writes nil in place of the extra keys.
 func (f *fields) group(i int, extra bool) {
 	if i < 0 {
 		return
@@ -263,8 +263,8 @@ const (
 // ErrBatch means that a payload is no batch of events.
 var ErrBatch = errors.New("event: not a batch of KV events")
 
-// Decode reads a batch as vLLM's own classes do: what they refuse is ErrBatch, and one bad event
-// refuses all. Both encodings are read. Hashes of what is returned alias payload.
+// Decode reads a batch in either encoding. Like vLLM's own classes, it refuses the whole batch
+// with ErrBatch if one event is bad. The hashes of the batch alias payload.
 func Decode(payload []byte) (batch Batch, err error) {
 	batch.Rank = -1
 	d := decoder{b: payload}

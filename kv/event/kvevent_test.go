@@ -138,7 +138,7 @@ func want(t testing.TB, m map[string]json.RawMessage) (ev event.Event, plain, in
 	return ev, plain, ints
 }
 
-// Each payload that vLLM wrote is read, and those whose fields are ours are written byte for byte.
+// Decode reads each payload that vLLM wrote. If the encoder has all its fields, it writes the same bytes.
 func TestRecordedPayloads(t *testing.T) {
 	written := 0
 	for _, p := range read(t).Payloads {
@@ -186,7 +186,7 @@ func equal(a, b *event.Event) bool {
 		a.BlockTokens == b.BlockTokens && a.Medium == b.Medium && a.LoRA == b.LoRA && a.Salt == b.Salt && a.Group == b.Group
 }
 
-// What vLLM's classes refuse is refused, but for arrays, which older releases sent.
+// Decode refuses the payloads that vLLM's classes refuse, except arrays, which older releases sent.
 func TestRecordedDecoding(t *testing.T) {
 	for _, c := range read(t).Decoding {
 		_, err := event.Decode(unhex(t, c.Hex))
@@ -211,7 +211,7 @@ var sample = event.Batch{
 	},
 }
 
-// Both encodings come back as they were.
+// A batch that is written in either encoding is read back unchanged.
 func TestEncodingsComeBack(t *testing.T) {
 	for _, e := range []event.Encoding{{}, {Arrays: true}} {
 		got, err := event.Decode(e.Append(nil, &sample))
@@ -254,7 +254,7 @@ func TestTextThatIsNotUTF8IsRefused(t *testing.T) {
 	}
 }
 
-// What is read is written so that it is read the same again.
+// A batch that was read can be written, and is then read as the same batch.
 func FuzzDecode(f *testing.F) {
 	for _, p := range read(f).Payloads {
 		f.Add(unhex(f, p.Hex))

@@ -4,7 +4,7 @@ package event
 
 import "github.com/tinylib/msgp/msgp"
 
-// TokensIn returns how many tokens an encoded list of tokens has; 0 where it is none.
+// TokensIn returns the number of tokens in an encoded list; 0 if encoded is no list.
 func TokensIn(encoded []byte) int {
 	n, _, err := msgp.ReadArrayHeaderBytes(encoded)
 	if err != nil {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package object says what a chunk consists of: one object for each object group and
-// shard of its model. It knows under which key each object is kept, how long it is, and
-// which objects of a prompt a hit needs. It keeps nothing itself.
+// shard of its model. It knows the key and the length of each object, and
+// which objects of a prompt a hit needs. It stores nothing itself.
 package object
 
 import (
@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// Group is one object group: of each chunk one object is kept for it.
+// Group is one object group: each chunk has one object for it.
 type Group struct {
 	coordinator.ChunkGroup
 	Bytes int64 // of one object
@@ -100,9 +100,9 @@ func (g *Groups) Hit(limit int, has func(group, chunk int) bool) int {
 	return n
 }
 
-// Dead calls dead for the chunks of windows that no hit of this prompt can load, given
-// what is kept of it. The last ones are never among them: they may serve a longer
-// prompt.
+// Dead calls dead for each stored chunk of a window or recurrent group that no hit of this prompt
+// can load, given what is stored. It never calls dead for the last chunks of such a group, those that
+// a hit of the whole prompt needs: they may serve a longer prompt.
 func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(group, chunk int)) {
 	if !g.windows {
 		return

@@ -32,7 +32,7 @@ func window(tokens int) object.Group {
 }
 
 // TestHitIsTheLongestThatAllGroupsServe compares with a search from the longest hit down,
-// and shows that the hit of the prompt does not need what is dead.
+// and shows that the hit of the prompt needs no dead chunk.
 func TestHitIsTheLongestThatAllGroupsServe(t *testing.T) {
 	rapid.Check(t, func(r *rapid.T) {
 		g := groups(r, full(1), window(rapid.IntRange(1, 13).Draw(r, "window")), window(rapid.IntRange(1, 13).Draw(r, "window")))
@@ -76,8 +76,8 @@ func TestHitIsTheLongestThatAllGroupsServe(t *testing.T) {
 	})
 }
 
-// TestDeadAreWindowsThatAGapCutsOff has a prompt whose windows lack a chunk: what lies
-// before the gap and is no window's end serves no hit.
+// TestDeadAreWindowsThatAGapCutsOff has a prompt whose window group lacks chunks: a chunk next to
+// a gap that completes no window serves no hit.
 func TestDeadAreWindowsThatAGapCutsOff(t *testing.T) {
 	g := groups(t, full(1), window(2*chunkTokens))
 	has := func(group, chunk int) bool { return group == 0 || chunk%2 == 1 || chunk >= 6 }

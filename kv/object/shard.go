@@ -4,24 +4,24 @@ package object
 
 import "github.com/kvasir-kv/kvasir/kv"
 
-// Shard says whose chunks a call concerns: one namespace, and one of World
-// shards, or all of them.
+// Shard says which chunks a call concerns: those of one namespace, and of one of World
+// shards or of all.
 type Shard struct {
 	Namespace kv.Namespace
 	World     int
 	Index     int // 0 to World-1; ignored by lookups, which concern all
 	Groups    *Groups
 
-	// Each is for lookups only: the layout of each shard, where the workers of a
-	// model have unlike ones. Nil means Namespace and Groups for all.
+	// Each is for lookups only: the layout of each shard, if the workers of a
+	// model have different layouts. Nil means that all shards have Namespace and Groups.
 	Each *Layouts
 }
 
-// Layouts are those of all shards of a model.
+// Layouts are the layouts of all shards of a model, by shard.
 type Layouts []Layout
 
-// Layout is where the chunks of one shard live, and what they consist of. Groups are
-// like those of the other shards but for their bytes.
+// Layout is the namespace of one shard's chunks, and their object groups. Groups differ
+// from those of the other shards only in their bytes.
 type Layout struct {
 	Namespace kv.Namespace
 	Groups    *Groups

@@ -6,19 +6,19 @@ import (
 	"fmt"
 )
 
-// Layer is one layer's memory and where its blocks are in it.
+// Layer is the memory of one layer and the geometry of its blocks.
 type Layer struct {
 	Memory []byte
 	View   View
 }
 
-// Group is layers whose blocks go by the same ids. A chunk holds of a group, one
-// after another: plane by plane, in it layer by layer, in it the kept blocks of
-// the chunk, their slots, heads and rows. That is [planes, layers, slots, hidden].
+// Group is layers that share block ids. The bytes of a chunk for a group are ordered
+// by plane, then layer, then kept block of the chunk, then slot, head and row.
+// That is [planes, layers, slots, hidden].
 type Group struct {
-	Layers   []Layer // not empty; all Same
+	Layers   []Layer // not empty; View.Same holds for all
 	PerChunk int     // blocks of a chunk
-	Keep     int     // how many of them, the last ones, are stored; 1 to PerChunk
+	Keep     int     // the last Keep blocks of a chunk are stored; 1 to PerChunk
 	Sparse   bool    // a null id stands for a block that is not there
 }
 
@@ -41,13 +41,13 @@ func (g *Group) Check() error {
 	return nil
 }
 
-// Bytes is what a chunk holds of the group.
+// Bytes is the number of bytes that a chunk has for the group.
 func (g *Group) Bytes() int64 {
 	v := &g.Layers[0].View
 	return int64(v.Planes) * int64(len(g.Layers)) * int64(g.Keep) * int64(v.BlockBytes())
 }
 
-// Blocks is how many block ids the layers know: all of [0, Blocks).
+// Blocks is the number of block ids that every layer has: [0, Blocks).
 func (g *Group) Blocks() int {
 	n := g.Layers[0].View.Blocks
 	for i := range g.Layers {
@@ -63,11 +63,11 @@ type IDs struct {
 	null bool // id 0 is the null block in this list
 }
 
-// IDs checks ids, PerChunk for each of chunks chunks; more are ignored, fewer are
-// refused. An id must be a block, and no block may appear twice. Null, id 0, may
-// appear again and again where blocks can be absent: in a sparse group always,
-// in others when it does appear more than once (an engine never gives it away;
-// other clients use it as a block like any).
+// IDs checks ids, PerChunk for each of chunks chunks; it ignores more and refuses
+// fewer. An id must be a block, and no block may appear twice, except id 0. In a
+// sparse group id 0 is the null block, which stands for an absent block. In other groups
+// id 0 is the null block only if it appears more than once (engines never allocate
+// it; other clients use it like any block).
 func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	if chunks < 0 || len(ids)/g.PerChunk < chunks {
 		return IDs{}, fmt.Errorf("%w: %d for %d chunks of %d", ErrBlocks, len(ids), chunks, g.PerChunk)
@@ -90,8 +90,8 @@ func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	return out, nil
 }
 
-// idSet is a set of block ids. What a peer says of its memory does not size it:
-// beyond maxBits blocks the ids themselves do.
+// idSet is a set of block ids. Up to maxBits blocks it is a bitmap. Beyond that it is a
+// map, so that its size depends on the ids, not on the memory that a peer announced.
 type idSet struct {
 	bits []uint64
 	ids  map[int]struct{}
@@ -125,8 +125,8 @@ func (d *IDs) of(i int) []int {
 	return d.ids[end-d.g.Keep : end]
 }
 
-// Whole reports whether every block that is kept of chunk i is there. Without
-// one of them, a chunk would hold bytes that mean nothing.
+// Whole reports whether no kept block of chunk i is the null block. A chunk
+// with a null block would have bytes that mean nothing.
 func (d *IDs) Whole(i int) bool {
 	if d.null {
 		for _, id := range d.of(i) {
@@ -138,8 +138,8 @@ func (d *IDs) Whole(i int) bool {
 	return true
 }
 
-// each copies blocks [from, to) of ids of one plane of one layer, from slot skip
-// on, where skip counts from the first of ids: into chunk, or with load out of it.
+// each copies blocks [from, to) of ids, in one plane of one layer, into chunk, or with load
+// out of chunk. It leaves out the first skip slots, counted from the first of ids.
 func (g *Group) each(load bool, chunk []byte, ids []int, null bool, plane, layer, from, to, skip int) {
 	l := &g.Layers[layer]
 	v := &l.View
@@ -185,8 +185,8 @@ func run(load bool, layer, chunk []byte) {
 	copy(chunk, layer)
 }
 
-// Gather copies the blocks ids of every layer into chunk, whose bytes are as
-// Group describes for as many blocks. The ids are blocks of the group.
+// Gather copies the blocks ids of every layer into chunk, in the order that Group
+// describes, with len(ids) blocks. Every id must be a block of the group.
 func (g *Group) Gather(chunk []byte, ids []int) {
 	for plane := range g.Layers[0].View.Planes {
 		for layer := range g.Layers {
@@ -195,8 +195,8 @@ func (g *Group) Gather(chunk []byte, ids []int) {
 	}
 }
 
-// Scatter copies chunk into the blocks ids of every layer, but for the first skip
-// slots, which stay as they are. Null blocks of a sparse group are left out.
+// Scatter copies chunk into the blocks ids of every layer. It does not write the first skip
+// slots, nor the null blocks of a sparse group.
 func (g *Group) Scatter(chunk []byte, ids []int, skip int) {
 	for plane := range g.Layers[0].View.Planes {
 		for layer := range g.Layers {

@@ -112,8 +112,8 @@ func newWorld(t testing.TB, s shape, layers, perChunk, keep int, sparse bool, rn
 	return w
 }
 
-// each calls f with every byte of a chunk of the kept blocks: where it is in
-// which layer, where in the chunk, and which slot of the whole chunk it is.
+// each calls f with every byte of a chunk of the kept blocks: its layer, its place in the layer (in)
+// and in the chunk (out), its slot of the whole chunk, and its block id.
 func (w *world) each(kept []int, f func(layer, in, out, slot, id int)) {
 	s, out, at := &w.shape, 0, w.shape.places()
 	for plane := range s.planes() {
@@ -238,7 +238,7 @@ func TestParallel(t *testing.T) {
 	newWorld(t, s, 2, 2, 1, true, rnd).check(t, 2, 3, 700, true, rnd)
 }
 
-// Bytes of the same tokens are the same in a chunk, whatever form they came from.
+// The same tokens give the same bytes of a chunk, whatever the form of the memory they came from.
 func TestFormsAgree(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(5, 6))
 	var first []byte
@@ -357,7 +357,7 @@ func TestIDsRefuse(t *testing.T) {
 	}
 }
 
-// Many blocks, as a peer with a large sparse segment may claim: the same answers.
+// The answers are the same for very many blocks, which a peer with a large sparse segment may claim.
 func TestIDsOfManyBlocks(t *testing.T) {
 	v, size, err := paged.Dense(paged.MLA, 1<<23, 1, 1, 1)
 	if err != nil {
@@ -377,7 +377,7 @@ func TestIDsOfManyBlocks(t *testing.T) {
 	}
 }
 
-// A guard's error is Run's, from whichever goroutine.
+// Run returns the error of a guard, whichever goroutine met it.
 func TestGuard(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(9, 10))
 	s := shape{form: paged.PlanesNHD, blocks: 40, slots: 16, heads: 8, elems: 64, elem: 2}
@@ -398,8 +398,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// FuzzView offers any geometry: it is refused, or every byte that a copy of all
-// blocks touches is inside the memory, once.
+// FuzzView offers any geometry. Either the package refuses it, or a copy of all blocks touches only
+// bytes inside the memory, each once.
 func FuzzView(f *testing.F) {
 	f.Add(uint8(5), uint8(1), int64(2), int64(4), int64(3), int64(2), int64(4), int64(96), int64(24), int64(8), int64(4), int64(1), int64(0), uint16(400))
 	f.Add(uint8(4), uint8(2), int64(5), int64(2), int64(3), int64(4), int64(0), int64(24), int64(12), int64(4), int64(1), int64(0), int64(3), uint16(300))
@@ -431,8 +431,8 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// FuzzPlan offers any block ids: they are refused, or the copies are the naive
-// ones.
+// FuzzPlan offers any block ids. Either the package refuses them, or its copies equal those of the
+// naive index arithmetic.
 func FuzzPlan(f *testing.F) {
 	f.Add(uint8(0), uint8(3), uint8(2), []byte{1, 2, 3, 4}, uint16(3), uint64(1))
 	f.Add(uint8(5), uint8(2), uint8(1), []byte{0, 0, 3, 0xff}, uint16(9), uint64(2))

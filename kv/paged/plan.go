@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 )
 
-// Plan is a list of copies, carried out by Run in cache-sized pieces. The zero
+// Plan is a list of copies. Run carries them out in cache-sized pieces. The zero
 // Plan gathers.
 type Plan struct {
 	Load bool // scatter
@@ -23,19 +23,19 @@ type move struct {
 	ids    *IDs
 	of     []int
 	chunk  []byte
-	skip   int // slots, from the first of the kept blocks
+	skip   int // slots not to write, counted from the first kept block
 	blocks int // per piece
 	first  int // number of its first piece
 	pieces int
 }
 
-// pieceBytes is what one goroutine copies before it takes the next piece: half
-// of a small second-level cache, in and out.
+// pieceBytes is how much one goroutine copies before it takes the next piece. Source and
+// destination of a piece together fill half of a small second-level cache.
 const pieceBytes = 256 << 10
 
-// Add plans chunk i of ids. chunk is as long as the group's Bytes. Of a load the
-// first skip slots of the chunk's PerChunk blocks are left as they are, and so
-// are null blocks.
+// Add plans the copy of chunk i of ids. chunk must be as long as the group's Bytes. A load
+// does not write the first skip slots of the chunk's PerChunk blocks, nor
+// null blocks.
 func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
 	g := ids.g
 	if i < 0 || (i+1)*g.PerChunk > len(ids.ids) || int64(len(chunk)) != g.Bytes() || skip < 0 {
@@ -61,9 +61,9 @@ func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
 // Bytes is the size of all planned chunks.
 func (p *Plan) Bytes() int64 { return p.bytes }
 
-// Run carries the plan out with up to workers goroutines, the caller's among
-// them. Each calls guard with what it does, so that a guard can turn the fault of
-// memory that a peer has cut off into an error; a nil guard just calls. After an
+// Run carries the plan out with up to workers goroutines, the caller's included.
+// Each goroutine copies inside a call of guard. guard can turn a fault, when a peer has
+// truncated its memory, into an error. A nil guard only calls the function. After an
 // error some pieces may not have been copied.
 func (p *Plan) Run(workers int, guard func(func()) error) error {
 	if len(p.moves) == 0 {
@@ -74,7 +74,7 @@ func (p *Plan) Run(workers int, guard func(func()) error) error {
 	}
 	last := &p.moves[len(p.moves)-1]
 	total := last.first + last.pieces
-	// Small pieces are taken several at once.
+	// A goroutine takes several small pieces at once.
 	batch := max(1, int(pieceBytes*int64(total)/max(p.bytes, 1)/2))
 	workers = max(1, min(workers, total/batch, int(p.bytes/(4*pieceBytes))))
 	var next atomic.Int64

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package paged copies between paged KV tensors and chunks: gather for a store,
-// scatter for a load. It is pure: byte slices and strides in, no I/O. Whatever a
-// peer announced is checked when a View is made, and block ids before a copy is
+// scatter for a load. It works on byte slices and strides and does no I/O. NewView and NewViewOf
+// check what a peer announced, and Group.IDs checks block ids before a copy is
 // planned, so that no index leaves its slice.
 package paged
 
@@ -86,9 +86,9 @@ type View struct {
 // not overflow.
 const maxSpan = 1 << 46
 
-// NewView returns the geometry of t in memory of the given size. heads first
-// (HND) or tokens first (NHD) cannot be seen from a shape; hnd decides. Strides
-// say how dimensions really lie: a permuted view is read as what it is in memory,
+// NewView returns the geometry of t in memory of the given size. A shape does not show
+// whether heads (HND) or tokens (NHD) come first; hnd decides. NewView sorts the
+// dimensions of a permuted tensor into their order in memory,
 // with the rule of LMCache 0.5.6 (dimensions by falling stride, those of size 1
 // last among equals; K and V where a first or second dimension is 2).
 func NewView(t Tensor, hnd bool, memory int64) (View, error) {
@@ -196,7 +196,7 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 	if t.ElementBytes < 1 || t.ElementBytes > 16 || memory < 0 || memory > maxSpan {
 		return bad("%d bytes of memory in elements of %d", memory, t.ElementBytes)
 	}
-	last, outer := int64(0), int64(maxSpan) // the last element; the stride of the dimension around
+	last, outer := int64(0), int64(maxSpan) // the offset of the last element; the stride of the next outer dimension
 	elements := memory / int64(t.ElementBytes)
 	if t.Offset < 0 || t.Offset >= elements {
 		return bad("begins outside its %d bytes", memory)
@@ -239,7 +239,7 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 	}, nil
 }
 
-// BlockBytes is what one block holds of one plane.
+// BlockBytes is the number of bytes of one block in one plane.
 func (v *View) BlockBytes() int { return v.Slots * v.Heads * v.Row }
 
 // Same reports whether two layers hold blocks of one shape, so that they can
@@ -265,5 +265,5 @@ func (v *View) Rows(memory []byte, plane, block int, f func(row []byte)) {
 	}
 }
 
-// BlocksFirst reports whether a block's planes lie beside each other.
+// BlocksFirst reports whether the planes of a block lie next to each other.
 func (v *View) BlocksFirst() bool { return v.Form == BlocksNHD || v.Form == BlocksHND }

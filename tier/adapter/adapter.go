@@ -39,12 +39,12 @@ type Adapter struct {
 	S3       *bucket                // of types s3 and s3_native
 
 	Admission tier.Admission // min_hits, min_age_seconds
-	Absence   tier.Absence   // absent_seconds; only where a network is between
+	Absence   tier.Absence   // absent_seconds; only for tiers over a network
 
-	Ignored []string // keys that mean nothing here
+	Ignored []string // keys that have no effect in Kvasir
 }
 
-// Text is an --l2-adapter as it was written. Its String hides what is secret in it.
+// Text is an --l2-adapter as the operator wrote it. Its String hides secrets.
 type Text string
 
 func (t Text) String() string {
@@ -73,22 +73,22 @@ func isSecret(key string) bool {
 	return strings.Contains(key, "password") || strings.Contains(key, "secret") || strings.Contains(key, "token")
 }
 
-// MarshalYAML is how a file of flags shows it.
+// MarshalYAML returns the text for a file of flags, without secrets.
 func (t Text) MarshalYAML() (any, error) { return t.String(), nil }
 
-// ours are the types that are served. others are LMCache's that are not.
+// ours are the adapter types that Kvasir serves. others are types of LMCache that it does not serve.
 var (
 	ours   = []string{"fs", "fs_native", "redis", "resp", "valkey", "s3", "s3_native", mooncakeType}
 	others = strings.Fields(`aerospike bigtable dax fault_inject hf3fs hfbucket mock native_plugin nixl_native
 		nixl_store nixl_store_dynamic p2p plugin raw_block sagemaker-hyperpod`)
 )
 
-// ErrNotServed means that an adapter is one of LMCache's that has no counterpart here.
+// ErrNotServed means that LMCache has an adapter of this type, and Kvasir has none.
 var ErrNotServed = errors.New("not served here; served are " + strings.Join(ours, ", "))
 
 var errSerde = errors.New("\"serde\" is not supported: objects are kept as they are, and those of LMCache servers with a serde would be read wrongly")
 
-// reader reads the keys of an adapter, each once.
+// reader reads the keys of an adapter and remembers which were read.
 type reader struct {
 	raw  map[string]json.RawMessage
 	errs []error
@@ -125,15 +125,15 @@ func kindOf(v any) string {
 	return "object"
 }
 
-// within notes a number that cannot be used.
+// within records an error if v is not between least and most.
 func (r *reader) within(key string, v, least, most float64) {
 	if !(v >= least && v <= most) {
 		r.errs = append(r.errs, fmt.Errorf("%q: %v is outside %v to %v", key, v, least, most))
 	}
 }
 
-// Parse reads one --l2-adapter. The error names all that is wrong, unknown keys with the
-// known one that was probably meant. It wraps ErrNotServed for other types of LMCache.
+// Parse reads one --l2-adapter. The error names every fault, and for an unknown key the
+// most similar known key. It wraps ErrNotServed for types of LMCache that Kvasir does not serve.
 func Parse(text string) (a Adapter, _ error) {
 	r := reader{seen: make(map[string]bool)}
 	if err := json.Unmarshal([]byte(text), &r.raw); err != nil || r.raw == nil {
@@ -192,8 +192,8 @@ func Parse(text string) (a Adapter, _ error) {
 	return a, errors.Join(r.errs...)
 }
 
-// ParseAll reads every --l2-adapter. Types of LMCache that are not served, and keys that
-// mean nothing here, are logged and left out.
+// ParseAll reads every --l2-adapter. It logs and leaves out types of LMCache that Kvasir does not
+// serve, and keys that have no effect in Kvasir.
 func ParseAll(texts []Text, log *slog.Logger) (out []Adapter, _ error) {
 	var errs []error
 	for _, text := range texts {
@@ -213,7 +213,7 @@ func ParseAll(texts []Text, log *slog.Logger) (out []Adapter, _ error) {
 	return out, errors.Join(errs...)
 }
 
-// eviction reads LMCache's block of that name.
+// eviction reads LMCache's block "eviction".
 func (r *reader) eviction(a *Adapter) {
 	var block map[string]json.RawMessage
 	r.take("eviction", &block)

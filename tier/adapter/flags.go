@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Flags are those of a command that has tiers.
+// Flags are the flags about tiers, for each command that has tiers.
 type Flags struct {
 	Disk       []string `name:"disk" sep:"none" help:"A directory on a local disk, made when it is missing, that keeps chunks below the pool over restarts and power cuts. Repeat it for more disks." group:"Tiers" placeholder:"PATH"`
 	DiskGB     float64  `name:"disk-gb" help:"GiB that each --disk may take, never more." group:"Tiers" placeholder:"GIB"`
@@ -38,7 +38,8 @@ type Flags struct {
 	Answers string  `name:"l2-write-answers" help:"When chunks with generated tokens are written to tiers: yes (as --l2-write says), hit (once a lookup found them in the pool) or no (never)." default:"hit" enum:"yes,hit,no" group:"Tiers"`
 }
 
-// KeyFile is the path of a file of keys. An empty one is refused where it is given: who gives it, as by a variable that is not set, wants encryption.
+// KeyFile is the path of a file of keys. A flag with an empty path is an error: the operator wants encryption, perhaps with a variable that
+// is not set.
 type KeyFile string
 
 // UnmarshalText implements encoding.TextUnmarshaler.
@@ -54,7 +55,7 @@ func unlessEmpty(text []byte) error {
 	return nil
 }
 
-// Command is a shell command that may have a secret in it. Its String hides it. An empty one is refused, as an empty KeyFile is.
+// Command is a shell command that may contain a secret. Its String hides the command. An empty one is an error, as for KeyFile.
 type Command string
 
 // UnmarshalText implements encoding.TextUnmarshaler.
@@ -70,7 +71,7 @@ func (c Command) String() string {
 	return "(set)"
 }
 
-// MarshalYAML is how a file of flags shows it.
+// MarshalYAML returns the text for a file of flags, without the command.
 func (c Command) MarshalYAML() (any, error) { return c.String(), nil }
 
 const gib = 1 << 30
@@ -78,7 +79,7 @@ const gib = 1 << 30
 // KeysVariable is the environment variable with the keys of tiers, separated by commas.
 const KeysVariable = "KVASIR_TIER_KEYS"
 
-// EnvironmentKeys returns the text of KeysVariable. Where that is set and empty it is a text without a key, which is an error.
+// EnvironmentKeys returns the text of KeysVariable. If that is set and empty, it returns a text without a key, which is an error later.
 func EnvironmentKeys() string {
 	text, set := os.LookupEnv(KeysVariable)
 	if set && strings.TrimSpace(text) == "" {

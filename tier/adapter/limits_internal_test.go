@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// A call may take as long as the operator says (request_timeout), also where that is more than what
-// bounds calls otherwise.
+// A call may take as long as the operator's timeouts say, also if that is longer than the usual limit
+// of a call.
 func TestCallsMayTakeTheirTimeout(t *testing.T) {
 	for text, least := range map[string]time.Duration{
 		`{"type":"redis","host":"h","port":1}`:                                                  30 * time.Second,

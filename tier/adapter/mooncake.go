@@ -16,12 +16,12 @@ import (
 
 const (
 	mooncakeType   = "mooncake_store"
-	defaultMaster  = "127.0.0.1:50051" // Mooncake's
-	peerToPeer     = "P2PHANDSHAKE"    // no metadata server: nodes answer for themselves
+	defaultMaster  = "127.0.0.1:50051" // as in Mooncake
+	peerToPeer     = "P2PHANDSHAKE"    // no metadata server: each node answers for itself
 	transportOfUse = "tcp"
 )
 
-// takeText reads a key whose value LMCache hands to Mooncake as text, whatever it is.
+// takeText reads a key whose value LMCache passes to Mooncake as text, whatever its JSON type.
 func (r *reader) takeText(key string, into *string) {
 	r.seen[key] = true
 	raw, ok := r.raw[key]
@@ -32,7 +32,7 @@ func (r *reader) takeText(key string, into *string) {
 }
 
 // mooncake reads the keys of LMCache's mooncake_store adapter, most of which are Mooncake's own,
-// and ours. The error wraps ErrNotServed for clusters that cannot be reached over TCP.
+// and Kvasir's keys. The error wraps ErrNotServed for clusters that cannot be reached over TCP.
 func (r *reader) mooncake(a *Adapter) error {
 	o := &mooncakestore.Options{}
 	a.Mooncake = o
@@ -69,7 +69,7 @@ func (r *reader) mooncake(a *Adapter) error {
 	return not
 }
 
-// transferSecrets reads the keys that say how nodes and this client prove who they are: Kvasir's own.
+// transferSecrets reads the keys that say how nodes and this client prove who they are. Only Kvasir has these keys.
 func (r *reader) transferSecrets(o *mooncakestore.Options) {
 	const file, stock = "transfer_secret_file", "transfer_stock"
 	var networks []string
@@ -96,7 +96,7 @@ func (r *reader) transferSecrets(o *mooncakestore.Options) {
 	}
 }
 
-// mooncakeKeys names the key behind a field.
+// mooncakeKeys maps a field of the options to its JSON key.
 var mooncakeKeys = map[string]string{"Masters": "master_server_addr", "Conns": "num_workers", "Put.Replicas": "replica_num"}
 
 var errNoMooncakeSums = errors.New("objects in a Mooncake Store have no checksum, so --l2-trust checksum leaves nothing of them")
@@ -110,7 +110,7 @@ func openMooncake(a Adapter, o Options) (*mooncakestore.Tier, error) {
 	return mooncakestore.Open(of)
 }
 
-// mooncakePlace names a cluster and what of it is ours.
+// mooncakePlace names a cluster and the tenant in it.
 func mooncakePlace(o *mooncakestore.Options) string {
 	return strings.Join(o.Masters, ",") + "/" + o.Tenant
 }

@@ -52,7 +52,7 @@ func TestParseMooncakeRefuses(t *testing.T) {
 	f(`{"type":"mooncake_store","serde":{}}`, false, `"serde"`)
 }
 
-// Objects there have no checksum, so those who trust nothing else are refused at once. A cluster has its figures.
+// Objects of a Mooncake Store have no checksum, so an adapter that trusts only checksums is refused at once. A cluster has its figures.
 func TestOpenMooncake(t *testing.T) {
 	a, err := adapter.Parse(`{"type":"mooncake_store","master_server_addr":"127.0.0.1:1"}`)
 	if err != nil {

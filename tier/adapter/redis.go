@@ -19,11 +19,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/redis"
 )
 
-// redisLayouts are the types that are Redis or Valkey.
+// redisLayouts maps the adapter types for Redis and Valkey to their layouts.
 var redisLayouts = map[string]redis.Layout{"redis": redis.Native, "resp": redis.RESP, "valkey": redis.Valkey}
 
-// redis reads the keys of LMCache's resp and valkey adapters, each for all three types,
-// and ours.
+// redis reads the keys of LMCache's resp and valkey adapters and Kvasir's own keys. All three
+// types accept all of them.
 func (r *reader) redis(a *Adapter) {
 	o := &redis.Options{Layout: redisLayouts[a.Type]}
 	a.Redis = o
@@ -68,13 +68,13 @@ func (r *reader) redis(a *Adapter) {
 	r.ignore(a, "affinity_tag", "shared", "persist_enabled", "eviction", "serde")
 }
 
-// redisKeys names the key behind a field.
+// redisKeys maps a field of the options to its JSON key.
 var redisKeys = map[string]string{
 	"Addrs": "startup_nodes", "Sentinel": "sentinel_master", "Database": "database_id", "Prefix": "key_prefix", "Stripe": "stripe_mb", "TTL": "ttl_seconds",
 	"Limit": "max_capacity_gb", "Workers": "num_workers", "Timeout": "request_timeout", "DialTimeout": "connection_timeout",
 }
 
-// redisServers reads where the servers are: host and port, startup_nodes, or unix_socket.
+// redisServers reads the addresses of the servers: host and port, startup_nodes, or unix_socket.
 func (r *reader) redisServers(a *Adapter) {
 	o := a.Redis
 	host, port, nodes, path := "", 0, "", ""
@@ -116,7 +116,7 @@ func (r *reader) redisServers(a *Adapter) {
 	}
 }
 
-// secret reads what a file has, so that it stands on no command line.
+// secret reads a secret from the file that key names, so that no command line shows it.
 func (r *reader) secret(key string, into *string) {
 	path := ""
 	if r.take(key, &path); path == "" {
@@ -129,7 +129,7 @@ func (r *reader) secret(key string, into *string) {
 	*into = strings.TrimRight(string(text), "\r\n")
 }
 
-// tls reads how the server is to prove who it is.
+// tls reads how the server must prove who it is.
 func (r *reader) tls(o *redis.Options) {
 	on, ca, cert, key, name := false, "", "", "", ""
 	r.take("tls_enable", &on)
@@ -174,7 +174,7 @@ func openRedis(a Adapter, o Options) (*redis.Tier, error) {
 	return redis.Open(of)
 }
 
-// redisPlace names a database and what of it is ours.
+// redisPlace names the servers, the database and the prefix of the keys in it.
 func redisPlace(o *redis.Options) string {
 	return fmt.Sprintf("%s/%d/%s%s", strings.Join(o.Addrs, ","), o.Database, o.Sentinel, o.Prefix)
 }

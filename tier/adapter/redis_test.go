@@ -123,7 +123,7 @@ func TestTextHidesSecrets(t *testing.T) {
 	}
 }
 
-// What is wrong with an adapter is said without what is secret in it, however it is wrong.
+// An error of a wrong adapter never shows its secrets, whatever is wrong.
 func TestErrorsHideSecrets(t *testing.T) {
 	noAWS(t)
 	for _, text := range []string{

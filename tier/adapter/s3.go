@@ -25,20 +25,20 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// s3Layouts are the types that are object stores.
+// s3Layouts maps the adapter types for object stores to their layouts.
 var s3Layouts = map[string]s3.Layout{"s3": s3.LMCache, "s3_native": s3.Native}
 
-// bucket is what an adapter says of an object store.
+// bucket has the options of an adapter for an object store.
 type bucket struct {
 	s3.Options
-	sts string // where web identities are exchanged
+	sts string // URL of the service that exchanges web identities for credentials
 
-	// Buckets of their own, by where their roots are. What has a salt named here goes to that
-	// one, else what is of a model named here.
+	// Root URLs of the buckets for single salts and models. An object goes to the bucket of its
+	// salt, else to that of its model, else to Options.URL.
 	bySalt, byModel map[string]string
 }
 
-// s3 reads the keys of LMCache's s3 adapter, for both types, and ours.
+// s3 reads the keys of LMCache's s3 adapter, for both types, and Kvasir's own keys.
 func (r *reader) s3(a *Adapter) {
 	b := &bucket{Options: s3.Options{Layout: s3Layouts[a.Type]}}
 	a.S3 = b
@@ -81,13 +81,13 @@ func (r *reader) s3(a *Adapter) {
 	r.ignore(a, "affinity_tag", "shared", "persist_enabled", "eviction", "serde", "max_capacity_gb", "s3_prefer_http2", "s3_enable_s3express")
 }
 
-// s3Fields names the key behind a field.
+// s3Fields maps a field of the options to its JSON key.
 var s3Fields = map[string]string{
 	"URL": "s3_endpoint", "Prefix": "s3_prefix", "Part": "s3_part_mb", "Upload": "s3_upload_part_mb", "PutsPerHour": "s3_puts_per_hour", "Workers": "s3_num_io_threads",
 	"Lookups": "s3_num_io_threads", "Timeout": "request_timeout", "DialTimeout": "connection_timeout",
 }
 
-// admission reads what an adapter is spared.
+// admission reads which objects are not written to the adapter.
 func (r *reader) admission(a *Adapter) {
 	age := 0.0
 	r.take("min_hits", &a.Admission.MinHits)
@@ -97,7 +97,7 @@ func (r *reader) admission(a *Adapter) {
 	a.Admission.MinAge = time.Duration(age * float64(time.Second))
 }
 
-// absence reads for how long what was not there is not asked for again.
+// absence reads for how long the tier is not asked again for a missing object.
 func (r *reader) absence(a *Adapter) {
 	seconds := 1.0
 	r.take("absent_seconds", &seconds)
@@ -107,8 +107,8 @@ func (r *reader) absence(a *Adapter) {
 
 var errEndpoint = errors.New(`where the bucket is is missing: "s3_bucket" for Amazon's, "s3_endpoint" like "s3://bucket.host" or with "s3_bucket" like "https://host:9000"`)
 
-// s3Where reads where the bucket's root is. LMCache's endpoints are s3://BUCKET.HOST; with
-// s3_bucket they are those of the store.
+// s3Where reads the root URLs of the buckets. In LMCache s3_endpoint is s3://BUCKET.HOST; with
+// s3_bucket it is the endpoint of the store.
 func (r *reader) s3Where(b *bucket, plain bool) {
 	endpoint, name, style := "", "", ""
 	var salts, models map[string]string
@@ -159,13 +159,13 @@ func (r *reader) s3Where(b *bucket, plain bool) {
 	}
 }
 
-// s3Root returns where a bucket's root is, without the scheme.
+// s3Root returns the root URL of a bucket, without the scheme.
 func s3Root(host, name, style, region string) string {
 	amazon := "s3." + region + ".amazonaws.com"
 	switch {
 	case host == "" && !strings.Contains(name, "."):
 		return name + "." + amazon
-	case host == "": // no certificate is for such a name
+	case host == "": // no certificate is valid for a name with dots before amazon's
 		return amazon + "/" + name
 	case name == "":
 		return host
@@ -177,7 +177,7 @@ func s3Root(host, name, style, region string) string {
 	return name + "." + host
 }
 
-// isAddress reports whether a host can have no bucket's name before its own.
+// isAddress reports whether a host is such that no bucket name can precede it.
 func isAddress(host string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h
@@ -186,7 +186,7 @@ func isAddress(host string) bool {
 	return err == nil || !strings.Contains(host, ".")
 }
 
-// s3Keys reads the credentials; without any they are looked for where Amazon's programs do.
+// s3Keys reads the credentials. Without any, it looks for them where Amazon's programs look.
 func (r *reader) s3Keys(b *bucket) {
 	var c aws.Static
 	anonymous := false
@@ -209,7 +209,7 @@ func (r *reader) s3Keys(b *bucket) {
 	}
 }
 
-// s3Trust reads how the store is to prove who it is.
+// s3Trust reads how the store must prove who it is.
 func (r *reader) s3Trust(o *s3.Options) {
 	ca := ""
 	r.take("s3_ca_bundle", &ca)
@@ -226,7 +226,7 @@ func (r *reader) s3Trust(o *s3.Options) {
 	}
 }
 
-// openS3 opens the bucket, or all of them.
+// openS3 opens the bucket, and those of single salts and models.
 func openS3(a Adapter, o Options) (_ tier.Tier, err error) {
 	of := a.S3.Options
 	of.Names, of.Log, of.Summed = o.Names, o.Log, o.Trust == fs.TrustChecksum

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// noAWS takes the variables away that name a store.
+// noAWS unsets the variables of the environment that name a store.
 func noAWS(t *testing.T) {
 	for _, v := range os.Environ() {
 		if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(name, "AWS_") {
@@ -88,7 +88,7 @@ func TestParseS3(t *testing.T) {
 	f(`{"type":"s3","s3_endpoint":"s3://kv.host","serde":{}}`, `"serde"`)
 }
 
-// Tenants and models have buckets of their own, and what belongs to one is in no other.
+// Tenants and models have buckets of their own, and no bucket has objects of another.
 func TestBucketsOfTenants(t *testing.T) {
 	noAWS(t)
 	var mu sync.Mutex

@@ -25,14 +25,14 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 )
 
-// overS3 is a server's store over a bucket that says nothing while it is silent, and has nothing
-// else.
+// overS3 is a server's store over an empty bucket, which does not answer while silent is
+// set.
 type overS3 struct {
 	*store.Store
 	shard  object.Shard
 	silent atomic.Bool
 	asked  atomic.Int64
-	speak  chan struct{} // closed when those who wait are answered
+	speak  chan struct{} // closed when the waiting requests are answered
 	last   atomic.Int64  // session
 }
 
@@ -100,7 +100,7 @@ func (s *overS3) lookup(h []kv.Hash) (id []byte, r store.LookupResult) {
 	return id, s.Lookup(id, s.shard, store.Hashed(h), 1)
 }
 
-// ram looks a prompt up that is all in RAM, which is answered at once.
+// ram looks up a prompt that is all in RAM, and checks that the store answers at once.
 func (s *overS3) ram(t testing.TB, h []kv.Hash) {
 	id, r := s.lookup(h)
 	if r.State == store.Pending || r.Hit != len(h) {
@@ -109,7 +109,7 @@ func (s *overS3) ram(t testing.TB, h []kv.Hash) {
 	s.EndSession(id, lease.Owner{})
 }
 
-// wait looks a prompt up and waits for what there is of it.
+// wait looks up a prompt and waits until its lookup ends.
 func (s *overS3) wait(t testing.TB, h []kv.Hash) {
 	id, r := s.lookup(h)
 	if r.State == store.Pending {
@@ -118,7 +118,7 @@ func (s *overS3) wait(t testing.TB, h []kv.Hash) {
 	s.EndSession(id, lease.Owner{})
 }
 
-// keepAsking has lookups wait for the bucket, as many as may.
+// keepAsking begins lookups that wait for the bucket, as many as the store allows.
 func (s *overS3) keepAsking(seed int) (waiting [][]byte) {
 	for i := range 64 {
 		if id, r := s.lookup(prompt(seed+i, 20)); r.State == store.Pending {
@@ -128,9 +128,9 @@ func (s *overS3) keepAsking(seed int) (waiting [][]byte) {
 	return waiting
 }
 
-// A bucket that says nothing costs what only it has: lookups that are all in RAM are answered at
-// once, also while others wait for it; those end without it; after a few it is left alone, and
-// later it is asked again.
+// A silent bucket costs only the objects that no other place has. Lookups that are all in RAM are answered
+// at once, also while others wait for the bucket. Those others end without it. After a few failures the
+// store pauses its calls to the bucket, and tries it again later.
 func TestSilentStoreSparesRAM(t *testing.T) {
 	s := newOverS3(t)
 	h := prompt(1, 100)
@@ -164,8 +164,8 @@ func TestSilentStoreSparesRAM(t *testing.T) {
 	testkit.Eventually(t, "it is asked again", asks)
 }
 
-// Lookups of 100 chunks that are all in RAM, over a bucket that answers and over a silent one
-// that others ask all the time: the median and p99 of both.
+// The median and p99 of lookups of 100 chunks that are all in RAM: over a bucket that answers, and over a silent
+// one for which other lookups wait all the time.
 func BenchmarkRAMOverStore(b *testing.B) {
 	for _, silent := range []bool{false, true} {
 		b.Run(map[bool]string{false: "answers", true: "silent"}[silent], func(b *testing.B) {

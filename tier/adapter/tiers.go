@@ -25,42 +25,42 @@ import (
 
 // Options says which tiers there are.
 type Options struct {
-	Disk     disk.Options // no directory for none; it is asked before the others
+	Disk     disk.Options // without a directory there is no disk; the disk is asked before the others
 	Adapters []Adapter    // the first is asked first
 	Trust    fs.Trust
-	Existing bool // directories have to be there
+	Existing bool // directories must exist
 	Names    *tier.Names
-	Changes  *tier.Changes // knows what the tiers have; nil for none
+	Changes  *tier.Changes // records what the tiers have; nil for no record
 	Log      *slog.Logger  // nil discards
-	Keys     seal.Source   // that encrypt the disks, redis and s3_native; without any they are plain
+	Keys     seal.Source   // encrypt the disks, redis and s3_native; without keys objects are not encrypted
 
 	keys   *seal.Keys // of Keys, opened
-	number uint8      // of the next tier in Changes
+	number uint8      // number of the next tier in Changes
 }
 
 // Set is the tiers of one server.
 type Set struct {
-	Tier  tier.Tier        // of all; nil for none
+	Tier  tier.Tier        // all tiers as one; nil for none
 	Each  []*tier.Counting // in the order in which they are asked
 	Place string           // names them for store.Options.Place
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
-	Contents map[string]tier.Tier           // the tiers themselves, by their names, for tier.RemoveIf
-	Numbers  map[string]uint8               // of the adapters' Contents in Options.Changes
-	Seals    map[string]*seal.Tier          // those that are encrypted where there are keys, by their names
-	Keys     *seal.Keys                     // nil for none; the owner has them watched
+	Contents map[string]tier.Tier           // the tiers below Bounded and Counted, by their names, for tier.RemoveIf
+	Numbers  map[string]uint8               // by the name of an adapter's tier: its number in Options.Changes
+	Seals    map[string]*seal.Tier          // the tiers that are encrypted if there are keys, by their names
+	Keys     *seal.Keys                     // nil for none; the owner of the Set must watch them
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
 
-	// ReadFiles is how often the files of generations are read, where another server may share a directory and write one; else 0.
+	// ReadFiles is how often the files of generations must be read, if another server may share a directory and write its file; else 0.
 	ReadFiles time.Duration
 }
 
-// Intervals at which the notes of shared tiers are read. Each read of an S3 note is paid for.
+// Intervals at which the notes of shared tiers are read. Each read of an S3 note costs money.
 const noteEvery, paidNoteEvery = 250 * time.Millisecond, time.Second
 
-// noteOf returns what keeps the generations of a tier that other servers may share.
+// noteOf returns the place in which a tier keeps generations for the servers that share it.
 func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) {
 	note, ok := d.(tier.Notebook)
 	if !ok {
@@ -73,7 +73,7 @@ func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) 
 	return p, true
 }
 
-// readFiles returns Set.ReadFiles: servers may share directories that are no --disk.
+// readFiles returns Set.ReadFiles. Servers may share the directories of adapters, but no --disk.
 func readFiles(adapters []Adapter) time.Duration {
 	if slices.ContainsFunc(adapters, func(a Adapter) bool { return len(a.Shared()) == 0 }) {
 		return noteEvery
@@ -81,7 +81,7 @@ func readFiles(adapters []Adapter) time.Duration {
 	return 0
 }
 
-// Open opens the tiers. Where one cannot be opened none is.
+// Open opens the tiers. If it cannot open one, it closes the others.
 func Open(o Options) (s Set, err error) {
 	var opened []tier.Tier
 	defer func() {
@@ -172,7 +172,7 @@ func Open(o Options) (s Set, err error) {
 		}
 		places = append(places, a.Type+":"+a.place())
 	}
-	if s.Keys != nil { // what a pool has noted as written to a plain place is written again
+	if s.Keys != nil { // another Place, so that the pool writes objects again that it wrote unencrypted
 		places = append(places, "encrypted")
 	}
 	s.Place, s.ReadFiles = strings.Join(places, " "), readFiles(o.Adapters)
@@ -190,10 +190,10 @@ func Open(o Options) (s Set, err error) {
 	return s, nil
 }
 
-// ownLayout reports whether objects lie there in a layout of Kvasir's own, which can be encrypted.
+// ownLayout reports whether the adapter stores objects in Kvasir's own layout. Only such objects can be encrypted.
 func (a *Adapter) ownLayout() bool { return a.Type == "redis" || a.Type == "s3_native" }
 
-// saySealed says once what is encrypted, and what is not.
+// saySealed logs which tiers are encrypted, and which are not.
 func saySealed(s *Set, log *slog.Logger) {
 	if s.Keys == nil || log == nil {
 		return
@@ -215,10 +215,10 @@ func saySealed(s *Set, log *slog.Logger) {
 
 var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
 
-// probeTime bounds the question to a tier at the start.
+// probeTime bounds Probe.
 const probeTime = 10 * time.Second
 
-// Probe asks each tier once, so that trouble shows at the start and not with the first prompt.
+// Probe asks each tier once, so that a fault shows at the start and not with the first prompt.
 func (s *Set) Probe(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, probeTime)
 	defer cancel()
@@ -229,7 +229,7 @@ func (s *Set) Probe(ctx context.Context) {
 	wg.Wait()
 }
 
-// askOnce asks a tier for what changes nothing.
+// askOnce sends a tier a request that changes nothing.
 func askOnce(ctx context.Context, d tier.Tier) error {
 	if n, ok := d.(tier.Notebook); ok {
 		_, err := n.Note(ctx)
@@ -238,7 +238,7 @@ func askOnce(ctx context.Context, d tier.Tier) error {
 	return d.Stat(ctx, []kv.Key{{}}, make([]tier.Meta, 1))
 }
 
-// sayRooms says how much the disks may take, and warns of those with less room than that.
+// sayRooms logs how much each disk may take, and warns of disks with less room.
 func sayRooms(d *disk.Disk, log *slog.Logger) {
 	if log == nil {
 		return
@@ -261,7 +261,7 @@ func sayRooms(d *disk.Disk, log *slog.Logger) {
 var errDiskLimit = errors.New("only a server writes to a disk, within its --disk-gb")
 
 // OpenOne opens one tier for a tool: an --l2-adapter, TYPE:PATH, redis:HOST:PORT,
-// s3_native:BUCKET/PREFIX, or disk:PATH for what no server uses.
+// s3_native:BUCKET/PREFIX, or disk:PATH for a disk that no server uses.
 func OpenOne(text string, o Options) (tier.Tier, error) {
 	if path, ok := strings.CutPrefix(text, "disk:"); ok {
 		if !o.Existing {
@@ -285,7 +285,7 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 	return openSealed(t, a.Type, o)
 }
 
-// openSealed puts the keys of a tool over a tier, which it closes when there is an error.
+// openSealed wraps a tier of a tool with its keys. On an error it closes the tier.
 func openSealed(t tier.Tier, name string, o Options) (tier.Tier, error) {
 	keys, err := seal.OpenKeys(context.Background(), o.Keys)
 	if err != nil {
@@ -294,7 +294,7 @@ func openSealed(t tier.Tier, name string, o Options) (tier.Tier, error) {
 	return seal.New(t, keys, seal.Options{Name: name, Log: o.Log}), nil
 }
 
-// PlaceOf names where the objects of a tier for a tool go.
+// PlaceOf names the place of the tier that OpenOne opens for text.
 func PlaceOf(text string) (string, error) {
 	if path, ok := strings.CutPrefix(text, "disk:"); ok {
 		return absolute(path), nil
@@ -343,8 +343,8 @@ func openAdapter(a Adapter, o Options) (tier.Tier, error) {
 
 const usualTime = 30 * time.Second // of a call, at most
 
-// limits bound the use of an adapter. What an operator lets a request and a connection take is no less
-// than what a call may.
+// limits bound the use of an adapter. A call may last usualTime longer than the operator's
+// timeouts of a request and of a connection together.
 func (a *Adapter) limits() tier.Limits {
 	l := tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes, Timeout: usualTime}
 	var asked time.Duration
@@ -360,7 +360,7 @@ func (a *Adapter) limits() tier.Limits {
 	return l
 }
 
-// place names where an adapter keeps objects.
+// place names the place in which an adapter keeps objects.
 func (a *Adapter) place() string {
 	switch {
 	case a.Redis != nil:
@@ -373,8 +373,8 @@ func (a *Adapter) place() string {
 	return absolute(a.Path)
 }
 
-// Shared names where an adapter without a directory of this host keeps objects: one name
-// for each of its addresses, which do not depend on other adapters and other addresses.
+// Shared returns the names of the places in which an adapter without a directory of this host keeps
+// objects, one for each address. A name does not depend on other adapters and other addresses.
 func (a *Adapter) Shared() (names []string) {
 	switch {
 	case a.Redis != nil:
@@ -398,7 +398,7 @@ func openDir(a Adapter, o Options) (*fs.Dir, error) {
 	})
 }
 
-// explain says what to do about a disk that cannot be opened.
+// explain adds to the error of a disk that cannot be opened what the operator can do.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, disk.ErrInUse):
@@ -425,7 +425,7 @@ func uniqueName(of []*tier.Counting, kind string) string {
 	return fmt.Sprintf("%s-%d", kind, n)
 }
 
-// absolute returns the path itself where the directory of this process is not known.
+// absolute returns the absolute path, or path itself if the working directory is not known.
 func absolute(path string) string {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs

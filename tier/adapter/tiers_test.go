@@ -51,7 +51,7 @@ func equal(a, b adapter.Adapter) bool {
 		a.Calls == b.Calls && a.Bytes == b.Bytes && a.EvictAt == b.EvictAt && a.Evict == b.Evict
 }
 
-// What cannot be used is named, with what was probably meant.
+// An error names the option that cannot be used, and the one that was probably meant.
 func TestParseRefuses(t *testing.T) {
 	f := func(text string, want ...string) {
 		t.Helper()
@@ -146,7 +146,7 @@ func TestDisksSayTheirRoom(t *testing.T) {
 	}
 }
 
-// What was not there is remembered for a second where a network is between, or as told.
+// A tier behind a network remembers a missing object for a second, or for the time of the option.
 func TestAbsence(t *testing.T) {
 	f := func(text string, want time.Duration) {
 		t.Helper()

@@ -14,15 +14,15 @@ import (
 // enough to hold most of them. So the disk admits on the first offer while it has free space, and then while that
 // gives more hits: a ruleChooser simulates both rules on the keys that are offered and read.
 
-// admission says which objects are kept.
+// admission is the state of a Disk's decisions which objects to keep.
 type admission struct {
 	seed    maphash.Seed // of the hashes of keys
-	touched seenKeys     // that were offered once
+	touched seenKeys     // keys that were offered
 	chooser ruleChooser
 	refused atomic.Int64 // objects offered for the first time
 }
 
-// admits reports whether an object of n bytes is kept. It remembers that it was offered.
+// admits reports whether to keep an object of n bytes. It remembers that the object was offered.
 func (d *Disk) admits(k *kv.Key, n int64) bool {
 	if d.opts.FirstTouch {
 		return true
@@ -41,7 +41,7 @@ func (d *Disk) wasRead(k *kv.Key, n int64) {
 	}
 }
 
-// keepsFirst reports whether objects are kept when they are offered for the first time.
+// keepsFirst reports whether to keep objects that are offered for the first time.
 func (d *Disk) keepsFirst() bool {
 	if d.opts.FirstTouch || d.opts.SecondTouch {
 		return d.opts.FirstTouch
@@ -61,7 +61,8 @@ func (v *volume) hasRoom() bool {
 	return v.isOpen() && v.mu.used+2*v.segment <= v.holdsLocked()
 }
 
-// holdsLocked is how many bytes the volume has before it evicts: what it had when it last did, else its limit.
+// holdsLocked is how many bytes the volume can hold before it evicts: as many as at its last eviction, or now if that is more; before the
+// first, its limit.
 func (v *volume) holdsLocked() int64 {
 	if v.mu.full == 0 {
 		return v.dir.Bytes
@@ -69,7 +70,7 @@ func (v *volume) holdsLocked() int64 {
 	return min(v.dir.Bytes, max(v.mu.full, v.mu.used))
 }
 
-// capacity is how many bytes all volumes have before they evict.
+// capacity is how many bytes all volumes can hold before they evict.
 func (d *Disk) capacity() (n int64) {
 	for _, v := range d.volumes {
 		v.mu.Lock()

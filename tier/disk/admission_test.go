@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// Without a rule a disk keeps everything while it has room, what comes again afterwards, and everything
-// once that gives more hits.
+// Without a rule a disk keeps every object while it has room. When it is full it keeps only objects that are offered
+// again, and every object once that rule gives more hits.
 func TestAdmission(t *testing.T) {
 	m := newMemFiles(1, 1<<30)
 	d := openMem(t, Options{SegmentBytes: 256 << 10, MinFree: 1}, 4<<20, newClock(), m)

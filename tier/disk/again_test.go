@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// That an object was read is in the checkpoint, so that it outlives a restart and then an eviction.
+// The checkpoint records which objects were read, so that they are still known as used after a restart.
 func TestReadsSurviveInTheCheckpoint(t *testing.T) {
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}
@@ -42,8 +42,8 @@ func TestReadsSurviveInTheCheckpoint(t *testing.T) {
 	}
 }
 
-// Older records of an object that are found beside newer ones, without a journal that knows of them, do not come back when
-// the newer ones are deleted, in whatever order they were found.
+// If the disk finds older records of an object beside newer ones, and no journal names them, the older ones do not come back
+// when the newer ones are deleted, in whatever order it found them.
 func TestOlderRecordsThatAreFoundStayGone(t *testing.T) {
 	const objects = 40
 	m, c := newMemFiles(1, 1<<30), newClock()
@@ -83,7 +83,7 @@ func TestOlderRecordsThatAreFoundStayGone(t *testing.T) {
 	}
 }
 
-// What is written again while another disk is still being read takes the place of what is found there.
+// An object that is written again while another disk is still being opened replaces the record found there.
 func TestWrittenWhileAnotherDiskIsRead(t *testing.T) {
 	c := newClock()
 	o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}

@@ -42,7 +42,7 @@ func benchKey(i int64) (k kv.Key) {
 	return k
 }
 
-// plainFile is what the tier is compared with: one file, reserved, direct I/O.
+// plainFile is the file that the tier is compared with: one file, reserved, direct I/O.
 func plainFile(b *testing.B) file {
 	b.Helper()
 	path := filepath.Join(benchDir(b), "plain")

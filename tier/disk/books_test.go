@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// All files of a directory stay within its limit, the books among them, also while those are replaced, however small the
-// objects are and however many are deleted.
+// All files of a directory together, with the checkpoint and the journal, stay within its limit, however small the objects are and
+// however many are deleted. This holds also while the checkpoint or the journal is replaced.
 func TestBooksAreWithinTheLimit(t *testing.T) {
 	const segment = 256 << 10
 	limit := segment * int64(max(8, testkit.Volume(32)))

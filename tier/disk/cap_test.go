@@ -34,8 +34,8 @@ func smallBytes(i int64) int { return 4<<10 + int(mix(uint64(i))%(60<<10+1)) }
 
 // A directory that is offered many times its limit never takes more than the limit and one segment, gives no wrong
 // byte, and writes less than 1.3 bytes for each byte of objects. At full size the limit is 4 GiB, the keys have 16 GiB
-// of objects, and there are 2,000,000 writes of 4 to 64 KiB and 100,000 of 1 MiB; CAP is the part of that which is
-// played, CAP_DIR where. Without CAP there are fewer writes for the limit.
+// of objects, and there are 2,000,000 writes of 4 to 64 KiB and 100,000 of 1 MiB. CAP is the fraction of the full size to
+// run, and CAP_DIR the directory. Without CAP there are fewer writes for the limit.
 func TestCap(t *testing.T) {
 	part, fewer := 1.0/256, 4.0
 	if v, err := strconv.ParseFloat(os.Getenv("CAP"), 64); err == nil {

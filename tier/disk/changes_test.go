@@ -36,8 +36,8 @@ func follow(t *testing.T, c *tier.Changes) map[uint8]map[kv.Key]bool {
 	}
 }
 
-// Two directories are offered more than they take, some objects again, some are read, deleted or damaged: who follows the
-// changes knows exactly what each has. What was there before is known once it was asked for.
+// Two directories are offered more objects than they keep, some objects again; some are read, deleted or damaged. A follower of
+// the changes knows exactly what each directory has. It knows earlier objects once it asked for them.
 func TestChangesMatchTheContents(t *testing.T) {
 	one, two := newMemFiles(1, 1<<30), newMemFiles(2, 1<<30)
 	o := Options{SegmentBytes: 256 << 10, MinFree: 1, FirstTouch: true, Changes: tier.NewChanges(), Number: 3}

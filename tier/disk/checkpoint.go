@@ -10,11 +10,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// checkPiece is how much of a checkpoint is read at once, where a segment's part is not larger.
+// checkPiece is how many bytes of a checkpoint are read at once, unless the part of one segment is larger.
 const checkPiece = 1 << 20
 
-// checkReader reads a checkpoint for some goroutines: one of them reads a piece while the others have the objects of
-// theirs known.
+// checkReader reads a checkpoint for several goroutines: one reads a piece while the others put the objects of their pieces into
+// the index.
 type checkReader struct {
 	file file
 	size int64
@@ -22,7 +22,7 @@ type checkReader struct {
 	mu   sync.Mutex // over a read
 	off  int64      // of the first part that no reader has taken
 	err  error
-	todo map[uint64]found // segments that are not known yet
+	todo map[uint64]found // segments that are not loaded yet, by id
 }
 
 // checkPart is what a checkpoint says of one segment.
@@ -31,7 +31,7 @@ type checkPart struct {
 	index []byte
 }
 
-// loadCheckpoint takes the segments out of todo that the checkpoint has, as they are.
+// loadCheckpoint loads the segments that the checkpoint describes as they are now, and removes them from todo.
 func (v *volume) loadCheckpoint(names map[string]int64, todo map[uint64]found) error {
 	size := names[checkName] / block * block
 	if size < block {
@@ -58,7 +58,7 @@ func (v *volume) loadCheckpoint(names map[string]int64, todo map[uint64]found) e
 	return c.err
 }
 
-// loadParts has the objects of some parts of a checkpoint known, until it ends, or the volume does.
+// loadParts puts the objects of parts of a checkpoint into the index, until the checkpoint or the volume ends.
 func (v *volume) loadParts(c *checkReader) {
 	piece := shm.MakeAligned(int(min(checkPiece, c.size)), block)
 	var parts []checkPart
@@ -86,7 +86,7 @@ func (v *volume) loadParts(c *checkReader) {
 	}
 }
 
-// next reads the next parts into piece, or into a larger one where the first does not fit. None are left after an error.
+// next reads the next parts into piece, or into a larger piece if the first part does not fit. After an error, later calls return no parts.
 func (c *checkReader) next(parts []checkPart, piece []byte) ([]checkPart, []byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -122,7 +122,7 @@ func (c *checkReader) next(parts []checkPart, piece []byte) ([]checkPart, []byte
 	return parts, piece
 }
 
-// take returns the segment that t describes, if that is there as t says.
+// take removes the segment that t describes from todo and returns it. It reports false if there is none of this number and size.
 func (c *checkReader) take(t trailer) (found, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -134,7 +134,7 @@ func (c *checkReader) take(t trailer) (found, bool) {
 	return f, true
 }
 
-// giveBack has a segment's own index read.
+// giveBack puts a segment back into todo, so that its own index is read, and records err.
 func (c *checkReader) giveBack(f found, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

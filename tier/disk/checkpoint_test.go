@@ -42,8 +42,8 @@ func checkpointOf(t *testing.T, m *memFiles, objects []int) file {
 	return f
 }
 
-// Some goroutines read a checkpoint together: each part comes once and whole, also one that is larger than a piece. One
-// that is cut, or damaged, is an error, and what stands before it has come.
+// Several goroutines read a checkpoint together. Each part comes once and whole, also one that is larger than a piece. A cut or
+// damaged part is an error, and the parts before it have come.
 func TestCheckpointParts(t *testing.T) {
 	f := func(seed uint64, harm func(f file, size, last int64) (int64, error), want error) {
 		t.Helper()
@@ -100,8 +100,8 @@ func TestCheckpointParts(t *testing.T) {
 	}
 }
 
-// A disk of many segments is known from its checkpoint alone: no index of a segment is read. Where a part of the checkpoint
-// is damaged, the segment's own index is.
+// A disk of many segments is loaded from its checkpoint alone: no index of a segment is read. If a part of the checkpoint
+// is damaged, the disk reads that segment's own index.
 func TestCheckpointOfManySegments(t *testing.T) {
 	f := func(damaged bool) {
 		t.Helper()
@@ -133,7 +133,7 @@ func TestCheckpointOfManySegments(t *testing.T) {
 			}
 			return nil
 		}
-		o.ScrubRate = 1 // it begins with the newest segment, and does not get on
+		o.ScrubRate = 1 // the scrub begins with the newest segment, and reads no further here
 		d = openMem(t, o, 64<<20, c, m)
 		defer closeDisk(t, d)
 		<-d.Opened()

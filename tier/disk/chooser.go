@@ -7,9 +7,9 @@ import "sync"
 // maxChooserKeys bounds the keys of a ruleChooser: 4 MiB.
 const maxChooserKeys = 1 << 16
 
-// ruleChooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
-// what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
-// keeps is there until the rule has written as many bytes more as the disk holds. It looks at one of 2^shift keys.
+// ruleChooser compares two rules by the hits that they would have had lately, in bytes: to keep an object at its first offer, and to
+// keep it at its second. It simulates each rule by the bytes that the rule would have written: an object that a rule
+// keeps stays until the rule has written as many bytes more as the disk can hold. It looks at one of 2^shift keys.
 // The zero ruleChooser knows nothing. Its methods are safe for concurrent use.
 type ruleChooser struct {
 	mu struct {
@@ -21,16 +21,16 @@ type ruleChooser struct {
 	}
 }
 
-// admissionRule is what one rule would have done.
+// admissionRule is what one rule would have done, in bytes.
 type admissionRule struct{ written, hits int64 }
 
-// playedKey is a key that was touched: how much each rule had written when it kept it last; 0: it did not.
+// playedKey is a key that was offered or read: the bytes that each rule had written when it last kept the object; 0: it did not keep it.
 type playedKey struct{ first, second int64 }
 
-// has reports whether an object that was kept at a time is still there.
+// has reports whether an object that the rule kept when it had written at bytes is still there.
 func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
-// Observe records that an object, by the hash of its key, is offered or read.
+// Observe records that an object of n bytes, by the hash of its key, is offered or read.
 func (c *ruleChooser) Observe(h uint64, n, capacity int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -58,14 +58,14 @@ func (c *ruleChooser) Observe(h uint64, n, capacity int64) {
 	if c.mu.keys[h] = p; len(c.mu.keys) > maxChooserKeys {
 		c.forgetLocked(capacity)
 	}
-	if c.mu.asked += n; c.mu.asked >= capacity { // what was long ago counts less
+	if c.mu.asked += n; c.mu.asked >= capacity { // old hits count less
 		c.mu.asked = 0
 		c.mu.first.hits /= 2
 		c.mu.second.hits /= 2
 	}
 }
 
-// forgetLocked drops what neither rule has had for long. Where that does not do, fewer keys are looked at.
+// forgetLocked drops keys that neither rule has kept for long. If too many remain, it raises shift, so that fewer keys are looked at.
 func (c *ruleChooser) forgetLocked(capacity int64) {
 	const long = 8
 	for h, p := range c.mu.keys {
@@ -83,7 +83,7 @@ func (c *ruleChooser) forgetLocked(capacity int64) {
 	}
 }
 
-// PrefersFirst reports whether to keep what is offered first gives more hits: a sixteenth more, since it writes more.
+// PrefersFirst reports whether keeping objects at the first offer gives more hits: over a sixteenth more, since it writes more.
 func (c *ruleChooser) PrefersFirst() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -13,7 +13,7 @@ func mixBits(x uint64) uint64 {
 	return x ^ x>>33
 }
 
-// The rule that gives more hits is found, and found again when what is asked for changes.
+// The chooser finds the rule that gives more hits, and finds the other one when the requests change.
 func TestChooser(t *testing.T) {
 	const capacity = 1000 // objects of one byte
 	var c ruleChooser
@@ -22,7 +22,7 @@ func TestChooser(t *testing.T) {
 		t.Error("first touch is preferred before anything is known")
 	}
 	next := uint64(1 << 40)
-	oneAfterOther := func(n int) { // each twice, soon: the second rule never has it in time
+	oneAfterOther := func(n int) { // each twice in a row: the second rule never has it in time
 		for i := range uint64(n) {
 			touch(next + i)
 			if i >= 500 {
@@ -52,7 +52,7 @@ func TestChooser(t *testing.T) {
 	}
 }
 
-// A ruleChooser looks at so few of many keys that its memory has a limit, and decides the same.
+// A ruleChooser samples so few of many keys that its memory has a limit, and still decides the same.
 func TestChooserIsBounded(t *testing.T) {
 	const capacity = 1 << 20
 	var c ruleChooser
@@ -73,8 +73,7 @@ func TestChooserIsBounded(t *testing.T) {
 	}
 }
 
-// What was seen is forgotten in the end, so that the memory of it
-// has a limit.
+// seenKeys forgets old keys, so that its memory has a limit.
 func TestSeenIsBounded(t *testing.T) {
 	const most = 10_000
 	x := seenKeys{Most: most}

@@ -101,11 +101,11 @@ func (l *life) step() {
 			}
 			l.now[obj] = got
 		}
-		l.settle() // whatever it is, it is on the disk
+		l.settle() // whichever version it is, it is on the disk
 	}
 }
 
-// settle notes that a power cut loses nothing of what is there.
+// settle notes that a power cut loses no present version.
 func (l *life) settle() {
 	for obj := range l.after {
 		l.after[obj] = []int{l.now[obj]}
@@ -186,9 +186,9 @@ func (l *life) flush() {
 	l.settle()
 }
 
-// Whatever is killed and whenever the power goes: what was sealed is served, what was
-// deleted is not, nothing else than what was written ever is, and the limit holds. SOAK
-// is how many lives there are.
+// Whenever the process is killed or the power fails: the disk serves sealed objects, never deleted
+// ones, and never bytes that were not written, and keeps its limit. SOAK is the number of
+// lives.
 func TestCrashes(t *testing.T) {
 	const steps = 400
 	seeds := 2
@@ -248,8 +248,8 @@ func TestReplacedVersionStaysGone(t *testing.T) {
 	}
 }
 
-// What a checkpoint leaves out is in the journal before: else a version that was replaced would come back once its
-// successor was evicted and the checkpoint lost.
+// Records that a checkpoint leaves out are in the journal before. Otherwise a replaced version would come back once its
+// successor is evicted and the checkpoint is lost.
 func TestCheckpointOmissionsAreInTheJournal(t *testing.T) {
 	l := newLife(t, 1, 8<<20)
 	for version := 1; version <= 2; version++ {
@@ -286,8 +286,8 @@ func TestCheckpointOmissionsAreInTheJournal(t *testing.T) {
 	closeDisk(t, l.d)
 }
 
-// What is evicted is not copied while its object is being written: the copy would lie behind what is written, and be
-// taken for the newer one after a kill.
+// An eviction does not copy an object that is being written again. The copy would lie behind the new record, and would
+// count as the newer one after a kill.
 func TestNoCopyWhileItsObjectIsWritten(t *testing.T) {
 	l := newLife(t, 1, 8<<20)
 	defer func() { closeDisk(t, l.d) }()
@@ -319,8 +319,8 @@ func whereIsLocked(v *volume, obj int) entry {
 	return e
 }
 
-// What takes the place of an older object is safe before the journal says that the older one is gone: a power cut in
-// between does not cost both.
+// A version that replaces an older one is synced before the journal says that the older one is gone. So a power cut in
+// between loses only one of them.
 func TestReplacedWhileItIsSealed(t *testing.T) {
 	const objects = 8
 	between := 0
@@ -371,7 +371,7 @@ func TestReplacedWhileItIsSealed(t *testing.T) {
 	}
 }
 
-// What is still being written while its segment is synced is synced the next time.
+// A record that is still being written while its segment is synced is synced the next time.
 func TestWrittenWhileItsSegmentIsSynced(t *testing.T) {
 	for seed := range uint64(12) {
 		m, c := newMemFiles(seed, 1<<30), newClock()

@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// segmentFiles returns the files of segments in memory, the oldest first, and what is in
+// segmentFiles returns the names of the segment files in memory, the oldest first, and the records in
 // them.
 func segmentFiles(t *testing.T, m *memFiles) (names []string, records map[string][]record) {
 	t.Helper()
@@ -41,8 +41,8 @@ func segmentFiles(t *testing.T, m *memFiles) (names []string, records map[string
 	return names, records
 }
 
-// Whatever byte of a segment is another: what is there costs the object that it belongs
-// to and no other; a byte of the bookkeeping costs none. No wrong byte is served.
+// A changed byte of a segment costs only the object that it belongs to; a changed byte of an index
+// or of the checkpoint costs none. The disk serves no wrong byte.
 func TestDamageCostsOneObject(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 3))
 	for round := range 60 {
@@ -124,8 +124,8 @@ func TestDamagedObjectIsReplaced(t *testing.T) {
 	}
 }
 
-// Bytes of a payload that look like a record are of no segment, also where nothing but
-// the records is left of it.
+// Bytes of a payload that look like a record are not taken for one, also if the segment has lost
+// its index.
 func TestPayloadThatLooksLikeARecord(t *testing.T) {
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: 256 << 10, MinFree: 1, FirstTouch: true}
@@ -138,7 +138,7 @@ func TestPayloadThatLooksLikeARecord(t *testing.T) {
 	forged := shm.MakeAligned(4*block, block)
 	bytes2, meta2 := object(2, 100, 0)
 	victim := record{tiertest.Key(2), 7, 100, meta2.Sum, false, 0, 0} // where the payload's second block will be
-	putRecord(forged[block:], seg.id+1, &victim)                      // who writes payloads does not know the id
+	putRecord(forged[block:], seg.id+1, &victim)                      // the writer of a payload does not know the id of the segment
 	copy(forged[block+headBytes:], bytes2)
 	sum := tier.Meta{Len: int64(len(forged)), Sum: hashOf(forged)}
 	if err := d.Write(t.Context(), tiertest.Key(3), sum, forged); err != nil {
@@ -150,7 +150,7 @@ func TestPayloadThatLooksLikeARecord(t *testing.T) {
 	if string(file.data[7*block:][:8]) != recordMagic {
 		t.Fatal("the payload is elsewhere")
 	}
-	clear(file.data[5*block:][:headBytes]) // so that the payload is looked through
+	clear(file.data[5*block:][:headBytes]) // so that the disk searches the payload for records
 	d = openMem(t, o, 16<<20, c, m)
 	defer closeDisk(t, d)
 	need(t, d, 1, 3*block)
@@ -191,8 +191,8 @@ func TestScrub(t *testing.T) {
 	}
 }
 
-// While a large segment without an index is still looked through, what the checkpoint has
-// is served and new objects are written. Delete waits, and deletes what is found later.
+// While the disk still searches a large segment without an index, it serves the objects of the checkpoint
+// and takes new ones. Delete waits, and also deletes records that are found later.
 func TestServesWhileOpening(t *testing.T) {
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: 128 << 10, MinFree: 1, FirstTouch: true}
@@ -291,8 +291,8 @@ func TestCancelInTheMiddleOfARead(t *testing.T) {
 	}
 }
 
-// A segment that somebody cuts under a running server, at any length, costs the objects behind that, as damaged ones:
-// the disk has not failed.
+// If somebody truncates a segment under a running server, at any length, the objects behind that are lost as damaged ones.
+// The disk does not count as failed.
 func TestCutUnderTheServer(t *testing.T) {
 	for _, left := range []int64{0, block, 3 * block, 3*block + 1000, 3*block + 512} {
 		dir := t.TempDir()
@@ -317,7 +317,7 @@ func TestCutUnderTheServer(t *testing.T) {
 	}
 }
 
-// What is left of a directory whose files lost their ends, at any length, is served.
+// If files of a directory lost their ends, at any length, the disk serves the rest.
 func TestTornFiles(t *testing.T) {
 	dir := t.TempDir()
 	o := small(dir)
@@ -364,7 +364,7 @@ func TestTornFiles(t *testing.T) {
 	}
 }
 
-// What the scrub reads of damaged objects counts towards its rate as well.
+// The bytes of damaged objects that the scrub reads count towards its rate, too.
 func TestScrubOfDamageIsPaced(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := newMemFiles(1, 1<<30)

@@ -8,7 +8,7 @@
 // all objects is in memory: about 75 bytes each. Open reads it from a checkpoint and from
 // the segments' indexes, in the background.
 //
-// What is sealed outlives a power cut, what is written outlives the process. Every record
+// Objects in sealed segments survive a power cut; all written objects survive the process. Every record
 // names its object and has a checksum, which each Read compares.
 package disk
 
@@ -44,7 +44,7 @@ var (
 	ErrNewer = errors.New("disk: written by a newer build")
 )
 
-// Dir is one directory, which has a file system, and so a disk, of its own.
+// Dir is one directory. It should have a file system, and so a disk, of its own.
 type Dir struct {
 	Path  string
 	Bytes int64 // that its files may take
@@ -57,17 +57,18 @@ type Options struct {
 	MinFree      int64 // bytes of each file system that are left to others; default 1/20 of it, at most 4 GiB
 	WriteBudget  int64 // bytes that may be written to each Dir in a day (UTC); default no limit
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
-	FirstTouch   bool  // keep an object when it is offered first, whatever the disk has; default: while it has room, or that gives more hits
-	SecondTouch  bool  // keep an object when it is offered for the second time, whatever the disk has
-	Look         bool  // for tools: no directory is made, nothing goes for the room of others, and no checkpoint says what was read
+	FirstTouch   bool  // always keep an object at its first offer; default: while the disk has room, or if that gives more hits
+	SecondTouch  bool  // always keep an object only at its second offer
+	Look         bool  // for tools: make no directory, evict nothing to keep MinFree, and write no checkpoint
 	Log          *slog.Logger
 
-	// Sealed says that encrypted objects are written: older builds do not open the directories then. Whole returns an error for an
-	// encrypted object whose bytes are not those that were written; nil: such objects are not compared.
+	// Sealed says that encrypted objects are written; older builds then do not open the directories. Whole returns an error for an
+	// encrypted object whose bytes are not those that were written. Without Whole encrypted objects are not compared.
 	Sealed bool
 	Whole  func(k kv.Key, m tier.Meta, stored []byte) error
 
-	// What is found, comes and goes is noted as a tier's of that number, of the first Dir; those after it have the next ones.
+	// Changes gets the objects that are found, added and removed. Number is the tier's number in it for the first Dir; the other Dirs have
+	// the next numbers.
 	Changes *tier.Changes
 	Number  uint8
 }
@@ -117,14 +118,14 @@ type Disk struct {
 	readTime, writeTime *histogram.Histogram
 }
 
-// Open opens the directories and makes those that are not there. Their index is read in
+// Open opens the directories and makes missing ones. It reads their index in
 // the background: until Opened is closed, some objects are missing. Errors:
 // ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
 func Open(o Options) (*Disk, error) {
 	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Look) }, time.Now)
 }
 
-// openWith opens directories whose files and clock may be a test's.
+// openWith is Open with the files and the clock of a test.
 func openWith(o Options, open func(path string) (files, error), now func() time.Time) (*Disk, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -154,7 +155,7 @@ func openWith(o Options, open func(path string) (files, error), now func() time.
 	return d, nil
 }
 
-// openVolume opens the files of a directory, which it closes when that fails.
+// openVolume opens a directory. If that fails, it closes f.
 func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time) (*volume, error) {
 	v := &volume{dir: dir, number: number, opts: o, segment: cmp.Or(o.SegmentBytes, segmentBytes(dir.Bytes)), log: o.Log, files: f, now: now}
 	v.life, v.stop = context.WithCancel(context.Background())
@@ -202,7 +203,7 @@ func (d *Disk) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta,
 	return m, m.Sum, err
 }
 
-// Read implements tier.Tier. What turns out to be damaged is forgotten.
+// Read implements tier.Tier. It drops an object from the index if its bytes are damaged.
 func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	if err := ctx.Err(); err != nil {
 		return tier.Meta{}, err
@@ -223,8 +224,8 @@ func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 	return tier.Meta{}, tier.ErrMissing
 }
 
-// Write implements tier.Tier. It appends to the disk that the key falls to, or, if that
-// takes nothing now, to the next one. tier.ErrNotKept: first touch, no room, budget.
+// Write implements tier.Tier. It appends to the first disk in the order of the key, or, if that
+// takes nothing now, to the next one. It returns tier.ErrNotKept for a first touch, without room, and beyond the budget.
 func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -242,7 +243,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if m.Unseals(has[0]) {
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 	}
-	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // by what a newer key encrypted
+	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // m was encrypted with a newer key
 	if !(replaced && !tier.IsUse(ctx)) && !d.admits(&k, m.Len) && !replaced {
 		d.admission.refused.Add(1)
 		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
@@ -264,8 +265,8 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return err
 }
 
-// order returns the volumes, first the one that a key falls to. One more or less changes
-// that only for the keys that fall to it.
+// order returns the volumes in the order of a key. If a volume is added or removed, the first
+// volume changes only for the keys whose first volume it is.
 func (d *Disk) order(k *kv.Key) []*volume {
 	if len(d.volumes) == 1 {
 		return d.volumes
@@ -280,7 +281,7 @@ func (d *Disk) order(k *kv.Key) []*volume {
 	return all
 }
 
-// keyHash folds a key, whose chunk and namespace are digests already.
+// keyHash folds a key to 64 bits. Chunk and namespace are digests already.
 func keyHash(k *kv.Key) uint64 {
 	return le.Uint64(k.Chunk[:]) ^ mix(le.Uint64(k.Namespace[:])^uint64(k.Rank)<<32^uint64(k.Group))
 }
@@ -294,7 +295,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>33
 }
 
-// dropElsewhere forgets what other volumes have of a key that was written.
+// dropElsewhere drops a key that was written from all other volumes.
 func (d *Disk) dropElsewhere(k kv.Key, but *volume) {
 	for _, v := range d.volumes {
 		if v != but {
@@ -303,8 +304,8 @@ func (d *Disk) dropElsewhere(k kv.Key, but *volume) {
 	}
 }
 
-// Delete implements tier.Tier. It waits until the whole index has been read. What it
-// returns for is gone for good.
+// Delete implements tier.Tier. It waits until the whole index has been read. When it returns without an
+// error, the objects are gone, also after a restart or a power cut.
 func (d *Disk) Delete(ctx context.Context, keys []kv.Key) error {
 	if len(keys) == 0 {
 		return nil
@@ -346,7 +347,7 @@ func (d *Disk) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return ctx.Err()
 }
 
-// Flush seals what has been written: a power cut after it returns loses none of that.
+// Flush seals the segments with written objects: a power cut after it returns loses none of these objects.
 func (d *Disk) Flush(ctx context.Context) error {
 	var errs []error
 	for _, v := range d.volumes {
@@ -355,7 +356,7 @@ func (d *Disk) Flush(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// Close seals what was written, writes a checkpoint, and gives the directories to others.
+// Close seals the active segment, writes a checkpoint, and unlocks the directories.
 func (d *Disk) Close() error {
 	var errs []error
 	for _, v := range d.volumes {
@@ -407,10 +408,10 @@ func (j *journal) close() error {
 	return j.file.close()
 }
 
-// isFault reports whether the caller's memory was gone.
+// isFault reports whether the caller's memory could not be accessed (EFAULT).
 func isFault(err error) bool { return errors.Is(err, syscall.EFAULT) }
 
-// isBroken reports whether an error is the disk's.
+// isBroken reports whether the disk caused an error.
 func isBroken(err error) bool {
 	return !isFault(err) && !errors.Is(err, tier.ErrNotKept) && !errors.Is(err, errClosed) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
 }

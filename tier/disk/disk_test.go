@@ -137,7 +137,7 @@ func TestLengthsAndAlignments(t *testing.T) {
 	closeDisk(t, d)
 }
 
-// What was written and deleted in one life is there, and gone, in the next two, with and
+// Objects written in one life are there in the next two, and deleted ones are gone, with and
 // without the checkpoint.
 func TestReopen(t *testing.T) {
 	dir := t.TempDir()

@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
-// files are those of one directory. Tests use an in-memory one that loses unsynced writes.
+// files are the files of one directory. Tests use an implementation in memory that loses unsynced writes.
 type files interface {
 	// list returns names and sizes.
 	list() (map[string]int64, error)
@@ -27,7 +27,7 @@ type files interface {
 	// ENOSPC.
 	create(name string, bytes int64) (file, error)
 	rename(from, to string) error
-	// remove removes a name; that it is not there is no error.
+	// remove removes a name. A missing name is no error.
 	remove(name string) error
 	// sync makes names durable.
 	sync() error
@@ -73,8 +73,8 @@ const readsAtOnce = 64
 // ours are the names that a directory of this package has before it has its marker.
 var ours = map[string]bool{lockName: true, markName + newSuffix: true, "lost+found": true, "probe": true}
 
-// openFiles opens and locks a directory, and makes it where it is not there and is not only looked at. It changes
-// nothing in a directory that is not ours. Errors: ErrInUse, ErrNotOurs.
+// openFiles opens and locks a directory. It makes a missing directory, unless look. It changes
+// nothing in a directory of another program. Errors: ErrInUse, ErrNotOurs.
 func openFiles(path string, look bool) (_ *osFiles, err error) {
 	if !look {
 		if err := os.MkdirAll(path, 0o700); err != nil {
@@ -90,7 +90,7 @@ func openFiles(path string, look bool) (_ *osFiles, err error) {
 	if o.dir, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err != nil {
 		return nil, err
 	}
-	// The file of this name may be removed by whoever cleans up, the directory is what it is.
+	// Lock the directory, too: a cleaning program may remove the lock file.
 	if err := o.take(o.dir); errors.Is(err, ErrInUse) {
 		return nil, err
 	}
@@ -121,12 +121,12 @@ func openFiles(path string, look bool) (_ *osFiles, err error) {
 		return nil, err
 	}
 	if o.direct != 0 {
-		o.queue, _ = rawio.NewQueue(readsAtOnce) // else each read takes a thread
+		o.queue, _ = rawio.NewQueue(readsAtOnce) // without a queue each read blocks a thread
 	}
 	return o, nil
 }
 
-// take locks the directory or its file of the lock, which names the process that had them last. Error: ErrInUse.
+// take locks the directory or its lock file. The lock file names the process that locked them last. Error: ErrInUse.
 func (o *osFiles) take(fd int) error {
 	pid := 0
 	if lock, err := o.openat(lockName, unix.O_RDONLY|unix.O_NONBLOCK); err == nil {
@@ -144,8 +144,8 @@ func (o *osFiles) take(fd int) error {
 	return err
 }
 
-// probe finds out whether direct I/O is possible. Where a directory of ours has no room for that, what is there can be
-// served, and give room back.
+// probe finds out whether direct I/O is possible. A full file system is no error if the directory has its marker: its objects
+// can be served, and eviction can free room.
 func (o *osFiles) probe() error {
 	if err := o.remove("probe"); err != nil {
 		return err
@@ -238,7 +238,7 @@ func (o *osFiles) remove(name string) error {
 }
 
 func (o *osFiles) sync() error {
-	if err := unix.Fsync(o.dir); err != nil && !errors.Is(err, unix.EINVAL) { // some have nothing to sync
+	if err := unix.Fsync(o.dir); err != nil && !errors.Is(err, unix.EINVAL) { // some file systems cannot sync a directory
 		return err
 	}
 	return nil
@@ -288,7 +288,7 @@ func (f osFile) writev(bufs [][]byte, off int64) error {
 	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(f.fd, bufs, off) }, io.ErrShortWrite)
 }
 
-// each repeats a call until it has moved all of bufs; none is the error when it moves
+// each repeats a call until it has moved all of bufs. It returns none when a call moves
 // nothing.
 func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), none error) error {
 	for len(bufs) > 0 {
@@ -332,8 +332,8 @@ func (f osFile) reserve(bytes int64) error {
 func (f osFile) sync() error  { return syncData(f.fd) }
 func (f osFile) close() error { return unix.Close(f.fd) }
 
-// replace writes a file as a whole: the old one or the new one is there at any moment.
-// write calls put with blocks, in order.
+// replace writes a file as a whole: at any moment the name has the old or the new content.
+// write must call put with blocks, in order.
 func replace(d files, name string, write func(put func(b []byte) error) error) error {
 	if err := d.remove(name + newSuffix); err != nil {
 		return err
@@ -359,8 +359,8 @@ func replace(d files, name string, write func(put func(b []byte) error) error) e
 	return d.sync()
 }
 
-// contents reads a file as a whole, which may have as many bytes as the file says; nil
-// where there is none.
+// contents reads the whole blocks of a file, whose size is not bounded. It returns nil
+// if the file is missing or smaller than a block.
 func contents(d files, names map[string]int64, name string) ([]byte, error) {
 	if names[name] < block {
 		return nil, nil
@@ -373,7 +373,7 @@ func contents(d files, names map[string]int64, name string) ([]byte, error) {
 	return b, errors.Join(f.readv([][]byte{b}, 0), f.close())
 }
 
-// buffers are of one size, aligned, and used again.
+// buffers is a pool of aligned buffers of one size.
 type buffers struct {
 	bytes int
 	pool  sync.Pool

@@ -10,14 +10,15 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A call with a tier.Flow moves a payload in parts, front to back, some at the same time: the caller works on one while the disk moves the next ones.
+// A call with a tier.Flow moves a payload in parts, front to back, several at once: the caller works on one part while the disk moves the
+// next ones.
 const (
 	flowPart  = 256 << 10 // bytes, at least
 	flowParts = 8         // at most
 	flowWidth = 3         // at the same time
 )
 
-// partOf returns how long the parts of a payload's body are, whole blocks.
+// partOf returns the bytes of each part of a payload's body, whole blocks.
 func partOf(body int64) int64 {
 	return max(flowPart, (body/flowParts+block-1)/block*block)
 }

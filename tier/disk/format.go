@@ -46,11 +46,11 @@ import (
 //	76  4  end of its life, seconds since 1970; 0: none
 //
 // The namespace covers model, salt and layout. A rest that is too long for the header's
-// block has a block of its own at the end. A segment's id is random: bytes of a payload
-// that look like a record are of no segment.
+// block has a block of its own at the end. A segment's id is random, so bytes of a payload
+// that look like a record do not have it.
 //
 // Checkpoint: a block of marker, then for each segment the block of its trailer and its
-// index, without what was deleted. Marker of the directory: one block.
+// index, without deleted objects. Marker of the directory: one block.
 //
 //	marker: 0 8 "KVDISKID" or "KVCHECKP", 8 4 version, 16 8 id of the directory, 24 to 47 as in a segment's header,
 //	60 4 CRC-32C of 0..59
@@ -59,7 +59,7 @@ import (
 // it. The key of an object is the short name that package seal gives it, 0 for a plain one; the xxh3 of an encrypted object is
 // masked, and says nothing of the payload.
 //
-// Journal of what was deleted: entries of 16 bytes, 8 segment's id, 4 place in blocks,
+// Journal of deleted records: entries of 16 bytes, 8 segment's id, 4 place in blocks,
 // 4 CRC-32C of the 12.
 const (
 	version       = 1
@@ -124,7 +124,7 @@ func (r *record) meta() tier.Meta {
 	return tier.Meta{Len: int64(r.len), Sum: r.sum, End: r.over, Seal: r.seal}
 }
 
-// ended reports whether its life is over.
+// ended reports whether the object's time to live is over.
 func (r *record) ended(now time.Time) bool { return tier.Meta{End: r.over}.Over(now) }
 
 func (r *record) end() int64 { return int64(r.block)*block + recordBytes(int64(r.len)) }
@@ -159,7 +159,7 @@ func putRecord(b []byte, id uint64, r *record) {
 }
 
 // getRecord reads the header of the record at a place of a segment. Error: errDamaged
-// when it is none.
+// if there is no record.
 func getRecord(b []byte, id uint64, place int64) (r record, err error) {
 	n := le.Uint64(b[32:])
 	if string(b[:8]) != recordMagic || le.Uint32(b[8:]) != version || le.Uint32(b[124:]) != crc(b[:124]) ||
@@ -194,7 +194,7 @@ func checkBlock(b []byte, magic string) error {
 	return nil
 }
 
-// wear is what has been written to a directory.
+// wear counts the bytes that were written to a directory.
 type wear struct{ day, today, all int64 } // the last of the days since 1970, bytes of that day, bytes ever
 
 func putWear(b []byte, w wear) {
@@ -234,7 +234,7 @@ func getHead(b []byte) (h head, err error) {
 	return head{le.Uint32(b[12:]), le.Uint64(b[16:]), w}, err
 }
 
-// trailer says what index belongs to which segment.
+// trailer describes the index of a segment.
 type trailer struct {
 	seq        uint32
 	id         uint64
@@ -284,7 +284,7 @@ func getTrailer(b []byte) (t trailer, err error) {
 	return t, nil
 }
 
-// getIndex reads the index that t describes, into records, which is empty, where that has room. Error: errDamaged.
+// getIndex reads the index that t describes, into the empty slice records if its capacity suffices. Error: errDamaged.
 func getIndex(records []record, b []byte, t trailer) ([]record, error) {
 	if len(b) < t.entries*entryBytes || crc(b[:t.entries*entryBytes]) != t.crc {
 		return nil, errDamaged
@@ -323,7 +323,7 @@ func randomID() uint64 {
 	return le.Uint64(b[:])
 }
 
-// place is where a record is that was deleted.
+// place is where a deleted record lies.
 type place struct {
 	id    uint64 // of the segment
 	block uint32
@@ -335,7 +335,7 @@ func putGone(b []byte, p place) {
 	le.PutUint32(b[12:], crc(b[:12]))
 }
 
-// getGone reads a journal. It leaves out what is damaged.
+// getGone calls f with the places in a journal. It leaves out damaged entries.
 func getGone(b []byte, f func(place)) {
 	for ; len(b) >= goneBytes; b = b[goneBytes:] {
 		if le.Uint32(b[12:]) == crc(b[:12]) {

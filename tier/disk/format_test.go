@@ -4,7 +4,7 @@ package disk
 
 import "testing"
 
-// A segment's name is what segmentName makes, and nothing else: other files are left alone.
+// Only a name that segmentName makes is a segment's name. The disk leaves other files alone.
 func TestSegmentNames(t *testing.T) {
 	for _, of := range []struct {
 		seq uint32

@@ -20,7 +20,7 @@ func atLeast(b []byte, n int) []byte {
 	return append(bytes.Clone(b), make([]byte, max(0, n-len(b)))...)
 }
 
-// What is read as the header of a record is written as it was read.
+// A header of a record that was read can be written with the same bytes.
 func FuzzRecord(f *testing.F) {
 	b := make([]byte, headBytes)
 	putRecord(b, 7, &record{tiertest.Key(3), 5, 70_000, 9, false, 0, 0})
@@ -28,7 +28,7 @@ func FuzzRecord(f *testing.F) {
 	f.Add([]byte{}, uint64(0), int64(0))
 	f.Fuzz(func(t *testing.T, b []byte, id uint64, at int64) {
 		b = atLeast(b, headBytes)
-		le.PutUint32(b[124:], crc(b[:124])) // the checksum is no obstacle to who forges
+		le.PutUint32(b[124:], crc(b[:124])) // an attacker can compute the checksum, too
 		r, err := getRecord(b, id, at)
 		if err != nil {
 			return
@@ -41,7 +41,7 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// What is read as an index lies in the segment that it says, whatever its bytes are.
+// The records of an index that was read lie in the segment that it names, whatever its bytes are.
 func FuzzIndex(f *testing.F) {
 	records := []record{{tiertest.Key(1), 1, 5000, 1, false, 0, 0}, {tiertest.Key(2), 4, 1, 2, true, 9, 7}}
 	index := make([]byte, block)
@@ -111,7 +111,7 @@ func FuzzDirectory(f *testing.F) {
 		}
 		file.data = resize(file.data, max(int64(len(file.data)), blocksOf(int64(int(off)+len(b)))*block))
 		copy(file.data[off:], b)
-		for _, at := range []int{int(off) / block * block, len(file.data) - block} { // checksums are no obstacle
+		for _, at := range []int{int(off) / block * block, len(file.data) - block} { // an attacker can compute checksums, too
 			if at >= 0 && at+block <= len(file.data) && which&4 != 0 {
 				le.PutUint32(file.data[at+crcAt:], crc(file.data[at:at+crcAt]))
 			}

@@ -10,19 +10,19 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// index is where the objects of a volume are: a hash table of 8 bytes a slot that leads to
-// items of 60. It has no pointers, so the garbage collector does not walk it, and no growth
-// takes long, however many objects there are: the slots are in many small tables, the items
-// in pages that stay where they are. Most of a search reads slots alone.
+// index maps keys to the places of a volume's objects: a hash table with slots of 8 bytes that lead to
+// items of 60 bytes. It has no pointers, so the garbage collector does not walk it. It grows in small
+// steps, however many objects there are: the slots are in many small tables, the items
+// in pages that never move. Most of a search reads slots alone.
 type index struct {
 	seed   maphash.Seed
 	tables [indexTables]table
 	items  container.PagedSlice[item]
-	used   uint32 // items that were ever taken
-	free   uint32 // the first of those that were given back, plus 1; each names the next in block
+	used   uint32 // items that were ever in use, the free ones included
+	free   uint32 // the first free item, plus 1; 0: none; block of a free item names the next one
 	n      int
 	kinds  kinds
-	seals  []uint16 // short names of keys that encrypted objects; the first one is 0, of plain ones
+	seals  []uint16 // short names of the keys that encrypted objects; the first is 0, for plain objects
 }
 
 const (
@@ -40,12 +40,12 @@ type table struct {
 	used  int
 }
 
-// item is an object. That it was read is the highest bit of block, which is at most 1<<20; below it stands the place of its
-// key in seals.
+// item is an object. Its field block has three parts: the place in the segment (21 bits), the index of its encryption key in
+// seals, and in the highest bit whether the object was read.
 type item struct {
 	chunk                 kv.Hash
-	sum                   [2]uint32 // lower and upper half: with a uint64 an item had 64 bytes
-	kind                  uint32    // 0: of none
+	sum                   [2]uint32 // lower and upper half: with a uint64 an item would have 64 bytes
+	kind                  uint32    // 0: the item is free
 	seg, block, len, over uint32
 }
 
@@ -70,8 +70,8 @@ func (x *index) put(it *item, e entry) {
 	}
 }
 
-// sealPlace returns where the short name of a key stands in seals. Beyond maxSeals names the last one stands for all others: their objects are
-// misses then, since they cannot be opened with it.
+// sealPlace returns the index in seals of a key's short name, which it adds if necessary. When seals is full, it returns the last index for
+// every other name; these objects become misses, because that key does not open them.
 func (x *index) sealPlace(seal uint16) uint32 {
 	at := slices.Index(x.seals, seal)
 	if at < 0 {
@@ -167,7 +167,7 @@ func (x *index) table(k *kv.Key) (*table, uint32) {
 	return &x.tables[h>>tableShift], uint32(h)
 }
 
-// find returns the slot of a key of that kind, which nothing is of when it is 0; -1 when it has none.
+// find returns the slot of a key of the given kind, -1 if the key has none. Kind 0 has no objects.
 func (x *index) find(t *table, tag, kind uint32, k *kv.Key) int {
 	if len(t.slots) == 0 {
 		return -1
@@ -188,7 +188,7 @@ func (x *index) find(t *table, tag, kind uint32, k *kv.Key) int {
 	}
 }
 
-// home is where the search for a tag begins: a larger tag is at home at the same slot or behind.
+// home is the slot where the search for a tag begins. A larger tag has the same home or a later one.
 func (t *table) home(tag uint32) int { return int(uint64(tag) * uint64(len(t.slots)) >> 32) }
 
 // add puts a slot into the table, which does not have it.
@@ -216,7 +216,7 @@ func (t *table) put(slot uint64) {
 	t.slots[at] = slot
 }
 
-// remove empties a slot, and has those behind it move up that a search would not find any more.
+// remove empties a slot, and moves later slots up that a search would otherwise no longer find.
 func (t *table) remove(hole int) {
 	n := len(t.slots)
 	t.used--
@@ -230,7 +230,7 @@ func (t *table) remove(hole int) {
 				return
 			}
 			home := t.home(uint32(t.slots[at] >> 32))
-			if (at-home+n)%n >= (at-hole+n)%n { // it is at home before the hole, or there
+			if (at-home+n)%n >= (at-hole+n)%n { // its home is at the hole or before it
 				break
 			}
 		}
@@ -245,13 +245,13 @@ type kind struct {
 	group     uint32
 }
 
-// kinds are the kinds of the objects of an index, by numbers from 1 on, which are used again.
+// kinds numbers the kinds of the objects in an index, from 1 on. Numbers of kinds without objects are reused.
 type kinds struct {
 	ids  map[kind]uint32
 	all  []counted // by number
 	free []uint32
 
-	last   kind // that was looked for, so that most searches are one comparison; 0 in lastID: none
+	last   kind // the kind of the last search, so that most searches are one comparison; lastID 0: none
 	lastID uint32
 }
 
@@ -292,7 +292,7 @@ func (c *kinds) take(k *kv.Key) uint32 {
 	return id
 }
 
-// leave counts an object of a kind that has gone.
+// leave counts a removed object of a kind.
 func (c *kinds) leave(id uint32) {
 	of := &c.all[id]
 	if of.objects--; of.objects > 0 {

@@ -49,7 +49,7 @@ func compareIndex(t *testing.T, x *index, want map[kv.Key]entry, keys int) {
 	}
 }
 
-// An index answers like a plain map, while it grows and while most of it goes.
+// An index answers like a plain map, while it grows and while most of its entries are removed.
 func TestIndex(t *testing.T) {
 	f := func(keys int) {
 		t.Helper()
@@ -169,7 +169,7 @@ func TestIndexBytes(t *testing.T) {
 	runtime.KeepAlive(&x)
 }
 
-// collide returns two of the keys that of makes which have one tag in one table.
+// collide returns two keys, made by of, that have the same tag in the same table.
 func collide(x *index, of func(i int) kv.Key) (a, b kv.Key) {
 	const keys = 1 << 22
 	hashes := make([]uint64, keys)
@@ -188,7 +188,7 @@ func collide(x *index, of func(i int) kv.Key) (a, b kv.Key) {
 	}
 }
 
-// Two keys that look the same in their table, and differ in nothing but the chunk, or the group, are two objects.
+// Two keys with the same tag in the same table that differ only in the chunk, or only in the group, are two objects.
 func TestIndexCollision(t *testing.T) {
 	testkit.LongAlone(t)
 	t.Parallel()

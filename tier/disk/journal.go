@@ -11,23 +11,23 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// journal is the file of what was deleted. Indexes of segments are never changed: what is
-// in the journal is left out when they are read.
+// journal is the file of deleted records. The index in a segment file is never changed. Whoever reads it
+// leaves out the records in the journal.
 type journal struct {
-	turn     chan struct{} // who has put something in it may write; it has room for one
+	turn     chan struct{} // capacity 1: the goroutine whose value is in it may write
 	file     file
 	off      int64  // of the tail
-	tail     []byte // what the last block has already
-	reserved int64  // bytes that the file system has reserved for it
+	tail     []byte // content of the last, partly filled block
+	reserved int64  // bytes that the file system has reserved for the file
 
-	bytes atomic.Int64 // that it takes
+	bytes atomic.Int64 // that the file takes
 }
 
-// journalAhead is how much of the journal has its room before it is needed: on a full disk nothing could be deleted
-// else, and no segment removed, which writes the journal first.
+// journalAhead is how many bytes of the journal are reserved before they are needed. Otherwise, on a full disk, no object could be deleted,
+// and no segment evicted, because that writes the journal first.
 const journalAhead = 64 << 10
 
-// ensure has room for the journal up to end, and for as much again. That there is none now shows when it is written.
+// ensure reserves room for the journal up to end and journalAhead bytes more. It ignores failures: the next write reports them.
 func (j *journal) ensure(end int64) {
 	if j.file != nil && end+journalAhead/2 > j.reserved && j.file.reserve(end+journalAhead) == nil {
 		j.reserved = end + journalAhead
@@ -35,7 +35,7 @@ func (j *journal) ensure(end int64) {
 	j.bytes.Store(max(end, j.reserved))
 }
 
-// load reads the journal of a directory.
+// loadJournal reads the journal of a directory.
 func (v *volume) loadJournal(names map[string]int64) error {
 	b, err := contents(v.files, names, goneName)
 	if err != nil {
@@ -54,7 +54,7 @@ func (v *volume) loadJournal(names map[string]int64) error {
 	return err
 }
 
-// make makes the file, or opens the one that is there.
+// make creates the file, or opens an existing one.
 func (j *journal) make(d files) error {
 	f, err := d.create(goneName, 0)
 	if err == nil {
@@ -76,7 +76,7 @@ func (j *journal) make(d files) error {
 	return nil
 }
 
-// save makes what was deleted so far last.
+// save makes the deletions so far durable: it writes them to the journal and syncs it.
 func (v *volume) save() error {
 	v.journal.turn <- struct{}{}
 	defer func() { <-v.journal.turn }()
@@ -87,7 +87,7 @@ func (v *volume) save() error {
 	if len(fresh) == 0 {
 		return nil
 	}
-	n, err := int64(0), v.syncDirty() // what took the place of what is gone
+	n, err := int64(0), v.syncDirty() // first the records that replaced deleted ones
 	if err == nil {
 		n, err = v.journal.write(v.files, fresh)
 	}
@@ -124,7 +124,7 @@ func (j *journal) write(d files, fresh []place) (bytes int64, err error) {
 	return int64(len(b)), j.file.sync()
 }
 
-// compact writes the journal anew where most of it is of segments that are gone.
+// compact writes the journal anew if more than half of it is about removed segments.
 func (v *volume) compact() error {
 	if !v.whole.Load() {
 		return nil
@@ -139,7 +139,7 @@ func (v *volume) compact() error {
 	for i, p := range places {
 		putGone(b[i*goneBytes:], p)
 	}
-	if err := v.syncDirty(); err != nil { // as save does
+	if err := v.syncDirty(); err != nil { // before the journal, as in save
 		return err
 	}
 	err := replace(v.files, goneName, func(put func([]byte) error) error {
@@ -148,7 +148,7 @@ func (v *volume) compact() error {
 		}
 		return put(b)
 	})
-	// Whether the old or the new one has the name now is not asked of an error: writes to the other file are lost.
+	// Open the file anew, whatever err says: it may be the old or the new one, and writes to the other are lost.
 	old := v.journal.file
 	v.journal.file = nil
 	if old != nil {
@@ -164,8 +164,8 @@ func (v *volume) compact() error {
 	return nil
 }
 
-// living returns what was deleted from segments that are there, and how much of that is
-// not in the journal yet. It forgets the rest.
+// living returns the deleted records of existing segments, and how many deletions are
+// not in the journal yet. It forgets the deleted records of removed segments.
 func (v *volume) living() (places []place, fresh int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// A journal that could be replaced only in part loses nothing: what is deleted afterwards stays so, or Delete says that it
-// may not.
+// A failure while the journal is replaced loses nothing: objects that are deleted afterwards stay deleted, or Delete returns
+// an error.
 func TestJournalThatWasReplacedInPart(t *testing.T) {
 	const objects, left = 100, 40
 	for _, fails := range []string{"sync names", "open", "rename", "write"} {
@@ -32,7 +32,7 @@ func TestJournalThatWasReplacedInPart(t *testing.T) {
 		if err := errors.Join(d.Flush(t.Context()), d.Delete(t.Context(), keys[:objects])); err != nil {
 			t.Fatal(err)
 		}
-		if err := v.evictEmpty(); err != nil { // what is in the journal is of no use then
+		if err := v.evictEmpty(); err != nil { // the records of the journal are of no use then
 			t.Fatal(err)
 		}
 		v.journal.turn <- struct{}{}

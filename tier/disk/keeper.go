@@ -19,17 +19,17 @@ import (
 const (
 	tendEvery  = time.Second
 	syncEvery  = 5 * time.Second
-	scrubEvery = 24 * time.Hour // one round begins
+	scrubEvery = 24 * time.Hour // a round begins this often
 
 	candidates    = 16       // segments that the next victim is chosen from, at most
-	fewest        = 4        // the same, at least, where that many exist
+	fewest        = 4        // the same, at least, if there are as many
 	mostReadmit   = 64 << 20 // bytes of a victim that are readmitted, at most
-	readmitShare  = 8        // a victim divided by this is the same limit
-	dropBatch     = 1024     // objects of a victim that are forgotten at once
-	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes
+	readmitShare  = 8        // also at most a segment's size divided by this
+	dropBatch     = 1024     // objects that are dropped or listed under one lock
+	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes was written
 )
 
-// keep makes segments and evicts others for them, until the volume ends.
+// keep makes segments, and evicts others to make room, until the volume ends.
 func (v *volume) keep() {
 	tick := time.NewTicker(tendEvery)
 	defer tick.Stop()
@@ -45,8 +45,8 @@ func (v *volume) keep() {
 	}
 }
 
-// last performs the final writes, until the volume ends. It is not keep's work: writers
-// who wait for a segment do not wait for a sync.
+// last calls tend once a second and when a segment is full, until the volume ends. It has a
+// goroutine of its own, so that writers that wait for keep's next segment do not wait for a sync.
 func (v *volume) last() {
 	tick := time.NewTicker(tendEvery)
 	defer tick.Stop()
@@ -61,7 +61,7 @@ func (v *volume) last() {
 	}
 }
 
-// tend seals, syncs, and writes a checkpoint, as is due.
+// tend seals full segments, syncs every syncEvery, and writes a checkpoint when one is due.
 func (v *volume) tend() {
 	v.sealAll()
 	if now := v.now(); now.Sub(v.synced) >= syncEvery {
@@ -84,7 +84,7 @@ func (v *volume) isOpen() bool {
 	}
 }
 
-// provide makes the next segment where one is wanted.
+// provide makes the next segment if a writer wants one.
 func (v *volume) provide() {
 	v.mu.Lock()
 	need := v.mu.wanted && v.mu.spare == nil
@@ -96,7 +96,7 @@ func (v *volume) provide() {
 	s, err := v.newSegment()
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if errors.Is(err, errFull) && sealing { // then there is, or will be, one more that can go
+	if errors.Is(err, errFull) && sealing { // a sealed segment can be evicted: try again once it is sealed
 		if len(v.mu.sealing) == 0 {
 			signal(v.wake)
 		}
@@ -117,7 +117,7 @@ func (v *volume) provide() {
 	v.changedLocked()
 }
 
-// newSegment makes a segment, for which it evicts others where there is no room.
+// newSegment makes a segment, and evicts others if there is no room.
 func (v *volume) newSegment() (*segment, error) {
 	if err := v.makeRoom(v.segment); err != nil {
 		return nil, err
@@ -136,7 +136,7 @@ func (v *volume) newSegment() (*segment, error) {
 	name := segmentName(s.seq, s.id)
 	var err error
 	s.file, err = v.files.create(name, v.segment)
-	if noRoom(err) && v.isOpen() { // there is less than it seemed
+	if noRoom(err) && v.isOpen() { // less room than the file system reported
 		v.noteFull()
 		if old := v.victim(); old != nil && v.evict(old) == nil {
 			s.file, err = v.files.create(name, v.segment)
@@ -160,7 +160,7 @@ func (v *volume) newSegment() (*segment, error) {
 	return s, nil
 }
 
-// lack returns how many bytes must go before need more may be used.
+// lack returns how many bytes must be freed before need more bytes may be used.
 func (v *volume) lack(need int64) (int64, error) {
 	v.mu.Lock()
 	over := v.mu.used + v.booksLocked() + need - v.dir.Bytes
@@ -174,9 +174,9 @@ func (v *volume) lack(need int64) (int64, error) {
 	return max(0, over, v.opts.minFree(all)-(free-need)), nil
 }
 
-// booksLocked returns how many bytes checkpoint and journal take at most, each beside what replaces it, also when the
-// segments that take records, are ready, and are being made are full of the smallest objects. A quarter of the limit does for
-// them, but where segments are tiny.
+// booksLocked returns how many bytes checkpoint and journal take at most. It counts each twice, because a new file is written
+// beside the old one, and it counts the active segment, the spare one and one that is being made as full of the smallest objects. The
+// result is at most a quarter of the limit, which suffices unless segments are tiny.
 func (v *volume) booksLocked() int64 {
 	objects := int64(v.mu.index.len()) + 3*v.segment/block
 	checkpoint := entryBytes*objects + 2*block*int64(len(v.mu.segs)+1)
@@ -184,7 +184,7 @@ func (v *volume) booksLocked() int64 {
 }
 
 // makeRoom evicts until need bytes are free, with bounded retries: other writers may take the
-// space, and a removed segment takes its space until its last read ends.
+// space, and a removed segment occupies its space until its last read ends.
 // Errors: errFull, errOpens.
 func (v *volume) makeRoom(need int64) error {
 	for range 4 {
@@ -210,14 +210,15 @@ func (v *volume) makeRoom(need int64) error {
 	return errFull
 }
 
-// noteFull notes how much the volume holds when something has to go for room.
+// noteFull records how many bytes the volume has when a segment must be evicted.
 func (v *volume) noteFull() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.mu.full = max(v.mu.used, v.segment)
 }
 
-// guard removes segments while the file system has less room than MinFree, or the volume is above a limit that was lowered.
+// guard evicts segments while the file system has less room than MinFree, or the volume is above its limit, which an operator may have
+// lowered.
 func (v *volume) guard() {
 	if !v.isOpen() || v.opts.Look {
 		return
@@ -227,8 +228,8 @@ func (v *volume) guard() {
 	}
 }
 
-// victim returns the coldest of the oldest segments, nil when none can go. That the
-// others were passed over makes them colder.
+// victim returns the coldest of the oldest segments, nil if none can be evicted. Each call
+// makes these oldest segments colder.
 func (v *volume) victim() *segment {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -238,7 +239,7 @@ func (v *volume) victim() *segment {
 			old = append(old, s)
 		}
 	}
-	if len(old) == 0 || len(old) < fewest && len(v.mu.sealing) > 0 { // soon there is a choice
+	if len(old) == 0 || len(old) < fewest && len(v.mu.sealing) > 0 { // soon there are more to choose from
 		return nil
 	}
 	slices.SortFunc(old, func(a, b *segment) int { return cmp.Compare(a.seq, b.seq) })
@@ -262,10 +263,10 @@ func (v *volume) evict(s *segment) error {
 	return err
 }
 
-// tryEvict removes a segment. Some of what was read since it was written is written again.
+// tryEvict removes a segment. It first writes some of the objects again that were read since they were written.
 func (v *volume) tryEvict(s *segment) error {
 	records, err := v.recordsOf(s)
-	if err != nil { // its index is damaged: the other index knows
+	if err != nil { // the segment's own index is damaged: use the index in memory
 		records = v.walk(s)
 	}
 	v.readmit(s, records)
@@ -293,7 +294,7 @@ func (v *volume) tryEvict(s *segment) error {
 	return nil
 }
 
-// evictEmpty removes the segments of which nothing is left.
+// evictEmpty removes the sealed segments without objects.
 func (v *volume) evictEmpty() (err error) {
 	live := map[uint32]bool{}
 	v.list(func(part []listed) bool {
@@ -323,7 +324,7 @@ func (v *volume) dropFrom(s *segment, records []record) {
 	}
 }
 
-// recordsOf returns what is in a segment, or was.
+// recordsOf returns the records of a segment, deleted ones included.
 func (v *volume) recordsOf(s *segment) ([]record, error) {
 	v.mu.Lock()
 	sealed, size, records := s.sealed, s.size, s.entries
@@ -335,7 +336,7 @@ func (v *volume) recordsOf(s *segment) ([]record, error) {
 	return records, err
 }
 
-// walk returns what is in a segment, from the index.
+// walk returns the records of a segment, from the index in memory.
 func (v *volume) walk(s *segment) (records []record) {
 	v.list(func(part []listed) bool {
 		for _, o := range part {
@@ -354,7 +355,7 @@ type listed struct {
 	entry
 }
 
-// list calls f with what is in the index, some at a time, until it answers false.
+// list calls f with the objects in the index, some at a time, until f returns false.
 func (v *volume) list(f func([]listed) bool) {
 	part := make([]listed, 0, dropBatch)
 	for at, done := 0, false; !done; part = part[:0] {
@@ -367,7 +368,7 @@ func (v *volume) list(f func([]listed) bool) {
 	}
 }
 
-// live returns those of records that are still in the index at their place.
+// live returns the records that are still in the index at their place.
 func (v *volume) live(s *segment, records []record) []record {
 	var out []record
 	for part := range slices.Chunk(records, dropBatch) {
@@ -383,7 +384,7 @@ func (v *volume) live(s *segment, records []record) []record {
 	return out
 }
 
-// writes counts who writes an object.
+// writes adds by to the number of running writes of an object.
 func (v *volume) writes(k kv.Key, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -392,7 +393,7 @@ func (v *volume) writes(k kv.Key, by int) {
 	}
 }
 
-// readmit writes some of what was read to the active segment, if that has room.
+// readmit writes some objects that were read to the active segment, if that has room.
 func (v *volume) readmit(s *segment, records []record) {
 	budget := min(v.segment/readmitShare, mostReadmit)
 	for _, r := range v.live(s, records) {
@@ -422,7 +423,7 @@ func (v *volume) readmit(s *segment, records []record) {
 	}
 }
 
-// sealAll seals what takes no more records and has none being written.
+// sealAll seals the segments that take no more records and have no running write.
 func (v *volume) sealAll() {
 	for {
 		v.mu.Lock()
@@ -441,7 +442,7 @@ func (v *volume) sealAll() {
 	}
 }
 
-// seal writes the index of a segment and makes everything in it last.
+// seal writes the index of a segment and syncs the segment. It evicts a segment without live records.
 func (v *volume) seal(s *segment) {
 	v.mu.Lock()
 	entries := s.entries
@@ -473,7 +474,7 @@ func (v *volume) writeIndex(s *segment, records []record) (trailer, error) {
 	b := shm.MakeAligned(int(indexBytes(len(records))), block)
 	t := putIndex(b, trailer{seq: s.seq, id: s.id, end: s.end, bytes: s.end + int64(len(b))}, records)
 	putTrailer(b[len(b)-block:], t)
-	if err := s.file.sync(); err != nil { // before the journal says what it took the place of
+	if err := s.file.sync(); err != nil { // before the journal says that older records were replaced by these
 		return t, err
 	}
 	if err := v.save(); err != nil {
@@ -486,7 +487,7 @@ func (v *volume) writeIndex(s *segment, records []record) (trailer, error) {
 	return t, errors.Join(s.file.truncate(t.bytes), s.file.sync())
 }
 
-// syncActive makes what was written lately last, also without a seal.
+// syncActive syncs recent writes that are in no sealed segment yet, and the journal.
 func (v *volume) syncActive() {
 	v.journal.turn <- struct{}{}
 	err := v.syncDirty()
@@ -496,7 +497,7 @@ func (v *volume) syncActive() {
 	}
 }
 
-// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn, so no other sync runs.
+// syncDirty syncs the segments with unsynced writes. The caller has the journal's turn, so no other sync runs.
 func (v *volume) syncDirty() (err error) {
 	v.mu.Lock()
 	dirty := slices.DeleteFunc(append(slices.Clone(v.mu.sealing), v.mu.active), func(s *segment) bool { return s == nil || !s.dirty })
@@ -517,7 +518,7 @@ func (v *volume) syncDirty() (err error) {
 	return err
 }
 
-// flush seals what was written so far, and waits for that.
+// flush seals the segments with objects written so far, and waits until they are sealed.
 func (v *volume) flush(ctx context.Context) error {
 	v.mu.Lock()
 	if v.mu.closed {
@@ -557,7 +558,7 @@ func (v *volume) sealedSegments() []*segment {
 	return all
 }
 
-// retain keeps a segment until release. It reports false when it was evicted.
+// retain keeps a segment open until release. It reports false if the segment was evicted.
 func (v *volume) retain(s *segment) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()

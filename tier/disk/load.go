@@ -26,8 +26,8 @@ type found struct {
 
 func (f found) name() string { return segmentName(f.seq, f.id) }
 
-// load reads the indexes of all segments: from the checkpoint, then of segments that are
-// newer, then record by record of those that have none.
+// load reads the indexes of all segments: from the checkpoint, then the own indexes of newer
+// segments, then record by record the segments without an index.
 func (v *volume) load(names map[string]int64, todo map[uint64]found) {
 	defer close(v.opened)
 	began := v.now()
@@ -53,7 +53,7 @@ func (v *volume) load(names map[string]int64, todo map[uint64]found) {
 	v.log.Info("disk is open", "path", v.dir.Path, "objects", objects, "segments", segments, "bytes", bytes, "unfinished", len(unfinished), "took", v.now().Sub(began))
 }
 
-// openSegment opens a segment and has it known.
+// openSegment opens a segment and adds it to the volume's segments.
 func (v *volume) openSegment(f found) (*segment, error) {
 	file, err := v.files.open(f.name())
 	if err != nil {
@@ -94,7 +94,7 @@ func (v *volume) insertSome(s *segment, records []record) {
 		e := entry{r.sum, s.seq, r.block, r.len, r.hot, r.over, r.seal}
 		it, had := v.mu.index.item(&r.key)
 		if old := v.mu.index.entry(it); had && !e.newer(&old) {
-			v.goneLocked(s, r.block) // else it came back when the newer one is deleted
+			v.goneLocked(s, r.block) // else it would come back when the newer one is deleted
 			continue
 		} else if had {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
@@ -118,7 +118,7 @@ func readIndex(f file, id uint64, size int64) (trailer, []record, error) {
 	return r.read(f, id, size)
 }
 
-// read is readIndex; what it returned before is not valid any more.
+// read is readIndex. It invalidates the result of the call before.
 func (r *indexReader) read(f file, id uint64, size int64) (trailer, []record, error) {
 	if size < 2*block || size%block != 0 || size > maxSegment {
 		return trailer{}, nil, errDamaged
@@ -193,7 +193,7 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 		return nil
 	}
 	t, records, err := r.read(s.file, s.id, s.size)
-	if errors.Is(err, errDamaged) { // it is unfinished, or of a version that ends otherwise
+	if errors.Is(err, errDamaged) { // an unfinished segment, or one of a version with another end
 		err = s.checkHead()
 		if !errors.Is(err, ErrNewer) {
 			return s
@@ -249,7 +249,7 @@ func (v *volume) scan(s *segment) (records []record) {
 		if pos < from || pos+block > to {
 			from, to = pos, min(pos+int64(len(window)), size)
 			err := s.file.readv([][]byte{window[:to-from]}, from)
-			if err != nil { // perhaps only one block of it
+			if err != nil { // perhaps only one block cannot be read
 				to = from + block
 				err = s.file.readv([][]byte{window[:block]}, from)
 			}
@@ -272,7 +272,7 @@ func (v *volume) scan(s *segment) (records []record) {
 	return records
 }
 
-// open reads what a directory has; its index is read in the background. Errors: ErrNewer.
+// open lists the files of a directory and starts the goroutines, one of which reads the index. Errors: ErrNewer.
 func (v *volume) open() error {
 	names, err := v.files.list()
 	if err != nil {
@@ -305,7 +305,7 @@ func (v *volume) open() error {
 		todo[id], seqs[seq] = found{seq, id, size}, true
 	}
 	v.worn(names, todo)
-	if err := v.loadJournal(names); err != nil { // without it, what was deleted would be served again
+	if err := v.loadJournal(names); err != nil { // without the journal deleted objects would be served again
 		return err
 	}
 	v.running.Go(func() {
@@ -319,8 +319,8 @@ func (v *volume) open() error {
 	return nil
 }
 
-// mark reads the marker of the directory, and makes it in an empty one. The marker of a directory that gets encrypted objects has their
-// version before the first one is written.
+// mark reads the marker of the directory, and makes the marker of an empty directory. Before the first encrypted object is written, it
+// raises the marker's version to sealedVersion.
 func (v *volume) mark(names map[string]int64) error {
 	at := uint32(version)
 	if v.opts.Sealed {
@@ -361,7 +361,7 @@ func countSegments(names map[string]int64) (n int) {
 }
 
 // worn finds out how much has been written, today and ever, from the checkpoint or the
-// newest segment. After a kill that may be a segment too little.
+// newest segment. After a kill the result may be too low by one segment.
 func (v *volume) worn(names map[string]int64, todo map[uint64]found) {
 	var newest found
 	for _, f := range todo {

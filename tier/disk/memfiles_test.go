@@ -13,8 +13,8 @@ import (
 	"syscall"
 )
 
-// memFiles is a directory in memory. What was not synced may be lost: of writes any part,
-// sector by sector, of changes of names any.
+// memFiles is a directory in memory. A power cut may lose changes that were not synced: of writes any
+// sectors, and of changes of names any.
 type memFiles struct {
 	rand *rand.Rand // of power cuts
 	free int64      // of the file system, at first
@@ -34,7 +34,7 @@ type memState struct {
 
 var errDead = errors.New("test: the machine is off")
 
-// sector is what a disk writes whole.
+// sector is the unit that a disk writes whole.
 const sector = 512
 
 type memFile struct {
@@ -155,7 +155,7 @@ func resize(b []byte, n int64) []byte {
 	return append(b, make([]byte, n-int64(len(b)))...)
 }
 
-// doing begins a deed. The lock is held if it may be done.
+// doing begins a deed. If it returns no error, the caller holds the lock and may do the deed.
 func (m *memFiles) doing(deed, name string) error {
 	m.mu.Lock()
 	err := error(nil)

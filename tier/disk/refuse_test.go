@@ -40,7 +40,7 @@ func snapshot(t *testing.T, dir string) map[string]string {
 	return all
 }
 
-// refused checks that a directory is refused in one line, and is as it was.
+// refused checks that Open refuses a directory with an error of one line, and leaves it unchanged.
 func refused(t *testing.T, dir string, want error) {
 	t.Helper()
 	before := snapshot(t, dir)
@@ -81,7 +81,7 @@ func TestNotOurs(t *testing.T) {
 	}
 }
 
-// The second server on a directory is told so; the first one goes on.
+// A second server on a directory gets ErrInUse, and the first one goes on.
 func TestTwoServers(t *testing.T) {
 	dir := t.TempDir()
 	d := open(t, small(dir))
@@ -96,7 +96,7 @@ func TestTwoServers(t *testing.T) {
 	closeDisk(t, d)
 }
 
-// Also when somebody has cleaned the file of the lock away.
+// A second server gets ErrInUse also if somebody has deleted the lock file.
 func TestTwoServersWithoutTheLocksFile(t *testing.T) {
 	dir := t.TempDir()
 	d := open(t, small(dir))
@@ -111,7 +111,7 @@ func TestTwoServersWithoutTheLocksFile(t *testing.T) {
 	closeDisk(t, d)
 }
 
-// Of a server that was killed the kernel gives the directory back a moment later: the next one waits for that.
+// The kernel releases the lock of a killed server a moment later. The next server waits for that.
 func TestDirectoryOfAKilledServer(t *testing.T) {
 	for _, name := range []string{".", lockName} {
 		dir := t.TempDir()
@@ -247,8 +247,8 @@ func TestReadOnly(t *testing.T) {
 	}
 }
 
-// A real full file system: what is there is served, what comes is not kept, and later it
-// is.
+// On a real file system that is full, the disk serves its objects and keeps no new ones; it keeps new ones again once there
+// is room.
 func TestFullFileSystem(t *testing.T) {
 	testkit.SmallFS(t, 16<<20, func(t *testing.T, dir string) {
 		o := small(dir)
@@ -278,8 +278,8 @@ func TestFullFileSystem(t *testing.T) {
 	})
 }
 
-// A server that starts on a file system which is full to its last byte serves what is there, and gives room back; where a
-// directory has still to be made there is none for it.
+// A server that starts on a file system that is full to its last byte serves its objects, and frees room. A new directory
+// cannot be made there: Open returns ENOSPC.
 func TestOpenOnAFullFileSystem(t *testing.T) {
 	testkit.SmallFS(t, 16<<20, func(t *testing.T, dir string) {
 		const objects = 80
@@ -320,8 +320,8 @@ func TestOpenOnAFullFileSystem(t *testing.T) {
 	})
 }
 
-// A file system that refuses a segment while the disk is still being read costs none of those that are there its turn to
-// go later.
+// If the file system refuses a new segment while the disk is still being opened, every segment that is there can still be
+// evicted later.
 func TestRefusedWhileOpening(t *testing.T) {
 	const limit, old, n = 2 << 20, 60, 9000
 	m, c := newMemFiles(1, 1<<30), newClock()
@@ -393,8 +393,8 @@ func idOf(m *memFiles, seq uint32) uint64 {
 	return 0
 }
 
-// On a disk that others have filled to its last byte objects can be deleted, for good, and segments go until MinFree is
-// free again: both write the journal first.
+// On a disk that others have filled to its last byte objects can be deleted for good, and segments are evicted until MinFree is
+// free again. Both need to write the journal first.
 func TestFullDiskGivesRoomBack(t *testing.T) {
 	const objects, minFree = 700, 2 << 20
 	m := newMemFiles(1, 64<<20)

@@ -83,7 +83,7 @@ func TestLimitAndWriteAmplification(t *testing.T) {
 	}
 }
 
-// What is read again and again outlives many times the limit of what is not.
+// An object that is read again and again stays while many times the limit of unread objects are written.
 func TestHotObjectsStay(t *testing.T) {
 	m := newMemFiles(1, 1<<30)
 	d := openMem(t, Options{SegmentBytes: 128 << 10, MinFree: 1, FirstTouch: true}, 4<<20, newClock(), m)
@@ -151,8 +151,8 @@ func TestWriteBudget(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	}
-	// used: a day's budget is used up, and by objects more than by bookkeeping. How often there is a checkpoint meanwhile, of
-	// up to 80 KiB, depends on who is faster.
+	// used: a day's budget is used up, and more by objects than by bookkeeping. The number of checkpoints meanwhile, of
+	// up to 80 KiB each, depends on which goroutine is faster.
 	used := func() {
 		t.Helper()
 		each := recordBytes(20_000)
@@ -165,7 +165,7 @@ func TestWriteBudget(t *testing.T) {
 	need(t, d, 0, 20_000)
 	closeDisk(t, d)
 	d = openMem(t, o, 8<<20, c, m)
-	if fill(); kept > 8 { // what bookkeeping took is forgotten
+	if fill(); kept > 8 { // the next life does not count the bytes of bookkeeping
 		t.Errorf("a restart gave %d objects more", kept)
 	}
 	c.pass(24 * time.Hour)
@@ -178,8 +178,8 @@ func TestWriteBudget(t *testing.T) {
 	closeDisk(t, d)
 }
 
-// Files of others come first: what they need is given back, down to nothing, and taken
-// again when they go.
+// Files of others come first: the disk frees the room that they need, down to nothing, and uses it
+// again when they are gone.
 func TestMinFree(t *testing.T) {
 	m, c := newMemFiles(1, 16<<20), newClock()
 	o := Options{SegmentBytes: 256 << 10, MinFree: 4 << 20, FirstTouch: true}
@@ -224,7 +224,7 @@ func TestMinFree(t *testing.T) {
 	need(t, d, 3000, 200_000)
 }
 
-// A disk that cannot be written keeps what it has. Others take what falls to it, and
+// A disk that cannot be written keeps its objects. Other disks get its new objects, and
 // after a while it is tried again.
 func TestDiskThatFails(t *testing.T) {
 	a, b, c := newMemFiles(1, 1<<30), newMemFiles(2, 1<<30), newClock()

@@ -52,8 +52,8 @@ func marker(t *testing.T, dir string) uint32 {
 	return le.Uint32(b[8:])
 }
 
-// A directory says that it has encrypted objects before the first one is written, so that an older build leaves it alone; one without them stays
-// what it was.
+// The marker of a directory says that it has encrypted objects before the first one is written, so that an older build refuses it.
+// The marker of a directory without encrypted objects stays as it was.
 func TestSealedDirectoryIsMarked(t *testing.T) {
 	dir := t.TempDir()
 	life := func(sealed bool, f func(x tier.Tier)) {
@@ -114,8 +114,8 @@ func asFiles(f *memFiles) func(string) (files, error) {
 	return func(string) (files, error) { return f, nil }
 }
 
-// Encrypted objects outlive a kill, and those that a power cut left torn are not found. The scrub finds those that were changed, and leaves
-// alone those whose key is missing.
+// Encrypted objects survive a kill, and objects torn by a power cut are misses. The scrub finds changed objects, and leaves objects alone
+// whose key is missing.
 func TestSealedLives(t *testing.T) {
 	keys := tiertest.Keys(t, 1)
 	const objects, size = 30, 30_000
@@ -156,7 +156,7 @@ func TestSealedLives(t *testing.T) {
 	}
 }
 
-// A record whose bytes changed is found by who has its key, and by nobody else.
+// Only a server with the key of a record finds that its bytes changed.
 func TestSealedRecordsAreCompared(t *testing.T) {
 	o := small(t.TempDir())
 	o.Sealed, o.Whole = true, tiertest.Keys(t, 1).Whole

@@ -4,7 +4,8 @@ package disk
 
 import "sync"
 
-// seenKeys remembers keys, the last of them: two tables take turns. Its methods are safe for concurrent use.
+// seenKeys remembers the last Most to 2*Most keys, in two tables: when one is full, it replaces the other. Its methods are safe for
+// concurrent use.
 type seenKeys struct {
 	Most int // in one table
 	mu   struct {

@@ -42,9 +42,9 @@ func soakObject(obj int) ([]byte, tier.Meta) {
 	return own, meta
 }
 
-// soakChild is a process that writes, reads and deletes until it is killed. It says on
-// its output what has been done: w of what is written, d of what is deleted (D before
-// that), s once all of that is sealed.
+// soakChild is a process that writes, reads and deletes until it is killed. It prints what it
+// did: w and the object after a write, D before and d after a delete, and s once all of that is
+// sealed.
 func soakChild() bool {
 	dir := os.Getenv(soakDir)
 	if dir == "" {
@@ -98,8 +98,8 @@ type soak struct {
 	next                  int
 }
 
-// round runs a process, kills it, damages what it had not synced, and looks at what is
-// left.
+// round runs a process, kills it, damages the bytes that it had not synced, and checks the
+// rest.
 func (s *soak) round() {
 	cmd := exec.CommandContext(s.t.Context(), "/proc/self/exe")
 	cmd.Env = append(os.Environ(), soakDir+"="+s.dir, soakFrom+"="+strconv.Itoa(s.next), soakLimit+"="+strconv.FormatInt(s.limit, 10))
@@ -121,7 +121,7 @@ func (s *soak) round() {
 	s.look(unsure)
 }
 
-// follow notes what a process says until it ends. It returns what it may have deleted.
+// follow notes the output of a process until it ends. It returns the objects that the process may have deleted.
 func (s *soak) follow(out io.Reader) (unsure map[int]bool) {
 	unsure = map[int]bool{}
 	lines := bufio.NewScanner(out)
@@ -210,9 +210,9 @@ func (s *soak) look(unsure map[int]bool) {
 
 func err1(err error) bool { return err != nil }
 
-// Processes are killed while they write, read and delete, and the power goes with half of
-// them: no wrong byte, nothing lost that was sealed, nothing back that was deleted. SOAK
-// is how many processes.
+// Processes are killed while they write, read and delete, half of them with a power cut. The disk serves no
+// wrong byte, loses no sealed object, and no deleted object comes back. SOAK is the number of
+// processes.
 func TestSoak(t *testing.T) {
 	rounds := 6
 	if n, err := strconv.Atoi(os.Getenv("SOAK")); err == nil {

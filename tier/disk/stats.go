@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Stats are the figures of a Disk, of all its directories together where no label names
-// one.
+// Stats are the figures of a Disk. A figure without the label dir is for all directories
+// together.
 type Stats struct {
 	Opening  bool                     `gauge:"kvasir_disk_opening" help:"1 while the index is being read."`
 	Objects  map[string]int64         `gauge:"kvasir_disk_objects" label:"dir" help:"Objects kept."`
@@ -95,7 +95,7 @@ func (d *Disk) Space() tier.Space {
 type Space struct {
 	Dir
 	MinFree int64 // bytes that are left to others
-	Now     int64 // of Bytes, those that there is room for now, with what its files take already
+	Now     int64 // bytes that it can have now, those of its files included; at most Bytes
 }
 
 // Rooms returns the room of each directory. Errors are those of the file system.
@@ -115,7 +115,7 @@ func (d *Disk) Rooms() ([]Space, error) {
 	return out, nil
 }
 
-// stat sets the metas that are zero and whose keys are here.
+// stat sets the zero metas whose keys are in this volume.
 func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
 	now := v.now()
 	v.mu.Lock()

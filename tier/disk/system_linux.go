@@ -9,7 +9,7 @@ const directIO = unix.O_DIRECT
 
 func fallocate(fd int, mode uint32, bytes int64) error { return unix.Fallocate(fd, mode, 0, bytes) }
 
-// keepSize has fallocate reserve room without a longer file.
+// keepSize makes fallocate reserve room without changing the file's size.
 const keepSize = unix.FALLOC_FL_KEEP_SIZE
 
 func syncData(fd int) error { return unix.Fdatasync(fd) }

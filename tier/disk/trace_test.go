@@ -64,8 +64,8 @@ func (p *lru) use(block int64) {
 }
 
 // playTrace returns how many blocks of prompts are hits, in a row from a prompt's start, of a pool over a disk,
-// either of which may be missing. As a store does, it reads from the disk what the pool lacks, and offers to the
-// disk what is stored or hit and is not there.
+// either of which may be missing. As a store does, it reads the blocks from the disk that the pool lacks, and offers the
+// disk each block that is stored or hit and is not on it.
 func playTrace(b *testing.B, requests [][]int64, pool *lru, d *Disk) (hits, all int) {
 	b.Helper()
 	buf := make([]byte, 1)

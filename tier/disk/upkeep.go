@@ -18,8 +18,8 @@ func (v *volume) checkpointDue() bool {
 	return v.mu.all-v.checked > max(checkpointPer*entryBytes*int64(v.mu.index.len()), v.segment)
 }
 
-// checkpoint writes the index of the sealed segments to one file, which is read faster than
-// many.
+// checkpoint writes the indexes of the sealed segments to one file, because one file can be read faster
+// than many.
 func (v *volume) checkpoint() error {
 	segments := v.sealedSegments()
 	written := int64(0)
@@ -45,7 +45,7 @@ func (v *volume) checkpoint() error {
 			}
 			written += int64(len(b))
 		}
-		return v.save() // what was left out, before the checkpoint counts
+		return v.save() // deletions that the checkpoint leaves out must be durable before it replaces the old one
 	})
 	v.wrote(written + block)
 	v.mu.Lock()
@@ -57,7 +57,7 @@ func (v *volume) checkpoint() error {
 	return errors.Join(err, v.compact())
 }
 
-// part is what a checkpoint says of a segment: nothing if its index cannot be read.
+// part returns a segment's part of a checkpoint, nil if the segment's index cannot be read.
 func (v *volume) part(s *segment) []byte {
 	t, records, err := readIndex(s.file, s.id, s.size)
 	if err != nil {
@@ -69,7 +69,7 @@ func (v *volume) part(s *segment) []byte {
 	return b
 }
 
-// scrub compares everything with its checksum, slowly, again and again.
+// scrub compares all sealed objects with their checksums, at ScrubRate, in one round each scrubEvery.
 func (v *volume) scrub() {
 	rate := time.Duration(cmp.Or(v.opts.ScrubRate, 8<<20))
 	pause := func(d time.Duration) error {

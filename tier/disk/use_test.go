@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// Reads and writes that are no use, as those of a rekey, leave an object as used or unused as it was. A use counts, and an object that is
-// written anew is not used yet.
+// Reads and writes that do not count as a use, as those of a rekey, do not change whether an object counts as used. Other reads do,
+// and an object that is written anew is not used yet.
 func TestUpkeepIsNoUse(t *testing.T) {
 	o := small(t.TempDir())
 	o.Sealed = true

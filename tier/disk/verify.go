@@ -25,7 +25,7 @@ func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(i
 	return err
 }
 
-// verifySealed is verify for an encrypted record: who has the key compares it.
+// verifySealed is verify for an encrypted record. Options.Whole, which has the key, compares it.
 func (v *volume) verifySealed(ctx context.Context, s *segment, r *record, paced func(int) error) error {
 	if v.opts.Whole == nil {
 		return nil

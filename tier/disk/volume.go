@@ -20,10 +20,10 @@ import (
 )
 
 const (
-	directPiece = 4 << 20 // of one call into or from memory that suits direct I/O
-	bouncePiece = 1 << 20 // of one call by way of a buffer
+	directPiece = 4 << 20 // bytes of one call, for memory that is aligned for direct I/O
+	bouncePiece = 1 << 20 // bytes of one call that goes through a buffer
 
-	refusePause = 10 * time.Second // without writing, after a disk was full or failed
+	refusePause = 10 * time.Second // pause of writes after a disk was full or failed
 )
 
 var (
@@ -46,42 +46,42 @@ type volume struct {
 	id      uint64 // of the directory
 	now     func() time.Time
 
-	heads, bounces buffers // of two blocks, of bouncePiece
+	heads, bounces buffers // buffers of two blocks, and of bouncePiece bytes
 
 	life    context.Context
 	stop    context.CancelFunc
 	running sync.WaitGroup // in the background
 	calls   sync.WaitGroup // in progress
-	opened  chan struct{}  // closed when the index is there
-	whole   atomic.Bool    // it is there of every segment
-	wake    chan struct{}  // of keep
-	full    chan struct{}  // of last
-	journal journal        // owned by who has its turn
-	synced  time.Time      // by last
-	checked int64          // what had been written at the last checkpoint
+	opened  chan struct{}  // closed when the index has been read
+	whole   atomic.Bool    // the indexes of all segments were read
+	wake    chan struct{}  // wakes keep
+	full    chan struct{}  // wakes last
+	journal journal        // owned by the goroutine that has its turn
+	synced  time.Time      // owned by last: time of the last sync
+	checked int64          // bytes ever written at the time of the last checkpoint
 	n       counters
 
 	mu struct {
 		sync.Mutex
 		index   index
 		segs    map[uint32]*segment
-		writing map[kv.Key]int                 // objects that are being written, by how many
-		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
-		fresh   []place                        // of gone, what is not in the journal yet
+		writing map[kv.Key]int                 // number of running writes of an object
+		gone    map[uint64]map[uint32]struct{} // by a segment's id: blocks of deleted records that are still in its file
+		fresh   []place                        // the places in gone that are not in the journal yet
 		dropped map[kv.Key]struct{}            // while the index is read: keys whose records are skipped; nil afterwards
 
 		active  *segment   // takes records
-		spare   *segment   // comes next
-		sealing []*segment // take no more
+		spare   *segment   // will be the next active one
+		sealing []*segment // take no more records, are not sealed yet
 		nextSeq uint32
 		used    int64 // bytes of all files of segments
-		full    int64 // the same when one was last removed for room; 0: none was
+		full    int64 // used when a segment was last evicted for room; 0: none was
 
-		checkpoint int64 // bytes of that file
+		checkpoint int64 // bytes of the checkpoint file
 
 		wanted  bool          // a write waits for a spare
-		changed chan struct{} // closed with the next spare, or refusal
-		refused error         // why there is none
+		changed chan struct{} // closed when the next spare is ready, or refused is set
+		refused error         // why no spare could be made
 		until   time.Time     // when to try again
 
 		wear
@@ -104,7 +104,7 @@ func (e *entry) meta() tier.Meta {
 	return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over, Seal: e.seal}
 }
 
-// newer reports whether a record was reserved after another of the same key.
+// newer reports whether e's place was reserved after than's; both are records of one key.
 func (e *entry) newer(than *entry) bool {
 	return e.seg > than.seg || e.seg == than.seg && e.block > than.block
 }
@@ -121,13 +121,13 @@ type segment struct {
 	pending     int      // records being written
 	refs        int      // readers, and the volume itself
 	dirty       bool     // written since the last sync
-	heat        float64  // bytes read, of late
-	entries     []record // in it and in the index, until it is sealed
+	heat        float64  // bytes read, recent reads counted more
+	entries     []record // records in the file and in the index, until the segment is sealed
 	sealed      bool
-	newerFormat bool          // of a newer version of Kvasir: must not be removed
-	leaving     bool          // a goroutine removes it
-	done        chan struct{} // closed when it was sealed, or could not be
-	err         error         // why not
+	newerFormat bool          // a newer version of Kvasir wrote it: must not be removed
+	leaving     bool          // a goroutine is removing it
+	done        chan struct{} // closed when the segment was sealed, or sealing failed
+	err         error         // why sealing failed
 }
 
 // begin counts a call, which ends with v.calls.Done.
@@ -141,7 +141,7 @@ func (v *volume) begin() error {
 	return nil
 }
 
-// use finds an object and keeps its segment until release. counts says that the object counts as used.
+// use finds an object and keeps its segment open until release. counts says that this read counts as a use.
 func (v *volume) use(k *kv.Key, n int, counts bool) (s *segment, e entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -192,7 +192,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	r := record{k, e.block, e.len, e.sum, false, e.over, e.seal}
 	got := tier.Meta{Len: int64(len(dst))}
 	err = v.readInto(ctx, s, &r, dst)
-	if err == nil && e.seal == 0 { // the tag of an encrypted one is compared by who decrypts it
+	if err == nil && e.seal == 0 { // whoever decrypts an encrypted object checks its tag
 		if got.Sum = xxh3.Hash(dst); got.Sum != e.sum {
 			err = fmt.Errorf("%w: checksum %x", errDamaged, got.Sum)
 		}
@@ -204,7 +204,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 		return e.meta(), nil
 	case ctx.Err() != nil:
 		return tier.Meta{}, ctx.Err()
-	case isFault(err): // dst is gone; the disk has no part in it
+	case isFault(err): // dst could not be accessed; the disk is not at fault
 		return tier.Meta{}, err
 	}
 	v.spoilt(s, &r, err)
@@ -223,7 +223,7 @@ func (v *volume) spoilt(s *segment, r *record, err error) {
 	v.log.Warn("an object on disk is damaged; it is forgotten", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "place", int64(r.block)*block, "err", err)
 }
 
-// forget takes an object out of the index if it is still at that place.
+// forget removes an object from the index if it is still at r's place.
 func (v *volume) forget(s *segment, r *record) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -237,7 +237,7 @@ func (v *volume) forget(s *segment, r *record) bool {
 	return true
 }
 
-// goneLocked notes that a record shall not be found again.
+// goneLocked records that a record was deleted; journal.save makes that durable.
 func (v *volume) goneLocked(s *segment, at uint32) {
 	if _, ok := v.mu.gone[s.id][at]; !ok {
 		v.addGoneLocked(place{s.id, at})
@@ -254,8 +254,8 @@ func (v *volume) addGoneLocked(p place) {
 	of[p.block] = struct{}{}
 }
 
-// readInto reads a record's payload straight into dst where the memory allows it, and
-// compares the record's header.
+// readInto reads a record's payload into dst, directly if dst is aligned, and
+// checks the record's header.
 func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte) error {
 	if !shm.Aligned(dst, block) {
 		at := 0
@@ -285,7 +285,7 @@ func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte
 	return nil
 }
 
-// restOf returns where the rest of a payload is in the two blocks.
+// restOf returns the part of the two blocks that has the rest of a payload.
 func restOf(ends []byte, rest int64, extra bool) []byte {
 	if extra {
 		return ends[block:][:rest]
@@ -293,8 +293,8 @@ func restOf(ends []byte, rest int64, extra bool) []byte {
 	return ends[headBytes:][:rest]
 }
 
-// readPiece reads what lies at a place of the payload's body, before it the header, which
-// is compared, and behind it the rest if it has a block of its own.
+// readPiece reads the part of the payload's body at byte at. With the first part it reads the header
+// and checks it. With extra it reads the block after the body, which has the rest.
 func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, extra bool) error {
 	var parts [3][]byte
 	bufs, off := parts[:0], int64(r.block)*block
@@ -359,8 +359,8 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 	if err != nil {
 		return err
 	}
-	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, !tier.IsUse(ctx), m.End, m.Seal} // hot, if what it replaces is
-	err = errClosed                                                                           // should src fault
+	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, !tier.IsUse(ctx), m.End, m.Seal} // hot if the replaced record is
+	err = errClosed                                                                           // the result if src faults
 	defer func() { v.finish(s, &r, nil, err) }()
 	if err = v.append(ctx, s, &r, src); err != nil {
 		return err
@@ -394,7 +394,7 @@ func (v *volume) reserve(ctx context.Context, need int64) (*segment, int64, erro
 	}
 }
 
-// signal wakes who waits for c, now or when it next does.
+// signal wakes the goroutine that waits for c, or lets its next wait return at once.
 func signal(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -402,9 +402,9 @@ func signal(c chan struct{}) {
 	}
 }
 
-// tryReserve finds a place for a record. Where there is none it returns what to wait for.
-// A copy never opens a segment, and is refused while its object is rewritten: the new
-// record would look older than the copy. Errors: errBudget, errBusy, why there is no segment.
+// tryReserve finds a place for a record. If there is none, it returns a channel to wait for.
+// For a copy (copyOf) it never asks for a segment, and refuses while the object is being rewritten, because
+// the new record would look older than the copy. Errors: errBudget, errBusy, why there is no segment.
 func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, wait chan struct{}, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -435,14 +435,14 @@ func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, w
 	s.pending++
 	s.dirty = true
 	v.wroteLocked(need)
-	if s.end > s.size/8 && v.mu.spare == nil && !v.mu.wanted { // the next one is ready when this one is full
+	if s.end > s.size/8 && v.mu.spare == nil && !v.mu.wanted { // so that the next segment is ready when this one is full
 		v.mu.wanted = true
 		signal(v.wake)
 	}
 	return s, at, nil, nil
 }
 
-// retireLocked has the active segment sealed.
+// retireLocked ends the active segment; last seals it.
 func (v *volume) retireLocked() {
 	if v.mu.active != nil {
 		v.mu.sealing = append(v.mu.sealing, v.mu.active)
@@ -528,8 +528,8 @@ func writePiece(s *segment, r *record, at int64, body, ends []byte, extra bool) 
 	return s.file.writev(bufs, off)
 }
 
-// finish ends a reservation. What was written takes the place of what the key had; of a
-// copy, only if that is still at from. A record that is hot stays so if what it replaces is.
+// finish ends a reservation. The written record replaces the record that the key had. A copy does so only
+// if the key's record is still at from. A record with hot set stays hot if the replaced record is hot.
 func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -548,7 +548,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	case from != nil && (!had || old.seg != from.seg || old.block != from.block):
 		v.goneLocked(s, r.block) // it was deleted or written again meanwhile
 	case from == nil && had && old.meta() == e.meta():
-		v.goneLocked(s, r.block) // two have written it at the same time
+		v.goneLocked(s, r.block) // another write of the same object was faster
 		v.noteLocked(r.key, true)
 	default:
 		if r.hot = r.hot && had && old.hot; r.hot {
@@ -564,7 +564,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	}
 }
 
-// refusedLocked lets writers do without this disk for a while.
+// refusedLocked refuses writes to this disk with err for refusePause.
 func (v *volume) refusedLocked(err error) {
 	v.mu.refused, v.mu.until, v.mu.wanted = err, v.now().Add(refusePause), false
 	v.changedLocked()
@@ -575,7 +575,7 @@ func (v *volume) changedLocked() {
 	v.mu.changed = make(chan struct{})
 }
 
-// drop takes objects out of the index; journal.save makes it last.
+// drop removes objects from the index; journal.save makes that durable.
 func (v *volume) drop(keys []kv.Key) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/fs"
 )
 
-// An object that is there whole is not written again, with padding and without; one whose file has another length is.
+// A write of an object that is there whole writes nothing, with padding and without. If its file has another length, it is written again.
 func TestObjectThatIsThereIsNotWrittenAgain(t *testing.T) {
 	for name, o := range map[string]fs.Options{"plain": {}, "padded": {Pad: true}} {
 		o.Path = folder(t)

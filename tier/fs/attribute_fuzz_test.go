@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// FuzzAttribute: an attribute of today's version is written as it was read, and none is both read and a later release's.
+// FuzzAttribute: an attribute of this version that was read can be written with the same bytes. No attribute is both readable and of a
+// later release.
 func FuzzAttribute(f *testing.F) {
 	f.Add(attr{kv.Namespace{1}, 7, 8, 9, true}.bytes())
 	f.Add(append([]byte{1}, make([]byte, unboundBytes-1)...))

@@ -28,7 +28,7 @@ var none = attrs{
 	at:  func(string, []byte) (int, error) { return -1, unix.ENOTSUP },
 }
 
-// bare opens a directory and returns what it says.
+// bare opens a directory and returns its log.
 func bare(t *testing.T, o Options, a attrs) (*Dir, *bytes.Buffer) {
 	t.Helper()
 	var said bytes.Buffer
@@ -63,8 +63,8 @@ func stat(t *testing.T, d *Dir, seed int) tier.Meta {
 	return metas[0]
 }
 
-// withoutAttributes is what docs/operate/fs.md says of a file system without extended attributes: one warning, objects
-// by their length alone, torn ones not there and replaced, also those of two directories.
+// withoutAttributes checks what docs/operate/fs.md promises for a file system without extended attributes: one warning, objects
+// are checked by their length alone, and torn objects are misses and replaced, also with two directories.
 func withoutAttributes(t *testing.T, dir string, a attrs) {
 	for name, o := range map[string]Options{"plain": {}, "padded": {Pad: true}, "direct": {Direct: true, Pad: true}} {
 		o.Path = filepath.Join(dir, name)
@@ -114,8 +114,8 @@ func TestAFileSystemWithoutExtendedAttributes(t *testing.T) {
 	testkit.PlainFS(t, func(t *testing.T, dir string) { withoutAttributes(t, dir, kernel) })
 }
 
-// A file system that has no room for an attribute when the directory is opened has some later: files get their
-// checksums then. What found no room for one is not kept.
+// A file system has no room for an attribute when the directory is opened, and has room later. From then on files get their
+// checksums. An object whose attribute found no room is not kept.
 func TestAttributesThatFindNoRoomAtFirst(t *testing.T) {
 	full := true
 	kept := map[uint64][]byte{} // by inode

@@ -6,7 +6,7 @@
 //
 //	MODEL@0xRANK@GROUP@HASH[@SALT].data    the model's slashes are "-SEP-"; rank 8 digits, group and hash hexadecimal
 //
-// A file appears whole, by a rename. One of a wrong length is not there, and is replaced.
+// A file appears whole, by a rename. A file of a wrong length counts as missing, and is replaced.
 package fs
 
 import (
@@ -38,26 +38,26 @@ type Trust uint8
 // Trusts.
 const (
 	TrustLength   Trust = iota // the right length; the checksum too, where it has one
-	TrustChecksum              // a checksum: what LMCache servers wrote is not there
+	TrustChecksum              // a checksum: files that LMCache servers wrote count as missing
 )
 
 // Options configures a Dir. A zero field means its default.
 type Options struct {
 	Path    string // made when it is not there
 	TempDir string // below Path, where files are written before they get their names; default Path
-	Direct  bool   // past the page cache where the file system can
-	Pad     bool   // files are filled up to whole pages with zeros: LMCache's fs_native with use_odirect reads no others
+	Direct  bool   // direct I/O, past the page cache, if the file system can do it
+	Pad     bool   // fill files up to whole pages with zeros: LMCache's fs_native with use_odirect reads only such files
 	Trust   Trust
-	Limit   int64 // bytes of all files, those of others too; 0 for no limit
+	Limit   int64 // bytes of all files, those of other servers included; 0 for no limit
 	MinFree int64 // bytes that are left free in the file system
 
-	// Beyond EvictAt of Limit, files are deleted until EvictShare of Limit less is used,
-	// those first that were not read or written for longest. With 0 none is deleted, and
-	// what passes the limit is not kept.
+	// When the files use more than EvictAt of Limit, the least recently used ones are deleted
+	// until they use EvictAt-EvictShare of Limit. With EvictAt 0 no file is deleted, and an
+	// object that would pass the limit is not kept.
 	EvictAt, EvictShare float64
 
 	NoMake bool        // Path has to be there
-	Names  *tier.Names // of the namespaces; required
+	Names  *tier.Names // names of the namespaces; required
 	Log    *slog.Logger
 
 	// Changes receives evictions whose file name identifies the object, as those of tier Number. tier.Recorded reports the
@@ -89,25 +89,25 @@ type Dir struct {
 
 	noDirect atomic.Bool
 	noSums   atomic.Bool   // the file system has no place for checksums
-	gone     atomic.Bool   // the last write met no directory
+	gone     atomic.Bool   // the last write found no directory
 	temps    atomic.Uint64 // counts temporary names
 	written  atomic.Int64
 	usage    usage
-	warned   sync.Map // of what was said once
+	warned   sync.Map // which warnings were logged
 
 	stop func()
 	done sync.WaitGroup
 }
 
-// ErrNoChecksums means that a directory cannot keep checksums and is to be trusted by
-// them alone.
+// ErrNoChecksums means that a directory cannot store checksums, although TrustChecksum
+// requires them.
 var ErrNoChecksums = errors.New("fs: the file system keeps no extended attributes, so no file can show a checksum")
 
-// Open returns the Tier of a directory. Temporary files of servers that ended are
-// removed after an hour. Where nothing can be written the Tier only reads.
+// Open returns the Tier of a directory. It removes temporary files of servers that ended
+// after an hour. If the directory cannot be written, the Tier only reads.
 func Open(o Options) (*Dir, error) { return openWith(o, kernel) }
 
-// openWith opens a directory whose file system may keep attributes otherwise.
+// openWith is Open with other functions for the extended attributes.
 func openWith(o Options, a attrs) (*Dir, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -153,7 +153,7 @@ func unwritable(err error) bool {
 	return errors.Is(err, iofs.ErrPermission) || errors.Is(err, unix.EROFS)
 }
 
-// try writes a file to learn what the directory can.
+// try writes a file, to learn whether the directory can be written and can store checksums.
 func (d *Dir) try() error {
 	path := d.tempName()
 	fd, err := unix.Open(path, unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
@@ -162,7 +162,7 @@ func (d *Dir) try() error {
 		d.readOnly = true
 		d.log.Warn("the directory cannot be written: its objects are served, and none is added", "path", d.o.Path, "err", err)
 		return nil
-	case noRoom(err): // it may have room later
+	case noRoom(err): // the file system is full now, and may have room later
 		return nil
 	case err != nil:
 		return fmt.Errorf("fs: write to %s: %w", d.temp, err)
@@ -170,14 +170,14 @@ func (d *Dir) try() error {
 	err = d.setSum(fd, attr{})
 	_ = unix.Close(fd)
 	_ = unix.Unlink(path)
-	if noRoom(err) || errors.Is(err, unix.EIO) { // of this file; others may get one
+	if noRoom(err) || errors.Is(err, unix.EIO) { // only this file got no attribute; others may get one
 		return nil
 	}
 	return err
 }
 
-// setSum gives a file its attribute. Where the file system has none the file goes without, and so do all that
-// come later, unless a checksum is what files are trusted by.
+// setSum sets a file's attribute. If the file system has no attributes, this file and all later ones get
+// none; with TrustChecksum that is an error.
 func (d *Dir) setSum(fd int, a attr) error {
 	if d.noSums.Load() {
 		return nil
@@ -195,7 +195,7 @@ func (d *Dir) setSum(fd int, a attr) error {
 	return nil
 }
 
-// once reports whether something is to be said that was not said yet.
+// once reports whether the warning what was not logged before.
 func (d *Dir) once(what string) bool {
 	_, said := d.warned.LoadOrStore(what, true)
 	return !said
@@ -213,14 +213,14 @@ func (d *Dir) tempName() string {
 	return filepath.Join(d.temp, fmt.Sprintf("%s%x-%x-%x%s", tempPrefix, os.Getpid(), time.Now().UnixNano(), d.temps.Add(1), tempSuffix))
 }
 
-// BesideObjects reports whether a name is of a file that a server writes into a tier's directory and that is no object: what it keeps of
-// clears, and writes in progress.
+// BesideObjects reports whether a server writes files of this name into a tier's directory that are no objects: the notes of
+// clears, and temporary files.
 func BesideObjects(name string) bool {
 	return strings.HasPrefix(name, tier.NoteName) || strings.HasPrefix(name, tempPrefix) && strings.HasSuffix(name, tempSuffix)
 }
 
-// FileName returns the name of an object's file: LMCache's, and for a name that is too long for a file or cannot be one
-// that of tier.Name.Digested. It reports false for an object without a model.
+// FileName returns the name of an object's file: LMCache's name, or if that is too long or not allowed as a file name,
+// the name made of tier.Name.Digested. It reports false for an object without a model.
 func FileName(n tier.Name, k kv.Key) (string, bool) {
 	name, ok := fileName(n, k)
 	if !ok && n.Model != "" {
@@ -263,7 +263,7 @@ func ParseFileName(name string) (n tier.Name, k kv.Key, ok bool) {
 	return n, k, ok && again == name+suffix
 }
 
-// path returns the path of an object; false where its name is not known, or can be none.
+// path returns the path of an object. It reports false if the object's name is not known or cannot be a file name.
 func (d *Dir) path(k kv.Key) (string, bool) {
 	n, ok := d.o.Names.Of(k.Namespace)
 	if !ok {

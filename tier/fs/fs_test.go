@@ -79,7 +79,7 @@ func TestTier(t *testing.T) {
 	}
 }
 
-// counted reports whether the directory knows what it has, so that it takes anything.
+// counted reports whether the directory has counted its files; before that it takes no objects.
 func counted(t *testing.T, d *fs.Dir) bool {
 	b, m := tiertest.Object(900, 10)
 	err := d.Write(t.Context(), tiertest.Key(900), m, b)
@@ -200,8 +200,8 @@ func TestNamesAreLMCaches(t *testing.T) {
 	refuse(tier.Name{})
 }
 
-// An object whose name is too long for a file, or has what cannot be in one, has a digest in its place, that tells two models,
-// salts and generations apart. It is written, read, listed and removed like any other.
+// If an object's name is too long for a file name, or has characters that may not be in one, the file name has a digest instead. Two models,
+// salts or generations have different digests. Such an object is written, read, listed and removed like any other.
 func TestNamesThatCannotBeFilesBecomeDigests(t *testing.T) {
 	names := tier.NewNames()
 	d, err := fs.Open(fs.Options{Path: t.TempDir(), Names: names})
@@ -252,8 +252,8 @@ func TestNamesThatCannotBeFilesBecomeDigests(t *testing.T) {
 	}
 }
 
-// A file that was cut, emptied, filled up, replaced by another layout's, by a folder, a
-// pipe or a link is not there; the next write replaces what is a file.
+// A file is a miss after it was cut, emptied or padded, or replaced by a file of another layout, a folder, a
+// pipe or a link. The next write replaces it if it is a file.
 func TestDamagedFilesAreMisses(t *testing.T) {
 	const n = 10000
 	for name, harm := range map[string]func(path string) error{
@@ -294,8 +294,8 @@ func TestDamagedFilesAreMisses(t *testing.T) {
 	}
 }
 
-// What another server wrote has no checksum: its length is trusted, padded or not, or it
-// is not there. With checksums only, our own write replaces it.
+// A file of another server has no checksum. The tier trusts its length, padded or not; otherwise the object is
+// a miss. If the tier trusts only checksums, its own write replaces the file.
 func TestForeignFiles(t *testing.T) {
 	const n = 5000
 	for _, size := range []int{n, 8192} {
@@ -326,7 +326,7 @@ func TestForeignFiles(t *testing.T) {
 	}
 }
 
-// Two layouts of one model have one name. Neither is given the other's bytes, although
+// Objects of two layouts of one model have the same name. No read returns the other layout's bytes, although
 // the lengths are equal.
 func TestTwoLayoutsOfOneModel(t *testing.T) {
 	dir := folder(t)
@@ -351,7 +351,7 @@ func TestTwoLayoutsOfOneModel(t *testing.T) {
 	}
 }
 
-// A file of another server says nothing about its layout: of a model that has two it is not there, and our own write replaces it.
+// A file of another server does not name its layout. If its model has two layouts, the file is a miss, and our own write replaces it.
 func TestForeignFilesOfTwoLayouts(t *testing.T) {
 	dir := folder(t)
 	n := tier.NewNames()
@@ -397,8 +397,8 @@ func TestNoRoom(t *testing.T) {
 	})
 }
 
-// While the directory is gone, or the one for temporary files is, a write says that it is to be tried again, however
-// often; reads miss. When it is back both objects are taken.
+// While the directory is gone, or the one for temporary files, each write returns an error that asks to try again, and
+// reads miss. When it is back, the tier takes both objects.
 func TestDirectoryThatIsGoneAndBack(t *testing.T) {
 	for _, temp := range []string{"", "tmp"} {
 		dir := filepath.Join(folder(t), "kv")

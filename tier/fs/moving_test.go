@@ -41,7 +41,7 @@ func meanwhile(f func(i int) error) (end func() error) {
 }
 
 // While another server replaces a file again and again, with and without a checksum beside it, a read has all of one
-// of its versions: bytes, checksum and what is known of it belong together.
+// of its versions: bytes, checksum and the other data of the Meta belong together.
 func TestReplacedWhileItIsRead(t *testing.T) {
 	for _, direct := range []bool{false, true} {
 		dir := folder(t)
@@ -76,8 +76,8 @@ func TestReplacedWhileItIsRead(t *testing.T) {
 	}
 }
 
-// While somebody writes into a file the checksum that a read returns is that of the bytes that it returns, so a torn
-// object never passes for a whole one.
+// While somebody writes into a file, a read returns the checksum of exactly the bytes that it returns. So a torn
+// object never counts as a whole one.
 func TestOverwrittenWhileItIsRead(t *testing.T) {
 	for _, direct := range []bool{false, true} {
 		dir := folder(t)
@@ -117,7 +117,7 @@ func (c *afterPieces) Err() error {
 	return nil
 }
 
-// A read that is given up between any two pieces writes nothing to its memory afterwards.
+// A read whose context ends between any two pieces writes nothing to its memory afterwards.
 func TestGivenUpBetweenPieces(t *testing.T) {
 	for _, direct := range []bool{false, true} {
 		d := open(t, fs.Options{Path: folder(t), Direct: direct})

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// A file whose attribute is of a later version, as long as today's or longer, is a miss: what its bytes mean is not known.
-// It is not taken for one of another server, which has no attribute, and a write leaves it as it is.
+// A file whose attribute is of a later version, as long as the present one or longer, is a miss: this build does not know what its bytes
+// mean. The tier does not take it for a file of another server, which has no attribute, and a write leaves it as it is.
 func TestAttributesOfALaterVersionAreMisses(t *testing.T) {
 	const n = 5000
 	for _, length := range []int{1, 41, 60, 300} {

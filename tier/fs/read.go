@@ -46,7 +46,7 @@ var kernel = attrs{
 	at:  func(path string, b []byte) (int, error) { return unix.Lgetxattr(path, attrName, b) },
 }
 
-// attr is what a file says of itself.
+// attr is the content of the attribute.
 type attr struct {
 	namespace kv.Namespace
 	length    int64
@@ -55,10 +55,10 @@ type attr struct {
 	bound     bool
 }
 
-// attrOf is what a file with an object says.
+// attrOf returns the attribute for a file with an object.
 func attrOf(k kv.Key, m tier.Meta) attr { return attr{k.Namespace, m.Len, m.Sum, k.Digest(), true} }
 
-// of reports whether the file can be that of k's object.
+// of reports whether the file can be the file of k's object.
 func (a attr) of(k kv.Key) bool {
 	return a.namespace == k.Namespace && (!a.bound || a.key == k.Digest())
 }
@@ -86,16 +86,16 @@ func parseAttr(b []byte) (a attr, ok bool) {
 	return a, true
 }
 
-// isLater reports whether an attribute was written by a later release: it has another version, or is longer than any
-// that this one knows. get reads it.
+// isLater reports whether a later release wrote the attribute: it has a higher version, or is longer than any
+// that this release knows. get reads it.
 func isLater(get func(b []byte) (int, error)) bool {
 	var b [attrBytes + 1]byte
 	n, err := get(b[:])
 	return errors.Is(err, unix.ERANGE) || err == nil && n > 0 && b[0] > attrVersion
 }
 
-// metaOf says what a regular file of size bytes is to those who ask for k; zero when it
-// is none of theirs. get reads the attribute.
+// metaOf returns the Meta of a regular file of size bytes for a caller that asks for k; zero
+// if the file cannot serve k. get reads the attribute.
 func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier.Meta {
 	var b [attrBytes + 1]byte
 	n, err := get(b[:])
@@ -103,23 +103,23 @@ func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier
 	switch {
 	case size <= 0:
 		return tier.Meta{}
-	case errors.Is(err, unix.ERANGE), err == nil && !ok: // a later release's: what it means by its bytes is not known
+	case errors.Is(err, unix.ERANGE), err == nil && !ok: // a later release wrote it: the meaning of its bytes is not known
 		return tier.Meta{}
-	case err != nil: // another server's
+	case err != nil: // no attribute: an LMCache server wrote it
 		if name, _ := d.o.Names.Of(k.Namespace); d.o.Trust == TrustChecksum || name.Mixed {
 			return tier.Meta{}
 		}
 		return tier.Meta{Len: size, NoSum: true}
-	case !a.of(k): // another layout of the same model, or a file that has another one's name
+	case !a.of(k): // an object of another layout of the model, or a file under a wrong name
 		return tier.Meta{}
-	case size != a.length && size != tier.Padded(a.length): // torn
+	case size != a.length && size != tier.Padded(a.length): // not written whole
 		return tier.Meta{Len: size, Sum: a.sum}
 	}
 	return tier.Meta{Len: a.length, Sum: a.sum}
 }
 
-// look returns the Meta of an object without opening its file. The size is that of the
-// file, -1 when there is none.
+// look returns the Meta of an object without opening its file. size is the file's size,
+// -1 if there is none.
 func (d *Dir) look(k kv.Key, path string) (m tier.Meta, size int64, err error) {
 	var st unix.Stat_t
 	if err := retry(func() error { return unix.Lstat(path, &st) }); err != nil {
@@ -143,7 +143,7 @@ func retry(f func() error) error {
 	}
 }
 
-// statsAtOnce is how many files are looked at at once, for a place where each takes long.
+// statsAtOnce is how many files Stat looks at at once, for file systems on which each look takes long.
 const statsAtOnce = 8
 
 // Stat implements tier.Tier.
@@ -171,10 +171,10 @@ func (d *Dir) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error 
 }
 
 const (
-	// piece is how much is read or written between two looks at the context, bytes.
+	// piece is how many bytes are read or written between two looks at the context.
 	piece = 8 << 20
 
-	// hotPiece is how much is copied from the page cache before its checksum is computed: it is in the
+	// hotPiece is how many bytes are copied from the page cache before their checksum is computed: they are still in the
 	// processor's cache then.
 	hotPiece = 128 << 10
 )
@@ -186,7 +186,7 @@ func (d *Dir) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error)
 
 // ReadSummed implements tier.Summing.
 func (d *Dir) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Meta, sum uint64, err error) {
-	if d.o.Direct && !d.noDirect.Load() { // nothing of it is in the processor's cache
+	if d.o.Direct && !d.noDirect.Load() { // direct I/O leaves nothing in the processor's cache: one checksum at the end costs no more
 		if m, err = d.read(ctx, k, dst, nil); err == nil {
 			sum = xxh3.Hash(dst)
 		}
@@ -203,7 +203,7 @@ func (d *Dir) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Meta
 
 var hashers = sync.Pool{New: func() any { return xxh3.New() }}
 
-// read fills dst, and has the bytes pass through h, if there is one.
+// read fills dst, and writes the bytes to h if h is not nil.
 func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (tier.Meta, error) {
 	path, ok := d.path(k)
 	if !ok {
@@ -245,12 +245,12 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 	return tier.Meta{Len: want, Sum: m.Sum, NoSum: m.NoSum}, nil
 }
 
-// used notes that a file was read: most file systems do so once a day, or not at all. Files of another user stay as they are.
+// used sets the access time of a file to now: most file systems do so once a day, or not at all. It fails silently for files of other users.
 func used(path string) {
 	touch(path)
 }
 
-// missing says that nothing is there, where that is why a file cannot be opened.
+// missing returns ErrMissing if err says that no regular file is at path.
 func missing(err error, path string) error {
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) {
 		return tier.ErrMissing
@@ -258,8 +258,8 @@ func missing(err error, path string) error {
 	return fmt.Errorf("fs: open %s: %w", path, err)
 }
 
-// open opens a file, never what a link leads to, past the page cache if it is to be and
-// can.
+// open opens a file, but never follows a symbolic link. It uses direct I/O if Options.Direct
+// asks for it and the file system can do it.
 func (d *Dir) open(path string, flags int, mode uint32) (fd int, direct bool, err error) {
 	flags |= unix.O_CLOEXEC | unix.O_NOFOLLOW
 	direct = d.o.Direct && !d.noDirect.Load()
@@ -272,7 +272,7 @@ func (d *Dir) open(path string, flags int, mode uint32) (fd int, direct bool, er
 			d.log.Warn("the file system has no direct I/O: files pass through the page cache", "path", d.o.Path)
 		}
 		if flags&unix.O_CREAT != 0 {
-			_ = unix.Unlink(path) // Linux has made the file before it found that out
+			_ = unix.Unlink(path) // Linux makes the file before it refuses O_DIRECT
 		}
 	}
 	err = retry(func() error { fd, err = unix.Open(path, flags, mode); return err })
@@ -293,7 +293,7 @@ func (d *Dir) readAll(ctx context.Context, fd int, direct bool, dst []byte, h *x
 	})
 }
 
-// pread reads from a file: with direct I/O without a thread that waits.
+// pread reads from a file. With direct I/O it uses the queue, so that no thread waits.
 func (d *Dir) pread(fd int, b []byte, off int64, direct bool) (int, error) {
 	if direct && d.queue != nil {
 		n, err := d.queue.Preadv(fd, [][]byte{b}, off)
@@ -304,9 +304,9 @@ func (d *Dir) pread(fd int, b []byte, off int64, direct bool) (int, error) {
 	return unix.Pread(fd, b, off)
 }
 
-// inPieces moves all of b through f, whole pages first. What the kernel refuses as not
-// aligned, and what fills no page, passes through the page cache. It returns how many
-// bytes were moved: less where f moves none.
+// inPieces calls f until all of b is moved, whole pages first. The rest that fills no page, and
+// memory that the kernel refuses as not aligned, go through the page cache. It returns how many
+// bytes were moved: fewer if f moves none.
 func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f func(b []byte, off int64, direct bool) (int, error)) (int64, error) {
 	off := int64(0)
 	for off < int64(len(b)) {
@@ -344,7 +344,7 @@ func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f fun
 	return off, nil
 }
 
-// indirect has a file pass through the page cache from now on.
+// indirect switches an open file from direct I/O to the page cache.
 func indirect(fd int) error {
 	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// used is what all files of a directory take.
+// used returns the bytes that all files of a directory take.
 func used(t *testing.T, dir string) (n int64) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(dir, "*.data"))
@@ -32,8 +32,8 @@ func used(t *testing.T, dir string) (n int64) {
 	return n
 }
 
-// A limit is one, also for what was there before and for what others wrote; what passes it
-// is not kept, and what was deleted makes room.
+// The limit counts all files, also earlier ones and those of other programs. An object that would pass it is not
+// kept, and a deleted object makes room.
 func TestLimit(t *testing.T) {
 	const n = 10_000
 	dir := folder(t)
@@ -63,7 +63,7 @@ func TestLimit(t *testing.T) {
 	if kept != 2 {
 		t.Errorf("%d of 7 were kept beside 3 others, want 2", kept)
 	}
-	// What changed while it was counted is counted again soon.
+	// Files that changed while they were counted are counted again soon.
 	got := d.Space()
 	for end := time.Now().Add(60 * time.Second); (got.Objects != 5 || got.Used != 5*n) && time.Now().Before(end); got = d.Space() {
 		time.Sleep(10 * time.Millisecond)
@@ -80,7 +80,7 @@ func TestLimit(t *testing.T) {
 	put(t, d, 20, n)
 }
 
-// With eviction what was not used for longest goes, and new objects are kept.
+// With eviction the least recently used objects go, and new objects are kept.
 func TestEviction(t *testing.T) {
 	const n = 10_000
 	dir := folder(t)
@@ -126,7 +126,7 @@ func TestEviction(t *testing.T) {
 	}
 }
 
-// What is read again and again is used, also where the file system notes only the first read of a day (relatime, which is
+// An object that is read again and again counts as used, also if the file system notes only the first read of a day (relatime, which is
 // usual) or none.
 func TestReadsCountAsUseWithoutAccessTimes(t *testing.T) {
 	const n = 10_000
@@ -212,8 +212,8 @@ func TestTemporaryFiles(t *testing.T) {
 	}
 }
 
-// Two servers write and read the same objects in one directory, one of them padded: whoever
-// reads gets all of an object or nothing.
+// Two servers write and read the same objects in one directory, one of them padded. A read returns a whole
+// object or a miss.
 func TestTwoServersOnOneDirectory(t *testing.T) {
 	dir := folder(t)
 	const n = 50_001

@@ -21,20 +21,20 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// usage is what a directory has, as of the last scan and of what was written since.
+// usage is what a directory contains, according to the last scan and this server's changes since.
 type usage struct {
 	objects, bytes, free atomic.Int64
 	counted              chan struct{} // closed once a scan has ended
-	changed              chan struct{} // wakes who evicts
+	changed              chan struct{} // wakes watch, which evicts
 
-	mu struct { // a leaf; held where several of the figures change
+	mu struct { // a leaf; held while several of the figures change
 		sync.Mutex
 		changes              int64 // of files, by this server
-		newObjects, newBytes int64 // what was written, in all
+		newObjects, newBytes int64 // totals of what this server wrote
 	}
 }
 
-// replaced notes that a file of was bytes became one of is bytes; -1 for none.
+// replaced records that a file of was bytes became one of is bytes; -1 means no file.
 func (u *usage) replaced(was, is int64) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -56,9 +56,9 @@ func (u *usage) replaced(was, is int64) {
 	}
 }
 
-// scanned takes over what a scan has found since then. What was written meanwhile may be in it or not; it is
-// added, so that a limit is kept. It reports whether anything changed meanwhile: then the figures are too high
-// until the next scan.
+// scanned sets the figures to the result of a scan that began at since. The scan may have seen files that were written meanwhile, or
+// not; scanned adds them all, so that the limit holds. It reports whether this server changed files meanwhile: then the figures may be too
+// high until the next scan.
 func (u *usage) scanned(objects, bytes int64, since counts) (changed bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -79,7 +79,7 @@ func (u *usage) isCounted() bool {
 	}
 }
 
-// Ready waits until it is known what a directory with a limit has already: nothing is taken before.
+// Ready waits for the first scan of a directory with a limit: before it, no object is written.
 func (d *Dir) Ready(ctx context.Context) error {
 	if d.o.Limit == 0 {
 		return ctx.Err()
@@ -101,7 +101,7 @@ func (u *usage) counts() counts {
 	return counts{u.mu.changes, u.mu.newObjects, u.mu.newBytes}
 }
 
-// checkRoom returns ErrNotKept where n more bytes pass the limit, and ErrResting where the use is not known yet.
+// checkRoom returns ErrNotKept if n more bytes would pass a limit, and ErrResting before the first scan.
 func (d *Dir) checkRoom(n int64) error {
 	if d.o.MinFree > 0 && d.usage.free.Load()-n < d.o.MinFree {
 		return fmt.Errorf("%w: %w: less than %d bytes would be free in the file system", tier.ErrNotKept, tier.ErrFull, d.o.MinFree)
@@ -120,7 +120,7 @@ func (d *Dir) checkRoom(n int64) error {
 	}
 	if d.usage.bytes.Load()+n > d.o.Limit {
 		err := fmt.Errorf("%w: the limit of %d bytes is reached", tier.ErrNotKept, d.o.Limit)
-		if d.o.EvictAt == 0 { // else there is room soon
+		if d.o.EvictAt == 0 { // with eviction there is room soon
 			err = fmt.Errorf("%w: %w", tier.ErrFull, err)
 		}
 		return err
@@ -128,7 +128,7 @@ func (d *Dir) checkRoom(n int64) error {
 	return nil
 }
 
-// statfs notes what is free.
+// statfs records how many bytes of the file system are free.
 func (d *Dir) statfs() {
 	var st unix.Statfs_t
 	if err := retry(func() error { return unix.Statfs(d.o.Path, &st) }); err == nil {
@@ -136,8 +136,8 @@ func (d *Dir) statfs() {
 	}
 }
 
-// watch counts what is there, removes what servers that ended left, and evicts, until
-// ctx ends. Others may write to the directory, too.
+// watch scans the directory, removes temporary files that ended servers left, and evicts, until
+// ctx ends. Other servers may write to the directory, too.
 func (d *Dir) watch(ctx context.Context) {
 	free := time.NewTicker(time.Second)
 	defer free.Stop()
@@ -157,7 +157,7 @@ func (d *Dir) watch(ctx context.Context) {
 	}
 }
 
-// scanFor scans, and returns how long the next scan has to wait.
+// scanFor scans, and returns how long to wait before the next scan.
 func (d *Dir) scanFor(ctx context.Context, evict bool) time.Duration {
 	began := time.Now()
 	next := time.Minute
@@ -174,12 +174,12 @@ type found struct {
 	used int64 // seconds since 1970
 }
 
-// tempAge is how long a temporary file was not written when its server is taken to have
-// ended.
+// tempAge is the age after the last write at which a temporary file counts as left by a
+// server that ended.
 const tempAge = time.Hour
 
-// scan counts the files, and deletes those not used for longest where they are too many. It reports whether it is
-// to be done again soon.
+// scan counts the files. With evict it deletes the least recently used ones while there are too many bytes. It reports whether
+// the next scan should be soon.
 func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
 	var all []found
 	since := d.usage.counts()
@@ -218,7 +218,7 @@ func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
 	return again
 }
 
-// keyOf returns the key of a file's object, if a watcher needs it; a file without a checksum has none.
+// keyOf returns the key of a file's object. It reports false without Options.Changes, and for a file without a checksum.
 func (d *Dir) keyOf(name string) (k kv.Key, ok bool) {
 	if d.o.Changes == nil {
 		return k, false
@@ -233,7 +233,7 @@ func (d *Dir) keyOf(name string) (k kv.Key, ok bool) {
 	return k, false
 }
 
-// each calls f with each object's file until it answers false.
+// each calls f with each object's file until f returns false.
 func (d *Dir) each(ctx context.Context, path string, f func(found) bool) error {
 	dir, err := os.Open(path)
 	if err != nil {
@@ -260,7 +260,7 @@ func (d *Dir) each(ctx context.Context, path string, f func(found) bool) error {
 	}
 }
 
-// sweep removes temporary files whose writer has ended.
+// sweep removes temporary files older than tempAge.
 func (d *Dir) sweep() {
 	files, err := filepath.Glob(filepath.Join(d.temp, tempPrefix+"*"+tempSuffix))
 	if err != nil || d.readOnly {
@@ -278,12 +278,12 @@ type File struct {
 	Name   string
 	Size   int64
 	Object tier.Name
-	Key    kv.Key    // without a namespace where the file has no checksum
-	Meta   tier.Meta // zero Len where it is torn
+	Key    kv.Key    // without a namespace if the file has no checksum
+	Meta   tier.Meta // zero Len if the file was not written whole
 }
 
-// Files calls f with each file that has an object's name until it answers false. Names
-// learn those that have a checksum: a tool has no others.
+// Files calls f with each file that has an object's name until f returns false. It adds the names of files
+// with a checksum to Options.Names, since a tool has no other source of names.
 func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
 	return d.files(ctx, func(file File) bool {
 		if file.Key.Namespace != (kv.Namespace{}) {
@@ -293,7 +293,8 @@ func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
 	})
 }
 
-// files is Files for a server. What a file calls a model is not what its engines do: it may have a revision, or be a digest.
+// files is Files for a server: it adds no names. The model in a file name may differ from the engines' name of it: it may have a revision,
+// or be a digest.
 func (d *Dir) files(ctx context.Context, f func(File) bool) error {
 	return d.each(ctx, d.o.Path, func(at found) bool {
 		n, k, ok := ParseFileName(at.name)
@@ -314,8 +315,8 @@ func (d *Dir) files(ctx context.Context, f func(File) bool) error {
 	})
 }
 
-// List implements tier.Lister: the objects with a checksum, since only those tell their
-// namespace. See Files.
+// List implements tier.Lister. It lists the objects with a checksum, since only their files have
+// the namespace. See Files.
 func (d *Dir) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return d.Files(ctx, func(file File) bool {
 		if file.Meta.Len == 0 || file.Meta.NoSum {

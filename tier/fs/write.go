@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Write implements tier.Tier. A good file is left as it is; one that is torn, or that
-// its readers could not use, is replaced. One of a later release stays: ErrNewer.
+// Write implements tier.Tier. It keeps a good file, and replaces a file that was not written whole or that
+// its readers could not use. It keeps a file of a later release and returns ErrNewer.
 func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("fs: write of %d bytes for %d", len(src), m.Len)
@@ -55,7 +55,7 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	return nil
 }
 
-// fileBytes is how long a file of n bytes is.
+// fileBytes is how long the file of an object of n bytes is.
 func (d *Dir) fileBytes(n int64) int64 {
 	if d.o.Pad {
 		return tier.Padded(n)
@@ -63,14 +63,14 @@ func (d *Dir) fileBytes(n int64) int64 {
 	return n
 }
 
-// good reports whether a file serves all readers: an object of n bytes, padded if it is
-// to be.
+// good reports whether a file of size bytes serves all readers: it has an object of n bytes, and is padded
+// if Options.Pad asks for it.
 func (d *Dir) good(m tier.Meta, size, n int64) bool {
 	return m.Fits(n) && (size == n && !d.o.Pad || size == tier.Padded(n))
 }
 
-// refused says what a write that failed means to its caller: that there is no room, or none for a checksum, that the
-// directory is not there now, so that the write is to be tried until it is, or that it failed.
+// refused turns the error of a failed write into an error for the caller. ErrNotKept: no room, not writable, or no checksum
+// possible. ErrResting: the directory is not there now, so the caller should try again. Others: the write failed.
 func refused(err error, path string) error {
 	switch {
 	case noRoom(err):
@@ -91,7 +91,7 @@ func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(er
 // isGone reports whether a file cannot be made because its directory is not there: moved away, or no longer mounted.
 func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) }
 
-// noteGone logs that the directory went away, and that it is back.
+// noteGone logs once that the directory is gone, and once that it is back.
 func (d *Dir) noteGone(gone bool, err error) {
 	switch was := d.gone.Swap(gone); {
 	case gone && !was:
@@ -101,8 +101,8 @@ func (d *Dir) noteGone(gone bool, err error) {
 	}
 }
 
-// put writes a file under a temporary name and gives it its own. It leaves nothing where
-// it fails.
+// put writes a file under a temporary name and renames it to path. On an error it removes the
+// temporary file.
 func (d *Dir) put(ctx context.Context, path string, a attr, src []byte) (err error) {
 	temp := d.tempName()
 	fd, direct, err := d.open(temp, unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY, 0o666)
@@ -131,7 +131,7 @@ func (d *Dir) put(ctx context.Context, path string, a attr, src []byte) (err err
 func (d *Dir) fill(ctx context.Context, fd int, direct bool, a attr, src []byte) error {
 	move := func(b []byte, off int64, _ bool) (int, error) { return unix.Pwrite(fd, b, off) }
 	rest := src
-	if d.o.Pad { // the last page has a place of its own, so that it can be written whole
+	if d.o.Pad { // the last page is copied to a padded page, so that it can be written whole
 		rest = src[:len(src)&^(tier.Page-1)]
 	}
 	n, err := d.inPieces(ctx, fd, direct, rest, move)
@@ -181,7 +181,7 @@ func (d *Dir) Delete(ctx context.Context, keys []kv.Key) error {
 			continue
 		}
 		m, size, err := d.look(k, path)
-		if err == nil && size >= 0 && (m.Len > 0 || size == 0) { // not another layout's
+		if err == nil && size >= 0 && (m.Len > 0 || size == 0) { // not an object of another layout
 			err = unix.Unlink(path)
 		}
 		switch {

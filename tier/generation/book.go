@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package generation makes everything that tiers hold absent at once.
+// Package generation makes all objects in all tiers absent at once, for a clear.
 //
-// A generation says which objects of a model count: each clear begins a new one, and
-// objects of earlier generations are not found any more, in no tier. The tier below the
+// Each clear begins a new generation, for one model or for all. No tier finds
+// objects of earlier generations any more. The tier below the
 // wrapper sees each object under a namespace that is made of the object's own and of
-// its generation. Before the first clear that is the object's own, so tiers that were
-// filled before, and layouts that LMCache servers share, stay as they are.
+// its generation. Before the first clear it is the object's own, so tiers that were
+// filled before, and layouts shared with LMCache servers, stay as they are.
 //
-// Each generation has the time of its clear in its name: two servers that clear never
-// begin the same one. They share objects again where they read the same file.
+// Each generation has the time of its clear in its name, so two servers that clear never
+// begin the same one. Servers share objects again when they read the same file.
 package generation
 
 import (
@@ -39,58 +39,58 @@ type Generation struct {
 
 func (g Generation) String() string { return fmt.Sprintf("%x.%x", g.Number, g.Time) }
 
-// FileName is the name of the file in the root of a tier that this server's host has.
+// FileName is the name of the file with the generations, in the root of a tier on this host.
 const FileName = ".kvasir-generations"
 
 const (
-	maxModels = 4096    // with a generation of their own; more become one of all
+	maxModels = 4096    // that have a generation of their own; with more, a generation of all begins
 	maxFile   = 8 << 20 // bytes, as tier.MaxNote
-	maxKnown  = 1 << 16 // namespaces that are translated back
-	maxBegun  = 16      // generations since Stale was asked last
+	maxKnown  = 1 << 16 // namespaces that Back translates
+	maxBegun  = 16      // generations that outdate has not handled yet
 )
 
-// state is what a file keeps.
+// state is the content of a file or note.
 type state struct {
 	Version int                   `json:"version"`
 	All     Generation            `json:"all"`
 	Models  map[string]Generation `json:"models,omitempty"`
 }
 
-// Book knows the generations and keeps them in files. Its methods are safe for
+// Book knows the generations and stores them in files. Its methods are safe for
 // concurrent use.
 type Book struct {
 	files   []string
 	names   *tier.Names
 	log     *slog.Logger
-	damaged bool // a file was
-	knows   bool // a file was there; changed under writing after Open
+	damaged bool // a file was damaged
+	knows   bool // a file existed; changed under writing after Open
 	shared  shared
 
 	outdating sync.Mutex // orders outdate; before mu
 
 	writing struct {
 		sync.Mutex               // orders Prepare and Repair
-		kept       state         // written last; more than mu.state while a commit is to come
-		number     uint64        // of the last Prepare
-		counts     chan struct{} // closed once that was committed
-		unkept     bool          // a file does not have what was written last
+		kept       state         // the state written last; later than mu.state until the commit
+		number     uint64        // number of the last Prepare or adopt
+		counts     chan struct{} // closed once that number was committed
+		unkept     bool          // a file could not be written and lacks the last state
 	}
 
 	mu struct {
 		sync.RWMutex
 		state
-		number uint64                        // of the Prepare that was committed
+		number uint64                        // number of the last commit that counts
 		moment uint64                        // counts the changes of state
-		known  map[kv.Namespace]kv.Namespace // what a tier calls it: its own
-		stale  map[kv.Namespace]bool         // what tiers called namespaces in earlier generations, at most maxKnown
-		order  []kv.Namespace                // of stale, oldest first
+		known  map[kv.Namespace]kv.Namespace // namespace in the tier → the object's own namespace
+		stale  map[kv.Namespace]bool         // namespaces in tiers of earlier generations, at most maxKnown
+		order  []kv.Namespace                // the keys of stale, oldest first
 		begun  []begun                       // generations whose earlier namespaces are not in stale yet, at most maxBegun
 	}
 }
 
 // Open reads the files that exist; the latest generation of each model counts. The
-// book writes all of them at each clear; it makes missing directories then. A file that
-// is damaged begins a new generation of all: which one it had is not known. One of a later release is an error.
+// book writes all files at each clear, and makes missing directories then. A damaged
+// file begins a new generation of all models, since its generation is not known. A file of a later release is an error.
 func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 	b := &Book{files: files, names: names, log: log}
 	b.mu.state = state{Version: version}
@@ -144,7 +144,7 @@ var (
 	errNewer   = errors.New("a later release wrote the generations")
 )
 
-// parse reads a file or a note. Errors: errDamaged; errNewer, of what must stay as it is.
+// parse reads a file or a note. Errors: errDamaged; errNewer: the file or note must not be changed.
 func parse(text []byte) (s state, err error) {
 	var v struct {
 		Version int `json:"version"`
@@ -182,7 +182,7 @@ func (s *state) set(model string, g Generation) {
 }
 
 // after returns the generation of a clear now, which follows g. Its time is later than
-// all that s has, also where the clock was set back.
+// all times in s, even if the clock was set back.
 func (s *state) after(g Generation) Generation {
 	last := max(g.Time, s.All.Time)
 	for _, other := range s.Models {
@@ -191,7 +191,7 @@ func (s *state) after(g Generation) Generation {
 	return Generation{g.Number + 1, max(time.Now().UnixNano(), last+1)}
 }
 
-// bound begins a generation of all where the models with one of their own are too many, or their names too long for a file.
+// bound begins a generation of all models if too many models have one of their own, or if their names are too long for a file.
 func (s *state) bound() {
 	if len(s.Models) > maxModels || !s.fits() {
 		s.All, s.Models = s.after(s.All), nil
@@ -211,7 +211,7 @@ func (s *state) fits() bool {
 	return len(s.text()) <= maxFile
 }
 
-// text is what a file or a note keeps.
+// text is the content of a file or a note.
 func (s *state) text() []byte {
 	text, err := json.Marshal(s)
 	if err != nil {
@@ -220,10 +220,10 @@ func (s *state) text() []byte {
 	return text
 }
 
-// Prepare keeps a new generation of models, or of all with nil, in the files. commit
-// has it count. An error says which file could not be written: the generation then
-// counts until the server ends, and commit is not nil. Where a later generation was
-// committed before, commit changes nothing: that one includes it.
+// Prepare writes a new generation of models, or with nil of all models, to the files and notes. It
+// counts once the caller calls commit. An error says which file or note could not be written;
+// commit is then not nil, and the generation counts until the server ends. If a later generation was
+// committed before, commit does nothing: the later one includes this one.
 func (b *Book) Prepare(models []string) (commit func(), err error) {
 	ctx := context.Background()
 	b.catchUp()
@@ -245,7 +245,7 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 	return b.committer(&next), err
 }
 
-// committer keeps generations as those that were written last, and returns what has them count.
+// committer remembers next as the state written last, and returns the function that makes it count.
 func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)
@@ -254,7 +254,7 @@ func (b *Book) committer(next *state) (commit func()) {
 	b.writing.counts = counts
 	return sync.OnceFunc(func() {
 		defer close(counts)
-		if known { // only then: until the later generation counts, nothing is served
+		if known { // after the commit: nothing may be served before the later generation counts
 			defer b.shared.ready.Store(true)
 		}
 		b.mu.Lock()
@@ -276,8 +276,8 @@ func (b *Book) committer(next *state) (commit func()) {
 	})
 }
 
-// latest returns a copy of what was written last, with what another server that shares
-// a directory has written since.
+// latest returns a copy of the state written last, merged with the files, which another server that shares
+// a directory may have written since.
 func (b *Book) latest() state {
 	out := state{Version: version}
 	out.merge(&b.writing.kept)
@@ -289,12 +289,13 @@ func (b *Book) latest() state {
 	return out
 }
 
-// Damaged reports whether a file was damaged: the pool may then hold objects from before
+// Damaged reports whether a file was damaged. The pool may then have objects from before
 // a clear.
 func (b *Book) Damaged() bool { return b.damaged }
 
-// Repair writes the files that have no generation, another one, or damage: each alone has
-// all that is known. It makes the room for a clear of directories that become full. It is called once the pool has nothing that Damaged means.
+// Repair writes each file that is missing, damaged or different, so that each file alone has
+// the whole state. It also reserves room for a clear in directories that become full. Call it once the pool has no objects from before a
+// clear.
 func (b *Book) Repair() error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
@@ -315,9 +316,9 @@ func (b *Book) Repair() error {
 	return errors.Join(errs...)
 }
 
-// retry writes the files again that could not be written. Without it each later life would begin another generation because of a damaged
-// file, and miss a clear because of an old one. The next call reads what this one wrote: another server of the directory may have replaced
-// it at the same time. It is called with writing.
+// retry writes the files again that could not be written. Otherwise each restart would begin another generation because of a damaged
+// file, or miss a clear because of an old one. It goes on until a call finds all files right: another server of the directory may
+// replace a file at the same time. The caller holds b.writing.
 func (b *Book) retry() {
 	if !b.writing.unkept {
 		return
@@ -329,7 +330,7 @@ func (b *Book) retry() {
 			continue
 		}
 		kept = false
-		_ = b.writeOne(path, &now) // was logged when it failed first
+		_ = b.writeOne(path, &now) // the first failure was logged
 	}
 	if kept {
 		b.writing.unkept = false
@@ -337,7 +338,7 @@ func (b *Book) retry() {
 	}
 }
 
-// Files returns the paths that keep the generations.
+// Files returns the paths of the files with the generations.
 func (b *Book) Files() []string { return b.files }
 
 // write replaces each file as a whole.

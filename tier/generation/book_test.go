@@ -29,7 +29,7 @@ func open(t *testing.T, names *tier.Names, files ...string) *generation.Book {
 }
 
 // Clears at the same time, of one server and of two that share a directory, are all
-// kept: no model has its objects of before after a restart.
+// kept: after a restart no model has objects from before its clear.
 func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 	file := filepath.Join(t.TempDir(), generation.FileName)
 	names := tier.NewNames()
@@ -77,7 +77,7 @@ func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 	}
 }
 
-// A damaged file begins a new generation of all.
+// If the file is damaged, the Book begins a new generation of all models.
 func TestDamagedFileCountsAsAClear(t *testing.T) {
 	for _, text := range []string{"", "{", `{"version":0}`, "null", "\x00\x00"} {
 		file := filepath.Join(t.TempDir(), generation.FileName)
@@ -99,8 +99,8 @@ func TestDamagedFileCountsAsAClear(t *testing.T) {
 	}
 }
 
-// A clear counts, also over a restart, where the clock was set back since the one
-// before it, whichever models the two are of.
+// A clear counts, also after a restart, if the clock was set back since the previous
+// clear, whichever models the two are of.
 func TestClearCountsAfterTheClockWasSetBack(t *testing.T) {
 	ahead := time.Now().Add(time.Hour).UnixNano()
 	all := fmt.Sprintf(`{"version":1,"all":{"number":1,"time":%d}}`, ahead)
@@ -145,8 +145,8 @@ func TestClearCountsAfterTheClockWasSetBack(t *testing.T) {
 	}
 }
 
-// Each file alone has all generations once Repair was called: one that was not there, one
-// that a former tier had and one that was damaged. The server after it finds what this
+// After Repair each file alone has all generations, also one that was missing, one that
+// a former tier had and one that was damaged. The next server finds the objects that this
 // one stores.
 func TestEachFileHasAllGenerations(t *testing.T) {
 	for name, spoil := range map[string]func(path string) error{
@@ -223,7 +223,7 @@ func TestClearsAreCommittedInTheirOrder(t *testing.T) {
 	}
 }
 
-// The objects of the last clear are known as stale, however many clears there were before.
+// The objects of the last clear count as stale, however many clears there were before.
 func TestObjectsOfTheLastClearAreStale(t *testing.T) {
 	names := tier.NewNames()
 	for i := range 30_000 {
@@ -248,7 +248,7 @@ func TestObjectsOfTheLastClearAreStale(t *testing.T) {
 	}
 }
 
-// A generation counts at once, however many namespaces are known: lookups wait for the moment of a clear.
+// A new generation counts at once, however many namespaces are known, because lookups wait while a clear changes it.
 func TestGenerationCountsAtOnce(t *testing.T) {
 	names := tier.NewNames()
 	b := open(t, names, filepath.Join(t.TempDir(), generation.FileName))
@@ -298,8 +298,8 @@ func TestObjectsOfManyClearsAreStale(t *testing.T) {
 	}
 }
 
-// Two servers of one directory clear while it cannot be written, and both write again once it can be. One of them may have read the file
-// before the other wrote it: the clear that is lost so is written once more, where its server looks again.
+// Two servers of one directory clear while it cannot be written, and both write the file once it can be. One may have read the file
+// before the other wrote it, and so overwrite the other's clear. That server finds this at its next look, and writes its clear again.
 func TestFileThatIsWrittenAgainKeepsTheClearsOfBoth(t *testing.T) {
 	file := filepath.Join(t.TempDir(), generation.FileName)
 	names := tier.NewNames()
@@ -339,13 +339,13 @@ func TestFileThatIsWrittenAgainKeepsTheClearsOfBoth(t *testing.T) {
 	}
 }
 
-// A file that cannot be written is written once it can be: else each later life would find it damaged, and begin another
-// generation, which what was stored in between is older than. The Book of one server, and one that shares its directory.
+// A file that could not be written is written once it can be. Otherwise each later life would find it damaged and begin another
+// generation, and objects stored in between would be stale. The Book is of one server, or shares its directory.
 func TestFileIsWrittenOnceItCanBe(t *testing.T) {
 	for _, shared := range []bool{false, true} {
 		for _, what := range []string{"repair", "clear"} {
 			file := filepath.Join(t.TempDir(), generation.FileName)
-			inTheWay := filepath.Join(file, "in the way") // a directory that is not empty is replaced by no file
+			inTheWay := filepath.Join(file, "in the way") // no file can replace a directory that is not empty
 			if err := os.MkdirAll(inTheWay, 0o700); err != nil {
 				t.Fatal(err)
 			}

@@ -30,8 +30,8 @@ func (p slowPlace) SetNote(ctx context.Context, text []byte) error {
 	return p.place.SetNote(ctx, text)
 }
 
-// Two servers clear at the same time: the second one reads the note before the first one has written it, and writes its own
-// after it. When the first clear is confirmed it is in the note and in the shared file, whatever ends its server then.
+// Two servers clear at the same time: the second reads the note before the first has written it, and writes its own note
+// after that. Once the first clear is confirmed, it is in the note and in the shared file, even if its server ends then.
 func TestConfirmedClearOutlivesAnotherOne(t *testing.T) {
 	for _, shared := range []string{"note", "file"} {
 		t.Run(shared, func(t *testing.T) {
@@ -66,7 +66,7 @@ func TestConfirmedClearOutlivesAnotherOne(t *testing.T) {
 					a.Confirm(t.Context())
 				})
 				time.Sleep(50 * time.Millisecond)
-				if shared == "file" { // as another server leaves it that has read it before
+				if shared == "file" { // as written by another server that had read the file before
 					if err := os.WriteFile(b.Files()[0], []byte(`{"version":1,"all":{"number":0,"time":0},"models":{"other":{"number":1,"time":7}}}`), 0o600); err != nil {
 						t.Fatal(err)
 					}
@@ -117,7 +117,7 @@ func (p *overwrittenPlace) SetNote(ctx context.Context, text []byte) error {
 	return err
 }
 
-// A clear is confirmed only once a look finds it in the note and in the shared file: what had to be written again is looked at again.
+// A clear is confirmed only once a look finds it in the note and in the shared file. After another write the Book looks again.
 func TestClearIsConfirmedOnceItIsFound(t *testing.T) {
 	for _, shared := range []string{"note", "file"} {
 		t.Run(shared, func(t *testing.T) {
@@ -166,7 +166,7 @@ func TestClearIsConfirmedOnceItIsFound(t *testing.T) {
 	}
 }
 
-// stuckPlace is a place whose note cannot be read, or not written, until the time for it is over.
+// stuckPlace is a place whose reads, or writes, of the note hang until their time is over.
 type stuckPlace struct {
 	tier.Tier
 	reads, writes bool
@@ -186,7 +186,7 @@ func (p stuckPlace) SetNote(ctx context.Context, _ []byte) error {
 	return ctx.Err()
 }
 
-// A place that does not answer, or takes no note, is named by the clear, which ends soon all the same.
+// The error of a clear names a place that does not answer or takes no note. The clear ends soon nevertheless.
 func TestClearEndsWhereAPlaceTakesNoNote(t *testing.T) {
 	for _, p := range []stuckPlace{{reads: true}, {writes: true}} {
 		synctest.Test(t, func(t *testing.T) {

@@ -55,7 +55,7 @@ func TestClearInAFullDirectoryIsKept(t *testing.T) {
 			t.Fatalf("clear %d: %s, %v", i, text, err)
 		}
 		want = string(text)
-		fill(t, dir) // what the clear freed
+		fill(t, dir) // the room that the clear freed
 		if i%2 == 0 {
 			continue // the next clear is of the same life
 		}
@@ -85,7 +85,7 @@ func fill(t *testing.T, dir string) {
 	}
 }
 
-// Something else at the room's place is left alone: a clear in a directory with room is kept all the same.
+// The Book leaves other files at the path of its reserve alone. A clear in a directory with room is kept nevertheless.
 func TestRoomOfOthersIsLeftAlone(t *testing.T) {
 	for _, what := range []string{"link", "hard link", "directory"} {
 		dir := t.TempDir()

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// FuzzParse: a file or a note of any bytes is refused, or read and written the same.
+// FuzzParse: a file or a note of any bytes is refused, or can be written again with the same content.
 func FuzzParse(f *testing.F) {
 	s := state{Version: version, All: Generation{3, 4}}
 	s.set("m", Generation{1, 9})

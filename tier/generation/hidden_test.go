@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// hiding is a place whose note is there and may not be read for a time, which looks as if it were missing, as in S3 without the right
+// hiding is a place whose note exists and may not be read for a time. Reads report it as missing, as S3 does without the right
 // to list.
 type hiding struct {
 	*place
@@ -34,7 +34,7 @@ func (h *hiding) SetNote(ctx context.Context, text []byte) error {
 	return h.place.SetNote(ctx, text)
 }
 
-// A server that knows nothing and starts while it may not read the note begins no generation: the others keep what they have.
+// A server without a generation that starts while it may not read the note begins none. So the other servers keep their objects.
 func TestNoteThatMayNotBeReadYetIsFollowed(t *testing.T) {
 	p := newPlace()
 	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)

@@ -16,7 +16,7 @@ import (
 // later is a file or a note of a later release.
 const later = `{"version":2,"all":{"number":7,"time":8},"ranges":[1]}`
 
-// A file of a later release is refused by name and stays as it is, also one that appears while the server runs.
+// The Book refuses a file of a later release with an error that names it, and leaves it as it is, also if it appears while the server runs.
 func TestFileOfALaterReleaseIsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), generation.FileName)
 	put := func() {

@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A directory of a tier may be full of objects. rooms are files that keep bytes for this case. The next file of generations is written over
-// one of them, which is then renamed. So a clear needs no free bytes, and a crash leaves the earlier file or the later one. There are two
-// rooms: a clear makes its room again of the file that it replaces, and the first clear replaces none.
-var rooms = []string{".room", ".room2"} // behind the file's name
+// A directory of a tier may be full of objects. rooms are files that reserve bytes for this case. The next file of generations is written
+// over one of them, which is then renamed. So a clear needs no free bytes, and a crash leaves the earlier file or the later one. There are
+// two rooms: the bytes of the replaced file become the next room, but the first clear replaces no file.
+var rooms = []string{".room", ".room2"} // suffixes of the file's name
 
 const roomUnit = 4096 // bytes
 
@@ -86,8 +86,8 @@ func useOne(room, path string, text []byte) error {
 	return os.Rename(room, path)
 }
 
-// makeRoom makes the rooms for a file of n bytes and as many more, where the directory is there and has that. It is tried again with each
-// file that is written.
+// makeRoom makes the rooms, each for a file of 2n bytes. If the directory is missing or full, it does nothing; each write of a
+// file tries again.
 func makeRoom(path string, n int64) {
 	n = (2*n + roomUnit - 1) / roomUnit * roomUnit
 	for _, room := range rooms {
@@ -98,19 +98,19 @@ func makeRoom(path string, n int64) {
 func makeOne(room string, n int64) {
 	f, size, err := openRoom(room, os.O_CREATE)
 	if err != nil {
-		return // the next write says it, if it needs the room
+		return // the next write reports it, if it needs the room
 	}
 	defer f.Close()
 	if size >= n {
 		return
 	}
-	_, err = f.WriteAt(make([]byte, n-size), size) // bytes, not a hole
+	_, err = f.WriteAt(make([]byte, n-size), size) // written bytes, because a hole reserves no space
 	if errors.Join(err, f.Sync()) != nil && size == 0 {
-		_ = os.Remove(room) // it would only look like room
+		_ = os.Remove(room) // an empty file is no room
 	}
 }
 
-// openRoom opens the room, which must be a file of this user's alone: others may write into a tier's directory, too.
+// openRoom opens a room. It must be a regular file of this user with one link, since others may write into a tier's directory.
 func openRoom(path string, flags int) (f *os.File, size int64, err error) {
 	f, err = os.OpenFile(path, os.O_WRONLY|flags|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	if err != nil {

@@ -15,60 +15,60 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Place is a tier that other servers share: its note has the generations.
+// Place is a tier that other servers may share. Its note has the generations.
 type Place struct {
 	Name string
 	Note tier.Notebook
 
-	// Every is how often the note is read. A clear of another server counts here after so long.
+	// Every is how often the note is read, and so how soon a clear of another server counts here.
 	Every time.Duration
 
-	// Foreign says that LMCache servers write to the tier, too. They know no generations, so what is
-	// there counts until the first clear.
+	// Foreign says that LMCache servers write to the tier, too. They know no generations, so objects
+	// without a generation count until the first clear.
 	Foreign bool
 }
 
-// shared is what the Book knows of the places. Its fields belong to Book.writing but for the atomic ones.
+// shared is what the Book knows of the places. Book.writing guards its fields, except the atomic ones and those after mu.
 type shared struct {
 	places []Place
 	watch  bool          // other servers may write the notes, or the files
 	files  time.Duration // how often the files are read, where other servers share one; else 0
-	next   []time.Time   // when the note of each is read again
-	read   []bool        // its note was read or written
-	failed []error       // of the last try
-	unkept bool          // a place took no note
+	next   []time.Time   // by place: when to read its note again
+	read   []bool        // by place: its note was read or written
+	failed []error       // by place: the error of the last read
+	unkept bool          // the last write of a note failed
 	known  bool          // the note of each place was read or written
 	asked  atomic.Int64
-	took   atomic.Int64 // of the last Prepare: from reading to having written, ns
-	ready  atomic.Bool  // the generations count: every place was read, or a file knew them before
-	lost   atomic.Bool  // the first look found a later generation than the files had
+	took   atomic.Int64 // ns that the last Prepare took to read and write files and notes
+	ready  atomic.Bool  // objects may be served: every place was read, or a file had generations at the start
+	lost   atomic.Bool  // before Follow was set, a later generation than that of the files was found
 
 	mu     sync.Mutex
 	follow func(commit func())
 }
 
-// Share has the Book keep the generations in the notes of places, too, and follow the clears of
-// other servers there and in the files. It is called before the Book is used.
+// Share makes the Book write the generations to the notes of places, too, and follow the clears of
+// other servers in the notes and the files. Call it before the Book is used.
 func (b *Book) Share(places ...Place) {
 	b.shared.places, b.shared.watch = places, true
 	b.shared.next, b.shared.read, b.shared.failed = make([]time.Time, len(places)), make([]bool, len(places)), make([]error, len(places))
 	b.shared.ready.Store(len(places) == 0 || b.knows)
 }
 
-// Watch has the files read so often: other servers write them, too, because they share a directory. It is called before the
+// Watch makes the Book read the files this often, because other servers that share a directory write them, too. Call it before the
 // Book is used.
 func (b *Book) Watch(every time.Duration) { b.shared.watch, b.shared.files = true, every }
 
-// Follow sets what is called when another server has cleared. It calls commit, after which the
-// later generation counts.
+// Follow sets the function that is called when another server has cleared. f must call commit, which makes the
+// later generation count.
 func (b *Book) Follow(f func(commit func())) {
 	b.shared.mu.Lock()
 	defer b.shared.mu.Unlock()
 	b.shared.follow = f
 }
 
-// Settle is how long after a clear every other server of the places and files follows it, but for those that
-// only share a bucket: they take up to a second.
+// Settle is the time after a clear within which every other server of the places and files follows it. Places
+// that are read only once a second (S3) do not count: servers that share only them take up to a second.
 func (b *Book) Settle() (d time.Duration) {
 	d = 2 * b.shared.files
 	for _, p := range b.shared.places {
@@ -79,12 +79,12 @@ func (b *Book) Settle() (d time.Duration) {
 	return d
 }
 
-// Confirm waits until the other servers follow a clear that counts here, and reads the notes and files again. One that cleared at the
-// same time may have read a note before this server wrote it, and written its own after it: then the clear is written
-// once more, so that it is not lost if this server ends now. Confirm waits so long that such a write would have been
-// made: twice as long as the one of this server took, and no longer than one may take. A place that takes no note now is left to Run.
+// Confirm waits until the other servers follow a clear that counts here, and reads the notes and files again. A server that cleared at the
+// same time may have read a note before this server wrote it, and overwritten it afterwards. Then Confirm writes the clear
+// once more, so that it is not lost if this server ends now. It waits long enough for such a write to end: twice as long as this server's
+// last write took, at most as long as one may take. If a place takes no note now, Run tries again later.
 func (b *Book) Confirm(ctx context.Context) {
-	const rounds = 3 // each of them means another clear at the same time
+	const rounds = 3 // each round that finds a lost note means another clear at the same time
 	for range rounds {
 		wait := b.Settle()
 		if b.shared.watch {
@@ -101,7 +101,7 @@ func (b *Book) Confirm(ctx context.Context) {
 	}
 }
 
-// Run reads the notes, and writes again what could not be written, until ctx ends.
+// Run reads the notes and files, and writes those again that could not be written, until ctx ends.
 func (b *Book) Run(ctx context.Context) {
 	every := cmp.Or(min(b.shared.files, time.Second), time.Second)
 	for _, p := range b.shared.places {
@@ -125,18 +125,18 @@ func (b *Book) Run(ctx context.Context) {
 	}
 }
 
-// Bounds of a look at the notes: of reading and of writing them, also in a clear.
+// Bounds of the time to read all notes, to write them, and to write them in a clear.
 const (
 	readTime  = 2 * time.Second
 	writeTime = time.Second
 	clearTime = 2 * time.Second
 )
 
-// Sync reads the notes and files that are due, follows what is later there, and writes what is
-// earlier or missing there. It does not trust a smaller generation than one that it knew.
+// Sync reads the files and the notes that are due. It follows later generations, and writes notes and files
+// that have earlier ones or none. It never goes back to an earlier generation.
 func (b *Book) Sync(ctx context.Context) { b.sync(ctx, false) }
 
-// sync is Sync, with all of all notes and files. kept reports whether none of them had to be written again.
+// sync is Sync; with all it reads all notes, and writes all differing files. kept reports whether it had to write none again.
 func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	now := time.Now()
 	b.shared.asked.Store(now.UnixNano())
@@ -145,7 +145,7 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	next, notes := b.gather(ctx, now, all)
 	kept = !all || b.rewrite(&next)
 	begins := b.unknown(&next, notes)
-	if begins { // no one knows what was cleared: nothing older than now counts
+	if begins { // no server has recorded a clear: begin a generation, so that older objects do not count
 		next.All = next.after(next.All)
 	}
 	wrote, err := b.spread(ctx, writeTime, &next, notes)
@@ -153,7 +153,7 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	if err != nil || len(notes) > 0 && b.allRead() {
 		b.noteUnkept(err)
 	}
-	if begins && err != nil { // a note may be there that this server may not read: it counts once it can be read, or is written
+	if begins && err != nil { // a note may exist that this server cannot read: wait until it can read or write it
 		next = b.latest()
 	}
 	commit, pending := b.adopt(&next)
@@ -161,7 +161,7 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 		b.shared.ready.Store(true)
 	}
 	b.writing.Unlock()
-	if pending != nil { // whoever asks must not go on with the earlier one
+	if pending != nil { // the caller must not go on with the earlier generation
 		wait, cancel := context.WithTimeout(ctx, readTime)
 		defer cancel()
 		select {
@@ -175,7 +175,7 @@ func (b *Book) sync(ctx context.Context, all bool) (kept bool) {
 	return kept
 }
 
-// unknown reports whether no file and no note of any place has a generation.
+// unknown reports whether all notes were read, and no file and no note has a generation. It is false if a place is Foreign.
 func (b *Book) unknown(next *state, notes map[int]noted) bool {
 	if len(notes) == 0 || len(notes) != len(b.shared.places) || b.knows || !next.isZero() {
 		return false
@@ -188,7 +188,7 @@ func (b *Book) unknown(next *state, notes map[int]noted) bool {
 	return true
 }
 
-// follow has the generations of another server count.
+// follow makes the generations of another server count.
 func (b *Book) follow(next *state, commit func()) {
 	b.catchUp()
 	b.shared.mu.Lock()
@@ -203,7 +203,7 @@ func (b *Book) follow(next *state, commit func()) {
 	follow(commit)
 }
 
-// rewrite writes the files that another server of their directory has written without what is known, and reports whether
+// rewrite writes the files that differ from now, because another server of their directory has overwritten them, and reports whether
 // there was none.
 func (b *Book) rewrite(now *state) (kept bool) {
 	kept = true
@@ -218,15 +218,15 @@ func (b *Book) rewrite(now *state) (kept bool) {
 	return kept
 }
 
-// noted is what the note of a place had.
+// noted is the result of reading the note of a place.
 type noted struct {
 	state
 	missing bool
 	err     error
 }
 
-// gather returns the latest generations of the files and of the notes that are due, or of all. The
-// notes are by the number of their place. All are read at once: one that does not answer keeps no other from being read.
+// gather returns the latest generations of the files and of the notes that are due, or with all of all notes. The
+// result notes is by the index of the place. It reads all notes at once, so that a place that does not answer delays no other.
 func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state, notes map[int]noted) {
 	ctx, cancel := context.WithTimeout(ctx, readTime)
 	defer cancel()
@@ -252,7 +252,7 @@ func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state,
 	return next, notes
 }
 
-// readNote reads the note of a place. One that is damaged counts as missing.
+// readNote reads the note of a place. A damaged note counts as missing.
 func (b *Book) readNote(ctx context.Context, p *Place) (n noted) {
 	text, err := p.Note.Note(ctx)
 	switch {
@@ -266,7 +266,7 @@ func (b *Book) readNote(ctx context.Context, p *Place) (n noted) {
 		n.state, err = parse(text)
 	}
 	switch {
-	case errors.Is(err, errNewer): // it is not read, so it is not written either
+	case errors.Is(err, errNewer): // a note that cannot be understood must not be overwritten
 		return noted{err: err}
 	case err != nil:
 		b.log.Warn("a note of generations is damaged: it is written anew", "tier", p.Name, "err", err)
@@ -275,7 +275,7 @@ func (b *Book) readNote(ctx context.Context, p *Place) (n noted) {
 	return n
 }
 
-// noteFailure logs that a place cannot be asked, and that it can again.
+// noteFailure logs when the note of a place cannot be read, and when it can be read again.
 func (b *Book) noteFailure(i int, err error) {
 	was := b.shared.failed[i]
 	b.shared.failed[i] = err
@@ -287,8 +287,8 @@ func (b *Book) noteFailure(i int, err error) {
 	}
 }
 
-// allRead reports whether the last look at each place succeeded. A place that failed is left alone for a while, which says
-// nothing of it.
+// allRead reports whether the last read of each place's note succeeded. It includes places that were not
+// due in this round.
 func (b *Book) allRead() bool {
 	for _, err := range b.shared.failed {
 		if err != nil {
@@ -298,7 +298,7 @@ func (b *Book) allRead() bool {
 	return true
 }
 
-// noteUnkept logs that a place takes no note, once until it does.
+// noteUnkept logs once when a note cannot be written, and once when all can be written again.
 func (b *Book) noteUnkept(err error) {
 	if was := b.shared.unkept; (err != nil) == was {
 		return
@@ -314,7 +314,7 @@ func (b *Book) noteUnkept(err error) {
 	}
 }
 
-// spread writes the generations to the notes that have others, to all at once, for so long at most. wrote reports whether a note was
+// spread writes the generations to the notes that differ, to all at once, within the time most. wrote reports whether a note was
 // written.
 func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) (wrote bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, most)
@@ -353,13 +353,14 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 	}
 	b.shared.known = b.shared.known || done
 	if done && !b.knows {
-		b.knows = b.write(next) == nil // a later life knows them without the notes
+		b.knows = b.write(next) == nil // after a restart the generations are known without the notes
 	}
 	return wrote, errors.Join(errs...)
 }
 
-// adopt keeps generations that are later than those that count in the files. commit has them
-// count; it is nil where nothing is later, and where whoever has found them before has yet to call its own, which closes pending.
+// adopt writes generations that are later than those that count to the files. commit makes them
+// count. commit is nil if nothing is later, and if an earlier call returned a commit for them that was not called yet; that one closes
+// pending.
 func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 	b.mu.RLock()
 	same, counts := next.same(&b.mu.state), b.mu.number
@@ -380,11 +381,11 @@ func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) 
 
 func (s *state) same(o *state) bool { return s.All == o.All && maps.Equal(s.Models, o.Models) }
 
-// closed reports whether nothing may be served or written: no generation is known yet, and a
-// place that may have one was not asked.
+// closed reports whether nothing may be served or written, because no generation is known yet, and the note of a
+// place that may have one was not read.
 func (b *Book) closed() bool { return !b.shared.ready.Load() }
 
-// fresh has the notes read where they were not for long: this process stood still.
+// fresh reads the notes if the last read is over 3 s ago, because this process was paused.
 func (b *Book) fresh(ctx context.Context) {
 	if len(b.shared.places) == 0 && b.shared.files == 0 {
 		return
@@ -395,6 +396,6 @@ func (b *Book) fresh(ctx context.Context) {
 	}
 }
 
-// Lost reports whether the pool may hold objects from before a clear of another server, or from
-// before a clear that no one here knows.
+// Lost reports whether the pool may have objects from before a clear of another server, or from
+// before a clear in a damaged file.
 func (b *Book) Lost() bool { return b.damaged || b.shared.lost.Load() }

@@ -178,7 +178,7 @@ func TestClearReachesTheFleet(t *testing.T) {
 	all("restarted", 2, true)
 }
 
-// A note that was lost, or that is of an earlier generation, is not trusted and is written anew.
+// If the note was lost, or is of an earlier generation, the servers do not trust it and write it anew.
 func TestLostNoteIsWrittenAnew(t *testing.T) {
 	p := newPlace()
 	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
@@ -192,7 +192,7 @@ func TestLostNoteIsWrittenAnew(t *testing.T) {
 	later := string(p.text)
 	for name, text := range map[string][]byte{"lost": nil, "earlier": former, "damaged": []byte("{"), "of nothing": []byte(`{"version":1,"all":{}}`)} {
 		p.set(func() { p.text = text })
-		b.book.Sync(t.Context()) // it did not hear of the clear before
+		b.book.Sync(t.Context()) // b did not know the clear before
 		b.want(name, 2, true)
 		a.book.Sync(t.Context())
 		b.book.Sync(t.Context())
@@ -242,7 +242,7 @@ func TestServerThatKnowsNothingServesNothing(t *testing.T) {
 	b.want("a later life while the tier is down", 1, true)
 }
 
-// A server that learns of a clear as the first thing it knows serves nothing of before it until that clear counts, and writes
+// The first generation that a server reads may be of a clear. Until that clear counts, the server serves no earlier object, and writes
 // nothing under an earlier generation.
 func TestNothingIsServedBeforeTheFirstGenerationCounts(t *testing.T) {
 	p := newPlace()
@@ -272,7 +272,7 @@ func TestNothingIsServedBeforeTheFirstGenerationCounts(t *testing.T) {
 	b.want("stored since", 1, true)
 }
 
-// A tier that is down is one warning, also while it is left alone between two tries.
+// A tier that is down causes one warning, also while its calls are paused between two tries.
 func TestTierThatIsDownIsOneWarning(t *testing.T) {
 	var log strings.Builder
 	p := newPlace()
@@ -290,7 +290,7 @@ func TestTierThatIsDownIsOneWarning(t *testing.T) {
 	}
 }
 
-// A note is read at each tick, also at one that comes a little earlier than its time after the one before; in between it is not.
+// The Book reads a note at each tick, also if the tick comes a little early, and not in between.
 func TestNotesAreReadAtEachTick(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
@@ -388,7 +388,7 @@ func (p *silentPlace) SetNote(ctx context.Context, text []byte) error {
 	return p.place.SetNote(ctx, text)
 }
 
-// A tier that does not answer keeps no clear from the servers that share another tier, and takes no longer than its time.
+// A tier that does not answer does not delay a clear for the servers that share another tier, and takes no longer than its time limit.
 func TestSilentTierKeepsNoClearFromAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		silent, p := &silentPlace{place: newPlace()}, newPlace()
@@ -402,7 +402,7 @@ func TestSilentTierKeepsNoClearFromAnother(t *testing.T) {
 			b.Follow(func(commit func()) { commit() })
 			servers = append(servers, b)
 		}
-		servers[0].Sync(t.Context()) // of what the second one began
+		servers[0].Sync(t.Context()) // reads the generation that the second one began
 		there := func(b *generation.Book) bool {
 			t.Helper()
 			metas := make([]tier.Meta, 1)
@@ -434,8 +434,8 @@ func TestSilentTierKeepsNoClearFromAnother(t *testing.T) {
 	})
 }
 
-// Names of models that would make a note too long to be read become a generation of all, and a note that is too long is
-// written anew.
+// If the names of models would make a note too long to be read, the Book begins a generation of all models instead. It replaces a note that
+// is too long.
 func TestNoteIsNeverTooLong(t *testing.T) {
 	p := newPlace()
 	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
@@ -472,7 +472,7 @@ func TestNoteIsNeverTooLong(t *testing.T) {
 	b.want("the note was written anew", 1, true)
 }
 
-// A clear is followed once, also where the notes are read again while whoever follows it waits. Nothing is served meanwhile.
+// A clear is followed once, also if the notes are read again while the function of Follow waits. The server serves nothing meanwhile.
 func TestClearIsFollowedOnce(t *testing.T) {
 	p := newPlace()
 	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
@@ -512,13 +512,13 @@ func TestClearIsFollowedOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	time.AfterFunc(10*time.Millisecond, commit)
-	b.book.Sync(t.Context()) // a clear of this server's own is not followed
+	b.book.Sync(t.Context()) // a server does not follow its own clear
 	if follows != 1 {
 		t.Error("a server follows its own clear")
 	}
 }
 
-// A clear of one server of a shared directory counts on the others when it has settled.
+// A clear of one server of a shared directory counts on the other servers once it has settled.
 func TestClearInASharedDirectorySettles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -557,8 +557,8 @@ func TestClearInASharedDirectorySettles(t *testing.T) {
 	})
 }
 
-// A server that has read the note of one tier and not yet that of another begins no generation: the other one may have the present one,
-// and what is stored under it would be lost.
+// A server that has read the note of one tier and not yet that of another begins no generation. The other note may have the present
+// generation, and the objects stored under it would be lost.
 func TestNoGenerationBeginsBeforeEachTierWasRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		often, seldom := newPlace(), newPlace()

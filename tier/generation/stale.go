@@ -10,9 +10,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Stale reports whether an object is of an earlier generation, so that no server of the tier finds it any more: where
-// the place names objects by models, the name has a generation, and elsewhere it is of a namespace that this server knew when
-// a generation began. Objects that LMCache servers may have written are never stale.
+// Stale reports whether an object is of an earlier generation, so that no server of the tier finds it any more. If
+// the tier names objects by models, the generation in the name decides. Otherwise only objects of namespaces that this server knew when
+// a generation began are stale. Objects that LMCache servers may have written are never stale.
 func (b *Book) Stale(c tier.Content) bool {
 	if c.Model == "" && b.hasBegun() {
 		b.outdate()
@@ -31,7 +31,7 @@ func (b *Book) Stale(c tier.Content) bool {
 	}
 	now, known := b.mu.Models[model]
 	if !known {
-		base, _, _ := strings.Cut(model, "~") // a revision
+		base, _, _ := strings.Cut(model, "~") // cut off a revision
 		now = b.mu.Models[base]
 	}
 	return own.Time < now.Time
@@ -46,14 +46,14 @@ func (b *Book) hasBegun() bool {
 // HasStale reports whether a generation began, so that there can be stale objects.
 func (b *Book) HasStale() bool { return !b.first() }
 
-// begun is a change of the generations that count.
+// begun is one change of the generations that count.
 type begun struct {
 	before, after state
-	known         map[kv.Namespace]kv.Namespace // before
+	known         map[kv.Namespace]kv.Namespace // Book.mu.known before the change
 }
 
-// outdate notes the namespaces that tiers do not find any more since generations began. A clear leaves that to whoever asks first:
-// there may be many, and lookups wait for a clear.
+// outdate adds the namespaces to stale that tiers no longer find since generations began. A clear does not do this itself, because
+// there may be many, and lookups wait for a clear. The first question about stale objects does it.
 func (b *Book) outdate() {
 	b.outdating.Lock()
 	defer b.outdating.Unlock()
@@ -62,7 +62,7 @@ func (b *Book) outdate() {
 	}
 }
 
-// catchUp is outdate where many generations have begun since it ran: many clears in a row, of which a tier's removal sees the last.
+// catchUp calls outdate if half of maxBegun generations have begun since it ran: after many clears in a row begun would lose the first.
 func (b *Book) catchUp() {
 	b.mu.RLock()
 	many := len(b.mu.begun) >= maxBegun/2
@@ -80,7 +80,7 @@ func (b *Book) takeBegun() []begun {
 	return all
 }
 
-// earlier returns what tiers called namespaces that they call otherwise now.
+// earlier returns the namespaces in tiers before the change g, of those objects whose namespace in tiers changed.
 func (b *Book) earlier(g *begun) (out []kv.Namespace) {
 	note := func(ns kv.Namespace) {
 		was, _, ok1 := b.ownIn(&g.before, ns)
@@ -100,7 +100,7 @@ func (b *Book) earlier(g *begun) (out []kv.Namespace) {
 	return out
 }
 
-// addStale adds what is not stale yet. Where there are too many the oldest go: their bytes left long ago.
+// addStale adds namespaces to stale. If there are too many, it drops the oldest, whose objects were removed long ago.
 func (b *Book) addStale(list []kv.Namespace) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -117,7 +117,7 @@ func (b *Book) addStale(list []kv.Namespace) {
 	}
 }
 
-// earliest is the least time of a generation, Unix ns. A smaller number behind a ~ belongs to the model's own name.
+// earliest is the least time of a generation, Unix ns. A smaller number after a ~ belongs to the model's own name.
 const earliest = 1_600_000_000_000_000_000
 
 // parseTag reads MODEL~ALL, MODEL~ALL-OWN and MODEL~-OWN.

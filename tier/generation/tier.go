@@ -11,15 +11,15 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Moment counts the generations that began. A write under an earlier moment is refused.
+// Moment counts the generations that began. Write refuses an object whose context has an earlier moment.
 func (b *Book) Moment() uint64 {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	return b.mu.moment
 }
 
-// own returns what the tier calls a namespace. It reports false where that is not known:
-// a model has a generation of its own, and which model the namespace is of was not said
+// own returns the namespace in the tier for the namespace ns. It reports false if that is not known,
+// because some model has a generation of its own, and the model of ns was not named
 // since the start.
 func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	b.mu.RLock()
@@ -54,14 +54,14 @@ func (b *Book) ownIn(s *state, ns kv.Namespace) (own kv.Namespace, tag string, o
 	return kv.Namespace(sum[:len(ns)]), tag, true
 }
 
-// first reports whether nothing was cleared yet.
+// first reports whether no clear has happened yet.
 func (b *Book) first() bool {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	return b.mu.All == (Generation{}) && len(b.mu.Models) == 0
 }
 
-// key returns the key that the tier has an object under.
+// key returns the key of an object in the tier.
 func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
 	if b.closed() {
 		return k, 0, false
@@ -95,8 +95,8 @@ func (b *Book) learn(own, ns kv.Namespace, moment uint64) {
 	b.mu.known[own] = ns
 }
 
-// Back returns the object that a tier has under a key. It reports false for one of an
-// earlier generation, and for one whose namespace was not used since the start.
+// Back returns the object's own key for a key in a tier. It reports false for an object of an
+// earlier generation, and for an object whose namespace was not used since the start.
 func (b *Book) Back(k kv.Key) (kv.Key, bool) {
 	b.mu.RLock()
 	ns, ok := b.mu.known[k.Namespace]
@@ -109,10 +109,10 @@ func (b *Book) Back(k kv.Key) (kv.Key, bool) {
 	return k, ok && own == k.Namespace
 }
 
-// Tier returns what of is in the generations that count.
+// Tier returns a tier with only those objects of of that are of the generations that count.
 func (b *Book) Tier(of tier.Tier) *Tier { return &Tier{of, b} }
 
-// Tier is a tier of which only the objects of the present generations are there.
+// Tier is a tier that finds only objects of the generations that count.
 type Tier struct {
 	of   tier.Tier
 	book *Book
@@ -169,10 +169,10 @@ func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta,
 // errClosed means that no generation is known.
 var errClosed = fmt.Errorf("%w: the generation of the last clear is not known yet", tier.ErrResting)
 
-// Write implements tier.Tier. It returns tier.ErrNotKept where a generation began since
-// the moment of the context. While no generation is known it returns tier.ErrResting: the object may be written once one is,
-// unless that is a later one than the server began with. What is in memory then may be older than a clear of another server,
-// so the server forgets it.
+// Write implements tier.Tier. It returns tier.ErrNotKept if a generation began since
+// the moment of the context. While no generation is known it returns tier.ErrResting: the object can be written later,
+// unless the generation that is found then is later than that of the server's start. In that case objects in memory may be older than a
+// clear of another server, and the server forgets them.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if t.book.closed() {
 		return errClosed
@@ -201,8 +201,8 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	return t.of.Delete(ctx, own)
 }
 
-// Hottest implements tier.Ranking. Objects of namespaces that were not used since the
-// start and the last clear are left out.
+// Hottest implements tier.Ranking. It leaves out objects of namespaces that were not used since the
+// start and the last clear.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	if t.book.closed() {
 		return ctx.Err()

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// A write that began before a clear is refused, one that began after it is taken: both name the moment when they began.
+// A write that began before a clear is refused, and one that began after it is taken. Each write names the moment when it began.
 func TestWriteOfAnEarlierMomentIsRefused(t *testing.T) {
 	names := tier.NewNames()
 	names.Add(keyOf(1).Namespace, "m", nil)
@@ -37,7 +37,7 @@ func TestWriteOfAnEarlierMomentIsRefused(t *testing.T) {
 }
 
 // After a clear of all, objects of a namespace whose model no one has named are stored and found. After a clear of one model
-// they are not: they may be of that model. Stat reports them as missing, whatever its answers had before.
+// they are not: they may be of that model. Stat reports them as missing, whatever its slice of answers had before.
 func TestNamespaceWithoutAModel(t *testing.T) {
 	b := open(t, tier.NewNames(), filepath.Join(t.TempDir(), generation.FileName))
 	place := b.Tier(tier.NewMemory(1 << 20))

@@ -11,13 +11,14 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// books are the files of all directories in the order of their eviction. They take 80 bytes a file. Callers lock.
+// books is the list of the files of all directories, in the order of their eviction. It takes 80 bytes a file. Callers hold the keeper's
+// lock.
 //
-// A job is what one thread of an engine wrote or read in one go. Jobs stand from the least to the most recently used, and inside a
-// job the file that came last stands first: a chunk is of use only with the chunks before it.
+// A job is the files that one thread of an engine wrote or read in one go. Jobs are ordered from the least to the most recently used.
+// Inside a job the last file comes first, because a chunk is of use only with the chunks before it.
 type books struct {
-	slabs [][]file // file 0 is the list's end on both sides
-	free  uint32   // of removed files, linked by next
+	slabs [][]file // file 0 is both ends of the list
+	free  uint32   // first of the removed files, which are linked by next
 	used  uint32   // files that were ever made, file 0 included
 	index []uint32 // open addressing; 0 is empty
 	seed  uint64
@@ -27,23 +28,23 @@ type books struct {
 	jobs  map[worker]*job
 
 	lastJob uint32
-	names   map[uint32]string   // of LMCache files
-	stuck   map[uint32]struct{} // files that could not be unlinked: in the list again once they are used
-	changes *changes            // is told what files come and go; nil for none
+	names   map[uint32]string   // names of LMCache files
+	stuck   map[uint32]struct{} // files that could not be unlinked; such a file is not in the list until it is used again
+	changes *changes            // records which files come and go; nil: not recorded
 }
 
 type file struct {
 	id         id
 	dir        uint32
 	prev, next uint32 // from cold to hot
-	look       uint32 // the last look at the directory that saw it
-	job        uint32 // the number of its job; 0: none that goes on
-	counted    bool   // as written, before the event of it came
+	look       uint32 // number of the last look at the directory that saw the file
+	job        uint32 // number of its job; 0: no job that may still grow
+	counted    bool   // counted as written before its event came
 	size       int64
 	usedAt     int64 // microseconds since 1970
 }
 
-// directory is one that holds files: that of a rank (vLLM), or a root (LMCache).
+// directory is a directory with files: that of a rank (vLLM), or a root (LMCache).
 type directory struct {
 	root   *rootDir
 	path   string // below the root; "" for the root itself
@@ -54,7 +55,7 @@ type directory struct {
 	usage
 }
 
-// wrote counts files that appeared; those that were counted and had not appeared with numbers below 0.
+// wrote counts files that appeared. Negative numbers take back files that were counted but had not appeared.
 func (d *directory) wrote(files, bytes int64) {
 	d.writes += files
 	d.writtenBytes += bytes
@@ -70,7 +71,7 @@ type usage struct {
 	removedByOthers       int64
 }
 
-// worker is a thread as its events name it; 0 where they do not.
+// worker is a thread that uses a directory. thread is 0 if events do not name it.
 type worker struct {
 	dir    uint32
 	thread int32
@@ -82,8 +83,8 @@ type job struct {
 	began, seen int64 // microseconds
 }
 
-// What one thread does without a pause of jobPause is one job, up to jobTime. Two jobs that are taken for one change places, which costs
-// nothing: they are as old as each other. One job that is taken for two loses its beginning before its end.
+// Files that one thread uses without a pause of jobPause are one job, for at most jobTime. If two jobs are taken for one, their files
+// change places, which does no harm, because they are equally old. If one job is taken for two, its beginning is evicted before its end.
 const (
 	jobPause = int64(200 * time.Millisecond / time.Microsecond)
 	jobTime  = int64(2 * time.Second / time.Microsecond)
@@ -112,7 +113,7 @@ func (b *books) slot(dir uint32, k *id) uint64 {
 	return xxh3.HashSeed(k.hash[:k.bytes], b.seed+uint64(dir)<<16+uint64(k.group)) & uint64(len(b.index)-1)
 }
 
-// find returns the file's number, 0 for none, and its place in the index.
+// find returns the file's number, 0 for none, and its slot in the index.
 func (b *books) find(dir uint32, k id) (n uint32, at uint64) {
 	for at = b.slot(dir, &k); b.index[at] != 0; at = (at + 1) & uint64(len(b.index)-1) {
 		if f := b.file(b.index[at]); f.dir == dir && f.id == k {
@@ -122,7 +123,7 @@ func (b *books) find(dir uint32, k id) (n uint32, at uint64) {
 	return 0, at
 }
 
-// add makes a file, which stands nowhere in the list yet.
+// add makes a file that is not in the list yet.
 func (b *books) add(dir uint32, k id, name string, size, usedAt int64) uint32 {
 	if b.count*2 >= len(b.index) {
 		b.rehash()
@@ -149,7 +150,7 @@ func (b *books) add(dir uint32, k id, name string, size, usedAt int64) uint32 {
 	return n
 }
 
-// resize notes a file's length.
+// resize records a file's new length.
 func (b *books) resize(n uint32, size int64) {
 	f := b.file(n)
 	b.bytes += size - f.size
@@ -176,7 +177,7 @@ func (b *books) remove(n uint32) {
 	_, at := b.find(f.dir, f.id)
 	mask := uint64(len(b.index) - 1)
 	b.index[at] = 0
-	for next := (at + 1) & mask; b.index[next] != 0; next = (next + 1) & mask { // those that stood behind it move up
+	for next := (at + 1) & mask; b.index[next] != 0; next = (next + 1) & mask { // move up the files in the next slots
 		m := b.index[next]
 		b.index[next] = 0
 		g := b.file(m)
@@ -205,7 +206,7 @@ func (b *books) unlink(n uint32) {
 	f.prev, f.next = n, n
 }
 
-// before puts a file that stands nowhere in front of another one, at its cold side; 0: at the hot end.
+// before puts a file that is not in the list on the cold side of another one; with hotter 0 at the hot end of the list.
 func (b *books) before(n, hotter uint32) {
 	f, h := b.file(n), b.file(hotter)
 	f.prev, f.next = h.prev, hotter
@@ -216,7 +217,7 @@ func (b *books) before(n, hotter uint32) {
 // coldest is the next file to evict, 0 for none.
 func (b *books) coldest() uint32 { return b.file(0).next }
 
-// touch notes that a thread wrote or read a file now.
+// touch records that a thread wrote or read a file now.
 func (b *books) touch(n uint32, thread int32, now int64) {
 	f := b.file(n)
 	f.usedAt = now
@@ -251,8 +252,8 @@ func (b *books) touch(n uint32, thread int32, now int64) {
 	*j = job{last: n, number: b.lastJob, began: now, seen: now}
 }
 
-// arrange puts all files in order by the times of their last use: those of one directory without a pause between them
-// are one job.
+// arrange sorts all files by the times of their last use. Files of one directory without a pause of jobPause between them
+// count as one job.
 func (b *books) arrange() {
 	clear(b.jobs)
 	all := make([]uint32, 0, b.count)

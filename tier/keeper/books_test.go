@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// The index is at most half full, so that a file that is not there is soon not found, and finds each file while it grows and as files go.
+// The index is at most half full, so that a search for a missing file is short. It finds each file while it grows and while files are
+// removed.
 func TestIndexGrowsWithItsFiles(t *testing.T) {
 	b := newBooks(1)
 	b.dirs = []*directory{{root: &rootDir{}}}
@@ -37,11 +38,11 @@ func TestIndexGrowsWithItsFiles(t *testing.T) {
 	}
 }
 
-// What changed while the files were read counts as it is now: chunks that are gone are not there, and those that came are.
+// Chunks that changed while the files were read count as they are now: removed chunks are missing, and new ones are there.
 func TestCorrectedChunksAreThoseThatAreThere(t *testing.T) {
 	of := func(name byte, need uint16) chunk { return chunk{need: need, bytes: 8, hash: [32]byte{name}} }
 	a, b, c, d, e := of('a', 1), of('b', 2), of('c', 2), of('d', 1), of('e', 2)
-	got := &Chunks{list: []chunk{a, b, b, c, e, e}} // of c one file was read
+	got := &Chunks{list: []chunk{a, b, b, c, e, e}} // one file of c was read
 	got.correct(map[chunk]bool{a: false, d: true, e: true})
 	if want := []chunk{b, d, e}; !slices.Equal(got.list, want) {
 		t.Errorf("%v, want %v", got.list, want)

@@ -16,11 +16,11 @@ import (
 )
 
 // Chunk is what an engine loads from the directories by one hash: a file of vLLM, or LMCache's files of one group, one for each rank.
-// It counts once for a model, however many directories have it.
+// A chunk that several directories have counts once for its model.
 type Chunk struct {
 	Model string
-	Hash  []byte // 8 to 32 bytes: vLLM's hash of the last block, or LMCache's of the chunk, which no other salt shares
-	Group int    // -1: names of LMCache up to 0.4.6 have none
+	Hash  []byte // 8 to 32 bytes: vLLM's hash of the last block, or LMCache's hash of the chunk, which differs for each salt
+	Group int    // -1: file names of LMCache up to 0.4.6 have no group
 }
 
 // Change says that a chunk can be loaded, or can no longer.
@@ -29,13 +29,13 @@ type Change struct {
 	Removed bool
 }
 
-// chunk is a Chunk as it is kept.
+// chunk is a Chunk in a compact form.
 type chunk struct {
 	model uint32 // in changes.names
-	root  uint16 // of a chunk that needs several files, which are of no use in two roots
-	need  uint16 // files
+	root  uint16 // root of a chunk of several files, which must all be in one root; else 0
+	need  uint16 // number of files that the chunk needs
 	group int32
-	bytes uint8 // of hash that count
+	bytes uint8 // length of hash
 	hash  [32]byte
 }
 
@@ -44,22 +44,22 @@ func (c *chunk) compare(d *chunk) int {
 		cmp.Compare(c.group, d.group), cmp.Compare(c.need, d.need), cmp.Compare(c.root, d.root))
 }
 
-// changes is what became of chunks, for readers that follow it by number from 1 on. A reader that wants more than is kept looks at all
-// of them. The keeper's lock guards it.
+// changes has the last changes of chunks, numbered from 1, for readers that follow them. A reader that has fallen too far behind reads all
+// chunks instead. The keeper's lock guards it.
 type changes struct {
 	ring  []change
-	last  uint64 // number of the newest one
-	floor uint64 // those up to this number are not told: the keeper did not know all files
-	begun bool   // it does
-	asked bool   // somebody waits for news
+	last  uint64 // number of the newest change
+	floor uint64 // changes up to this number are not reported, because the keeper did not know all files
+	begun bool   // the keeper knows all files
+	asked bool   // a reader waits for news
 	news  chan struct{}
 
-	files   map[xxh3.Uint128]uint16 // how many files of a chunk are there
-	moved   map[chunk]bool          // of which a file came or went while all are collected; else nil
+	files   map[xxh3.Uint128]uint16 // number of existing files of a chunk
+	moved   map[chunk]bool          // while collect runs: chunks of which a file came or went; else nil
 	seed    uint64
 	models  map[string]uint32
 	names   []string // of models; it only grows
-	unnamed int64    // files that name no chunk, or one model too many
+	unnamed int64    // files whose name is of no chunk, or whose model is beyond maxModels
 }
 
 type change struct {
@@ -67,14 +67,14 @@ type change struct {
 	removed bool
 }
 
-// maxModels bounds the models whose chunks are told.
+// maxModels bounds the models whose chunks are reported.
 const maxModels = 4096
 
 func newChanges(size int, seed uint64) *changes {
 	return &changes{ring: make([]change, size), news: make(chan struct{}), files: map[xxh3.Uint128]uint16{}, seed: seed, models: map[string]uint32{}}
 }
 
-// set notes that a file came or went.
+// set records that a file came or went.
 func (c *changes) set(d *directory, id id, name string, there bool) {
 	x, ok := c.chunkOf(d, id, name)
 	if !ok {
@@ -101,7 +101,7 @@ func (c *changes) set(d *directory, id id, name string, there bool) {
 	}
 }
 
-// chunkOf is the chunk of a file; false where its name says none.
+// chunkOf returns the chunk of a file. It reports false if the file's name is of no chunk.
 func (c *changes) chunkOf(d *directory, id id, name string) (x chunk, ok bool) {
 	model := d.model
 	x = chunk{need: 1, group: int32(id.group), bytes: id.bytes, hash: id.hash}
@@ -160,7 +160,7 @@ func (c *changes) record(x change) {
 	c.wake()
 }
 
-// begin ends the time in which nothing is told. Readers look at all chunks.
+// begin starts the reporting of changes. Readers must then read all chunks.
 func (c *changes) begin() {
 	c.begun = true
 	c.last++
@@ -175,7 +175,7 @@ func (c *changes) wake() {
 	}
 }
 
-// lost reports whether changes after a number are not kept any more.
+// lost reports whether some changes after a number were dropped or never recorded.
 func (c *changes) lost(after uint64) bool {
 	return after > c.last || after < c.floor || c.last-after > uint64(len(c.ring))
 }
@@ -184,7 +184,7 @@ func (c *chunk) public(names []string) Chunk {
 	return Chunk{Model: names[c.model], Hash: bytes.Clone(c.hash[:c.bytes]), Group: int(c.group)}
 }
 
-// Changed returns a channel that is closed when there are changes after the newest one. This and the methods below are for a keeper with
+// Changed returns a channel that is closed at the next change. Changed and the methods below may only be called for a keeper with
 // Options.Changes.
 func (k *Keeper) Changed() <-chan struct{} {
 	k.mu.Lock()
@@ -201,7 +201,7 @@ func (k *Keeper) LastChange() uint64 {
 }
 
 // Changes returns the changes after a number, limit at most, and the number of the last one. lost means that some were dropped, or that
-// the keeper did not know all files at that number: then the caller looks at Chunks.
+// the keeper did not know all files at that number; the caller must then read Chunks.
 func (k *Keeper) Changes(after uint64, limit int) (out []Change, next uint64, lost bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -216,28 +216,28 @@ func (k *Keeper) Changes(after uint64, limit int) (out []Change, next uint64, lo
 	return out, after, false
 }
 
-// Chunks are the chunks of one moment, those of one model together. They take 48 bytes each, and never change.
+// Chunks are the chunks of one moment, sorted by model. They take 48 bytes each, and never change.
 type Chunks struct {
 	list  []chunk
 	names []string
 }
 
-// Len is how many there are.
+// Len is the number of chunks.
 func (c *Chunks) Len() int { return len(c.list) }
 
-// Model returns the model of one.
+// Model returns the model of chunk i.
 func (c *Chunks) Model(i int) string { return c.names[c.list[i].model] }
 
-// At returns one.
+// At returns chunk i.
 func (c *Chunks) At(i int) Chunk { return c.list[i].public(c.names) }
 
-// Chunks returns all chunks, and the number of the newest change that they contain. Before the keeper knows all files there are none.
+// Chunks returns all chunks, and the number of the newest change that they include. It returns none before the keeper knows all files.
 func (k *Keeper) Chunks() (all *Chunks, last uint64) { return k.collect(collectFiles) }
 
-// collectFiles is how many files are read while others wait for the lock.
+// collectFiles is how many files are read in one hold of the lock.
 const collectFiles = 4096
 
-// collect reads all files, step of them at a time. Chunks of which a file came or went meanwhile are as they are at the end.
+// collect reads all files, step of them at a time. A chunk of which a file came or went meanwhile gets its state at the end.
 func (k *Keeper) collect(step int) (all *Chunks, last uint64) {
 	k.collecting.Lock()
 	defer k.collecting.Unlock()
@@ -251,7 +251,7 @@ func (k *Keeper) collect(step int) (all *Chunks, last uint64) {
 	return all, last
 }
 
-// beginCollect returns the number of the first file, 0 where nothing is told yet.
+// beginCollect returns the number of the first file, 0 if changes are not reported yet.
 func (k *Keeper) beginCollect() int {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -262,7 +262,7 @@ func (k *Keeper) beginCollect() int {
 	return 1
 }
 
-// collectSome adds the chunks of some files, from one number on. It returns the next number, 0 after the last one.
+// collectSome adds the chunks of files files, from number from on. It returns the next number, 0 after the last file.
 func (k *Keeper) collectSome(dst []chunk, from, files int) (_ []chunk, next int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -270,7 +270,7 @@ func (k *Keeper) collectSome(dst []chunk, from, files int) (_ []chunk, next int)
 	for n := uint32(from); int(n) < end; n++ {
 		f := k.books.file(n)
 		if f.id.bytes == 0 {
-			continue // it was removed
+			continue // the file was removed
 		}
 		if x, ok := k.changes.chunkOf(k.books.dirs[f.dir], f.id, k.books.names[n]); ok {
 			dst = append(dst, x)
@@ -282,8 +282,8 @@ func (k *Keeper) collectSome(dst []chunk, from, files int) (_ []chunk, next int)
 	return dst, end
 }
 
-// endCollect returns whether chunks are there of which a file came or went since beginCollect. The number is 0 where that found
-// nothing to collect, although the keeper may know all files by now: that is change 1.
+// endCollect returns, for each chunk of which a file came or went since beginCollect, whether the chunk is whole now. last is 0 if
+// beginCollect returned 0, even if the keeper knows all files by now; the reader then sees change 1 next.
 func (k *Keeper) endCollect() (moved map[chunk]bool, names []string, last uint64) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -298,7 +298,7 @@ func (k *Keeper) endCollect() (moved map[chunk]bool, names []string, last uint64
 	return moved, c.names, c.last
 }
 
-// correct replaces what was read of some chunks by whether they are there, and leaves each chunk once that has all of its files.
+// correct sets the chunks in there to present or absent, sorts the list, and reduces it to one entry for each chunk with all of its files.
 func (c *Chunks) correct(there map[chunk]bool) {
 	c.list = slices.DeleteFunc(c.list, func(x chunk) bool { _, changed := there[x]; return changed })
 	for x, is := range there {

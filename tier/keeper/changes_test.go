@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// follower is a reader of changes. It fails when it is told what it knows.
+// follower is a reader of changes. It fails if a change tells it what it already knows.
 type follower struct {
 	t     *testing.T
 	k     *Keeper
@@ -129,7 +129,7 @@ func TestChangesTellWhatIsThere(t *testing.T) {
 	}
 }
 
-// A keeper that still reads its directories tells nothing, and then all at once.
+// A keeper tells no changes while it first reads its directories, and then all at once.
 func TestChangesBeginOnceAllFilesAreKnown(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(8, 1)}
 	k.books.changes = k.changes
@@ -154,7 +154,8 @@ func TestChangesBeginOnceAllFilesAreKnown(t *testing.T) {
 	}
 }
 
-// A chunk of LMCache is there while the files of all ranks of a group are; tenants do not share it; names of releases without groups count.
+// A chunk of LMCache counts as there while the files of all ranks of a group are there. Tenants share no chunk. File names of releases
+// without groups count, too.
 func TestChunksOfLMCacheNeedAllRanks(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(64, 1)}
 	k.books.changes = k.changes
@@ -221,7 +222,8 @@ func TestChunksOfLMCacheNeedAllRanks(t *testing.T) {
 	}
 }
 
-// The first look may end while a reader collects all chunks. What the reader did not get then is lost to it: it asks again.
+// The first look may end while a reader collects all chunks. Changes then reports the missing chunks as lost, and the reader must ask for
+// all again.
 func TestChunksWhileTheFirstLookEnds(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(4, 1)}
 	k.books.changes = k.changes
@@ -240,7 +242,8 @@ func TestChunksWhileTheFirstLookEnds(t *testing.T) {
 	}
 }
 
-// What Chunks returns is of one moment although files come and go while it reads them: with the changes after it a reader knows all.
+// Chunks returns the chunks of one moment, although files come and go while it reads them. With the changes after that moment a reader
+// knows all.
 func TestChunksAreOfOneMoment(t *testing.T) {
 	k := &Keeper{books: newBooks(1), changes: newChanges(1<<17, 1)}
 	k.books.changes = k.changes
@@ -265,7 +268,7 @@ func TestChunksAreOfOneMoment(t *testing.T) {
 		change(rnd)
 	}
 	stop := make(chan struct{})
-	// Changes that a busy machine makes while this test waits for its turn would be more than are kept.
+	// On a busy machine there could be more changes than are kept while this test waits for its turn.
 	const perReader = 2000
 	var allowed atomic.Int64
 	var writer sync.WaitGroup
@@ -312,7 +315,7 @@ func TestChunksAreOfOneMoment(t *testing.T) {
 	}
 }
 
-// Models beyond the limit are not told, and are counted.
+// The keeper tells no changes of models beyond the limit, and counts them.
 func TestChangesOfTooManyModels(t *testing.T) {
 	c := newChanges(8, 1)
 	c.begin()

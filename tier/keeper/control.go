@@ -19,21 +19,21 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
-// control is one abstract socket of this host for each root. It keeps a second keeper away, answers with the figures, and
-// names processes whose reads are not an engine's: those that are connected.
+// control listens on one abstract Unix socket for each root. The socket prevents a second keeper, and answers with the figures.
+// Reads of a process that is connected to it do not count as reads of an engine.
 type control struct {
-	listeners map[*rootDir]net.Listener // of Open's goroutine, then of the one that looks
+	listeners map[*rootDir]net.Listener // owned by Open's goroutine, then by the goroutine that looks at the directories
 	figures   func() Stats
 	done      sync.WaitGroup
 
 	mu struct {
 		sync.Mutex
-		helpers map[net.Conn]int // their processes
+		helpers map[net.Conn]int // connection → process id
 		closed  bool
 	}
 }
 
-// maxHelpers bounds the connections.
+// maxHelpers bounds the connected processes.
 const maxHelpers = 32
 
 func socketOf(dir *os.File) (string, error) {
@@ -60,7 +60,7 @@ func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error)
 	return c, nil
 }
 
-// take takes a directory for a root, in place of the one that it has.
+// take makes dir the directory of a root, in place of its former one.
 func (c *control) take(r *rootDir, dir *os.File) error {
 	name, err := socketOf(dir)
 	if err != nil {
@@ -73,7 +73,7 @@ func (c *control) take(r *rootDir, dir *os.File) error {
 	if err != nil {
 		return err
 	}
-	// Containers have sockets of their own. Where no other host can mean the same file system, its lock keeps them apart.
+	// Abstract sockets do not cross containers. On a file system of this host alone, a lock keeps keepers in two containers apart.
 	lock := func() error { return unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
 	if isShared(dir) {
 		_ = lock()
@@ -81,14 +81,14 @@ func (c *control) take(r *rootDir, dir *os.File) error {
 		return errors.Join(fmt.Errorf("another process has locked %s: is a keeper running in a container?", r.path), l.Close())
 	}
 	if had := c.listeners[r]; had != nil {
-		_ = had.Close() // of a directory that the keeper leaves
+		_ = had.Close() // the socket of the former directory
 	}
 	c.listeners[r] = l
 	c.done.Go(func() { c.serve(l) })
 	return nil
 }
 
-// listen listens on a socket, and waits for it while a keeper that was killed may still have it.
+// listen listens on a socket. It waits while a keeper that was killed may still hold the socket.
 func listen(name string) (l net.Listener, err error) {
 	if l, err = net.Listen("unix", name); !errors.Is(err, unix.EADDRINUSE) {
 		return l, err
@@ -100,7 +100,7 @@ func listen(name string) (l net.Listener, err error) {
 	return l, err
 }
 
-// holder returns the process that has a socket, 0 where it is not known.
+// holder returns the process that listens on a socket, 0 if it is not known.
 func holder(name string) int {
 	c, err := net.DialTimeout("unix", name, time.Second)
 	if err != nil {
@@ -124,7 +124,7 @@ func (c *control) serve(l net.Listener) {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // too many files are open
+		if err != nil { // for example too many open files
 			time.Sleep(100 * time.Millisecond)
 			continue
 		}
@@ -136,13 +136,13 @@ func (c *control) serve(l net.Listener) {
 			defer c.leave(conn)
 			_ = conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
 			if json.NewEncoder(conn).Encode(c.figures()) == nil {
-				_, _ = conn.Read(make([]byte, 1)) // until it ends
+				_, _ = conn.Read(make([]byte, 1)) // until the process disconnects
 			}
 		})
 	}
 }
 
-// admit takes a process of the keeper's own user, or of root.
+// admit reports whether to accept a connection: only from a process of the keeper's own user or of root.
 func (c *control) admit(conn net.Conn) bool {
 	p := peercred.Of(conn)
 	uid := os.Getuid()
@@ -162,7 +162,7 @@ func (c *control) leave(conn net.Conn) {
 	conn.Close()
 }
 
-// own reports whether a thread is one of this process or of one that is connected.
+// own reports whether a thread belongs to this process or to a connected one.
 func (c *control) own(thread int32) bool {
 	if thread <= 0 {
 		return false
@@ -180,7 +180,7 @@ func (c *control) own(thread int32) bool {
 	return false
 }
 
-// helping reports whether a process is connected, whose reads inotify cannot tell from an engine's.
+// helping reports whether a process is connected. inotify cannot tell the reads of such a process from an engine's.
 func (c *control) helping() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -204,7 +204,7 @@ func (c *control) close() error {
 	return errors.Join(errs...)
 }
 
-// Ask returns the figures of the keeper that has a directory. It fails with os.ErrNotExist where none runs on this host.
+// Ask returns the figures of the keeper of a directory. It fails with os.ErrNotExist if none runs on this host.
 func Ask(ctx context.Context, root string) (Stats, error) {
 	conn, s, err := join(ctx, root)
 	if err != nil {
@@ -213,7 +213,7 @@ func Ask(ctx context.Context, root string) (Stats, error) {
 	return s, conn.Close()
 }
 
-// join connects to the keeper of a directory. Until the connection ends, the keeper takes this process's reads for its own.
+// join connects to the keeper of a directory. Until the connection ends, the keeper ignores this process's reads, as it ignores its own.
 func join(ctx context.Context, root string) (net.Conn, Stats, error) {
 	dir, err := os.Open(root)
 	if err != nil {
@@ -240,7 +240,7 @@ func join(ctx context.Context, root string) (net.Conn, Stats, error) {
 	return conn, s, nil
 }
 
-// networkSystems are file systems that other hosts write to without an event here.
+// networkSystems are file systems to which other hosts can write without an event on this host.
 var networkSystems = []int64{
 	unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, 0xfe534d42 /* SMB 2 */, unix.CEPH_SUPER_MAGIC, unix.FUSE_SUPER_MAGIC,
 	0x0bd00bd0 /* Lustre */, 0x47504653 /* GPFS */, 0x19830326 /* BeeGFS */, unix.V9FS_MAGIC,

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// victim is a file that left the books and is to be unlinked.
+// victim is a file that was taken out of the books to be unlinked.
 type victim struct {
 	id      id
 	root    *rootDir
@@ -24,8 +24,8 @@ type victim struct {
 	expired bool
 }
 
-// unlinkBatch is how many files leave the books at once. When that is not enough, so many goroutines unlink: as many as vLLM
-// has threads that write.
+// unlinkBatch is how many files are taken out of the books at once. If one batch is not enough, unlinkers goroutines unlink: as many as vLLM
+// has writing threads.
 const (
 	unlinkBatch = 16
 	unlinkers   = 16
@@ -48,7 +48,7 @@ func (k *Keeper) evict(ctx context.Context) {
 			for ctx.Err() == nil && k.retry() {
 			}
 		}
-		if k.evictSome() { // more than a batch: engines write fast
+		if k.evictSome() { // more than one batch was due: engines write fast
 			var crew sync.WaitGroup
 			for range unlinkers {
 				crew.Go(func() {
@@ -82,7 +82,7 @@ func (k *Keeper) evictSome() bool {
 // choose takes the next victims out of the books.
 func (k *Keeper) choose() []victim {
 	var short shortage
-	if k.o.MinFree > 0 { // what is missing is counted and given to victims by one goroutine at a time
+	if k.o.MinFree > 0 { // one goroutine at a time computes the shortage and takes its victims' bytes off it
 		k.freeing.Lock()
 		defer k.freeing.Unlock()
 		short = k.shortOfFree()
@@ -99,7 +99,7 @@ func (k *Keeper) choose() []victim {
 	return k.pick(now, short)
 }
 
-// due says whether a file is to go, and whether for its age. Callers hold k.mu.
+// due reports whether a file must be unlinked, and whether its time to live is over. Callers hold k.mu.
 func (k *Keeper) due(f *file, now time.Time, short shortage) (due, expired bool) {
 	over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
 	expired = k.o.TTL > 0 && f.usedAt < now.Add(-k.o.TTL).UnixMicro()
@@ -130,27 +130,27 @@ func (k *Keeper) pick(now time.Time, short shortage) (out []victim) {
 	return out
 }
 
-// victim is a file as what is to be unlinked. Callers hold k.mu.
+// victim returns file n as a victim. Callers hold k.mu.
 func (k *Keeper) victim(n uint32) victim {
 	f := k.books.file(n)
 	return victim{id: f.id, root: k.books.dirs[f.dir].root, dir: f.dir, name: k.path(n), size: f.size, usedAt: f.usedAt}
 }
 
-// shortage is what the file systems of roots lack of MinFree. Roots of one file system share it.
+// shortage is how many bytes the file system of each root lacks of MinFree. Roots of one file system share a systemRoom.
 type shortage map[*rootDir]*systemRoom
 
-// systemRoom is the room of a file system. Some (XFS, btrfs) show what was unlinked later: until half of that is seen, or freeLag is
-// over, no more is unlinked than was found missing before and was written since.
+// systemRoom is the room of a file system. Some file systems (XFS, btrfs) show unlinked bytes as free only later. So until half of
+// them show, or freeLag is over, the keeper unlinks only the bytes that were missing at the beginning and those written since.
 type systemRoom struct {
 	free    int64 // bytes
 	pending int64 // bytes of files that are being unlinked
 	written int64 // bytes that were written to its roots
-	lacks   int64 // bytes of MinFree, with neither
+	lacks   int64 // bytes that lack to MinFree, pending ones counted as free
 
-	before        int64 // bytes that were free when this began
+	before        int64 // bytes that were free at beganAt
 	writtenBefore int64
-	missing       int64 // then
-	taken         int64 // unlinked since
+	missing       int64 // bytes that were missing at beganAt
+	taken         int64 // bytes of files unlinked since beganAt
 	beganAt       time.Time
 }
 
@@ -174,10 +174,10 @@ func (s shortage) take(r *rootDir, n int64) {
 	}
 }
 
-// look says what is missing.
+// look sets s.lacks, for least free bytes.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
-	came := max(s.written-s.writtenBefore, s.before-s.free) // others write to it, too: at least so much
+	came := max(s.written-s.writtenBefore, s.before-s.free) // other programs write to it, too: at least this many bytes
 	if s.taken > 0 && s.free < s.before-came+s.taken/2 && now.Sub(s.beganAt) < freeLag {
 		s.lacks = min(s.lacks, s.missing+came-s.taken)
 		return
@@ -185,12 +185,12 @@ func (s *systemRoom) look(least int64, now time.Time) {
 	s.before, s.writtenBefore, s.missing, s.taken, s.beganAt = s.free, s.written, s.lacks, 0, now
 }
 
-// shortOfFree returns what the file systems of roots lack. Callers hold k.freeing.
+// shortOfFree returns the shortage of all roots. Callers hold k.freeing.
 func (k *Keeper) shortOfFree() shortage {
 	short, now := shortage{}, k.now()
 	seen := map[*systemRoom]bool{}
 	for _, r := range k.roots {
-		pending, written := r.pending.Load(), r.written.Load() // before the free bytes: what is unlinked in between counts twice, and is looked at again
+		pending, written := r.pending.Load(), r.written.Load() // before the free bytes: bytes unlinked in between count twice until the next look
 		var st unix.Stat_t
 		free, err := k.o.free(r)
 		if err = errors.Join(err, unix.Fstat(int(r.dir.Fd()), &st)); err != nil {
@@ -245,7 +245,7 @@ func (k *Keeper) unlink(r *rootDir, name string) error {
 	return err
 }
 
-// unlinked enters what became of a victim. A file that cannot be unlinked is back in the books.
+// unlinked records the result for a victim. A file that could not be unlinked goes back into the books.
 func (k *Keeper) unlinked(v victim, err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -260,7 +260,7 @@ func (k *Keeper) unlinked(v victim, err error) {
 		n = k.books.add(v.dir, v.id, path.Base(v.name), v.size, v.usedAt)
 		k.books.file(n).look = k.looks
 	}
-	k.books.unlink(n) // it stands in no line: the files behind it may go
+	k.books.unlink(n) // out of the list, so that the files after it can be evicted
 	k.books.stuck[n] = struct{}{}
 }
 
@@ -278,7 +278,7 @@ func (k *Keeper) enterEnd(v *victim, err error) {
 	}
 }
 
-// retry tries to unlink files that could not be, a few at a time. It reports whether all of a batch went.
+// retry tries again to unlink up to unlinkBatch files that could not be unlinked. It reports whether a whole batch was removed.
 func (k *Keeper) retry() bool {
 	stuck := k.stuck()
 	gone := 0
@@ -299,7 +299,7 @@ func (k *Keeper) retry() bool {
 	return gone == unlinkBatch
 }
 
-// stuck returns some of the files that could not be unlinked and are still to go.
+// stuck returns up to unlinkBatch files that could not be unlinked and are still due.
 func (k *Keeper) stuck() (out []victim) {
 	var short shortage
 	if k.o.MinFree > 0 {
@@ -323,7 +323,7 @@ func (k *Keeper) stuck() (out []victim) {
 	return out
 }
 
-// say warns when files cannot be unlinked, and when all can again.
+// say logs when files cannot be unlinked, and when all can be unlinked again.
 func (k *Keeper) say(err error) {
 	k.mu.Lock()
 	before := k.refused

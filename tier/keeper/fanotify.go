@@ -24,7 +24,7 @@ const (
 	opened   act = iota // for reading, or for writing anew
 	appeared            // under its name, whole
 	gone
-	lost // events: look at the directories again
+	lost // events were lost: look at the directories again
 )
 
 // event is what the kernel reports of one file.
@@ -34,7 +34,7 @@ type event struct {
 	dir    string // below the root, with slashes
 	name   string
 	thread int32 // 0: not known
-	own    bool  // opened by the keeper or by a process that it helps, not by an engine
+	own    bool  // the keeper or a connected process opened it, not an engine
 }
 
 // fanotify reports what happens in whole file systems. It needs CAP_SYS_ADMIN, and CAP_DAC_READ_SEARCH for the names of directories.
@@ -43,13 +43,13 @@ type fanotify struct {
 	buffer []byte
 	own    func(thread int32) bool
 
-	missed atomic.Bool // a file appeared or was removed in a directory that is not found
+	missed atomic.Bool // a file appeared or was removed in a directory whose path was not found
 
 	mu      sync.Mutex
 	systems map[unix.Fsid][]*rootDir // under mu
 }
 
-// Engines rename whole files onto their names; what is copied in by hand, or written in place, ends with FAN_CLOSE_WRITE.
+// Engines rename whole files onto their names. A file that is copied in by hand, or written in place, ends with FAN_CLOSE_WRITE.
 const fanotifyMask = unix.FAN_OPEN | unix.FAN_MOVED_TO | unix.FAN_MOVED_FROM | unix.FAN_DELETE | unix.FAN_CLOSE_WRITE
 
 func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, error) {
@@ -66,7 +66,7 @@ func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, err
 	return w, nil
 }
 
-// add has the file system of a root report, too.
+// add adds the file system of a root to those that report.
 func (w *fanotify) add(r *rootDir) error {
 	raw, err := w.f.SyscallConn()
 	if err != nil {
@@ -89,7 +89,7 @@ func (w *fanotify) add(r *rootDir) error {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for system, roots := range w.systems { // it may have been another one's
+	for system, roots := range w.systems { // the root may have been in another file system before
 		w.systems[system] = slices.DeleteFunc(slices.Clone(roots), func(x *rootDir) bool { return x == r })
 	}
 	w.systems[s.Fsid] = append(w.systems[s.Fsid], r)
@@ -103,7 +103,7 @@ func (w *fanotify) rootsOf(system unix.Fsid) []*rootDir {
 	return w.systems[system]
 }
 
-// handleOf is the root's own handle, the zero value where its file system has none.
+// handleOf returns the root's own file handle, the zero value if its file system has none.
 func handleOf(r *rootDir) unix.FileHandle {
 	h, _, err := unix.NameToHandleAt(int(r.dir.Fd()), "", unix.AT_EMPTY_PATH)
 	if err != nil {
@@ -123,7 +123,7 @@ func (w *fanotify) read(out []event) ([]event, error) {
 	return w.parse(w.buffer[:n], out), nil
 }
 
-// Lengths of what the kernel writes: fanotify(7).
+// Lengths of the kernel's records: fanotify(7).
 const (
 	metadataBytes = 24 // event_len u32, vers u8, reserved u8, metadata_len u16, mask u64, fd i32, pid i32
 	infoBytes     = 4  // info_type u8, pad u8, len u16
@@ -131,7 +131,7 @@ const (
 	handleBytes   = 8 // handle_bytes u32, handle_type i32
 )
 
-// parse reads the kernel's records. Those of other files than an engine's are left out before anything is asked of the kernel.
+// parse reads the kernel's records. It drops those of files that are no engine's before it makes any system call.
 func (w *fanotify) parse(b []byte, out []event) []event {
 	for len(b) >= metadataBytes {
 		length := int(binary.NativeEndian.Uint32(b))
@@ -151,7 +151,7 @@ func (w *fanotify) parse(b []byte, out []event) []event {
 	return out
 }
 
-// info reads the directory and the name that stand behind an event's head.
+// info reads the directory and the name that follow an event's head.
 func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []event {
 	if len(b) < infoBytes+fsidBytes+handleBytes || b[0] != unix.FAN_EVENT_INFO_TYPE_DFID_NAME {
 		return out
@@ -178,7 +178,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 			continue
 		}
 		e := event{root: r, dir: dir, name: string(text), thread: thread}
-		if mask&(unix.FAN_DELETE|unix.FAN_MOVED_FROM) != 0 { // events of one file may be merged: what it is now decides
+		if mask&(unix.FAN_DELETE|unix.FAN_MOVED_FROM) != 0 { // the kernel may merge events of one file: its state now decides
 			e.act = gone
 			out = append(out, e)
 		}

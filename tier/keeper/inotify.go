@@ -14,17 +14,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inotify reports what happens in directories that it watches, one by one, up to a limit of the user.
+// inotify reports events in the directories that it watches. The kernel limits the number of watches of a user.
 type inotify struct {
 	f      *os.File
-	fd     int // of f, which stays non-blocking
+	fd     int // descriptor of f, which stays non-blocking
 	buffer []byte
-	found  func(r *rootDir, dir string) // a directory that was just made, and is watched
+	found  func(r *rootDir, dir string) // is called with a directory that was just made, and is now watched
 
 	mu struct {
 		sync.Mutex
 		dirs    map[int32]place
-		refused int // directories beyond the limit
+		refused int // directories that are not watched because of the limit
 	}
 }
 
@@ -47,9 +47,9 @@ func openInotify(found func(r *rootDir, dir string)) (*inotify, error) {
 
 func (w *inotify) close() error { return w.f.Close() }
 
-// watch adds a directory. Beyond the user's limit it counts it.
+// watch adds a directory. If the user's limit is reached, it only counts the directory.
 func (w *inotify) watch(r *rootDir, dir string) {
-	n, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), dir), inotifyMask) // r.path may be another one
+	n, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), dir), inotifyMask) // r.path may be another directory now
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
@@ -72,14 +72,14 @@ func (w *inotify) forget(r *rootDir) {
 	}
 }
 
-// recount begins a look, which adds all directories again.
+// recount resets the count of refused directories, before a look adds all directories again.
 func (w *inotify) recount() {
 	w.mu.Lock()
 	w.mu.refused = 0
 	w.mu.Unlock()
 }
 
-// watched returns how many directories it watches, and how many more there are.
+// watched returns how many directories are watched, and how many are not because of the limit.
 func (w *inotify) watched() (n, more int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

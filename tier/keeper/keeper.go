@@ -23,15 +23,15 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// Watch is how the keeper hears of reads and writes.
+// Watch is how the keeper learns of reads and writes.
 type Watch string
 
 // Watches, the best first.
 const (
-	WatchAuto     Watch = "auto"     // the best that is allowed
+	WatchAuto     Watch = "auto"     // the best one that is allowed
 	WatchFanotify Watch = "fanotify" // events of whole file systems
 	WatchInotify  Watch = "inotify"  // events of each directory, up to the user's limit of watches
-	WatchLook     Watch = "look"     // none: the directories are read again and again, and access times count
+	WatchLook     Watch = "look"     // no events: the directories are read again and again, and access times tell the uses
 )
 
 // Options configures a Keeper. A zero field means its default.
@@ -39,17 +39,17 @@ type Options struct {
 	Roots    []string      // directories of vLLM's fs tier or of LMCache's fs adapters; required
 	Limit    int64         // bytes of all files together; 0: none
 	MinFree  int64         // bytes that are left free in each root's file system
-	TTL      time.Duration // a file that nobody used for longer is unlinked; 0: never
-	StateDir string        // where times of use are noted; "": access times alone count after a restart
+	TTL      time.Duration // a file that was not used for longer is unlinked; 0: never
+	StateDir string        // where times of use are saved; "": after a restart only access times count
 	Watch    Watch         // default WatchAuto
-	Changes  int           // of chunks, kept for readers of Changes, 64 bytes each; 0: there are no readers
+	Changes  int           // number of changes of chunks to keep for Keeper.Changes, 64 bytes each; 0: Keeper.Changes is not used
 	Log      *slog.Logger
 
 	now        func() time.Time
 	free       func(*rootDir) (int64, error) // bytes that its file system has available
 	notesEvery time.Duration
-	pathsEvery time.Duration // between two looks at what has the paths of the roots
-	ownReads   bool          // what this process reads counts: for tests, which are engine and keeper
+	pathsEvery time.Duration // between two looks at which directories the paths of the roots lead to
+	ownReads   bool          // reads of this process count: for tests, which are engine and keeper in one
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -65,7 +65,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// Keeper holds directories at their limit, from Open to Close.
+// Keeper keeps directories below their limit, from Open to Close.
 type Keeper struct {
 	o     Options
 	log   *slog.Logger
@@ -76,12 +76,12 @@ type Keeper struct {
 
 	fan  *fanotify
 	ino  *inotify
-	deaf atomic.Bool // no events come any more
+	deaf atomic.Bool // events no longer come
 
-	collecting sync.Mutex // of all chunks, one at a time; before mu
+	collecting sync.Mutex // held while collect reads all chunks; before mu
 
 	freeing  sync.Mutex             // before mu
-	rooms    map[uint64]*systemRoom // of file systems, by device; under freeing
+	rooms    map[uint64]*systemRoom // by device of the file system; under freeing
 	mu       sync.Mutex
 	books    *books
 	changes  *changes // nil without readers
@@ -89,7 +89,7 @@ type Keeper struct {
 	pending  int64 // bytes of files that are being unlinked
 	arranged bool  // the first look is over
 	looks    uint32
-	looking  time.Duration // the last look's time
+	looking  time.Duration // duration of the last look
 	lost     int64         // times that the kernel dropped events
 	refused  error         // why files cannot be unlinked
 
@@ -99,7 +99,7 @@ type Keeper struct {
 	done  sync.WaitGroup
 }
 
-// Open takes directories. It fails where one is none of an engine, or where another keeper of this host has it.
+// Open starts a keeper of directories. It fails if a directory is not an engine's, or if another keeper of this host has it.
 func Open(o Options) (_ *Keeper, err error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -188,7 +188,7 @@ func realPath(path string) (string, error) {
 
 func within(path, parent string) bool { return path == parent || strings.HasPrefix(path, parent+"/") }
 
-// openWatch opens the best source of events that is allowed, or the one that is wanted.
+// openWatch opens the source of events that Options.Watch names, or for WatchAuto the best one that is allowed.
 func (k *Keeper) openWatch() error {
 	want := k.o.Watch
 	if want == "" {
@@ -221,14 +221,14 @@ func (k *Keeper) openWatch() error {
 	return nil
 }
 
-// watch has inotify report what happens in a directory.
+// watch adds a directory to inotify, if inotify is used.
 func (k *Keeper) watch(r *rootDir, dir string) {
 	if k.ino != nil {
 		k.ino.watch(r, dir)
 	}
 }
 
-// madeDirectory watches a directory that an engine just made, and looks at what came before it was watched.
+// madeDirectory watches a directory that an engine just made, and looks for files that came before the watch.
 func (k *Keeper) madeDirectory(r *rootDir, dir string) {
 	rank, leaf, _ := strings.Cut(dir, "/")
 	if _, ok := rankDirectory(rank); !ok {
@@ -247,7 +247,7 @@ func (k *Keeper) madeDirectory(r *rootDir, dir string) {
 		k.mu.Lock()
 		number := k.looks
 		k.mu.Unlock()
-		_ = k.lookAt(r, rank, leaf, fd, number) // what it misses, the next look finds
+		_ = k.lookAt(r, rank, leaf, fd, number) // the next look finds what this one misses
 		return
 	}
 	names, _ := subdirectories(fd, func(string) bool { return true })
@@ -256,7 +256,7 @@ func (k *Keeper) madeDirectory(r *rootDir, dir string) {
 	}
 }
 
-// directory returns the number of a rank's directory, or of an LMCache root's own. Callers hold k.mu.
+// directory returns the number of a rank's directory, or with rank "" of an LMCache root. Callers hold k.mu.
 func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 	if n, ok := r.dirs[rank]; ok {
 		return n, true
@@ -284,7 +284,7 @@ func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 // maxRanks bounds the directories of ranks below one root.
 const maxRanks = 1 << 14
 
-// path is where a file lies below its root. Callers hold k.mu.
+// path is the path of a file below its root. Callers hold k.mu.
 func (k *Keeper) path(n uint32) string {
 	f := k.books.file(n)
 	if d := k.books.dirs[f.dir]; d.layout == vllmLayout {
@@ -293,7 +293,7 @@ func (k *Keeper) path(n uint32) string {
 	return k.books.names[n]
 }
 
-// hear takes in events until the source is closed.
+// hear reads and applies events until the source is closed.
 func (k *Keeper) hear() {
 	read := func(out []event) ([]event, error) { return out, os.ErrClosed }
 	switch {
@@ -370,13 +370,13 @@ func (k *Keeper) one(e event, size, now int64) {
 		return
 	case opened:
 		if n == 0 {
-			return // it is gone again, or a look will find it
+			return // the file is gone again, or a look will find it
 		}
 		d.reads++
 		d.readBytes += k.books.file(n).size
 	case appeared:
 		if size < 0 {
-			return // it is gone again
+			return // the file is gone again
 		}
 		if n == 0 {
 			n = k.books.add(dir, key, e.name, size, now)
@@ -412,7 +412,7 @@ func signal(c chan struct{}) {
 	}
 }
 
-// lookAgain looks at the directories at the start, when events were lost, and from time to time: often where no events come.
+// lookAgain looks at the directories at the start, when events were lost, and from time to time: often if no events come.
 func (k *Keeper) lookAgain(ctx context.Context) {
 	for {
 		began := k.now()
@@ -443,7 +443,7 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 		k.mu.Unlock()
 		if first {
 			k.log.Info("the keeper knows all files", "files", files, "bytes", bytes, "limit", k.o.Limit, "watch", k.watching(), "seconds", k.looking.Seconds())
-			runtime.GC() // of the lists that only the first look needed
+			runtime.GC() // frees the lists that only the first look needed
 		}
 		if !k.wait(ctx, pause) {
 			return
@@ -498,7 +498,7 @@ func (k *Keeper) pause() time.Duration {
 // shared reports whether other hosts may write to a root.
 func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*rootDir).shared) }
 
-// watching says how reads and writes are heard of.
+// watching says how the keeper learns of reads and writes now.
 func (k *Keeper) watching() Watch {
 	switch {
 	case k.deaf.Load():
@@ -511,7 +511,7 @@ func (k *Keeper) watching() Watch {
 	return WatchLook
 }
 
-// Close ends the keeper. It notes the times of use.
+// Close ends the keeper. It saves the times of use.
 func (k *Keeper) Close() error {
 	k.end()
 	var err error

@@ -121,7 +121,7 @@ func closed(t testing.TB, k *Keeper) {
 	}
 }
 
-// watches are those that this process may use.
+// watches are the kinds of Watch that this process may use.
 func watches(t *testing.T) []Watch {
 	x := newTier(t, 1)
 	k, err := Open(Options{Roots: []string{x.root}, Limit: 1, Watch: WatchFanotify})
@@ -137,7 +137,7 @@ func watches(t *testing.T) []Watch {
 func TestLimitHoldsUnderWriters(t *testing.T) {
 	for _, w := range watches(t) {
 		if w == WatchLook {
-			continue // it promises no moment
+			continue // with WatchLook the keeper does not promise when it sees a file
 		}
 		for try := 1; ; try++ {
 			over, late := writeOver(t, w)
@@ -152,8 +152,8 @@ func TestLimitHoldsUnderWriters(t *testing.T) {
 	}
 }
 
-// writeOver has threads write more than a keeper's limit. It returns by how many bytes the files were over it at most, and how late this
-// process was at most to look at them or to write.
+// writeOver starts threads that write more than a keeper's limit. It returns the most bytes by which the files were over the limit, and the
+// longest delay of this process before a look at them or a write.
 func writeOver(t *testing.T, w Watch) (over int64, late time.Duration) {
 	t.Helper()
 	const row, limit, end = 64 << 10, 64 << 20, 1600
@@ -165,7 +165,7 @@ func writeOver(t *testing.T, w Watch) (over int64, late time.Duration) {
 	for range 4 {
 		writers.Go(func() {
 			for i := next.Add(8); i < end; i = next.Add(8) {
-				time.Sleep(40 * time.Millisecond) // 50 MB/s in all: a busy machine is to show no fault
+				time.Sleep(40 * time.Millisecond) // 50 MB/s in all, so that a busy machine shows no fault
 				began := time.Now()
 				x.store(int(i), int(i)+1, int(i)+2, int(i)+3, int(i)+4, int(i)+5, int(i)+6, int(i)+7)
 				took := int64(time.Since(began))
@@ -174,7 +174,7 @@ func writeOver(t *testing.T, w Watch) (over int64, late time.Duration) {
 			}
 		})
 	}
-	// A walk through the directories is no moment: what the writers made and the keeper did not remove yet is.
+	// A walk through the directories takes time. So count the bytes that the writers made and the keeper did not remove yet.
 	over = -limit
 	stop := make(chan struct{})
 	var watcher sync.WaitGroup
@@ -208,7 +208,7 @@ func writeOver(t *testing.T, w Watch) (over int64, late time.Duration) {
 	return over, max(late, time.Duration(slowest.Load()))
 }
 
-// clock is the time of a keeper that a test plays.
+// clock is the time of a keeper, which a test sets.
 type clock struct {
 	mu sync.Mutex
 	at time.Time

@@ -38,7 +38,7 @@ func (l layout) String() string {
 // id names a file inside its directory: the hash and group of a vLLM file, or the hash of an LMCache file's name.
 type id struct {
 	hash  [32]byte
-	bytes uint8 // of hash that count
+	bytes uint8 // length of hash
 	group uint16
 }
 
@@ -49,7 +49,7 @@ const (
 	tempEnd   = ".tmp"
 )
 
-// vllmID reads the name of a file. It reports false for names that vLLM gives no chunk.
+// vllmID parses the name of a file. It reports false if vLLM gives no chunk such a name.
 func vllmID(name string) (k id, ok bool) {
 	digits, found := strings.CutSuffix(name, vllmEnd)
 	if !found || len(digits) < 2*leastHash || len(digits) > 2*len(k.hash) || strings.ToLower(digits) != digits {
@@ -60,7 +60,7 @@ func vllmID(name string) (k id, ok bool) {
 	return k, err == nil
 }
 
-// leaf is the directory of a vLLM file, below that of its rank.
+// leaf is the directory of a vLLM file, below the directory of its rank.
 func (k id) leaf() string {
 	digits := hex.EncodeToString(k.hash[:3])
 	return digits[:3] + "/" + digits[3:5] + "_g" + strconv.Itoa(int(k.group))
@@ -79,7 +79,7 @@ func leafGroup(path string) (group uint16, ok bool) {
 	return uint16(n), err == nil
 }
 
-// inLeaf completes what vllmID read by the directory of the file, which must begin its hash.
+// inLeaf adds the group from the directory of the file, HHH/HH_gGROUP. It reports false if the hash does not begin with HHHHH.
 func (k id) inLeaf(path string) (id, bool) {
 	group, ok := leafGroup(path)
 	k.group = group
@@ -115,7 +115,7 @@ func idIn(rank, leaf, name string) (id, bool) {
 	return k.inLeaf(leaf)
 }
 
-// named reports whether a file has a name that engines give, wherever it lies.
+// named reports whether engines give files such a name, in any directory.
 func named(name string) bool {
 	_, vllm := vllmID(name)
 	_, lmcache := lmcacheID(name)
@@ -145,7 +145,7 @@ func rankDirectory(name string) (base string, ok bool) {
 	return base, u > 0 && isHex(base[u+1:], 12)
 }
 
-// maxConfigBytes bounds what is read of a config.json. A model of many layers and groups has some 100 KB.
+// maxConfigBytes bounds the bytes read of a config.json. That of a model with many layers and groups has some 100 KB.
 const maxConfigBytes = 4 << 20
 
 // modelOf returns the model that BASE/config.json names.
@@ -168,7 +168,8 @@ func modelOf(root, base string) (string, error) {
 	return c.Model, nil
 }
 
-// checkRoot fails for a directory of something else than an engine. In an empty one any engine may begin, and several may share one.
+// checkRoot fails for a directory that is not an engine's. An empty directory passes, since an engine may begin in it. Several engines may
+// share one.
 func checkRoot(root string) error {
 	f, err := os.Open(root)
 	if err != nil {
@@ -194,14 +195,14 @@ func checkRoot(root string) error {
 			if ok {
 				return nil
 			}
-			// What a new file system has, and what a node writes before its first object.
+			// The directory of a new file system, and files that a node writes before its first object.
 			empty = empty && (e.Name() == "lost+found" || fs.BesideObjects(e.Name()))
 			missing = cmp.Or(err, missing)
 		}
 	}
 }
 
-// isEngines reports whether an entry of a root is one that only an engine makes. The error says what a directory of vLLM lacks.
+// isEngines reports whether only an engine makes such an entry in a root. The error says what a directory of vLLM lacks.
 func isEngines(root string, e os.DirEntry) (bool, error) {
 	name := e.Name()
 	if !e.IsDir() {

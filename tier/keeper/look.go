@@ -24,20 +24,20 @@ import (
 // rootDir is one directory that engines fill.
 type rootDir struct {
 	path   string                 // as the operator wrote it
-	number uint16                 // in the order of the operator
-	real   atomic.Pointer[string] // as the kernel says it
-	dir    *os.File               // another one, under the same number, when the directory was replaced
+	number uint16                 // position in Options.Roots
+	real   atomic.Pointer[string] // without symbolic links, according to the kernel
+	dir    *os.File               // when the directory is replaced, this descriptor leads to the new one
 
-	// Of the goroutine that looks:
-	warned  bool          // that it is no directory of an engine any more
-	changed unix.Timespec // when its entries did
+	// Owned by the goroutine that looks at the directories:
+	warned  bool          // a warning was logged that the keeper cannot follow the path to its new directory
+	changed unix.Timespec // time of the last change of its entries that was seen
 
 	pending atomic.Int64      // bytes of files that are being unlinked
-	written atomic.Int64      // bytes of files that came
-	dirs    map[string]uint32 // of ranks, by name, and "" for LMCache's files; under the keeper's lock
+	written atomic.Int64      // bytes of files that appeared
+	dirs    map[string]uint32 // numbers of the ranks' directories, by name, "" for LMCache's files; under the keeper's lock
 }
 
-// place is where the directory is, without symbolic links.
+// place is the path of the directory, without symbolic links.
 func (r *rootDir) place() string { return *r.real.Load() }
 
 func (r *rootDir) join(dir string) string { return path.Join(r.path, dir) }
@@ -50,11 +50,11 @@ type found struct {
 	usedAt int64
 }
 
-// oldTemp is the age from which a temporary file belongs to a writer that was killed.
+// oldTemp is the age above which a temporary file counts as left by a writer that was killed.
 const oldTemp = time.Hour
 
-// look reads a whole root and corrects the books: files that are new, longer, or gone, and the times of reads that no event
-// reported. The first look puts all files in order.
+// look reads a whole root and corrects the books: new, longer and missing files, and the times of reads that no event
+// reported. After the first look the files are sorted.
 func (k *Keeper) look(ctx context.Context, r *rootDir) error {
 	k.mu.Lock()
 	k.looks++
@@ -74,8 +74,8 @@ func (k *Keeper) look(ctx context.Context, r *rootDir) error {
 	return err
 }
 
-// walk calls leaf with each directory of files below a root, several at a time, and made, if there is one, with each directory before
-// it is read. A directory that cannot be read does not keep it from the others; the error is one of them.
+// walk calls leaf with each directory of files below a root, several at a time, and made, if it is not nil, with each directory before
+// reading it. If it cannot read a directory, it goes on with the others, and returns one of the errors.
 func (r *rootDir) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
 	root, err := openDirectory(int(r.dir.Fd()), ".")
 	if err != nil {
@@ -93,7 +93,7 @@ type walker struct {
 	leaf func(rank, leaf string, fd int) error
 }
 
-// in calls f with each subdirectory that ok takes. One that goes meanwhile is left out. The error is one of those that came up.
+// in calls f with each subdirectory for which ok returns true. It leaves out one that is removed meanwhile. It returns one of the errors.
 func (w *walker) in(parent int, dir string, ok func(name string) bool, f func(name string, fd int) error) error {
 	names, err := subdirectories(parent, ok)
 	if err != nil {
@@ -171,7 +171,7 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 		}
 		var s unix.Stat_t
 		if err := unix.Fstatat(fd, text, &s, unix.AT_SYMLINK_NOFOLLOW); err != nil || s.Mode&unix.S_IFMT != unix.S_IFREG {
-			return nil // it is gone, or no file
+			return nil // removed meanwhile, or no regular file
 		}
 		if temporary {
 			if k.now().Sub(time.Unix(s.Mtim.Unix())) > oldTemp && unix.Unlinkat(fd, text, 0) == nil {
@@ -187,7 +187,7 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 		return fmt.Errorf("%s: %w", r.join(path.Join(rank, leaf)), err)
 	}
 	slices.SortFunc(files, func(x, y found) int { return cmp.Compare(x.usedAt, y.usedAt) })
-	for some := range slices.Chunk(files, lookBatch) { // the lock is not held for long
+	for some := range slices.Chunk(files, lookBatch) { // in parts, to hold the lock only shortly
 		for _, e := range k.saw(r, rank, some, number) {
 			k.recheck(r, rank, fd, e)
 		}
@@ -195,11 +195,11 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 	return nil
 }
 
-// lookBatch is how many files of a directory are entered at a time.
+// lookBatch is how many files of a directory are put into the books in one hold of the lock.
 const lookBatch = 4096
 
-// recheck takes a file that a look entered out of the books again if it is gone: it may have been unlinked, and the event of that
-// may have come, between the moment when the look saw it and the one when it was entered.
+// recheck removes a file from the books again if it does not exist: it may have been unlinked, and that event
+// may have been handled, after the look saw the file and before it was put into the books.
 func (k *Keeper) recheck(r *rootDir, rank string, fd int, e found) {
 	var s unix.Stat_t
 	if !isGone(unix.Fstatat(fd, e.name, &s, unix.AT_SYMLINK_NOFOLLOW)) {
@@ -209,7 +209,7 @@ func (k *Keeper) recheck(r *rootDir, rank string, fd int, e found) {
 	defer k.mu.Unlock()
 	dir, ok := k.directory(r, rank)
 	n, _ := k.books.find(dir, e.id)
-	if !ok || n == 0 || k.books.file(n).usedAt != e.usedAt { // or it came again meanwhile
+	if !ok || n == 0 || k.books.file(n).usedAt != e.usedAt { // or the file was made or used again meanwhile
 		return
 	}
 	k.books.remove(n)
@@ -221,7 +221,7 @@ func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(er
 
 func micros(t unix.Timespec) int64 { return t.Nano() / 1000 }
 
-// isTemporary reports whether a name is that of a file that vLLM is writing: HASH.bin_NUMBER.tmp.
+// isTemporary reports whether name is a temporary name of vLLM: HASH.bin_NUMBER.tmp.
 func isTemporary(name string) bool {
 	text, found := strings.CutSuffix(name, tempEnd)
 	i := strings.LastIndexByte(text, '_')
@@ -232,7 +232,7 @@ func isTemporary(name string) bool {
 	return ok
 }
 
-// saw enters files of one directory. It returns those that came since the first look. A time in the future says nothing of a file.
+// saw puts the files of one directory into the books. It returns those that are new since the first look. It ignores times in the future.
 func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (came []found) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -255,7 +255,7 @@ func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (cam
 				e.usedAt = max(e.usedAt, at)
 			}
 			n = k.books.add(dir, e.id, e.name, e.size, e.usedAt)
-			if k.arranged { // it was written since the last look
+			if k.arranged { // the file was written since the last look
 				k.books.touch(n, 0, e.usedAt)
 				k.books.file(n).counted = true
 				k.books.dirs[dir].wrote(1, e.size)
@@ -278,7 +278,7 @@ func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (cam
 	return came
 }
 
-// dropUnseen forgets the files of a root that a look did not see and that are not there.
+// dropUnseen drops the files of a root that a look did not see and that do not exist.
 func (k *Keeper) dropUnseen(r *rootDir, number uint32) {
 	type missing struct {
 		dir  uint32
@@ -302,7 +302,7 @@ func (k *Keeper) dropUnseen(r *rootDir, number uint32) {
 	for _, m := range all {
 		var s unix.Stat_t
 		if !isGone(unix.Fstatat(int(r.dir.Fd()), m.path, &s, unix.AT_SYMLINK_NOFOLLOW)) {
-			continue // it came after the look had passed, or its directory cannot be read
+			continue // it was made after the look passed its directory, or the directory cannot be read
 		}
 		k.mu.Lock()
 		if n, _ := k.books.find(m.dir, m.id); n != 0 {
@@ -313,7 +313,7 @@ func (k *Keeper) dropUnseen(r *rootDir, number uint32) {
 	}
 }
 
-// openDirectory opens a directory to read it. Its access time stays, where the user may ask for that.
+// openDirectory opens a directory to read it, without changing its access time if this user may do that.
 func openDirectory(parent int, name string) (int, error) {
 	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC
 	fd, err := unix.Openat(parent, name, flags|unix.O_NOATIME, 0)
@@ -362,7 +362,7 @@ func readDirectory(fd int, f func(name []byte, kind byte) error) error {
 			name, _, _ := bytes.Cut(b[head:length], []byte{0})
 			kind := b[18]
 			b = b[length:]
-			if text := string(name); text == "" || text == "." || text == ".." { // a model of the path ./m makes a hidden directory
+			if text := string(name); text == "" || text == "." || text == ".." { // not others with a dot: the model ./m makes a hidden directory
 				continue
 			}
 			if err := f(name, kind); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// Times of use and checksums of a later release are refused, with what to do, and stay as they are.
+// The keeper refuses times of use and checksums of a later release with advice, and leaves them as they are.
 func TestStateOfALaterReleaseIsRefused(t *testing.T) {
 	root, state := t.TempDir(), t.TempDir()
 	r, err := openRoot(root)

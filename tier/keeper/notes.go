@@ -20,14 +20,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// notes keep the times of use over a restart, since the kernel writes access times once a day or never. Of each root the
-// document is
+// notes save the times of use over a restart, since the kernel writes access times once a day or never. The document
+// of each root is
 //
 //	n × { length of the directory's name u16, name, files u32, files × { hash 32 bytes, its length u8, group u16, microseconds i64 } }
 //
-// with the files in the order of what names them.
+// with the files of a directory sorted by hash, length and group.
 type notes struct {
-	files []*statefile.File // of each root
+	files []*statefile.File // one for each root
 	dirs  []map[string][]byte
 	roots []*rootDir
 }
@@ -64,7 +64,7 @@ func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
 	return s, nil
 }
 
-// makeStateDir makes the directory of notes, which must not lie in one that engines fill.
+// makeStateDir makes the directory of notes, which must not lie in a directory that engines fill.
 func makeStateDir(dir string, roots []*rootDir) error {
 	real, err := futurePath(dir)
 	if err != nil {
@@ -81,7 +81,7 @@ func makeStateDir(dir string, roots []*rootDir) error {
 	return nil
 }
 
-// futurePath is the path without symbolic links of a directory that may not be there yet.
+// futurePath is the path without symbolic links of a directory that may not exist yet.
 func futurePath(dir string) (string, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -98,7 +98,7 @@ func futurePath(dir string) (string, error) {
 	}
 }
 
-// parseNotes splits a document by directories. What is behind a length that cannot be is left out: access times count there.
+// parseNotes splits a document by directories. After an impossible length it leaves out the rest; access times count for those files.
 func parseNotes(b []byte) map[string][]byte {
 	out := map[string][]byte{}
 	for len(b) >= 2 {
@@ -121,7 +121,7 @@ func appendKey(b []byte, k id) []byte {
 	return binary.BigEndian.AppendUint16(append(append(b, k.hash[:]...), k.bytes), k.group)
 }
 
-// at returns the time of use that a former keeper noted.
+// at returns the time of use that a former keeper saved.
 func (s *notes) at(r *rootDir, dir string, k id) (int64, bool) {
 	i := slices.Index(s.roots, r)
 	if i >= len(s.dirs) || s.dirs[i] == nil {
@@ -148,14 +148,14 @@ func (s *notes) close() error {
 	return errors.Join(errs...)
 }
 
-// noted returns the time of use that a former keeper noted, if it was not in the future. Callers hold k.mu.
+// noted returns the time of use that a former keeper saved, if it is not in the future. Callers hold k.mu.
 func (k *Keeper) noted(dir uint32, key id) (int64, bool) {
 	d := k.books.dirs[dir]
 	at, ok := k.notes.at(d.root, d.path, key)
 	return at, ok && at <= k.now().UnixMicro()
 }
 
-// noteAgain notes the times of use from time to time. Nothing else waits for it: a million files take seconds, and a disk may hang.
+// noteAgain saves the times of use from time to time, on a goroutine of its own: a million files take seconds, and a disk may hang.
 func (k *Keeper) noteAgain(ctx context.Context) {
 	tick := time.NewTicker(k.o.notesEvery)
 	defer tick.Stop()
@@ -183,7 +183,7 @@ func (k *Keeper) saveNotes() error {
 	var errs []error
 	for i, r := range k.roots {
 		of, names, known := map[uint32][]record{}, map[uint32]string{}, false
-		for first := uint32(1); ; first += slabFiles { // the lock is not held for long
+		for first := uint32(1); ; first += slabFiles { // in parts, to hold the lock only shortly
 			k.mu.Lock()
 			known = k.arranged
 			end := k.books.used

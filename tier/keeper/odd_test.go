@@ -33,8 +33,8 @@ func put(t *testing.T, dir, name string, size int) {
 	}
 }
 
-// In a directory that has no objects when the keeper comes, as that of a new file system or of a node that has just started, either
-// engine may begin, and both may share it.
+// If a directory has no objects when the keeper starts, as on a new file system or a new node, either engine may begin
+// in it, and both may share it.
 func TestEmptyDirectoryIsForEitherEngine(t *testing.T) {
 	for _, w := range watches(t) {
 		x := &tier{t: t, root: t.TempDir(), row: make([]byte, 1000)}
@@ -109,11 +109,11 @@ func TestNamesOfLMCache(t *testing.T) {
 	}
 }
 
-// A file that is copied in by hand, and one that grows, count at once.
+// The keeper counts a file that is copied in by hand, and one that grows, at once.
 func TestFilesThatAreWrittenInPlace(t *testing.T) {
 	for _, w := range watches(t) {
 		if w == WatchLook {
-			continue // it promises no moment
+			continue // with WatchLook the keeper does not promise when it sees a file
 		}
 		x := newTier(t, 1000)
 		x.store(1)
@@ -135,7 +135,7 @@ func TestFilesThatAreWrittenInPlace(t *testing.T) {
 	}
 }
 
-// A clock that steps back does not turn the order of one thread's files around.
+// A clock that steps back does not reverse the order of one thread's files.
 func TestClockStepsBack(t *testing.T) {
 	b := newBooks(1)
 	b.dirs = append(b.dirs, &directory{root: &rootDir{}})
@@ -179,7 +179,7 @@ func TestTimesInTheFuture(t *testing.T) {
 	}
 }
 
-// A file that was unlinked between the moment when a look saw it and the one when the look enters it does not stay in the books.
+// If a file is unlinked after a look saw it and before the look enters it, it does not stay in the books.
 func TestFileUnlinkedDuringALook(t *testing.T) {
 	x := newTier(t, 1000)
 	x.store(1, 2)
@@ -204,7 +204,7 @@ func TestFileUnlinkedDuringALook(t *testing.T) {
 	}
 }
 
-// Events that cannot be read any more are said, and replaced by looks.
+// If the keeper cannot read events any more, it logs that and uses looks instead.
 func TestEventsThatEnd(t *testing.T) {
 	dir, err := os.Open(t.TempDir()) // reading it is an error
 	if err != nil {
@@ -237,7 +237,7 @@ func (l *failing) Accept() (net.Conn, error) {
 	return l.Listener.Accept()
 }
 
-// A keeper answers again once there are descriptors.
+// A keeper answers again once it can open descriptors.
 func TestTooManyOpenFiles(t *testing.T) {
 	inner, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
 	if err != nil {
@@ -260,7 +260,7 @@ func TestTooManyOpenFiles(t *testing.T) {
 	c.done.Wait()
 }
 
-// The state directory is none of those that the keeper never writes to.
+// The state directory may not be one of the directories to which the keeper never writes.
 func TestStateDirectoryInside(t *testing.T) {
 	x := newTier(t, 1000)
 	x.store(1)
@@ -286,7 +286,7 @@ func TestStateDirectoryInside(t *testing.T) {
 	}
 }
 
-// Notes that cannot be written, on a disk that hangs, keep no file from going.
+// A disk that hangs while the keeper writes its notes prevents no eviction.
 func TestNotesThatHang(t *testing.T) {
 	x, state := newTier(t, 1000), t.TempDir()
 	x.store(1)

@@ -13,13 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An operator empties a cache by removing its directory, and vLLM makes it anew; a file system is mounted on it; a symbolic link
-// leads elsewhere. Then the keeper goes on with the directory that has the path now.
+// The path of a root may lead to another directory at run time: an operator removes the directory to empty a cache, and vLLM makes it anew;
+// a file system is mounted on it; a symbolic link changes. The keeper then goes on with the directory that has the path now.
 
-// pathsEvery is the time between two looks at what has the path of a root.
+// pathsEvery is the time between two looks at which directory has the path of a root.
 const pathsEvery = time.Second
 
-// followAll follows all roots whose path leads to another directory now. It reports whether one does.
+// followAll follows all roots whose path leads to another directory now. It reports whether a root was replaced.
 func (k *Keeper) followAll() (any bool) {
 	for _, r := range k.roots {
 		replaced, err := k.follow(r)
@@ -35,8 +35,8 @@ func (k *Keeper) followAll() (any bool) {
 	return any
 }
 
-// anyMoved reports whether entries of a root changed: a directory of a rank that is moved in or out brings no events of its files.
-// Where LMCache's files lie in a root its entries change all the time, and there are no such directories to miss.
+// anyMoved reports whether entries of a root changed, since a directory of a rank that is moved in or out brings no events of its files.
+// It ignores a root with LMCache's files: its entries change all the time, and files there have events of their own.
 func (k *Keeper) anyMoved() (moved bool) {
 	for _, r := range k.roots {
 		var now unix.Stat_t
@@ -49,8 +49,8 @@ func (k *Keeper) anyMoved() (moved bool) {
 	return moved
 }
 
-// anyMissed reports whether a file appeared or was removed in a directory that is not found, since the last call. Mostly the directory
-// was removed before the keeper read the event.
+// anyMissed reports whether, since the last call, a file appeared or was removed in a directory whose path was not found. Mostly the
+// directory was removed before the keeper read the event.
 func (k *Keeper) anyMissed() bool { return k.fan != nil && k.fan.missed.Swap(false) }
 
 func (k *Keeper) hasLMCache(r *rootDir) bool {
@@ -60,15 +60,15 @@ func (k *Keeper) hasLMCache(r *rootDir) bool {
 	return ok && k.books.dirs[n].count > 0
 }
 
-// restOfLooks is the time between two looks that entries of roots, or files whose directory is not found, ask for.
+// restOfLooks is the least time between two looks that anyMoved or anyMissed asks for.
 func (k *Keeper) restOfLooks() time.Duration {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return max(k.o.pathsEvery, 4*k.looking)
 }
 
-// hasRank reports whether the path of a root has the directory of a rank that is known there. An engine that goes on after its
-// directories were removed makes those anew, and config.json with its next start.
+// hasRank reports whether the path of a root has the directory of a rank that the keeper knows. An engine that goes on after its
+// directories were removed makes these directories again, but config.json only at its next start.
 func (k *Keeper) hasRank(r *rootDir) bool {
 	k.mu.Lock()
 	ranks := slices.Collect(maps.Keys(r.dirs))
@@ -79,11 +79,11 @@ func (k *Keeper) hasRank(r *rootDir) bool {
 	})
 }
 
-// follow has a root lead to the directory that has its path.
+// follow makes a root use the directory that has its path now.
 func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
 	var now, had unix.Stat_t
 	if unix.Stat(r.path, &now) != nil || unix.Fstat(int(r.dir.Fd()), &had) != nil || now.Dev == had.Dev && now.Ino == had.Ino {
-		return false, nil // or there is none: an engine may make one
+		return false, nil // the same directory, or none: an engine may make one
 	}
 	if err := checkRoot(r.path); err != nil && !k.hasRank(r) {
 		return false, err
@@ -105,7 +105,7 @@ func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
 	if err := k.lock.take(r, dir); err != nil {
 		return false, err
 	}
-	if err := unix.Dup3(int(dir.Fd()), int(r.dir.Fd()), unix.O_CLOEXEC); err != nil { // whoever uses it sees either one
+	if err := unix.Dup3(int(dir.Fd()), int(r.dir.Fd()), unix.O_CLOEXEC); err != nil { // users of the descriptor see the old or the new directory
 		return false, err
 	}
 	r.real.Store(&real)

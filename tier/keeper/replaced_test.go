@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// An operator empties a cache by removing its directory, and an engine that runs makes it anew, without config.json: the limit holds
-// there. So it does where the directory was renamed and another one has its path.
+// An operator removes the directory of a cache, and a running engine makes it again, without config.json: the limit holds in
+// the new directory. It holds also if the directory was renamed and another one has its path.
 func TestDirectoryThatIsReplaced(t *testing.T) {
 	for _, w := range watches(t) {
 		x := newTier(t, 1000)
@@ -53,7 +53,7 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 			if s, err := Ask(t.Context(), root); err != nil || s.Total != 6000 || s.Directories[0].Model != "org/model" {
 				t.Errorf("%s: %+v, %v", w, s, err)
 			}
-			x.configure(base) // as an engine's next start does
+			x.configure(base) // an engine does this at its next start
 			if other, err := Open(Options{Roots: []string{root}, Limit: 1}); err == nil || !strings.Contains(err.Error(), "another keeper") {
 				t.Errorf("%s: %v, %v", w, other, err)
 			}
@@ -69,7 +69,7 @@ func TestDirectoryThatIsReplaced(t *testing.T) {
 	}
 }
 
-// The directory of a rank that is moved out, or in, counts soon, although no event tells of its files.
+// The keeper soon counts a directory of a rank that is moved out or in, although no event names its files.
 func TestDirectoryOfARankThatIsMoved(t *testing.T) {
 	for _, w := range watches(t) {
 		x := newTier(t, 1000)
@@ -88,8 +88,8 @@ func TestDirectoryOfARankThatIsMoved(t *testing.T) {
 	}
 }
 
-// A directory inside a rank's is removed with its files, before the keeper reads what happened to them: the kernel says only that a file
-// went from a directory that is there no more, or that has no place and is still open. The files count no more soon, not after the next look.
+// A directory inside a rank's is removed with its files before the keeper reads the events. These name only a directory that does not exist
+// any more, or one that is still open and has no path. The keeper stops counting the files soon, not only after the next look.
 func TestDirectoryInsideARankThatIsRemoved(t *testing.T) {
 	f := func(w Watch, held bool) {
 		x := newTier(t, 1000)
@@ -127,7 +127,7 @@ func TestDirectoryInsideARankThatIsRemoved(t *testing.T) {
 	}
 }
 
-// A directory of something else that gets the path of one that the keeper has is left alone.
+// If a directory of another program gets the path of a directory of the keeper, the keeper leaves it alone.
 func TestForeignDirectoryAtThePathOfARoot(t *testing.T) {
 	x := newTier(t, 1000)
 	root := filepath.Join(x.root, "kv")

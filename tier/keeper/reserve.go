@@ -4,19 +4,19 @@ package keeper
 
 import "time"
 
-// reserve is the room below the limit for what engines write before the keeper has unlinked as much. It begins with a
-// quarter of the limit and shrinks by halves towards reserveTimes the largest excess over the aim that was seen. The excess
-// of a burst counts for burstTime. While the files are below the aim, nothing is known of bursts, and the reserve stays. It
-// shrinks after shrinkTime, or sooner when half of the limit was unlinked: engines that write fast show their bursts sooner.
+// reserve is the room below the limit for bytes that engines write before the keeper has unlinked as many. It begins with a
+// quarter of the limit and is halved step by step towards reserveTimes the largest seen excess over the aim. The excess
+// of a burst counts for burstTime to 2 x burstTime. While the files stay below the aim, bursts cannot be seen, and the reserve stays. It
+// shrinks after shrinkTime, or earlier when half of the limit was unlinked: engines that write fast show their bursts sooner.
 type reserve struct {
 	limit, bytes int64
 	file         int64    // the longest file
 	worst        [2]int64 // the largest excess of this burstTime and of the one before
 	burstAt      time.Time
 	shrankAt     time.Time
-	reached      bool  // the aim, since shrankAt
-	unlinked     int64 // since shrankAt
-	lowered      int64 // bytes that are above the aim because the reserve grew, and not because of a burst
+	reached      bool  // the files were above the aim since shrankAt
+	unlinked     int64 // bytes since shrankAt
+	lowered      int64 // bytes above the aim because the reserve grew, and not because of a burst
 }
 
 const (
@@ -34,13 +34,13 @@ func newReserve(limit int64, now time.Time) reserve {
 	return reserve{limit: limit, bytes: limit / mostReserve, burstAt: now, shrankAt: now}
 }
 
-// aim is how many bytes of files the keeper leaves.
+// aim is how many bytes of files the keeper does not unlink.
 func (r *reserve) aim() int64 { return r.limit - r.bytes }
 
-// took counts the bytes of files that are unlinked.
+// took counts bytes of unlinked files.
 func (r *reserve) took(bytes int64) { r.unlinked += bytes }
 
-// note takes in how far above the aim the files are.
+// note records by how many bytes the files are above the aim, and adapts the reserve.
 func (r *reserve) note(excess int64, now time.Time) {
 	r.lowered = max(0, min(r.lowered, excess))
 	r.worst[0] = max(r.worst[0], excess-r.lowered)

@@ -44,7 +44,7 @@ func TestReserveFollowsBursts(t *testing.T) {
 	want("longer files", 32<<20)
 }
 
-// Engines that write fast show in seconds what slow ones show in minutes: the reserve shrinks with what was unlinked.
+// The reserve shrinks with the bytes that were unlinked, so fast engines shrink it in seconds and slow ones in minutes.
 func TestReserveShrinksWithWhatWasUnlinked(t *testing.T) {
 	now := time.Now()
 	r := newReserve(1000<<20, now)
@@ -73,7 +73,7 @@ func TestReserveShrinksWithWhatWasUnlinked(t *testing.T) {
 	second(50<<20, 400<<20)
 	want("a burst of 50 MiB", 150<<20)
 	for range 30 {
-		second(-1, 0) // files go for their age
+		second(-1, 0) // the keeper unlinks files for their age
 	}
 	want("nothing above the aim", 150<<20)
 }

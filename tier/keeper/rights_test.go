@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// asNobody runs the rest of a test as a user without rights, in another process where this one is root. It returns a directory of that
+// asNobody runs the rest of a test as a user without rights; if this process is root, in another process. It returns a directory of that
 // user, and false in the process that only waited.
 func asNobody(t *testing.T, prepare func(dir string, uid int)) (dir string, here bool) {
 	t.Helper()
@@ -79,7 +79,7 @@ func rows(t *testing.T, dir string, n int) *tier {
 	return x
 }
 
-// Files that the keeper may not unlink keep no other file from going; they are said, and go once they may.
+// Files that the keeper may not unlink do not prevent the eviction of others. The keeper logs them, and unlinks them once it may.
 func TestFilesWithoutRightsKeepNoOtherFromGoing(t *testing.T) {
 	const all = 60
 	held := func(x *tier) (dirs []string) {
@@ -115,7 +115,7 @@ func TestFilesWithoutRightsKeepNoOtherFromGoing(t *testing.T) {
 	}
 }
 
-// A directory that the keeper may not read is said, and keeps it from no other one, of the same rank or of another one.
+// The keeper logs a directory that it may not read, and still reads all others, of the same rank and of other ranks.
 func TestDirectoryWithoutRightsKeepsNoOtherFromCounting(t *testing.T) {
 	const ranks, each = 4, 10
 	dir, here := asNobody(t, func(dir string, uid int) {

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// For room in the file system as much goes as is missing, also where roots share it and many goroutines unlink.
+// The keeper unlinks only as many bytes as the file system lacks, also if roots share it and many goroutines unlink.
 func TestNoMoreGoesThanIsMissing(t *testing.T) {
 	const files, missing = 200, 100
 	x, y := newTier(t, 1000), newTier(t, 1000)
@@ -38,7 +38,7 @@ func TestNoMoreGoesThanIsMissing(t *testing.T) {
 	}
 }
 
-// Where a file system shows what was unlinked later, the keeper waits for it, for a time.
+// If a file system shows unlinked bytes as free only later, the keeper waits for that, for a limited time.
 func TestRoomThatShowsLater(t *testing.T) {
 	const files, missing = 200, 40
 	x := newTier(t, 1000)
@@ -66,7 +66,8 @@ func TestRoomThatShowsLater(t *testing.T) {
 	}
 }
 
-// Room stays while engines write faster than freeLag: what they write is not taken for room that shows later.
+// The free room holds while engines write more than once within freeLag: the keeper does not take their writes for unlinked bytes that show
+// later.
 func TestRoomUnderWriters(t *testing.T) {
 	const files, burst, bursts = 200, 10, 16
 	x := newTier(t, 1000)
@@ -76,7 +77,7 @@ func TestRoomUnderWriters(t *testing.T) {
 	var next, worst atomic.Int64
 	next.Store(files)
 	var last time.Time
-	free := func(*rootDir) (int64, error) { // of a file system that shows at once what is unlinked; one goroutine at a time asks
+	free := func(*rootDir) (int64, error) { // of a file system that shows unlinked bytes at once; one goroutine at a time asks
 		if at := next.Load(); at < files+burst*bursts && time.Since(last) >= 50*time.Millisecond {
 			last = time.Now()
 			for i := range int64(burst) {

@@ -19,7 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// A directory of something else is refused with what is missing in it, and stays as it is. So does one that another keeper has.
+// The keeper refuses a directory of another program with an error that says what is missing in it. It also refuses one that another keeper
+// has. Both stay as they are.
 func TestForeignDirectoriesAreRefused(t *testing.T) {
 	f := func(what, want string, make func(dir string) error) {
 		t.Helper()
@@ -80,8 +81,8 @@ func listing(t *testing.T, dir string) string {
 	return strings.Join(out, " ")
 }
 
-// Only files of KV go: directories, config.json, other files and young temporary files stay, also where a symbolic link shows another
-// place.
+// The keeper unlinks only files of KV. Directories, config.json, other files and young temporary files stay, and so do files behind a
+// symbolic link.
 func TestOnlyFilesOfKVGo(t *testing.T) {
 	x := newTier(t, 1000)
 	x.store(1, 2, 3)
@@ -122,7 +123,7 @@ func TestOnlyFilesOfKVGo(t *testing.T) {
 	}
 }
 
-// What nobody used for the time to live goes, and what was read meanwhile stays.
+// The keeper unlinks files that were not used for the time to live, and keeps a file that was read meanwhile.
 func TestTimeToLive(t *testing.T) {
 	for _, w := range watches(t) {
 		x := newTier(t, 1000)
@@ -152,7 +153,7 @@ func TestTimeToLive(t *testing.T) {
 	}
 }
 
-// A restart knows the order of before by its notes, although access times say nothing.
+// After a restart the keeper knows the earlier order from its notes, although access times say nothing.
 func TestOrderOutlivesTheKeeper(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -248,7 +249,7 @@ func TestVerify(t *testing.T) {
 	}
 }
 
-// LMCache's directories are held at their limit as well.
+// The keeper holds LMCache's directories at their limit, too.
 func TestLMCacheDirectories(t *testing.T) {
 	dir := t.TempDir()
 	for i := range 10 {
@@ -291,7 +292,7 @@ func (l *lines) String() string {
 	return l.text.String()
 }
 
-// Files that cannot be unlinked are one warning, a figure, and evicted once they can.
+// Files that cannot be unlinked cause one warning and count in a figure. The keeper evicts them once it can.
 func TestFilesThatCannotBeUnlinked(t *testing.T) {
 	x := newTier(t, 1000)
 	x.store(1, 2)
@@ -326,7 +327,7 @@ func FuzzNotes(f *testing.F) {
 	})
 }
 
-// A name that is read is written the same.
+// A name that was read is written as the same name.
 func FuzzNames(f *testing.F) {
 	f.Add("0123456789abcdef.bin", "012/34_g7")
 	f.Add("m@0x00000000@0@0123456789abcdef.data", "")

@@ -27,7 +27,7 @@ import (
 // VerifyOptions configures Verify.
 type VerifyOptions struct {
 	Roots    []string
-	StateDir string // where checksums are noted; required
+	StateDir string // where checksums are saved; required
 	Log      *slog.Logger
 }
 
@@ -39,15 +39,15 @@ type Fault struct {
 
 // Report is what Verify found.
 type Report struct {
-	Files  int     `json:"files"` // that were read whole
+	Files  int     `json:"files"` // files that were read whole
 	Bytes  int64   `json:"bytes"`
-	New    int     `json:"new"`    // whose checksums are noted for the first time
+	New    int     `json:"new"`    // files whose checksums are saved for the first time
 	Faults []Fault `json:"faults"` // in the order of their paths
 }
 
-// Verify reads all files, notes the checksum of each one that it has not seen before, and names those whose bytes are others
-// than noted. It neither writes to the directories nor changes the order in which a running keeper evicts. vLLM does not compare
-// what it reads with anything: it serves a file that was replaced by another one of its length.
+// Verify reads all files, saves the checksum of each new file, and reports the files whose bytes differ from their saved
+// checksum. It neither writes to the directories nor changes the order in which a running keeper evicts. vLLM compares no
+// checksums: it serves a file that was replaced by another one of the same length.
 func Verify(ctx context.Context, o VerifyOptions) (Report, error) {
 	var report Report
 	for _, path := range o.Roots {
@@ -63,7 +63,7 @@ func Verify(ctx context.Context, o VerifyOptions) (Report, error) {
 	return report, nil
 }
 
-// A sum is noted as: hash 32 bytes, its length u8, group u16, and xxh3-64 of the directory's name; then inode u64, time of the last write
+// A saved sum is: hash 32 bytes, its length u8, group u16, and xxh3-64 of the directory's name; then inode u64, time of the last write
 // in nanoseconds i64, length i64, xxh3-128.
 const (
 	sumsMagic   = "kvasir-keeper-sums-1"
@@ -74,13 +74,13 @@ const (
 type verifier struct {
 	root   *rootDir
 	log    *slog.Logger
-	before []byte // the sums of the last time, in order
+	before []byte // the sums that the last Verify saved, sorted
 	report *Report
 	said   time.Time
 
 	mu      sync.Mutex
 	sums    [][sumBytes]byte
-	lengths map[string]map[int64]int // files of each length, by the rank's directory
+	lengths map[string]map[int64]int // number of files of each length, by the rank's directory
 	odd     map[string]map[int64]string
 }
 
@@ -89,7 +89,7 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 		return err
 	}
 	defer v.root.dir.Close()
-	conn, _, err := join(ctx, path) // a running keeper takes these reads for no engine's
+	conn, _, err := join(ctx, path) // so that a running keeper does not count these reads as an engine's
 	switch {
 	case err == nil:
 		defer conn.Close()
@@ -110,7 +110,7 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	if err != nil { // the files there are as they were noted
+	if err != nil { // keep the saved sums of the files that were not read
 		v.report.Faults = append(v.report.Faults, Fault{path, fmt.Sprintf("it cannot be read whole: %v", err)})
 		v.keepRest()
 	}
@@ -140,7 +140,7 @@ func (v *verifier) files(ctx context.Context, rank, leaf string, fd int) error {
 	})
 }
 
-// file compares one file. One that is gone meanwhile counts for nothing, and so does one that is being written.
+// file compares one file. It ignores a file that was removed meanwhile, and a file that is being written.
 func (v *verifier) file(ctx context.Context, k id, rank, at string, fd int, name string) error {
 	n, err := unix.Openat(fd, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOATIME, 0)
 	if errors.Is(err, unix.EPERM) { // another user's file
@@ -181,7 +181,7 @@ func (v *verifier) file(ctx context.Context, k id, rank, at string, fd int, name
 	return nil
 }
 
-// readerUntil ends with its context: a sparse file may be as long as the file system allows.
+// readerUntil is a Reader that ends with its context, since a sparse file may be as long as the file system allows.
 type readerUntil struct {
 	ctx context.Context
 	r   io.Reader
@@ -194,7 +194,7 @@ func (r readerUntil) Read(b []byte) (int, error) {
 	return r.r.Read(b)
 }
 
-// noted returns the sum of the last time under a key.
+// noted returns the sum that the last Verify saved under a key.
 func (v *verifier) noted(key []byte) (was [sumBytes]byte, known bool) {
 	n := len(v.before) / sumBytes
 	i := sort.Search(n, func(i int) bool { return bytes.Compare(v.before[i*sumBytes:i*sumBytes+sumKeyBytes], key) >= 0 })
@@ -204,7 +204,7 @@ func (v *verifier) noted(key []byte) (was [sumBytes]byte, known bool) {
 	return [sumBytes]byte(v.before[i*sumBytes : (i+1)*sumBytes]), true
 }
 
-// keep notes again what was noted of a file that cannot be compared now.
+// keep saves the old sum again for a file that cannot be compared now.
 func (v *verifier) keep(k id, rank string) {
 	if was, known := v.noted(binary.LittleEndian.AppendUint64(appendKey(nil, k), xxh3.HashString(rank))); known {
 		v.mu.Lock()
@@ -213,7 +213,7 @@ func (v *verifier) keep(k id, rank string) {
 	}
 }
 
-// keepRest notes again what was noted of all files that were not seen.
+// keepRest saves the old sums again for all files that were not seen.
 func (v *verifier) keepRest() {
 	seen := make(map[[sumKeyBytes]byte]bool, len(v.sums))
 	for i := range v.sums {
@@ -226,7 +226,7 @@ func (v *verifier) keepRest() {
 	}
 }
 
-// enter compares a file's sum with the one of the last time.
+// enter compares a file's sum with the saved one.
 func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
 	was, known := v.noted(e[:sumKeyBytes])
 	v.mu.Lock()
@@ -250,7 +250,7 @@ func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
 	const inodeEnd, sumFrom = sumKeyBytes + 8, sumKeyBytes + 24
 	same, equal := bytes.Equal(was[:inodeEnd], e[:inodeEnd]), bytes.Equal(was[sumFrom:], e[sumFrom:])
 	switch {
-	case !equal && same: // it is named each time, until it is gone
+	case !equal && same: // keep the old sum, so that each Verify reports the file until it is removed
 		v.report.Faults = append(v.report.Faults, Fault{v.root.join(at), "its bytes changed in place"})
 		e = was
 	case !equal:
@@ -265,7 +265,7 @@ func (v *verifier) fault(at, reason string) {
 	v.report.Faults = append(v.report.Faults, Fault{v.root.join(at), reason})
 }
 
-// reportLengths names files that are alone with their length: all files of one rank are rows of one length.
+// reportLengths reports a file for each length that is not the usual one of its rank: all files of one rank should have one length.
 func (v *verifier) reportLengths() {
 	for rank, lengths := range v.lengths {
 		if rank == "" || len(lengths) < 2 {

@@ -15,7 +15,7 @@ import (
 // errOff means that the master's release is not known.
 var errOff = errors.New("mooncakestore: the master's release is not known")
 
-// How long a server waits that meets another one's note in the place of its own: at first, as a put takes, and at most.
+// Delays before SetNote tries again when another server is writing the note: the first, about as long as a put, and the longest.
 const (
 	noteRetryDelay        = 5 * time.Millisecond
 	longestNoteRetryDelay = 200 * time.Millisecond
@@ -45,9 +45,9 @@ func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 	return text, err
 }
 
-// SetNote implements tier.Notebook. Objects are immutable, so the former note is removed first;
-// between the two steps there is none. A note whose server ended while it put it can be neither read nor removed: the master gives its
-// name to the next put after put_start_discard_timeout_sec (30).
+// SetNote implements tier.Notebook. Objects are immutable, so it first removes the former note;
+// between the two steps there is none. If a server ends while it puts its note, that note can be neither read nor removed: the master frees
+// its name after put_start_discard_timeout_sec (30).
 func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if t.off.Load() {
 		return errOff
@@ -60,7 +60,7 @@ func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 		if !errors.Is(err, store.Exists) && !errors.Is(err, store.NotReady) {
 			return err
 		}
-		select { // another server puts its own
+		select { // another server is writing the note
 		case <-time.After(wait):
 		case <-ctx.Done():
 			return err

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package mooncakestore keeps objects in the pool of a Mooncake Store, in the memory of its
-// storage nodes, as LMCache's mooncake_store adapter (0.5.6) does: the bytes under LMCache's
-// name and nothing else. LMCache servers may share them.
+// storage nodes, as LMCache's mooncake_store adapter (0.5.6) does: only the bytes, under LMCache's
+// name. LMCache servers may share them.
 //
 // The tier reads bytes over its own connections into the caller's memory, whose address no
 // peer ever learns. So no peer can write there late, and no transfer.Table needs a fence.
-// An object is read under a lease that begins before the tier asks for its place; a read
+// The tier's lease of an object begins before the tier asks for the object's place. A read
 // that ends after the lease is a miss.
 package mooncakestore
 
@@ -32,19 +32,19 @@ import (
 
 // Options configures a Tier. A zero field means its default.
 type Options struct {
-	Masters []string // host:port; of several one leads
+	Masters []string // host:port; if there are several, one of them leads
 	Tenant  string   // default "default"
 	Put     store.PutOptions
 
 	Conns int           // to the master, and to each node; default 8 and 4
-	Look  time.Duration // how often a master that cannot be used is tried; default 10 s
+	Look  time.Duration // how often the master is asked for its release; default 10 s
 
-	// SecretFile has the secrets that this client and the nodes prove to each other (auth.PeerSecrets), but for nodes in the networks Stock;
-	// empty: nothing is proved.
+	// SecretFile has the secrets with which this client and the nodes prove who they are (auth.PeerSecrets). Nodes in the networks Stock
+	// need not prove it. Without SecretFile no side proves who it is.
 	SecretFile string
 	Stock      []netip.Prefix
 
-	Names *tier.Names // of the namespaces; required
+	Names *tier.Names // names of the namespaces; required
 	Log   *slog.Logger
 }
 
@@ -77,15 +77,15 @@ type Tier struct {
 	te     *transfer.Client
 	client *store.Client
 
-	off    atomic.Bool // the master is of a release that is not known: nothing is there, nothing is kept
-	warned sync.Map    // of what was said once
+	off    atomic.Bool // the master's release is unknown: every read is a miss, and no write is kept
+	warned sync.Map    // which warnings were logged
 
 	stop func()
 	done sync.WaitGroup
 }
 
-// Open returns the Tier. It does not wait for the master: while that is not there nothing
-// is.
+// Open returns the Tier. It does not wait for the master: while the master does not answer, every
+// object is missing.
 func Open(o Options) (*Tier, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -133,13 +133,13 @@ func (t *Tier) Close() error {
 	return t.master.Close()
 }
 
-// watch asks the master who it is, now and then, until ctx ends. It says once that it does
-// not answer, or that its release is not known, and once that it can be used again.
+// watch asks the master for its release, every Options.Look, until ctx ends. It logs once when the master does
+// not answer, or when its release is not known, and once when the master can be used again.
 func (t *Tier) watch(ctx context.Context) {
 	ticker := time.NewTicker(t.o.Look)
 	defer ticker.Stop()
 	masters := strings.Join(t.o.Masters, " ")
-	said := "" // what was said last
+	said := "" // the last state that was logged
 	say := func(what string, f func()) {
 		if what != said {
 			said = what
@@ -172,7 +172,7 @@ func (t *Tier) watch(ctx context.Context) {
 	}
 }
 
-// name returns the name of an object; false where it is not known, or can be none.
+// name returns the name of an object. It reports false if the name is not known, or is not allowed.
 func (t *Tier) name(k kv.Key) (string, bool) {
 	n, ok := t.o.Names.Of(k.Namespace)
 	if !ok {
@@ -185,10 +185,10 @@ func (t *Tier) name(k kv.Key) (string, bool) {
 	return name, ok
 }
 
-// maxObject bounds the lengths that are believed, bytes.
+// maxObject is the largest length, in bytes, that the tier accepts from a master.
 const maxObject = 1 << 50
 
-// length returns the length of an object as it can be read; 0 where it cannot.
+// length returns the length of an object, 0 if the object cannot be read.
 func length(f *store.Found) int64 {
 	if n := f.Bytes(); f.Err == nil && n <= maxObject {
 		return int64(n)
@@ -196,7 +196,7 @@ func length(f *store.Found) int64 {
 	return 0
 }
 
-// Stat implements tier.Tier. What is there is leased: it stays until it can be read.
+// Stat implements tier.Tier. The master leases the objects that it finds, so that they stay until they can be read.
 func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -226,8 +226,8 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 	return nil
 }
 
-// Read implements tier.Tier. What a single node does not give, and what came after its
-// lease, is missing: the others go on.
+// Read implements tier.Tier. If one node does not deliver an object, or the object comes after its
+// lease, that is only a miss of this object, and not a failure of the tier.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	if err := ctx.Err(); err != nil {
 		return tier.Meta{}, err
@@ -252,7 +252,7 @@ func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 	return tier.Meta{}, err
 }
 
-// unreadable says why an object that is there was not read.
+// unreadable returns the error for an existing object that could not be read.
 func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) error {
 	found, err := t.master.Replicas(ctx, []string{name})
 	if err != nil {
@@ -265,7 +265,7 @@ func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) 
 }
 
 // Write implements tier.Tier. Objects are immutable: an existing object stays as it is, and
-// where its length differs the new one is not written. An object that another client is putting counts as written when
+// if its length differs the new one is not written. An object that another client is putting counts as written if
 // that put ends soon. Otherwise it counts as not kept, since its node may be silent.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
@@ -285,7 +285,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	err := t.client.Put(ctx, object)[0]
 	if errors.Is(err, store.Exists) {
 		found, err := t.existing(ctx, name)
-		if errors.Is(found.Err, store.NotFound) { // it is gone meanwhile, as a silent node's objects are after about 30 s
+		if errors.Is(found.Err, store.NotFound) { // removed meanwhile, as the objects of a silent node are after about 30 s
 			if err = t.client.Put(ctx, object)[0]; errors.Is(err, store.Exists) {
 				found, err = t.existing(ctx, name)
 			} else {
@@ -306,12 +306,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return t.notPut(ctx, err)
 }
 
-// notPut returns the error of a put as a tier's.
+// notPut turns the error of a put into an error of a tier.
 func (t *Tier) notPut(ctx context.Context, err error) error {
 	switch {
-	case errors.Is(err, store.NoRoom) && t.hasNoRoom(ctx): // no node is there, or all are full: the object waits
+	case errors.Is(err, store.NoRoom) && t.hasNoRoom(ctx): // there is no node, or all are full: the caller should offer the object again
 		return fmt.Errorf("%w: %w: %w", tier.ErrResting, tier.ErrFull, err)
-	case errors.Is(err, store.NoRoom): // for one of this size
+	case errors.Is(err, store.NoRoom): // no room for an object of this size
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	case errors.Is(err, store.QuotaExceeded):
 		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrFull, err)
@@ -319,7 +319,7 @@ func (t *Tier) notPut(ctx context.Context, err error) error {
 	return err
 }
 
-// existing looks up an object that exists, and waits a moment until it can be read.
+// existing looks up an object that exists, and waits a moment if it cannot be read yet.
 func (t *Tier) existing(ctx context.Context, name string) (store.Found, error) {
 	for wait := 10 * time.Millisecond; ; wait *= 2 {
 		found, err := t.master.Replicas(ctx, []string{name})
@@ -337,21 +337,21 @@ func (t *Tier) existing(ctx context.Context, name string) (store.Found, error) {
 	}
 }
 
-// probeName is the name of an object that is put to learn whether there is any room.
+// probeName is the name of an object that hasNoRoom puts to learn whether there is any room.
 const probeName = ".kvasir-probe"
 
-// hasNoRoom reports whether the cluster has no room for a single byte: a master without nodes
-// says so, too.
+// hasNoRoom reports whether the cluster has no room for a single byte. A master without nodes
+// also has none.
 func (t *Tier) hasNoRoom(ctx context.Context) bool {
 	err := t.client.Put(ctx, []store.Object{{Key: probeName, Parts: [][]byte{{0}}}})[0]
 	if err == nil {
-		_ = t.master.Remove(ctx, probeName, true) // one that stays is found by the next probe
+		_ = t.master.Remove(ctx, probeName, true) // if it stays, the next probe finds it, and that is no NoRoom either
 	}
 	return errors.Is(err, store.NoRoom)
 }
 
-// Delete implements tier.Tier. A leased object stays: a client reads it, and its place would be
-// given to another object.
+// Delete implements tier.Tier. It does not remove a leased object: a client may be reading it, and the master would
+// give its place to another object.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	if len(keys) > 0 && t.off.Load() {
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, errOff)

@@ -156,8 +156,8 @@ func put(t *testing.T, x tier.Tier, seed, n int) []byte {
 	return b
 }
 
-// What one server wrote another one reads. A node that dies costs what was there alone: that is
-// missing, which is no failure of the tier, and the rest is read.
+// Another server reads the objects that one server wrote. If a node dies, only its objects are
+// missing. This is no failure of the tier, and it reads the rest.
 func TestNodeThatDiesCostsItsObjects(t *testing.T) {
 	c := newCluster(t, 2)
 	a, b := open(t, Options{Masters: []string{c.Addr}}), open(t, Options{Masters: []string{c.Addr}})
@@ -198,7 +198,7 @@ func TestNodeThatDiesCostsItsObjects(t *testing.T) {
 	}
 }
 
-// What came after the lease's end is a miss.
+// Bytes that arrive after the lease's end are a miss.
 func TestLeaseThatEndsIsAMiss(t *testing.T) {
 	c := newCluster(t, 1)
 	x := open(t, Options{Masters: []string{c.Addr}})
@@ -213,8 +213,8 @@ func TestLeaseThatEndsIsAMiss(t *testing.T) {
 	}
 }
 
-// An object of another length stays, since objects are immutable, and ours is not kept. A full
-// cluster keeps nothing. Neither is a failure.
+// If the cluster has an object of another length, that one stays, since objects are immutable, and the write
+// is not kept. A full cluster keeps nothing. Neither is a failure of the tier.
 func TestNotKept(t *testing.T) {
 	c := newCluster(t, 1)
 	x := open(t, Options{Masters: []string{c.Addr}})
@@ -253,7 +253,8 @@ func TestHiddenObjectIsNotKept(t *testing.T) {
 	}
 }
 
-// An object that goes between the put that finds it and the question where it is counts as written only once it is there again.
+// A put finds the object, and then the object is removed before the tier asks for its place. It counts as written only once it is there
+// again.
 func TestObjectThatGoesIsWritten(t *testing.T) {
 	c := newCluster(t, 1)
 	x := open(t, Options{Masters: []string{c.Addr}})
@@ -281,7 +282,7 @@ func TestObjectThatGoesIsWritten(t *testing.T) {
 	}
 }
 
-// A server that ended while it put its note keeps others from writing theirs for as long as the master waits for its end, and no
+// If a server ended while it put its note, the others cannot write theirs until the master gives up that put, and no
 // longer. They do not ask all the time meanwhile.
 func TestNoteThatWasNotEndedGivesWay(t *testing.T) {
 	c := newCluster(t, 1)
@@ -315,7 +316,7 @@ func TestNoteThatWasNotEndedGivesWay(t *testing.T) {
 	})
 }
 
-// lines is a log that is looked at while it is written.
+// lines is a log that a test can read while it is written.
 type lines struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -333,8 +334,8 @@ func (l *lines) count(text string) int {
 	return strings.Count(l.b.String(), text)
 }
 
-// A master of a release that is not known switches the tier off, with one line: nothing is there
-// and nothing is kept, without errors. A known one switches it on again.
+// A master of an unknown release switches the tier off, with one line in the log: all objects are misses
+// and none are kept, without errors. A master of a known release switches it on again.
 func TestUnknownReleaseSwitchesOff(t *testing.T) {
 	c, log := newCluster(t, 1), &lines{}
 	unknown := func(on bool) {
@@ -376,7 +377,7 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 	put(t, x, 1, 100)
 }
 
-// What is no master, and what is nobody, costs calls that fail, and one line.
+// With an address that is not a master, or where nobody listens, calls fail, and the log has one line.
 func TestNoMaster(t *testing.T) {
 	web, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -416,8 +417,8 @@ func TestNoMaster(t *testing.T) {
 	}
 }
 
-// A cluster that is full of what others put keeps nothing of ours, which is no failure of the tier; what is there is read,
-// and when there is room again it is used.
+// A cluster that is full of objects of others keeps no object of ours, which is no failure of the tier. The tier reads the objects
+// that are there, and writes again when there is room.
 func TestClusterFullOfOthersObjects(t *testing.T) {
 	c, log := newCluster(t, 1), &lines{}
 	x := open(t, Options{Masters: []string{c.Addr}, Log: slog.New(slog.NewTextHandler(log, nil))})

@@ -22,7 +22,7 @@ func (a answers) Write(b []byte) (int, error) { return len(b), nil }
 func (a answers) SetDeadline(time.Time) error { return nil }
 func (a answers) Close() error                { return nil }
 
-// Answers of a hostile server: slots that are none and ports that are none are an error, and its memory is never below zero.
+// Answers of a hostile server: invalid slots and invalid ports are an error, and its memory is never below zero.
 func FuzzServerAnswers(f *testing.F) {
 	f.Add("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:7000\r\n")
 	f.Add("*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\n?\r\n:70000\r\n")

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/resp"
 )
 
-// refresh has the topology asked for again, soon.
+// refresh makes watch ask for the topology soon.
 func (t *Tier) refresh() {
 	select {
 	case t.stale <- struct{}{}:
@@ -19,10 +19,10 @@ func (t *Tier) refresh() {
 	}
 }
 
-// pick returns the server that keeps a key.
+// pick returns the server that has a key.
 func (t *Tier) pick(ctx context.Context, key string) (*server, error) {
 	s, err := t.topology.pick(key)
-	if errors.Is(err, errNoServer) { // the first call after the start
+	if errors.Is(err, errNoServer) { // in the first call after the start
 		if err := t.topology.ask(ctx); err != nil {
 			return nil, err
 		}
@@ -31,8 +31,8 @@ func (t *Tier) pick(ctx context.Context, key string) (*server, error) {
 	return s, err
 }
 
-// at calls f with a connection to the server that keeps a key: one for values where
-// bytes is not 0. f is called again where a server sends it to another one.
+// at calls f with a connection to the server that has a key, a connection for values if
+// bytes is not 0. It calls f again when a server redirects to another one.
 func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Conn) error) error {
 	s, err := t.pick(ctx, key)
 	if err != nil {
@@ -41,8 +41,8 @@ func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Con
 	return t.from(ctx, s, false, bytes, f)
 }
 
-// from is at, beginning with a server; asking where each command must be
-// preceded by ASKING, because another server redirected it here.
+// from is at, beginning with server s. asking says that ASKING must precede each command,
+// because another server redirected the call here.
 func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f func(*resp.Conn) error) error {
 	for moves := 0; ; moves++ {
 		p := s.lookups
@@ -69,7 +69,7 @@ func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f 
 	}
 }
 
-// heed draws conclusions from an error.
+// heed refreshes the topology after a failure of a server, and warns once of a cluster without cluster_mode.
 func (t *Tier) heed(ctx context.Context, s *server, err error) {
 	if judge(ctx, err) == fails {
 		t.refresh()
@@ -89,7 +89,7 @@ func (t *Tier) follow(r redirection) (*server, error) {
 	return s, err
 }
 
-// query is one command of a lookup. take reads the answer, and may be called again.
+// query is one command of a lookup. take reads the answer; it may be called more than once.
 type query struct {
 	key  string
 	args []string
@@ -102,8 +102,8 @@ const inFlight = 512
 // errSome means that some servers answered and others did not.
 var errSome = errors.New("redis: not all servers answered")
 
-// ask sends many commands at once, to each server those for its keys. The error is
-// errSome where some answered.
+// ask sends many commands at once, each to the server that has its key. The error is
+// errSome if only some servers answered.
 func (t *Tier) ask(ctx context.Context, queries []query) error {
 	groups := make(map[*server][]query)
 	for _, q := range queries {
@@ -150,7 +150,7 @@ func acceptPartial(ctx context.Context, err error) error {
 	return err
 }
 
-// askOne sends commands to one server, and those that it sends elsewhere one by one.
+// askOne sends commands to one server, and then, one by one, those that the server redirects.
 func (t *Tier) askOne(ctx context.Context, s *server, queries []query) error {
 	type elsewhere struct {
 		redirection

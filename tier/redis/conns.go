@@ -17,13 +17,13 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// slowest is the rate at which a value must at least be moved, bytes a second.
+// slowest is the rate, in bytes per second, at which a value must move at least.
 const slowest = 4 << 20
 
-// conns are the connections of one use to one server.
+// conns are the connections to one server for one purpose: values, or all else.
 type conns struct {
 	dial  func(context.Context) (*resp.Conn, error)
-	slots chan struct{} // has a place for each
+	slots chan struct{} // one place for each connection in use
 
 	mu struct {
 		sync.Mutex
@@ -36,8 +36,8 @@ func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
 	return &conns{dial: dial, slots: make(chan struct{}, most)}
 }
 
-// take returns a connection, a new one when fresh or when none is idle. ready is asked when there is
-// room for one: it may have taken a while.
+// take returns a connection, a new one if fresh or if none is idle. It may wait for room. Then it calls
+// ready, because the server may have failed meanwhile.
 func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
 	case p.slots <- struct{}{}:
@@ -75,7 +75,7 @@ func (p *conns) pop() *resp.Conn {
 	return c
 }
 
-// give takes a connection back, for others if it can be used again.
+// give takes a connection back. It closes the connection unless it is reusable.
 func (p *conns) give(c *resp.Conn, reusable bool) {
 	if reusable {
 		p.mu.Lock()
@@ -101,8 +101,8 @@ func (p *conns) close() {
 	}
 }
 
-// maxFailures in a row mean that a server is left alone for a while. One call tries then
-// whether it is back.
+// After maxFailures failures in a row a server rests for Options.Pause. Then one call tries
+// whether it works again.
 const maxFailures = 3
 
 // server is one Redis or Valkey server.
@@ -135,13 +135,13 @@ func (s *server) close() {
 }
 
 // do calls f with a connection, within the time that moving bytes bytes may take.
-// Where an idle connection turns out to be gone f is called again, with a new one.
+// If an idle connection turns out to be closed, it calls f again with a new one.
 func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
 	trial, err := s.admit()
 	if err != nil {
 		return err
 	}
-	result := unknown // where f panics
+	result := unknown // if f panics
 	defer func() { s.settle(trial, result) }()
 	reused, err := s.once(ctx, p, bytes, false, trial, f)
 	if reused && isGone(err) && ctx.Err() == nil {
@@ -151,7 +151,7 @@ func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Con
 	return err
 }
 
-// isGone reports whether a connection ended before its time.
+// isGone reports whether the peer ended a connection.
 func isGone(err error) bool {
 	if err == nil || errors.Is(err, resp.ErrProtocol) || errors.Is(err, resp.ErrNil) {
 		return false
@@ -161,7 +161,7 @@ func isGone(err error) bool {
 	return !refused && !(ok && timeout.Timeout()) && !isOurs(err) && !errors.Is(err, syscall.EFAULT)
 }
 
-// once calls f with one connection and reports whether that had been idle.
+// once calls f with one connection and reports whether the connection was an idle one.
 func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
 	c, reused, err := p.take(ctx, fresh, func() error {
 		if trial {
@@ -191,20 +191,20 @@ func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial b
 	return reused, fmt.Errorf("redis: %s: %w", s.addr, err)
 }
 
-// outcome is what a call reveals of its server.
+// outcome is what a call says about its server.
 type outcome uint8
 
 const (
 	works outcome = iota
 	fails
-	unknown // nothing
+	unknown // the call says nothing about the server
 )
 
 func judge(ctx context.Context, err error) outcome {
 	switch {
 	case err == nil, isOurs(err), errors.Is(err, resp.ErrNil):
 		return works
-	case errors.Is(ctx.Err(), context.Canceled), errors.Is(err, syscall.EFAULT), errors.Is(err, tier.ErrResting): // ours
+	case errors.Is(ctx.Err(), context.Canceled), errors.Is(err, syscall.EFAULT), errors.Is(err, tier.ErrResting): // the fault is not the server's
 		return unknown
 	}
 	if e, ok := errors.AsType[*resp.Error](err); ok {
@@ -232,7 +232,7 @@ func (s *server) admit() (trial bool, err error) {
 
 func (s *server) resting() error { return fmt.Errorf("redis: %s: %w", s.addr, tier.ErrResting) }
 
-// rests is an error while the server is left alone.
+// rests returns an error while the server rests.
 func (s *server) rests() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -249,7 +249,7 @@ func (s *server) settle(trial bool, o outcome) {
 		s.mu.trying = false
 	}
 	switch {
-	case o == works && (trial || s.mu.failures < maxFailures): // an old call ends no rest
+	case o == works && (trial || s.mu.failures < maxFailures): // a call from before the rest does not end it
 		s.mu.failures = 0
 	case o == fails:
 		if s.mu.failures++; s.mu.failures >= maxFailures {
@@ -258,7 +258,7 @@ func (s *server) settle(trial bool, o outcome) {
 	}
 }
 
-// login is who we are to a server.
+// login is how this client authenticates to a server.
 type login struct {
 	user, password string
 	database       int

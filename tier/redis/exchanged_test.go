@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// Values that were exchanged under their names are misses, header included.
+// If the values of two names are exchanged, also with their headers, they are misses.
 func TestExchangedValuesAreMisses(t *testing.T) {
 	f := newFake(t)
 	x := open(t, redis.Options{Addrs: []string{f.addr}})

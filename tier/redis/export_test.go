@@ -7,7 +7,7 @@ import "time"
 // SlotOf is slotOf, for tests.
 var SlotOf = slotOf
 
-// HeaderBytes is how much stands before an object in its first value.
+// HeaderBytes is the length of the header before an object in its first value.
 const HeaderBytes = headerBytes
 
 // Timeouts returns how long a call and a dial may take.

@@ -29,7 +29,7 @@ type fake struct {
 	conns  map[net.Conn]bool
 	values map[string][]byte
 	lists  map[string]bool // names that are no values
-	lives  []int           // of values, as they were set
+	lives  []int           // lifetimes of values, as they were set
 	ends   map[string]bool // names with an end of life
 	until  map[string]time.Time
 	calls  []string       // the first two words of each command

@@ -14,13 +14,13 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// In the native layout an object is one value, and others where it is larger than a
+// In the native layout an object is one value, and further values if it is larger than a
 // stripe. All of them are in one slot of a cluster.
 //
 //	PREFIX{KEY}               header, then the first stripe; KEY as kv.Key.String writes it
-//	PREFIX{KEY}:SUM.STRIPE:I  stripe I, from 1; checksum and stripe size hexadecimal. Of an encrypted object SUM is its WRITE
+//	PREFIX{KEY}:SUM.STRIPE:I  stripe I, from 1; checksum and stripe size hexadecimal. For an encrypted object SUM is its WRITE
 //
-// The first value is written last: without one of the others the object is not there.
+// The first value is written last. If one of the others is missing, the object counts as missing.
 //
 // header:
 //
@@ -32,7 +32,7 @@ import (
 //
 // Earlier releases wrote "KVASIR1\n" and seeded with 0.
 //
-// header of an encrypted object, which earlier releases take for no object:
+// header of an encrypted object, which earlier releases do not take for an object:
 //
 //	0   8  "KVASIR3\n"
 //	8   8  length of the encrypted bytes
@@ -52,11 +52,11 @@ const (
 
 type header struct {
 	length, sum, stripe uint64
-	seal                uint16 // short name of the key; 0: it is plain
-	write               uint64 // of an encrypted object
+	seal                uint16 // short name of the key that encrypted the object; 0: not encrypted
+	write               uint64 // WRITE of an encrypted object
 }
 
-// headerOf returns the header of an object that is to be written.
+// headerOf returns the header for an object to be written.
 func headerOf(m tier.Meta, stripe int64) header {
 	h := header{length: uint64(m.Len), sum: m.Sum, stripe: uint64(stripe), seal: m.Seal}
 	if h.seal != 0 {
@@ -89,7 +89,7 @@ func (h header) bytes(k kv.Key) []byte {
 	return binary.LittleEndian.AppendUint64(b, xxh3.HashSeed(b, k.Digest()))
 }
 
-// headerSize returns how many bytes the header has that begins with b.
+// headerSize returns how many bytes the header at the beginning of b has.
 func headerSize(b []byte) int {
 	if strings.HasPrefix(string(b), sealedMagic) {
 		return sealedHeaderBytes
@@ -97,13 +97,13 @@ func headerSize(b []byte) int {
 	return headerBytes
 }
 
-// isLater reports whether b begins as the value of a later release: its magic has a larger number.
+// isLater reports whether a later release wrote the value that begins with b: its magic has a larger number.
 func isLater(b []byte) bool {
 	const at = len(sealedMagic) - 2
 	return len(b) > at+1 && string(b[:at]) == sealedMagic[:at] && b[at] > sealedMagic[at] && b[at] <= '9' && b[at+1] == '\n'
 }
 
-// parseHeader reads what bytes writes for that key, at the beginning of b; false where it is nothing of the kind.
+// parseHeader parses the header at the beginning of b. It reports false if that is no header for key k.
 func parseHeader(b []byte, k kv.Key) (h header, ok bool) {
 	n := headerSize(b)
 	if len(b) < n {
@@ -138,7 +138,7 @@ func (h header) meta() tier.Meta {
 // stripes is how many values the object takes.
 func (h header) stripes() int { return int((h.length-1)/h.stripe) + 1 }
 
-// span returns which bytes of the object stripe i has.
+// span returns the bytes [from, to) of the object that stripe i has.
 func (h header) span(i int) (from, to int64) {
 	return int64(i) * int64(h.stripe), int64(min(h.length, uint64(i+1)*h.stripe))
 }
@@ -161,7 +161,7 @@ func stripeName(name string, h header, i int) string {
 	return fmt.Sprintf("%s:%016x.%x:%x", name, of, h.stripe, i)
 }
 
-// names returns all names of an object.
+// names returns the names of all values of an object.
 func names(name string, h header) []string {
 	all := []string{name}
 	for i := 1; i < h.stripes(); i++ {
@@ -170,7 +170,7 @@ func names(name string, h header) []string {
 	return all
 }
 
-// keyOf returns the object of which a name is the first one.
+// keyOf returns the key of the object whose first value has this name.
 func (t *Tier) keyOf(name string) (kv.Key, bool) {
 	inner, ok := strings.CutPrefix(name, t.o.Prefix+"{")
 	if !ok {

@@ -34,7 +34,7 @@ func say(text string) func([]byte, net.Conn) []byte {
 	return func([]byte, net.Conn) []byte { return []byte(text) }
 }
 
-// answers are what a server may say instead of what it should.
+// answers are wrong answers that a server may give.
 var answers = map[string]func(normal []byte, c net.Conn) []byte{
 	"nil":               say("$-1\r\n"),
 	"nil list":          say("*-1\r\n"),
@@ -91,7 +91,7 @@ func length(of func(int) int) func([]byte, net.Conn) []byte {
 	}
 }
 
-// endless reports whether an answer may leave one waiting for more of it.
+// endless reports whether after an answer a client may wait for more of it.
 func endless(what string) bool {
 	return what == "silence" || what == "half a line end" || what == "lists in lists" || what == "no line end" || what == "another end" || strings.HasPrefix(what, "huge")
 }
@@ -168,14 +168,14 @@ func TestHostileAnswersAboutServers(t *testing.T) {
 	}
 }
 
-// askHostile makes calls to a server that gives an answer to one command, and checks that they work again without it. It returns how long
-// the calls of one context took at most.
+// askHostile makes calls to a server that gives the wrong answer to one command, and checks that they work again without it. It returns the
+// longest time that the calls of one context took.
 func askHostile(t *testing.T, what string, answer func([]byte, net.Conn) []byte, cmd string) (longest time.Duration) {
 	t.Helper()
 	f := newFake(t)
 	share([]*fake{f})
 	o := redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10, Password: "p", Timeout: time.Second, DialTimeout: time.Second, Pause: time.Millisecond, Limit: 1 << 30}
-	if what == "NOPERM" { // it is asked again in ten seconds
+	if what == "NOPERM" { // the Tier asks again in ten seconds
 		o.Limit = 0
 	}
 	o.Cluster = cmd != "SENTINEL"
@@ -227,7 +227,7 @@ func askHostile(t *testing.T, what string, answer func([]byte, net.Conn) []byte,
 	return longest
 }
 
-// What a server does not confirm was not written.
+// A write that a server does not confirm counts as not written.
 func TestUnconfirmedWriteFails(t *testing.T) {
 	good, meta := tiertest.Object(1, 9<<10)
 	for what, answer := range answers {
@@ -251,8 +251,8 @@ func TestUnconfirmedWriteFails(t *testing.T) {
 	}
 }
 
-// A server that does not answer is left alone after a few calls: they end at once, and
-// it is tried again.
+// After a few calls to a server that does not answer, the Tier pauses: calls end at once, and
+// after a while it tries the server again.
 func TestSilentServerIsLeftAlone(t *testing.T) {
 	f := newFake(t)
 	release := make(chan bool)
@@ -268,7 +268,7 @@ func TestSilentServerIsLeftAlone(t *testing.T) {
 	testkit.Eventually(t, "it is used again", func() bool { return stat() == nil })
 }
 
-// Calls that wait for a connection to a silent server end when it is left alone.
+// Calls that wait for a connection to a silent server end when the Tier pauses its calls to it.
 func TestCallsToASilentServerEnd(t *testing.T) {
 	f := newFake(t)
 	release := make(chan bool)

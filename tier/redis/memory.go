@@ -16,24 +16,24 @@ import (
 )
 
 const (
-	lookEvery   = 10 * time.Second // at the servers' memory, and at who they are
-	atMostEvery = time.Second      // when calls ask for it
+	lookEvery   = 10 * time.Second // between two looks at the topology and at the servers' memory
+	atMostEvery = time.Second      // least time between two looks when calls ask for one
 
-	// respShare is how much of its limit a server of LMCache's resp adapters is filled
-	// to.
+	// respShare is the part of its maxmemory up to which a server is filled in the layout
+	// of LMCache's resp adapters.
 	respShare = 0.9
 )
 
 // usage is a server's own report of its memory.
 type usage struct {
-	known       bool   // false where an ACL forbids the question
+	known       bool   // false if an ACL forbids the question
 	used, limit int64  // bytes; no limit is 0
 	policy      string // maxmemory-policy
-	evicts      bool   // at its limit it deletes what it likes
+	evicts      bool   // at its limit the server evicts values by itself
 	keys        int64
 }
 
-// memory is what the servers said last.
+// memory has the last answers of the servers about their memory.
 type memory struct {
 	mu struct {
 		sync.Mutex
@@ -54,7 +54,7 @@ func (m *memory) get(addr string) (u usage, ok bool) {
 	return u, ok
 }
 
-// put is set for one server.
+// put sets the usage of one server.
 func (m *memory) put(addr string, u usage) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -64,7 +64,7 @@ func (m *memory) put(addr string, u usage) {
 	m.mu.of[addr] = u
 }
 
-// add counts what was written since a server was asked.
+// add adds bytes that were written since the server's last answer.
 func (m *memory) add(addr string, bytes int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -86,8 +86,8 @@ func (m *memory) space() (s tier.Space) {
 	return s
 }
 
-// checkMemory returns tier.ErrNotKept, with the reason, where a server must not take more bytes. It
-// asks the server for its memory where the limit depends on that.
+// checkMemory returns tier.ErrNotKept, with the reason, if a server must not get more bytes. It
+// asks the server for its memory if that is not known yet.
 func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 	if t.o.Limit == 0 && t.o.Layout != RESP {
 		return nil
@@ -119,7 +119,7 @@ func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 	return nil
 }
 
-// watch keeps what is known of the servers fresh, until the context ends.
+// watch looks at the topology and the servers' memory, until the context ends.
 func (t *Tier) watch(ctx context.Context) {
 	ticker := time.NewTicker(lookEvery)
 	defer ticker.Stop()
@@ -140,7 +140,7 @@ func (t *Tier) watch(ctx context.Context) {
 			return
 		case <-ticker.C:
 		case <-t.stale:
-			select { // a failure is no reason to ask all the time
+			select { // wait, so that failures do not cause constant questions
 			case <-ctx.Done():
 				return
 			case <-time.After(atMostEvery):
@@ -149,7 +149,7 @@ func (t *Tier) watch(ctx context.Context) {
 	}
 }
 
-// look asks who the servers are and what their memory is.
+// look asks for the topology and for the memory of each server.
 func (t *Tier) look(ctx context.Context) error {
 	if err := t.topology.ask(ctx); err != nil {
 		return err
@@ -171,10 +171,10 @@ func (t *Tier) look(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// ServerMemory is the memory of one Redis server, as it reports it.
+// ServerMemory is the memory of one Redis server, as the server reports it.
 type ServerMemory struct {
 	Addr   string
-	Known  bool  // its user may ask; else all below is zero
+	Known  bool  // the user may ask for it; else all fields below are zero
 	Used   int64 // bytes
 	Limit  int64 // maxmemory, bytes; 0: none
 	Policy string
@@ -195,7 +195,7 @@ func (t *Tier) Servers(ctx context.Context) (out []ServerMemory, err error) {
 	return out, nil
 }
 
-// usage asks what the server's memory is.
+// usage asks the server for its memory.
 func (s *server) usage(ctx context.Context) (u usage, err error) {
 	err = s.do(ctx, s.lookups, 0, func(c *resp.Conn) (err error) {
 		u, err = askUsage(c)
@@ -204,7 +204,7 @@ func (s *server) usage(ctx context.Context) (u usage, err error) {
 	return u, err
 }
 
-// askUsage asks one server. What an ACL forbids is not known.
+// askUsage asks one server. If an ACL forbids a question, its figures stay unknown.
 func askUsage(c *resp.Conn) (u usage, _ error) {
 	c.Command("INFO", "memory")
 	c.Command("DBSIZE")

@@ -21,7 +21,7 @@ func TestEndsOfLives(t *testing.T) {
 	}
 }
 
-// Redis is told how long each value of an object lives: until its end, or for ttl_seconds where that is shorter.
+// Each SET gives the lifetime of a value of an object: until the end of the object, or ttl_seconds if that is shorter.
 func TestValuesEndWithTheObject(t *testing.T) {
 	f := func(ttl, left time.Duration, least, most int) {
 		t.Helper()
@@ -34,7 +34,7 @@ func TestValuesEndWithTheObject(t *testing.T) {
 		if err := x.Write(t.Context(), tiertest.Key(1), meta, b); err != nil {
 			t.Fatal(err)
 		}
-		m, err := x.Read(t.Context(), tiertest.Key(1), b) // whoever writes it elsewhere needs to know its end
+		m, err := x.Read(t.Context(), tiertest.Key(1), b) // a caller that copies it to another tier needs its end
 		if life := time.Until(time.Unix(int64(m.End), 0)); err != nil || life > time.Duration(most)*time.Second || life < time.Duration(least-10)*time.Second {
 			t.Errorf("%v and %v left: a read says that it ends in %v, %v", ttl, left, life, err)
 		}
@@ -55,7 +55,7 @@ func TestValuesEndWithTheObject(t *testing.T) {
 	f(time.Hour, 0, 3600, 3600)
 }
 
-// An object without an end of its life is read without one, also by a user who may not ask for it.
+// An object without an end of its life is read without one, also by a user without the right to ask for the end.
 func TestReadsWithoutAnEnd(t *testing.T) {
 	for name, answer := range map[string]func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool){
 		"none": nil,

@@ -16,24 +16,24 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// strayLife is how long stripes live whose first value was never written, because their
-// writer ended.
+// strayLife is the time to live of stripes until the first value is written: if their writer
+// ends before that, Redis removes them.
 const strayLife = 10 * time.Minute
 
-// found is what stands under an object's name.
+// found is the result of looking at an object's name.
 type found struct {
 	header
-	there   bool // something
-	foreign bool // that is no value
-	good    bool // with a header, and with all its stripes
-	headed  bool // with a header
-	later   bool // with one of a later release
+	there   bool // the name exists
+	foreign bool // its type is not string: another program made it
+	good    bool // it has a header, and all stripes exist
+	headed  bool // it has a header
+	later   bool // it has a header of a later release
 }
 
-// find looks at objects: one round for their headers, and one more where some have
-// several stripes. Of those that lack a stripe it looks at the headers again: where another server has put an object in
-// the place of one meanwhile, that is what stands there. Where only some servers answered the error is errSome, and what the
-// others have looks as if it were not there.
+// find looks at objects: one round for their headers, and one more if some have
+// several stripes. If an object lacks a stripe, it looks at its header again: another server may have replaced the object
+// meanwhile, and find then returns the new one. If only some servers answered, the error is errSome, and the
+// objects of the others look missing.
 func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 	all, some := t.findOnce(ctx, keys)
 	if all == nil {
@@ -48,7 +48,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 			queries = append(queries, t.lookAt(keys[i], &now[i]))
 		}
 	}
-	if len(lack) == 0 || t.ask(ctx, queries) != nil { // what was found counts
+	if len(lack) == 0 || t.ask(ctx, queries) != nil { // without the second look the first one counts
 		return all, some
 	}
 	var replaced []kv.Key
@@ -67,7 +67,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 	return all, some
 }
 
-// findOnce is find, where nothing is replaced meanwhile.
+// findOnce is find without the second look at the headers.
 func (t *Tier) findOnce(ctx context.Context, keys []kv.Key) ([]found, error) {
 	all := make([]found, len(keys))
 	queries := make([]query, len(keys))
@@ -118,7 +118,7 @@ func (t *Tier) lookAt(k kv.Key, f *found) query {
 	}}
 }
 
-// unlessWrongType drops the error of a name that is no value's.
+// unlessWrongType drops the error that a name is not of type string.
 func unlessWrongType(err error) error {
 	if e, ok := errors.AsType[*resp.Error](err); ok && e.Code() == "WRONGTYPE" {
 		return nil
@@ -150,7 +150,7 @@ func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 	return f, nil
 }
 
-// readNative fills dst from an object's stripes. An object that another server put in its place meanwhile is read instead.
+// readNative fills dst from an object's stripes. If another server replaces the object meanwhile, it reads the new one.
 func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
 	m, replaced, err := t.readNativeOnce(ctx, k, dst, sum)
 	if replaced && ctx.Err() == nil {
@@ -159,7 +159,7 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 	return m, err
 }
 
-// readNativeOnce also reports whether another object was put in the place of the one that it read.
+// readNativeOnce is readNative without the second try. It reports whether the object was replaced while it read.
 func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (m tier.Meta, replaced bool, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var h header
@@ -168,7 +168,7 @@ func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *ti
 		h, end, err = readFirst(c, k, name, dst, sum, flow)
 		return err
 	})
-	torn := err != nil // its first value is
+	torn := err != nil // the first value is torn
 	for i := 1; err == nil && i < h.stripes(); i++ {
 		from, to := h.span(i)
 		err = t.at(ctx, name, to-from, func(c *resp.Conn) error {
@@ -178,7 +178,7 @@ func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *ti
 	if errors.Is(err, errForeign) {
 		return tier.Meta{}, false, tier.ErrMissing
 	}
-	if h.length > 0 && isOurs(err) { // a part of it is missing or torn: no use to anybody
+	if h.length > 0 && isOurs(err) { // a part is missing or torn, so the rest is useless
 		return tier.Meta{}, t.removeTorn(ctx, k, h, torn), tier.ErrMissing
 	}
 	if err != nil {
@@ -189,9 +189,9 @@ func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *ti
 	return m, false, nil
 }
 
-// removeTorn removes the rest of an object whose parts do not fit together; first is true where its first value
-// does not fit. An object that another server has put in its place meanwhile stays, and is reported. What cannot be removed is
-// removed by the next reader.
+// removeTorn removes the rest of an object whose parts do not fit together. first says that its first value
+// does not fit. If another server has replaced the object meanwhile, removeTorn keeps the new object and reports true if it is good. The next
+// reader removes what cannot be removed now.
 func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) (replaced bool) {
 	all, err := t.find(ctx, []kv.Key{k})
 	if err != nil {
@@ -207,7 +207,7 @@ func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) (
 	return false
 }
 
-// readEnd reads the answer to PTTL as the end of a life. A user who may not ask gets none.
+// readEnd reads the answer to PTTL and returns the end of the object's life, 0 for none or if the user may not ask.
 func readEnd(c *resp.Conn) (end uint32, err error) {
 	left, err := c.Reply()
 	if _, refused := errors.AsType[*resp.Error](err); refused {
@@ -219,8 +219,8 @@ func readEnd(c *resp.Conn) (end uint32, err error) {
 	return uint32(time.Now().Add(time.Duration(min(left.Int, 1<<40)) * time.Millisecond).Unix()), nil
 }
 
-// readFirst reads an object's header and its first stripe. With an error about the
-// object the header is that of one whose stripes do not fit it. end is the end of its life, 0 where it has none.
+// readFirst reads an object's header and its first stripe. If the first stripe does not fit the header, it returns
+// the header with an error. end is the end of the object's life, 0 if it has none.
 func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer, flow *tier.Flow) (h header, end uint32, _ error) {
 	c.Command("PTTL", name)
 	c.Command("GET", name)
@@ -260,7 +260,7 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer
 	return h, end, flow.Fill(sum, c, dst[:h.stripeBytes(0)], 0)
 }
 
-// readError says that nothing is there, where that is what an answer means.
+// readError turns an answer that means a missing or foreign value into that error.
 func readError(err error) error {
 	if unlessWrongType(err) == nil {
 		return errForeign
@@ -271,7 +271,7 @@ func readError(err error) error {
 	return err
 }
 
-// readExact fills dst, which begins at byte at of the object, with a value that is as long.
+// readExact fills dst, which begins at byte at of the object, with a value that must be as long as dst.
 func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer, flow *tier.Flow) error {
 	c.Command("GET", name)
 	n, err := c.Value()
@@ -339,7 +339,7 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	return true, err
 }
 
-// lifeOf returns how long Redis shall keep an object, whole seconds; 0: until it is deleted.
+// lifeOf returns how long Redis must keep an object, in whole seconds; 0: until it is deleted.
 func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 	life := t.o.TTL
 	if m.End > 0 {
@@ -349,9 +349,9 @@ func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 	return life
 }
 
-// writeFirst writes an object's first value, after which the others do not end any more
-// before their time, in the place of what was there, and returns what it replaced in fact. Where
-// there was nothing, and another server has written one meanwhile, the new one stays.
+// writeFirst writes an object's first value and then removes the early end of life (strayLife) of the other
+// values. was is what find saw under the name. It returns what the write really replaced. If was is empty,
+// and another server has written the object meanwhile, that server's object stays.
 func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var options []string
@@ -367,7 +367,7 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 			c.Command(t.lookAt(k, nil).args...)
 		}
 		parts, ready := flow.Parts(first, 0)
-		if ready != nil { // the header is
+		if ready != nil { // the header is always ready
 			whenReady := ready
 			ready = func(i int) error {
 				if i == 0 {
@@ -406,7 +406,7 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 	return before, t.at(ctx, name, 0, func(c *resp.Conn) error { return persist(c, name, h, ttl) })
 }
 
-// persist has an object's stripes not end before their time.
+// persist removes the early end of life of an object's stripes, unless the object has a TTL.
 func persist(c *resp.Conn, name string, h header, ttl time.Duration) error {
 	if ttl > 0 {
 		return nil
@@ -424,12 +424,12 @@ func persist(c *resp.Conn, name string, h header, ttl time.Duration) error {
 
 func seconds(d time.Duration) string { return strconv.FormatInt(int64(d/time.Second), 10) }
 
-// remove deletes values that are all in the slot of one name.
+// remove deletes values, which must all be in the slot of name.
 func (t *Tier) remove(ctx context.Context, name string, values []string) error {
 	return t.ask(ctx, unlink(nil, name, values))
 }
 
-// unlink adds a command for each value: of several in one command a cluster refuses all while it moves
+// unlink adds a command for each value, because a cluster refuses a command with several names while it moves
 // their slot.
 func unlink(queries []query, name string, values []string) []query {
 	for _, v := range values {

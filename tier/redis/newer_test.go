@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// A value of a later release is a miss and stays as it is; one that is no object of any release is replaced.
+// A value of a later release is a miss and stays as it is. The tier replaces a value that no release writes.
 func TestValuesOfALaterReleaseStay(t *testing.T) {
 	f := newFake(t)
 	x := open(t, redis.Options{Addrs: []string{f.addr}})

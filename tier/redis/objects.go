@@ -43,7 +43,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 	return nil
 }
 
-// statLMCache asks for lengths: LMCache's layouts tell no more.
+// statLMCache asks for lengths, since LMCache's layouts store nothing more about an object.
 func (t *Tier) statLMCache(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
 	queries := make([]query, 0, len(keys))
 	for i, k := range keys {
@@ -94,7 +94,7 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer)
 	return tier.Meta{Len: int64(len(dst)), NoSum: true}, nil
 }
 
-// Write implements tier.Tier. What is there in the right length is left as it is.
+// Write implements tier.Tier. In LMCache's layouts it keeps an existing value of the right length.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("redis: write of %d bytes for %d", len(src), m.Len)
@@ -134,7 +134,7 @@ func (t *Tier) writeLMCache(ctx context.Context, name string, src []byte) (wrote
 	}
 	var length int64
 	err := t.at(ctx, name, 0, func(c *resp.Conn) (err error) {
-		c.Command("STRLEN", name) // a refusal where the name is no value's: SET would replace that, too
+		c.Command("STRLEN", name) // fails if the name is not of type string, which SET would replace, too
 		length, err = c.Int()
 		return err
 	})
@@ -153,10 +153,10 @@ func (t *Tier) writeLMCache(ctx context.Context, name string, src []byte) (wrote
 	})
 }
 
-// errMayNotDelete means that objects stay, because adapters of LMCache may be about to load them.
+// errMayNotDelete means that an object is not deleted, because adapters of LMCache may be about to load it.
 var errMayNotDelete = errors.New(`objects of LMCache's resp adapters are not deleted: set "delete": true where no server of lmcache 0.5.6 shares them`)
 
-// Delete implements tier.Tier. In the RESP layout it returns tier.ErrNotKept unless it may: the objects stay.
+// Delete implements tier.Tier. In the RESP layout without MayDelete it deletes nothing and returns tier.ErrNotKept.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	switch {
 	case len(keys) == 0:
@@ -192,7 +192,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 // scanCount is how many names one call asks for.
 const scanCount = 512
 
-// List implements tier.Lister for the native layout: the names of LMCache's do not tell
+// List implements tier.Lister for the native layout. The names in LMCache's layouts do not have
 // the namespace.
 func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	if t.o.Layout != Native {
@@ -211,7 +211,7 @@ func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return nil
 }
 
-// listSome calls f for those of keys that are whole and were not named yet: a scan may name one
+// listSome calls f for the keys of whole objects that are not in seen yet, since a scan may return a name
 // twice.
 func (t *Tier) listSome(ctx context.Context, keys []kv.Key, seen map[kv.Key]bool, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
 	keys = slices.DeleteFunc(keys, func(k kv.Key) bool {
@@ -231,9 +231,9 @@ func (t *Tier) listSome(ctx context.Context, keys []kv.Key, seen map[kv.Key]bool
 	return true, nil
 }
 
-// Hottest implements tier.Ranking for the native layout: those used most often where the server
-// counts that (a maxmemory-policy of the LFU kind), else those used last. A server that fails has
-// none.
+// Hottest implements tier.Ranking for the native layout. It ranks by the number of uses if the server
+// counts them (a maxmemory-policy of the LFU kind), else by the last use. It leaves out a server that
+// fails.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	if t.o.Layout != Native {
 		return tier.ErrNoList
@@ -265,7 +265,7 @@ func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) boo
 	return hot.Each(ctx, t, f)
 }
 
-// heats asks a server how hot values are. One that does not tell is as cold as can be.
+// heats asks a server how hot values are. A value without an answer gets the lowest heat.
 func (t *Tier) heats(ctx context.Context, s *server, names []string) (heats []int64, err error) {
 	err = s.do(ctx, s.lookups, 0, func(c *resp.Conn) error {
 		heats = make([]int64, len(names))
@@ -276,7 +276,7 @@ func (t *Tier) heats(ctx context.Context, s *server, names []string) (heats []in
 		if err := c.Flush(); err != nil {
 			return err
 		}
-		for i := range names { // one of the two is an error, by the server's policy
+		for i := range names { // the server's policy decides which of the two is an error
 			freq, err1 := number(c)
 			idle, err2 := number(c)
 			if err := cmp.Or(err1, err2); err != nil {
@@ -296,7 +296,7 @@ func (t *Tier) heats(ctx context.Context, s *server, names []string) (heats []in
 	return heats, err
 }
 
-// number reads one, or -1 where the server has none.
+// number reads an integer, and returns -1 if the server refuses or has none.
 func number(c *resp.Conn) (int64, error) {
 	r, err := c.Reply()
 	if _, refused := errors.AsType[*resp.Error](err); refused || errors.Is(err, resp.ErrNil) || err == nil && r.Kind != ':' {
@@ -305,7 +305,7 @@ func number(c *resp.Conn) (int64, error) {
 	return r.Int, err
 }
 
-// scan calls f with the objects' first values of a server, some at a time, until it reports false.
+// scan calls f with the names and keys of a server's objects, a page at a time, until f returns false.
 func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys []kv.Key) (more bool, _ error)) (more bool, _ error) {
 	return t.scanAs(ctx, s, t.pattern(), t.contentOf, func(names []string, contents []tier.Content) (bool, error) {
 		keys := make([]kv.Key, len(contents))
@@ -316,7 +316,7 @@ func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys 
 	})
 }
 
-// scanAs calls f with the names of a server that match and their contents as of reads them, a page at a time, until f reports false.
+// scanAs calls f with the names on a server that match pattern, and with what of reads from them, a page at a time, until f returns false.
 func (t *Tier) scanAs(ctx context.Context, s *server, pattern string, of func(name string) (tier.Content, bool), f func([]string, []tier.Content) (more bool, _ error)) (more bool, _ error) {
 	cursor := "0"
 	for {

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// A header that is parsed is one that was written; nothing that it says is too large.
+// A header that is accepted can be written with the same bytes, except one of formerMagic. Its stripes add up to its length.
 func FuzzHeader(f *testing.F) {
 	f.Add(header{length: 1, sum: 2, stripe: 3}.bytes(kv.Key{}))
 	f.Add(header{length: 100, sum: 2, stripe: 64, seal: 5, write: 6}.bytes(kv.Key{}))
@@ -59,8 +59,8 @@ func TestHeaderRefuses(t *testing.T) {
 	}
 }
 
-// What CLUSTER SLOTS answers is checked before it is believed, and a server without a
-// name is the one that was asked.
+// The answer to CLUSTER SLOTS is checked before it is used. A server without a
+// name in it is the server that was asked.
 func TestParseSlots(t *testing.T) {
 	text := func(s string) resp.Reply { return resp.Reply{Kind: '$', Text: s} }
 	number := func(n int64) resp.Reply { return resp.Reply{Kind: ':', Int: n} }

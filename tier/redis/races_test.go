@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// strays returns the names of values that nothing refers to and that never end.
+// strays returns the names of values to which no object refers and which have no end of life.
 func (f *fake) strays(k kv.Key, m tier.Meta) (all []string) {
 	sum := sumText(m)
 	f.mu.Lock()
@@ -32,7 +32,7 @@ func (f *fake) strays(k kv.Key, m tier.Meta) (all []string) {
 	return all
 }
 
-// The stripes of a writer that came second end, also when it is killed before it removes them.
+// The stripes of a writer that came second get an end of life, also if the writer is killed before it removes them.
 func TestStripesOfTheSecondWriterEnd(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)
@@ -48,7 +48,7 @@ func TestStripesOfTheSecondWriterEnd(t *testing.T) {
 			write(t, z, k, otherMeta, other)
 		case cmd[0] == "SET" && bytes.Equal(normal, []byte("$-1\r\n")): // a came second
 			second.Store(true)
-		case cmd[0] == "GETRANGE" && second.Load(): // and hears no more
+		case cmd[0] == "GETRANGE" && second.Load(): // and gets no more answers
 			kill()
 			return nil, true
 		}
@@ -63,7 +63,7 @@ func TestStripesOfTheSecondWriterEnd(t *testing.T) {
 	}
 }
 
-// A reader that finds a part of an object missing because another one has just taken its place reads that.
+// If a part of an object is missing because another version has just replaced it, a reader reads that version.
 func TestReaderReadsWhatReplacedAnObject(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)
@@ -88,8 +88,8 @@ func TestReaderReadsWhatReplacedAnObject(t *testing.T) {
 	}
 }
 
-// A server that encrypts an object anew hides it from no other server: their lookups and reads find the former one or the new one at each
-// moment.
+// While a server encrypts an object anew, other servers still find it: at each moment their lookups and reads find the former version or the
+// new one.
 func TestObjectsThatAreEncryptedAnewAreFound(t *testing.T) {
 	for _, command := range []string{"GETRANGE", "GET"} { // of the lookup, and of the read
 		f := newFake(t)
@@ -127,7 +127,7 @@ func TestObjectsThatAreEncryptedAnewAreFound(t *testing.T) {
 	}
 }
 
-// Of two servers that replace one object with bytes that differ nothing stays but one of them.
+// If two servers replace one object with different bytes, exactly one of the two versions stays, and nothing else.
 func TestTwoReplacers(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)

@@ -116,8 +116,8 @@ func TestRealEndsOfLives(t *testing.T) {
 	}
 }
 
-// TestRealHottest asks a real server (KVASIR_REDIS) and a real cluster (KVASIR_REDIS_CLUSTER) what is
-// hot, by both of a server's ways of counting.
+// TestRealHottest asks a real server (KVASIR_REDIS) and a real cluster (KVASIR_REDIS_CLUSTER) for the hottest
+// objects, by both of a server's ways of counting.
 func TestRealHottest(t *testing.T) {
 	one, cluster := os.Getenv("KVASIR_REDIS"), os.Getenv("KVASIR_REDIS_CLUSTER")
 	if one == "" && cluster == "" {

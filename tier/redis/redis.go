@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package redis keeps objects in Redis or Valkey: one server, a cluster, or the master
-// that sentinels name. Objects lie there in one of three layouts: one of our own, which
-// keeps checksums and splits large objects, or those of LMCache's resp and valkey
+// that sentinels name. There are three layouts of objects: Kvasir's own, which
+// has checksums and splits large objects, and those of LMCache's resp and valkey
 // adapters (0.5.6), byte for byte, which LMCache servers may share.
 //
-// Values go from the pool's memory to the socket and back without a copy in between, on
-// connections of their own, so that lookups never wait for them. A server that does not
-// answer, or answers something else, costs the call that asked it, within its deadline.
+// Values move between the pool's memory and the socket without a copy in between. They have
+// connections of their own, so lookups never wait for values. If a server does not
+// answer, or answers something else, only the call that asked it fails, within its deadline.
 package redis
 
 import (
@@ -30,12 +30,12 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Layout is how objects lie in the database.
+// Layout is how objects are stored in the database.
 type Layout uint8
 
 // Layouts.
 const (
-	Native Layout = iota // ours; see header
+	Native Layout = iota // Kvasir's own; see header.go
 	RESP                 // LMCache's resp adapter: the bytes under LMCache's name
 	Valkey               // LMCache's valkey adapter: the same, after a prefix if there is one
 )
@@ -47,21 +47,21 @@ const unixScheme = "unix:"
 type Options struct {
 	Addrs    []string // host:port, or unix:PATH; one, or several of a cluster or of sentinels
 	Cluster  bool     // the servers are a cluster
-	Sentinel string   // Addrs are sentinels that know the master by this name
+	Sentinel string   // if set, Addrs are sentinels, which know the master by this name
 
 	Username, Password                 string
 	SentinelUsername, SentinelPassword string
 	Database                           int         // not in a cluster
-	TLS                                *tls.Config // nil for none; without a ServerName certificates are those of the host
+	TLS                                *tls.Config // nil: no TLS; without a ServerName certificates must be for the host
 
 	Layout Layout
-	Prefix string        // of names; default "kvasir:" in the native layout, none in Valkey. RESP has none
+	Prefix string        // of names; default "kvasir:" in the native layout, none in Valkey. Not in RESP
 	Stripe int64         // native: bytes of an object in one value; default 4 MiB
-	TTL    time.Duration // life of objects, whole seconds; 0 for no end. RESP has none
-	Limit  int64         // bytes that a server may use in all; beyond it nothing is kept. 0 for no limit
+	TTL    time.Duration // time to live of objects, whole seconds; 0: no end. Not in RESP
+	Limit  int64         // bytes of memory that a server may use; beyond it no object is kept. 0 for no limit
 
-	// MayDelete lets objects be deleted in the RESP layout: LMCache's servers of 0.5.6
-	// wait for ever when one is gone between a lookup and its load.
+	// MayDelete allows Delete in the RESP layout. An LMCache server of 0.5.6
+	// waits for ever if an object is deleted between its lookup and its load.
 	MayDelete bool
 
 	Workers     int           // connections for values, to each server; default 8
@@ -69,9 +69,9 @@ type Options struct {
 	Timeout     time.Duration // of a request, with a second more for each 4 MiB of a value; default 5 s
 	DialTimeout time.Duration // of a connection until it can be used; default 10 s
 
-	Pause time.Duration // for which a server is left alone after three failures; default 2 s
+	Pause time.Duration // for which a server rests after three failures in a row; default 2 s
 
-	Names *tier.Names // of the namespaces; required in LMCache's layouts
+	Names *tier.Names // names of the namespaces; required in LMCache's layouts
 	Log   *slog.Logger
 }
 
@@ -112,15 +112,15 @@ type Tier struct {
 	topology topology
 	memory   memory
 	written  atomic.Int64
-	warned   sync.Map // of what was said once
+	warned   sync.Map // which warnings were logged
 
-	stale chan struct{} // the topology is to be asked for again
+	stale chan struct{} // asks watch to ask for the topology again
 	stop  func()
 	done  sync.WaitGroup
 }
 
-// Open returns the Tier. It does not wait for the servers: while they are not there
-// nothing is.
+// Open returns the Tier. It does not wait for the servers: while they do not answer, every
+// object is missing.
 func Open(o Options) (*Tier, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -154,7 +154,7 @@ func Open(o Options) (*Tier, error) {
 	return t, nil
 }
 
-// once reports whether something is to be said that was not said yet.
+// once reports whether the warning what was not logged before.
 func (t *Tier) once(what string) bool {
 	_, said := t.warned.LoadOrStore(what, true)
 	return !said
@@ -187,8 +187,8 @@ func isOurs(err error) bool {
 // errForeign means that a name has a value of another program.
 var errForeign = errors.New("redis: a value of another program")
 
-// refusal says that the place does not take objects, where that is why a server refused
-// to write.
+// refusal turns the error of a server that takes no objects now into tier.ErrNotKept with the
+// reason.
 func (t *Tier) refusal(err error) error {
 	e, ok := errors.AsType[*resp.Error](err)
 	if !ok {
@@ -213,8 +213,8 @@ func (t *Tier) refusal(err error) error {
 	return err
 }
 
-// lmcacheName returns the name of an object in LMCache's layouts; false where it is not
-// known, or can be none.
+// lmcacheName returns the name of an object in LMCache's layouts. It reports false if the name is not
+// known, or is not allowed.
 func (t *Tier) lmcacheName(k kv.Key) (string, bool) {
 	n, ok := t.o.Names.Of(k.Namespace)
 	if !ok {

@@ -93,7 +93,7 @@ func TestTier(t *testing.T) {
 	}
 }
 
-// certificates are those of a server at 127.0.0.1, and the trust in them.
+// certificates returns the certificate of a server at 127.0.0.1, and a pool that trusts it.
 func certificates(t *testing.T) (server, client *tls.Config) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -116,7 +116,7 @@ func certificates(t *testing.T) (server, client *tls.Config) {
 	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}, &tls.Config{RootCAs: pool}
 }
 
-// A server whose certificate nobody vouches for gets neither objects nor a password.
+// A server whose certificate no authority signed gets neither objects nor a password.
 func TestUnknownCertificateIsRefused(t *testing.T) {
 	server, _ := certificates(t)
 	_, other := certificates(t)
@@ -136,7 +136,7 @@ func TestUnknownCertificateIsRefused(t *testing.T) {
 }
 
 // Names and bytes in the database are those that LMCache's resp adapter writes and
-// reads, and what it wrote is found.
+// reads, and the Tier finds the objects that it wrote.
 func TestLMCacheBytes(t *testing.T) {
 	var vector struct {
 		Objects []struct {
@@ -298,7 +298,7 @@ func TestPartialSetIsAbsent(t *testing.T) {
 				t.Errorf("stripe %d %s: Read: %v", stripe, what, err)
 			}
 			if what == "list" {
-				continue // somebody else's: it stays, and nothing is written
+				continue // another program's value: it stays, and nothing is written
 			}
 			if left := mine(); stripe > 0 && len(left) > 0 {
 				t.Errorf("stripe %d %s: left are %q", stripe, what, left)
@@ -311,8 +311,8 @@ func TestPartialSetIsAbsent(t *testing.T) {
 	}
 }
 
-// The stripes of a writer that did not come to the end live for minutes; those of an
-// object do not end.
+// The stripes of a writer that did not finish have an end of life in some minutes; those of an
+// object have none.
 func TestStraysEnd(t *testing.T) {
 	f := newFake(t)
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10})
@@ -345,8 +345,8 @@ func TestStraysEnd(t *testing.T) {
 	}
 }
 
-// Two servers that write one object at the same time, with bytes that differ, leave one
-// of them whole, and nothing of the other.
+// If two servers write one object at the same time, with different bytes, one version stays
+// whole, and nothing of the other.
 func TestTwoWriters(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)
@@ -377,7 +377,7 @@ func TestTwoWriters(t *testing.T) {
 	}
 }
 
-// What somebody else keeps under a name of ours stays there.
+// A value of another program under a name of this tier stays there.
 func TestForeignDataStay(t *testing.T) {
 	for _, layout := range []redis.Layout{redis.Native, redis.Valkey} {
 		f := newFake(t)
@@ -407,8 +407,8 @@ func TestForeignDataStay(t *testing.T) {
 	}
 }
 
-// While LMCache's resp adapters use a database nothing is deleted from it, and it is not
-// filled.
+// In the layout of LMCache's resp adapters the Tier deletes nothing from a database, and does not
+// fill it.
 func TestRESPSparesLMCache(t *testing.T) {
 	f := newFake(t)
 	f.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
@@ -431,8 +431,8 @@ func TestRESPSparesLMCache(t *testing.T) {
 	}
 }
 
-// Where a user may not ask for the memory, a database of LMCache's resp adapters is not filled, and it
-// is said why; nor is one that is to have a limit.
+// If the user may not ask for the memory, the Tier writes nothing to a database of LMCache's resp adapters
+// or to one with a Limit, and logs the reason.
 func TestUnknownMemoryIsNotFilled(t *testing.T) {
 	for _, o := range []redis.Options{{Layout: redis.RESP}, {Limit: 1 << 30}} {
 		f := newFake(t)
@@ -457,7 +457,7 @@ func TestUnknownMemoryIsNotFilled(t *testing.T) {
 	}
 }
 
-// What a server uses is known before anything is written to it.
+// The Tier knows the memory that a server uses before it writes anything to it.
 func TestFirstWriteKnowsTheMemory(t *testing.T) {
 	f := newFake(t)
 	f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
@@ -498,7 +498,7 @@ func TestOpenRefuses(t *testing.T) {
 	f("Stripe", redis.Options{Addrs: []string{"a:1"}, Stripe: 100})
 }
 
-// A user that may only read: reads go on, and that nothing is written is said once.
+// With a user that may only read, reads go on, and the log says once that nothing is written.
 func TestReadOnlyUser(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 6000)
@@ -528,7 +528,7 @@ func TestReadOnlyUser(t *testing.T) {
 	}
 }
 
-// locked is a Buffer that several write to.
+// locked is a Buffer to which several goroutines write.
 type locked struct {
 	mu *sync.Mutex
 	*bytes.Buffer
@@ -540,8 +540,8 @@ func (l locked) Write(b []byte) (int, error) {
 	return l.Buffer.Write(b)
 }
 
-// What was used last, or most often where the server counts that, is the hottest; one that does not
-// tell has objects all the same.
+// The object that was used last is the hottest, or the one used most often if the server counts uses. If a server
+// does not tell, Hottest still returns its objects.
 func TestHottest(t *testing.T) {
 	f := newFake(t)
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10})

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// What a server refuses is an error with the server's words: an object that stays is not taken for deleted, and a look that is refused
-// not for one that found nothing.
+// If a server refuses a command, the error has the server's words. The Tier does not take an object that stays for deleted, and a refused
+// look not for one that found nothing.
 func TestRefusedCommandsAreErrors(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 6000)

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// RemoveIf implements tier.Emptying. In LMCache's layouts it removes every object whose name is of the layout, LMCache's too.
+// RemoveIf implements tier.Emptying. In LMCache's layouts it also removes objects that LMCache servers wrote, if f accepts them.
 func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	if err := t.topology.ask(ctx); err != nil {
 		return 0, err
@@ -67,7 +67,7 @@ func escapeGlob(s string) string {
 	return strings.NewReplacer("\\", "\\\\", "*", "\\*", "?", "\\?", "[", "\\[", "]", "\\]").Replace(s)
 }
 
-// contentOf returns the object of which a name is the first one.
+// contentOf returns the object whose first value has this name.
 func (t *Tier) contentOf(name string) (tier.Content, bool) {
 	if t.o.Layout == Native {
 		k, ok := t.keyOf(name)

@@ -56,7 +56,7 @@ func (l *load) start(t *testing.T) {
 	}
 }
 
-// end waits until nothing is under way.
+// end stops the load, and waits until its calls have ended.
 func (l *load) end(t *testing.T) {
 	t.Helper()
 	l.stop()
@@ -106,7 +106,7 @@ func (l *load) write(t *testing.T, i int) (ok bool) {
 	return err == nil
 }
 
-// missing is how many of those that were there, or were written, cannot be read.
+// missing returns how many of the objects that were there, or were written, cannot be read.
 func (l *load) missing(t *testing.T) (n int) {
 	for i := range l.keys {
 		if !l.read(t, i) {
@@ -153,8 +153,8 @@ func moveSlot(slot int, from, to *fake) {
 	})
 }
 
-// While slots move from one server to another, there and back, everything can be read and written: no
-// call fails. In the end no part of an object is left that would go after a while.
+// While slots move from one server to another and back, every object can be read and written: no
+// call fails. In the end no part of an object has an end of life.
 func TestReshard(t *testing.T) {
 	all := newCluster(t, 2)
 	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10})
@@ -191,7 +191,7 @@ func TestReshard(t *testing.T) {
 	}
 }
 
-// A large object whose slot is on its way, some of its values here and some there, is written, read and
+// A large object whose slot is being moved, with some values on each of two servers, is written, read and
 // deleted like any other.
 func TestSlotOnItsWay(t *testing.T) {
 	all := newCluster(t, 2)
@@ -225,7 +225,7 @@ func TestSlotOnItsWay(t *testing.T) {
 		if err := x.Delete(t.Context(), []kv.Key{k}); err != nil || len(all[0].names())+len(all[1].names()) > 0 {
 			t.Errorf("object %d: %v; left are %s", i, err, strings.Join(append(all[0].names(), all[1].names()...), " "))
 		}
-		write(t, x, k, meta, b) // all of it goes where the slot goes
+		write(t, x, k, meta, b) // all its values go to the target of the slot
 		if got := len(to.names()); got != 4 {
 			t.Errorf("object %d: %d of 4 values are where the slot goes", i, got)
 		}

@@ -44,7 +44,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// Two servers that write one object at once encrypt it differently: what is read is whole, and no stripe is left over.
+// Two servers that write one object at once encrypt it differently. A read returns one whole version, and no stripe of the other is left.
 func TestSealedWritersDoNotMixStripes(t *testing.T) {
 	f := newFake(t)
 	keys := tiertest.Keys(t, 1)
@@ -82,7 +82,7 @@ func TestSealedWritersDoNotMixStripes(t *testing.T) {
 	}
 }
 
-// An older build takes an encrypted object for none of its own, and leaves it until it stores the same object.
+// An older build does not take an encrypted object for its own, and leaves it until it stores the same object.
 func TestSealedHeaderIsNoneOfOlderBuilds(t *testing.T) {
 	f := newFake(t)
 	x := seal.New(open(t, redis.Options{Addrs: []string{f.addr}}), tiertest.Keys(t, 1), seal.Options{})

@@ -107,8 +107,8 @@ func TestCluster(t *testing.T) {
 			t.Errorf("server %d has %d values", i, n)
 		}
 	}
-	// One slot is on its way from one server to another: the source sends those who ask
-	// for what it has no more to the target, which answers those who say so.
+	// One slot is being moved from one server to another. The source redirects requests for keys
+	// that it does not have any more to the target, which answers clients that send ASKING.
 	name := ""
 	for _, n := range all[0].names() {
 		if strings.HasSuffix(n, "}") {
@@ -132,7 +132,7 @@ func TestCluster(t *testing.T) {
 	if all[2].called("ASKING") == 0 {
 		t.Error("nobody asked for the slot that moves")
 	}
-	// A server leaves: what it had is with the others.
+	// A server leaves: the others have its objects.
 	for _, n := range all[2].names() {
 		to := all[min(1, redis.SlotOf(n)*2/16384)]
 		to.set(n, all[2].value(n))
@@ -186,7 +186,7 @@ func TestClusterWithoutOne(t *testing.T) {
 	}
 }
 
-// While one server of a cluster is gone the others tell what is hot of them.
+// While one server of a cluster is gone, the others still tell their hottest objects.
 func TestHottestWithoutOne(t *testing.T) {
 	all := newCluster(t, 2)
 	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10, Pause: time.Millisecond})
@@ -206,7 +206,7 @@ func TestHottestWithoutOne(t *testing.T) {
 	}
 }
 
-// Servers that send each other every command, at once or one by one, cost a few answers, and the call ends.
+// If servers redirect every command to each other, at once or one by one, the call ends after a few answers.
 func TestRedirectionsThatLoop(t *testing.T) {
 	for _, word := range []string{"MOVED", "ASK"} {
 		all := newCluster(t, 2)
@@ -241,7 +241,7 @@ func TestRedirectionsThatLoop(t *testing.T) {
 	}
 }
 
-// A server that left a cluster has no connection of ours any more.
+// The Tier closes its connections to a server that left the cluster.
 func TestServersThatLeftAreForgotten(t *testing.T) {
 	all := newCluster(t, 3)
 	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10})
@@ -307,8 +307,8 @@ func TestSentinelFailover(t *testing.T) {
 	}
 }
 
-// A server that is started again is used again, without a call that fails when it was
-// only the idle connections that ended.
+// The Tier uses a restarted server again. If only the idle connections ended, no call
+// fails.
 func TestConnectionsAreReplaced(t *testing.T) {
 	f := newFakeOn(t, testkit.Listen(t))
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Password: "p", Stripe: 4 << 10})
@@ -342,7 +342,7 @@ func TestConnectionsAreReplaced(t *testing.T) {
 	}
 }
 
-// Values that take their time hold up no lookup.
+// Values that take long to arrive delay no lookup.
 func TestValuesDelayNoLookup(t *testing.T) {
 	f := newFake(t)
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Workers: 1, Lookups: 1, Timeout: time.Minute})

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/redis"
 )
 
-// The start is logged once: that Redis answers, and of LMCache's resp layout that nothing is deleted, unless it may be.
+// The Tier logs once that Redis answers and, in LMCache's resp layout without MayDelete, that it deletes nothing.
 func TestStartIsLogged(t *testing.T) {
 	f := newFake(t)
 	for _, c := range []struct {

@@ -18,14 +18,14 @@ import (
 
 const (
 	slots      = 1 << 14 // of a cluster
-	maxServers = 1 << 10 // that are known at once
+	maxServers = 1 << 10 // that the topology may have at once
 	maxMoves   = 5       // redirections that a call follows
 )
 
 // errNoServer means that the server of a key's slot is not known yet.
 var errNoServer = errors.New("redis: no server is known for the key")
 
-// topology is which servers there are, and which keeps which keys.
+// topology knows the servers, and which server has which keys.
 type topology struct {
 	o *Options
 
@@ -74,7 +74,7 @@ func (t *topology) serverLocked(addr string) (*server, error) {
 	return s, nil
 }
 
-// all returns the servers that are known to keep something.
+// all returns the servers that have keys, as far as known.
 func (t *topology) all() []*server {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -93,7 +93,7 @@ func (t *topology) all() []*server {
 	return slices.Collect(maps.Keys(seen))
 }
 
-// pick returns the server that keeps a key.
+// pick returns the server that has a key.
 func (t *topology) pick(key string) (*server, error) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -106,7 +106,7 @@ func (t *topology) pick(key string) (*server, error) {
 	if s := t.mu.slots[slotOf(key)]; s != nil {
 		return s, nil
 	}
-	for _, s := range t.mu.servers { // any one redirects to who keeps it
+	for _, s := range t.mu.servers { // any server redirects to the one that has the key
 		return s, nil
 	}
 	return nil, errNoServer
@@ -139,7 +139,7 @@ func (t *topology) ask(ctx context.Context) error {
 	return nil
 }
 
-// askCluster asks one server after the other which slots who has.
+// askCluster asks one server after the other, until one tells which servers have which slots.
 func (t *topology) askCluster(ctx context.Context) error {
 	t.mu.RLock()
 	known := slices.Collect(maps.Values(t.mu.servers))
@@ -162,7 +162,7 @@ func (t *topology) askCluster(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// slotRange is which server has the slots from first to last.
+// slotRange says which server has the slots first to last.
 type slotRange struct {
 	first, last int
 	addr        string
@@ -195,8 +195,8 @@ func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 	return ranges, nil
 }
 
-// replace replaces the known topology by the one that a server reported. Servers that have no
-// slots any more are forgotten, except those that the operator named.
+// replace replaces the known topology by the one that a server reported. It drops servers without
+// slots, except those that the operator named.
 func (t *topology) replace(ranges []slotRange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -268,8 +268,8 @@ func (t *topology) askSentinel(ctx context.Context, addr string) (string, error)
 	return net.JoinHostPort(r.List[0].Text, r.List[1].Text), nil
 }
 
-// slotOf returns the slot of a key: CRC16 of what stands between the first { and the
-// next }, or of all of it.
+// slotOf returns the slot of a key: CRC16 of the text between the first { and the
+// next }, or of the whole key if there is none.
 func slotOf(key string) int {
 	if _, tagged, ok := strings.Cut(key, "{"); ok {
 		if tag, _, ok := strings.Cut(tagged, "}"); ok && tag != "" {
@@ -290,14 +290,14 @@ func slotOf(key string) int {
 	return int(crc) % slots
 }
 
-// redirection is where a server sent a command.
+// redirection says to which server a command must go instead.
 type redirection struct {
 	addr string
 	slot int
-	ask  bool // this command alone
+	ask  bool // ASK: only for this command; else MOVED
 }
 
-// redirected reads a redirection; false where the error is none.
+// redirected parses a redirection. It reports false if the error is none.
 func (t *topology) redirected(from string, err error) (r redirection, ok bool) {
 	e, isRefusal := errors.AsType[*resp.Error](err)
 	if !isRefusal || !t.o.Cluster {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// kind is a request as bills have it.
+// kind is the kind of a request, as on a bill.
 type kind uint8
 
 const (
@@ -26,7 +26,7 @@ const (
 
 var kindNames = [kinds]string{"GET", "PUT", "HEAD", "LIST", "DELETE", "POST"}
 
-// why a request is sent again.
+// Reasons to send a request again.
 const (
 	whyBusy = iota
 	whyFailed
@@ -36,7 +36,7 @@ const (
 
 var whyNames = [whys]string{"busy", "failed", "connection"}
 
-// bill counts what is sent.
+// bill counts requests and bytes.
 type bill struct {
 	requests                      [kinds]atomic.Uint64
 	retries                       [whys]atomic.Uint64
@@ -58,15 +58,15 @@ func (b *bill) read() tier.Requests {
 	return r
 }
 
-// budget allows most events in any period of its length: all of them at once, or spread over it.
+// budget allows no more than b.most events in any period of budgetPieces steps, at once or spread over it.
 type budget struct {
 	most int
-	step time.Duration // the time is looked at in so long pieces
+	step time.Duration // length of a piece of time
 	mu   struct {
 		sync.Mutex
 		began time.Time
-		last  int64                 // piece, from began
-		spent [budgetPieces + 1]int // in the last pieces, by their numbers
+		last  int64                 // number of the last piece, counted from began
+		spent [budgetPieces + 1]int // events in the last pieces, by number modulo the length
 	}
 }
 
@@ -78,8 +78,8 @@ func newBudget(n int, per time.Duration) *budget {
 	return b
 }
 
-// take takes n, or reports that there are fewer. More than there can ever be is taken
-// when nothing was.
+// take spends n events and reports true, or reports false if fewer are left. If no event was spent in the
+// period, it allows any n, even more than most.
 func (b *budget) take(n int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -101,12 +101,12 @@ func (b *budget) take(n int) bool {
 }
 
 const (
-	earn      = 0.1 // sent again for each request that worked: a tenth of all
-	allowance = 64  // at most
+	earn      = 0.1 // repetitions that each successful request allows: a tenth
+	allowance = 64  // largest number of repetitions that can be saved up
 )
 
-// retries bounds the requests that are sent again, so that a store in trouble is not asked several
-// times as often. The zero value may send some.
+// retries bounds the requests that are sent again, so that a store in trouble does not get several
+// times as many requests. The zero value allows allowance repetitions.
 type retries struct {
 	mu struct {
 		sync.Mutex
@@ -135,33 +135,33 @@ const (
 	longWait  = 2 * time.Second
 )
 
-// backoff is how long to wait before a request is sent again: any time up to one that
-// doubles, so that clients that failed together do not come back together.
+// backoff is how long to wait before a request is sent again: a random time up to a bound that
+// doubles, so that clients that failed together do not try again together.
 func backoff(try int) time.Duration {
 	most := min(firstWait<<min(try, 10), longWait)
 	return rand.N(most) + time.Millisecond
 }
 
-// pause is a time in which something is not tried.
+// pause is a time in which a kind of request is not tried.
 type pause struct{ until atomic.Int64 } // UnixNano
 
 func (p *pause) begin(d time.Duration) { p.until.Store(time.Now().Add(d).UnixNano()) }
 
 func (p *pause) on() bool { return time.Now().UnixNano() < p.until.Load() }
 
-// sayEvery is how often one thing is said again while it goes on.
+// sayEvery is how often a warning is logged again while its cause lasts.
 const sayEvery = time.Hour
 
-// maxSaid bounds what is remembered of it.
+// maxSaid bounds the warnings that said remembers.
 const maxSaid = 256
 
-// said remembers what was said, and when. The zero value has said nothing.
+// said remembers which warnings were logged, and when.
 type said struct {
 	mu sync.Mutex
 	at map[string]time.Time
 }
 
-// now reports whether something is to be said, and takes it for said.
+// now reports whether to log the warning what now, and records that it was logged.
 func (s *said) now(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 )
 
 // BenchmarkRead reads 64 chunks of 4 MiB, 16 at once, and beside it gets the same objects
-// with net/http, plainly and in parallel. MB/s are those of all together.
+// with net/http, plainly and in parallel. MB/s is the rate of all together.
 func BenchmarkRead(b *testing.B) {
 	const chunks, size, width = 64, 4 << 20, 16
 	data, meta := tiertest.Object(1, size)
@@ -77,10 +77,10 @@ func BenchmarkRead(b *testing.B) {
 // BenchmarkSealed compares encrypted objects with plain ones, in a store of this process.
 func BenchmarkSealed(b *testing.B) { raceSealed(b, 0) }
 
-// BenchmarkOverLink is BenchmarkSealed with a store behind a link of 10 Gbit/s, each connection of which has all of it.
+// BenchmarkOverLink is BenchmarkSealed with a store behind a link of 10 Gbit/s. Each connection has that whole rate.
 func BenchmarkOverLink(b *testing.B) { raceSealed(b, 10e9/8) }
 
-// raceSealed compares encrypted objects with plain ones. rate is what the store takes and gives, bytes/s; 0: what it can.
+// raceSealed compares encrypted objects with plain ones. rate limits the bodies of the store, bytes/s; 0: no limit.
 func raceSealed(b *testing.B, rate float64) {
 	tiertest.RaceSealed(b, func(b *testing.B) (one, other tier.Tier) {
 		place := func() tier.Tier {

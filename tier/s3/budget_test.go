@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// In no hour more is spent than the budget, however it is asked for; what was spent an hour ago and a
-// minute may be spent again.
+// Callers never spend more than the budget in any hour, however they ask for it. An amount that was spent an hour and a
+// minute ago may be spent again.
 func TestBudgetOfAnHour(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		seed := rand.Uint64()

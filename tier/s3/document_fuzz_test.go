@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Documents of a store, or of what answers in its place: names that are taken from a list are those that this tier would write, and
-// the refusal that is read is one that the document has.
+// Documents of a store, or of another server in its place: the tier takes only names from a list that it would write itself, and
+// reads only a refusal that the document contains.
 func FuzzDocument(f *testing.F) {
 	native := &Tier{o: Options{Prefix: "kvasir/"}}
 	shared := &Tier{o: Options{Prefix: "p/", Layout: LMCache}}

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// Objects that were exchanged with their metadata are misses.
+// If two objects are exchanged with their metadata, they are misses.
 func TestExchangedObjectsAreMisses(t *testing.T) {
 	for _, layout := range []s3.Layout{s3.Native, s3.LMCache} {
 		f := newFake(t)
@@ -62,7 +62,7 @@ func TestExchangedObjectsAreMisses(t *testing.T) {
 	}
 }
 
-// The note is shared by all servers of the bucket, and one that did not change is not sent again.
+// All servers of the bucket share the note. If it did not change, the store does not send it again.
 func TestNote(t *testing.T) {
 	for _, layout := range []s3.Layout{s3.Native, s3.LMCache} {
 		f := newFake(t)

@@ -34,7 +34,7 @@ func (s stored) tag() string {
 }
 
 // fake is an object store in this process, with one bucket, that can be made to misbehave.
-// It trusts everybody: signatures are tested by their vectors, and against real servers.
+// It checks no signatures: these are tested by their vectors, and against real servers.
 type fake struct {
 	t   testing.TB
 	url string // of the bucket
@@ -44,12 +44,12 @@ type fake struct {
 	objects   map[string]stored
 	uploads   map[string]map[int][]byte
 	metas     map[string]string // of uploads
-	calls     []string          // method, name and what is special
+	calls     []string          // method, name and special options
 	heads     []http.Header
 	unchanged int // answers that an object is as it was
 
 	pages int     // objects of a page; 0 for 1,000
-	rate  float64 // of bodies, bytes/s; 0: what it can
+	rate  float64 // of bodies, bytes/s; 0: no limit
 
 	modified map[string]time.Time // of objects, where a test says so
 
@@ -75,7 +75,7 @@ func startFake(t testing.TB, start func(http.Handler) *httptest.Server, root str
 	return f
 }
 
-// misbehave sets answer, and ends what waits for the end of its request.
+// misbehave sets answer, and ends answers that wait for the end of their request.
 func (f *fake) misbehave(answer func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -160,7 +160,7 @@ func (f *fake) serve(w http.ResponseWriter, r *http.Request, root string) {
 	_, _ = f.paced(w).Write(normal.Body.Bytes())
 }
 
-// paced returns what passes a body on at the store's rate.
+// paced returns a writer that passes a body on at the store's rate.
 func (f *fake) paced(w io.Writer) io.Writer {
 	if f.rate == 0 {
 		return w

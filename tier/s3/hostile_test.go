@@ -53,7 +53,7 @@ func contentLength(a *httptest.ResponseRecorder) (n int) {
 	return n
 }
 
-// cut answers a part of what is right: so much of its head and its body.
+// cut answers a part of the right answer: so much of its head and its body.
 func cut(share float64, body bool) answer {
 	return text(func(_ *http.Request, normal *httptest.ResponseRecorder) string {
 		all := whole(normal)
@@ -72,7 +72,7 @@ func status(code int, name string) answer {
 	}
 }
 
-// sized answers a body of another length, which the head tells.
+// sized answers a body of another length, which the head states.
 func sized(of func(int) int) answer {
 	return text(func(_ *http.Request, normal *httptest.ResponseRecorder) string {
 		body := bytes.Repeat(normal.Body.Bytes(), 3)
@@ -84,7 +84,7 @@ func sized(of func(int) int) answer {
 	})
 }
 
-// answers are what a store may say instead of what it should.
+// answers are wrong answers that a store may give.
 var answers = map[string]answer{
 	"500": status(500, "InternalError"), "503": status(503, "SlowDown"), "403": status(403, "AccessDenied"), "404": status(404, "NoSuchKey"), "no bucket": status(404, "NoSuchBucket"),
 	"301": status(301, "PermanentRedirect"), "400": status(400, "ExpiredToken"), "412": status(412, "PreconditionFailed"), "409": status(409, "ConditionalRequestConflict"), "416": status(416, "InvalidRange"),
@@ -121,7 +121,7 @@ var answers = map[string]answer{
 	},
 }
 
-// aboutBodies reports whether an answer differs from what is right in its body alone.
+// aboutBodies reports whether an answer differs from the right one only in its body.
 func aboutBodies(what string) bool {
 	return strings.Contains(what, "byte") || strings.Contains(what, " the length") || strings.Contains(what, "range") || what == "cut in the body" || what == "cut before its end"
 }
@@ -188,7 +188,7 @@ func TestHostileAnswers(t *testing.T) {
 	}
 }
 
-// What a store does not confirm was not written, and a refusal is no failure.
+// A write that a store does not confirm counts as not written, and a refusal is no failure of the tier.
 func TestUnconfirmedWriteFails(t *testing.T) {
 	good, meta := tiertest.Object(1, 9<<10)
 	for _, what := range []string{"500", "503", "403", "no bucket", "301", "400", "409", "not HTTP", "huge length", "negative length", "cut before", "cut in the head", "507"} {
@@ -196,7 +196,7 @@ func TestUnconfirmedWriteFails(t *testing.T) {
 		x := open(t, s3.Options{URL: f.url, Tries: 2})
 		f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
 			f.mu.Lock()
-			clear(f.objects) // what it does not confirm it may forget
+			clear(f.objects) // the store may forget objects that it did not confirm
 			f.mu.Unlock()
 			return r.Method == http.MethodPut && answers[what](w, r, normal)
 		})
@@ -208,8 +208,8 @@ func TestUnconfirmedWriteFails(t *testing.T) {
 	}
 }
 
-// A store that is busy is asked again, but not more often than it answers others: what is
-// sent again is a part of all.
+// The tier asks a busy store again, but the requests that it sends again are at most a part of
+// all requests.
 func TestRetriesHaveABudget(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -243,7 +243,7 @@ func TestRetriesHaveABudget(t *testing.T) {
 	}
 }
 
-// lines counts what is logged.
+// lines counts log lines.
 type lines struct {
 	mu  sync.Mutex
 	all []string
@@ -267,7 +267,7 @@ func (l *lines) with(part string) (n int) {
 	return n
 }
 
-// What an operator has to mend is said in one line, once, however often it fails.
+// The log has a fault that an operator must mend in one line, once, however often it happens.
 func TestCausesAreLoggedOnce(t *testing.T) {
 	for code, c := range map[string]struct {
 		status int
@@ -306,7 +306,7 @@ func TestCausesAreLoggedOnce(t *testing.T) {
 	}
 }
 
-// Credentials that may only read: reads go on, and that nothing is written is said once.
+// With credentials that may only read, reads go on, and the log says once that nothing is written.
 func TestReadOnlyCredentials(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 100)
@@ -330,8 +330,8 @@ func TestReadOnlyCredentials(t *testing.T) {
 	}
 }
 
-// Without the right to list a bucket S3 says AccessDenied for what is not there. That is a
-// miss, and objects that are there are served.
+// Without the right to list a bucket S3 answers AccessDenied for a missing object. The tier reports a
+// miss then, and serves the objects that are there.
 func TestWithoutTheRightToList(t *testing.T) {
 	f := newFake(t)
 	var log lines
@@ -372,7 +372,7 @@ func TestWithoutTheRightToList(t *testing.T) {
 	}
 }
 
-// A note that may not be read is not replaced by one that knows less.
+// SetNote does not replace a note that the tier may not read, since that note may know more.
 func TestHiddenNoteIsNotReplaced(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -398,7 +398,7 @@ func TestHiddenNoteIsNotReplaced(t *testing.T) {
 	}
 }
 
-// A store whose certificate nobody vouches for gets neither objects nor a signature.
+// A store whose certificate no authority signed gets neither objects nor a signature.
 func TestUnknownCertificateIsRefused(t *testing.T) {
 	f := startFake(t, httptest.NewTLSServer, "/bucket")
 	var log lines
@@ -414,7 +414,7 @@ func TestUnknownCertificateIsRefused(t *testing.T) {
 	}
 }
 
-// A store that does not serve ranges is read whole.
+// From a store that does not serve ranges the tier reads whole objects.
 func TestStoreWithoutRanges(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, Part: 64 << 10})
@@ -433,7 +433,7 @@ func TestStoreWithoutRanges(t *testing.T) {
 	}
 }
 
-// An answer with other bytes of an object than those that were asked for is an error that
+// If an answer has other bytes of an object than the request asked for, the error
 // says so.
 func TestOtherRange(t *testing.T) {
 	f := newFake(t)
@@ -450,11 +450,11 @@ func TestOtherRange(t *testing.T) {
 	}
 }
 
-// An object that becomes another one while it is read in parts is never a mixture of both.
+// If an object is replaced while it is read in parts, a read never returns a mixture of both.
 func TestObjectChangesWhileItIsRead(t *testing.T) {
 	const size = 200 << 10
 	f := newFake(t)
-	x := open(t, s3.Options{URL: f.url, Part: 64 << 10, Layout: s3.LMCache}) // where no checksum tells
+	x := open(t, s3.Options{URL: f.url, Part: 64 << 10, Layout: s3.LMCache}) // where no checksum shows it
 	b, meta := tiertest.Object(1, size)
 	write(t, x, tiertest.Key(1), meta, b)
 	one, two := bytes.Repeat([]byte{1}, size), bytes.Repeat([]byte{2}, size)
@@ -494,7 +494,7 @@ func TestExpiredCredentialsAreRenewed(t *testing.T) {
 	write(t, x, tiertest.Key(1), meta, b)
 }
 
-// changing are credentials that are others each time.
+// changing is a source of credentials that returns other ones each time.
 type changing struct {
 	mu sync.Mutex
 	n  int
@@ -509,8 +509,8 @@ func (c *changing) Find(context.Context) (aws.Credentials, error) {
 
 func (*changing) Name() string { return "a test" }
 
-// A bucket with versions: what was deleted is not there, what is written again is, and older
-// versions are neither asked for nor deleted.
+// In a bucket with versions a deleted object is a miss, and is there once it is written again. The tier neither reads
+// nor deletes older versions.
 func TestVersionedBucket(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -548,8 +548,8 @@ func TestVersionedBucket(t *testing.T) {
 	}
 }
 
-// A bucket whose objects are locked takes none without a checksum, and deletes none: what it has is
-// served, and it is said once.
+// A bucket with object lock takes no object without a checksum, and deletes none. The tier serves its
+// objects, and logs this once.
 func TestLockedBucket(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 100)

@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// FuzzLabel reads marks that somebody else may have put on an object: what is read is what
-// would be written.
+// FuzzLabel reads marks that another program may have put on an object: a mark that is accepted is written
+// as the same text.
 func FuzzLabel(f *testing.F) {
 	f.Add(label{namespace: kv.Namespace{1, 2}, sum: 3, length: 4}.String())
 	f.Add("1.00000000000000000000000000000000.0000000000000000.-1")
@@ -42,7 +42,7 @@ func TestLabel(t *testing.T) {
 	}
 }
 
-// Names are read back, and nothing else is a name of ours.
+// Names that the tier writes are read back, and it accepts no other names.
 func TestNamesAreReadBack(t *testing.T) {
 	one, two := &Tier{o: Options{Prefix: "kvasir/"}}, &Tier{o: Options{Prefix: "other/"}}
 	k := kv.Key{Namespace: kv.Namespace{1}, Chunk: kv.Hash{2}, Rank: 3, Group: 4}
@@ -56,8 +56,8 @@ func TestNamesAreReadBack(t *testing.T) {
 	}
 }
 
-// An object with metadata of a later version is a miss in both layouts. In LMCache's, one without metadata is another
-// server's, whose length is trusted.
+// An object with metadata of a later version is a miss in both layouts. In LMCache's layout an object without metadata is of another
+// server, and its length is trusted.
 func TestLabelsOfALaterVersionAreMisses(t *testing.T) {
 	f := func(layout Layout, meta string, want tier.Meta) {
 		t.Helper()

@@ -33,7 +33,7 @@ func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return t.pages(ctx, func(p *page) (more bool, _ error) { return t.listPage(ctx, p, f) })
 }
 
-// Hottest implements tier.Ranking for the native layout: those written last. S3 does not tell what
+// Hottest implements tier.Ranking for the native layout. It ranks by the last write, since S3 does not tell what
 // was read.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	hot := tier.NewHot(n)
@@ -51,7 +51,7 @@ func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) boo
 	return hot.Each(ctx, t, f)
 }
 
-// pages calls f with each part of the list until it reports false.
+// pages calls f with each page of the list until f returns false.
 func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) error {
 	if t.o.Layout != Native {
 		return tier.ErrNoList
@@ -59,7 +59,7 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 	return t.allPages(ctx, f)
 }
 
-// RemoveIf implements tier.Emptying. In LMCache's layout it removes every object whose name is of the layout, LMCache's too.
+// RemoveIf implements tier.Emptying. In LMCache's layout it also removes objects that LMCache servers wrote, if f accepts them.
 func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	err = t.allPages(ctx, func(p *page) (bool, error) {
 		var names []string
@@ -77,7 +77,7 @@ func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tie
 	return removed, err
 }
 
-// contentOf returns the object that a name is of.
+// contentOf returns the object that has this name.
 func (t *Tier) contentOf(name string) (tier.Content, bool) {
 	if t.o.Layout == Native {
 		k, ok := t.keyOf(name)
@@ -92,9 +92,9 @@ func (t *Tier) contentOf(name string) (tier.Content, bool) {
 }
 
 func (t *Tier) allPages(ctx context.Context, f func(p *page) (more bool, _ error)) error {
-	seen := map[string]bool{"": true} // tokens
+	seen := map[string]bool{"": true} // continuation tokens
 	for token := ""; ; {
-		// Without an encoding one object of others with a control character in its name would hide all.
+		// Without an encoding, one foreign object with a control character in its name would make the whole page unreadable.
 		query := map[string]string{"list-type": "2", "prefix": t.o.Prefix, "encoding-type": "url"}
 		if token != "" {
 			query["continuation-token"] = token
@@ -121,7 +121,7 @@ func (t *Tier) allPages(ctx context.Context, f func(p *page) (more bool, _ error
 	}
 }
 
-// decode decodes the keys, where the store says that it encoded them. Some do not.
+// decode decodes the keys if the store says that it encoded them. Some stores do not encode.
 func (p *page) decode() {
 	if p.EncodingType != "url" {
 		return

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// A list whose pages come again ends.
+// A list ends if the store returns the same page again.
 func TestListThatLoops(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -41,7 +41,7 @@ func TestListThatLoops(t *testing.T) {
 	}
 }
 
-// Objects of others whose names can stand in no XML do not hide ours.
+// Objects of others whose names cannot be written in XML do not hide our objects.
 func TestListPastOddNames(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})

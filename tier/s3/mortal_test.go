@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// Both layouts keep the ends of lives of what Kvasir writes.
+// Both layouts keep the ends of lives of the objects that Kvasir writes.
 func TestEndsOfLives(t *testing.T) {
 	for name, o := range map[string]s3.Options{"native": {}, "LMCache's": {Layout: s3.LMCache}, "parts": {Part: 64 << 10}} {
 		t.Run(name, func(t *testing.T) {

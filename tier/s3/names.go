@@ -13,38 +13,39 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// In the native layout an object is called
+// In the native layout the name of an object is
 //
 //	PREFIX XX / KEY    KEY as kv.Key.String writes it, XX the first two digits of its chunk
 //
-// so that objects are spread over 256 prefixes, and S3 limits the requests per second of a
-// prefix. In LMCache's layout it has the name that tier.Name.LMCache gives.
+// so that objects are spread over 256 prefixes, since S3 limits the requests per second of a
+// prefix. In LMCache's layout it has the name of tier.Name.LMCache.
 //
-// In both, x-amz-meta-kvasir says what the object is:
+// In both layouts, x-amz-meta-kvasir describes the object:
 //
 //	2.NAMESPACE.SUM.LENGTH.KEY    namespace 32 digits, xxh3 and kv.Key.Digest 16, hexadecimal; length decimal, bytes
 //
-// and where an object has an end of its life, 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. An encrypted object
-// has 4.NAMESPACE.SUM.LENGTH.KEY.END.SEAL: its xxh3 is masked, its length that of the encrypted bytes, END 0 where it has none, SEAL
-// the short name of the key, 4 digits; earlier releases take it for no object. Objects of earlier releases have 1.NAMESPACE.SUM.LENGTH.
+// An object with an end of its life has 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. An encrypted object
+// has 4.NAMESPACE.SUM.LENGTH.KEY.END.SEAL: its xxh3 is masked, its length is that of the encrypted bytes, END is 0 if it has none, SEAL
+// is the short name of the key, 4 digits; earlier releases do not take it for an object. Objects of earlier releases have
+// 1.NAMESPACE.SUM.LENGTH.
 const metaField = "x-amz-meta-kvasir"
 
-// label is what stands in an object's metadata.
+// label is the content of an object's metadata field.
 type label struct {
 	namespace kv.Namespace
 	sum       uint64
 	length    int64
-	key       uint64 // digest of the key, where bound
+	key       uint64 // digest of the key, if bound
 	bound     bool
 	end       uint32 // of its life, seconds since 1970; 0: none
-	seal      uint16 // short name of the key; 0: it is plain
+	seal      uint16 // short name of the key that encrypted the object; 0: not encrypted
 }
 
 func labelOf(k kv.Key, m tier.Meta) label {
 	return label{k.Namespace, m.Sum, m.Len, k.Digest(), true, m.End, m.Seal}
 }
 
-// of reports whether the object can be k's.
+// of reports whether the label can be that of k's object.
 func (l label) of(k kv.Key) bool {
 	return l.namespace == k.Namespace && (!l.bound || l.key == k.Digest())
 }
@@ -63,7 +64,7 @@ func (l label) String() string {
 	return "2." + text
 }
 
-// parseLabel reads what String writes, and nothing else.
+// parseLabel parses the text of String, and accepts no other spelling.
 func parseLabel(text string) (l label, ok bool) {
 	parts := strings.Split(text, ".")
 	if l.bound = len(parts) >= 5 && len(parts) <= 7; len(parts) != 4 && !l.bound {
@@ -96,16 +97,16 @@ func parseLabel(text string) (l label, ok bool) {
 	if l.sum, err = strconv.ParseUint(parts[2], 16, 64); err != nil {
 		return label{}, false
 	}
-	if l.length, err = strconv.ParseInt(parts[3], 10, 64); err != nil || l.length < 1 || l.String() != text { // one label, one spelling
+	if l.length, err = strconv.ParseInt(parts[3], 10, 64); err != nil || l.length < 1 || l.String() != text { // refuse other spellings of the label
 		return label{}, false
 	}
 	return l, true
 }
 
-// lastLabel is the largest number that a label begins with.
+// lastLabel is the largest number with which a label of this release begins.
 const lastLabel = 4
 
-// isLater reports whether metadata are those of a later release: they begin with a larger number.
+// isLater reports whether a later release wrote the metadata: they begin with a larger number.
 func isLater(text string) bool {
 	number, _, ok := strings.Cut(text, ".")
 	n, err := strconv.ParseUint(number, 10, 32)
@@ -117,7 +118,7 @@ func (t *Tier) nativeName(k kv.Key) string {
 	return t.o.Prefix + k.Chunk.String()[:2] + "/" + k.String()
 }
 
-// objectName returns the name of an object; false where it is not known, or can be none.
+// objectName returns the name of an object. It reports false if the name is not known, or is not allowed.
 func (t *Tier) objectName(k kv.Key) (string, bool) {
 	if t.o.Layout == Native {
 		return t.nativeName(k), true
@@ -136,10 +137,10 @@ func (t *Tier) objectName(k kv.Key) (string, bool) {
 	return t.o.Prefix + name, ok
 }
 
-// maxName is how long a name in a bucket may be, bytes.
+// maxName is the largest length of a name in a bucket, in bytes.
 const maxName = 1024
 
-// keyOf returns the object of a name in the native layout; false for what is not ours.
+// keyOf returns the key of the object with this name in the native layout. It reports false for other objects.
 func (t *Tier) keyOf(name string) (kv.Key, bool) {
 	inner, ok := strings.CutPrefix(name, t.o.Prefix)
 	if !ok || len(inner) < 3 {
@@ -149,10 +150,10 @@ func (t *Tier) keyOf(name string) (kv.Key, bool) {
 	return k, err == nil && t.nativeName(k) == name
 }
 
-// path returns where an object is on its server, escaped.
+// path returns the path of an object on its server, escaped.
 func path(name string) string { return "/" + aws.Escape(name, true) }
 
-// known returns the Meta of an object of length bytes for a reader of k, by its metadata;
+// known returns the Meta of an object of length bytes for a reader of k, from its metadata;
 // zero if the object belongs to another key, or its life is over.
 func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
 	m := t.labelled(k, length, meta)
@@ -162,15 +163,15 @@ func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
 	return m
 }
 
-// labelled is known for objects whose life may be over.
+// labelled is known, but also accepts objects whose life is over.
 func (t *Tier) labelled(k kv.Key, length int64, meta string) tier.Meta {
 	l, ok := parseLabel(meta)
 	switch {
 	case length <= 0:
 		return tier.Meta{}
-	case meta == "" && t.o.Layout == LMCache && !t.o.Summed: // another server's
+	case meta == "" && t.o.Layout == LMCache && !t.o.Summed: // an LMCache server wrote it
 		return tier.Meta{Len: length, NoSum: true}
-	case !ok, !l.of(k), l.length != length: // not ours, a later release's, of another layout, torn
+	case !ok, !l.of(k), l.length != length: // of another program, a later release or another layout, or torn
 		return tier.Meta{}
 	}
 	return tier.Meta{Len: length, Sum: l.sum, End: l.end, Seal: l.seal}

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// An object of a later release is a miss and stays as it is; one whose metadata are of no release is replaced.
+// An object of a later release is a miss and stays as it is. The tier replaces an object whose metadata no release writes.
 func TestObjectsOfALaterReleaseStay(t *testing.T) {
 	for _, layout := range []s3.Layout{s3.Native, s3.LMCache} {
 		f := newFake(t)

@@ -13,17 +13,17 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// note is the note as it was read last.
+// note is the last read note and its ETag.
 type note struct {
 	tag  string
 	text []byte
 }
 
-// errHidden means that the note is there and may not be read.
+// errHidden means that the note exists and the credentials may not read it.
 var errHidden = errors.New("s3: the note of generations is there and may not be read: allow s3:GetObject and s3:ListBucket")
 
-// Note implements tier.Notebook: a GET that the store answers with 304 while the note is as it was. One that is forbidden counts as
-// missing: without the right to list S3 says so of a missing one. SetNote then replaces none.
+// Note implements tier.Notebook with a GET, which the store answers with 304 if the note has not changed. A forbidden note counts as
+// missing, because without the right to list S3 says that a missing object is forbidden. SetNote then never replaces an existing note.
 func (t *Tier) Note(ctx context.Context) ([]byte, error) {
 	was := t.note.Load()
 	r := request{kind: kindGet, name: t.o.Prefix + tier.NoteName}

@@ -15,10 +15,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// metaAnswer is metaField as answers have it.
+// metaAnswer is metaField as written in answers.
 const metaAnswer = "X-Amz-Meta-Kvasir"
 
-// object is what stands under a name.
+// object is what a HEAD or GET says about an object.
 type object struct {
 	there  bool
 	length int64
@@ -31,10 +31,10 @@ func objectOf(a *http1.Response) (object, error) {
 	return object{there: true, length: n, meta: a.Field(metaAnswer), tag: a.Field("Etag")}, err
 }
 
-// look asks for an object without its bytes. What was refused to credentials that turn out to have
-// ended is asked for again, with those that came after them.
+// look asks for an object without its bytes. If the store refuses, and the credentials have been renewed
+// meanwhile, it asks again with the new ones.
 func (t *Tier) look(ctx context.Context, name string) (object, error) {
-	former, _ := t.keys.Get(ctx) // without any the request says so
+	former, _ := t.keys.Get(ctx) // without credentials the request fails
 	o, err := t.lookOnce(ctx, name)
 	if s := status(err); s == http.StatusForbidden || s == http.StatusBadRequest {
 		if now, err := t.keys.Get(ctx); err == nil && now != former {
@@ -61,16 +61,16 @@ func (t *Tier) lookOnce(ctx context.Context, name string) (o object, _ error) {
 	return o, err
 }
 
-// reason finds out why a HEAD was refused, by asking for a byte of the object. The error is
-// nil where that is because the object is not there: without the right to list S3 says
-// that it is forbidden.
+// reason finds out why a HEAD was refused, by a GET of one byte of the object. The error is
+// nil if the object is missing: without the right to list S3 says that a missing object
+// is forbidden.
 func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 	if t.noList.on() && status(refused) == http.StatusForbidden {
 		return nil
 	}
 	err := t.do(ctx, &request{kind: kindGet, name: name, fields: header(nil, "range", "bytes=0-0")}, nothing)
 	switch {
-	case err == nil && status(refused) == http.StatusNotFound: // it was put there meanwhile
+	case err == nil && status(refused) == http.StatusNotFound: // another client wrote it meanwhile
 		return nil
 	case err == nil: // only HEAD is forbidden
 		return refused
@@ -90,11 +90,11 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 // Flows implements tier.Flowing.
 func (t *Tier) Flows() {}
 
-// maxStatFailures failures end a Stat.
+// After maxStatFailures failed requests a Stat ends.
 const maxStatFailures = 3
 
-// Stat implements tier.Tier: a HEAD for each key, many at once. What some requests could
-// not find out is missing, if others could.
+// Stat implements tier.Tier with a HEAD for each key, many at once. If some requests fail and
+// others succeed, the objects of the failed ones count as missing.
 func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -102,7 +102,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 	clear(metas[:len(keys)])
 	var answered atomic.Bool
 	var failed atomic.Int32
-	var one atomic.Pointer[error] // of those that failed
+	var one atomic.Pointer[error] // error of a failed request
 	err := spread(ctx, t.o.Lookups, len(keys), func(ctx context.Context, i int) error {
 		name, ok := t.objectName(keys[i])
 		if !ok {
@@ -129,7 +129,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 	return err
 }
 
-// Read implements tier.Tier: several ranges at once where the object is larger than a part.
+// Read implements tier.Tier. It reads several ranges at once if the object is larger than a part.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	return t.read(ctx, k, dst, nil)
 }
@@ -139,7 +139,7 @@ func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Met
 	return tier.Summed(dst, func(s *tier.Summer) (tier.Meta, error) { return t.read(ctx, k, dst, s) })
 }
 
-// read fills dst, and has the bytes of a single part pass through sum.
+// read fills dst. If the object has a single part, its bytes pass through sum.
 func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
 	if err := ctx.Err(); err != nil {
 		return tier.Meta{}, err
@@ -159,7 +159,7 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer)
 			err = tier.ErrMissing
 		}
 	case http.StatusForbidden:
-		if hasCode(err, "AccessDenied") { // as in reason
+		if hasCode(err, "AccessDenied") { // perhaps the object is missing: see reason
 			err = t.reason(ctx, name, err)
 			if err == nil {
 				err = tier.ErrMissing
@@ -180,11 +180,11 @@ var (
 	// errWhole means that a store does not serve ranges.
 	errWhole = errors.New("s3: the answer has the whole object, where a range was asked for")
 
-	// errChanged means that an object became another one while it was read in parts.
+	// errChanged means that an object was replaced while it was read in parts.
 	errChanged = errors.New("s3: the object changed while it was read")
 )
 
-// readParts reads an object in parts, which must be of one version of it.
+// readParts reads an object in parts, which must all be of one version of the object.
 func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte, sum *tier.Summer) (object, error) {
 	size := int64(len(dst))
 	n := int((size-1)/t.o.Part) + 1
@@ -219,7 +219,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 		})
 	})
 	if status(err) == http.StatusRequestedRangeNotSatisfiable {
-		err = &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}} // it is shorter
+		err = &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}} // the object is shorter
 	}
 	if err != nil {
 		return object{}, err
@@ -251,15 +251,15 @@ func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte,
 	return o, err
 }
 
-// Delete implements tier.Tier: a request for each key, many at once. In LMCache's layout
-// objects of another layout than ours stay.
+// Delete implements tier.Tier with a request for each key, many at once. In LMCache's layout
+// it keeps objects of another layout of chunks.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	return spread(ctx, t.o.Lookups, len(keys), func(ctx context.Context, i int) error {
 		name, ok := t.objectName(keys[i])
 		if !ok {
 			return nil
 		}
-		if t.o.Layout == LMCache { // others have a name for it, too
+		if t.o.Layout == LMCache { // an object of another layout of chunks may have the same name
 			o, err := t.look(ctx, name)
 			if err != nil || t.labelled(keys[i], o.length, o.meta).Len == 0 && o.length > 0 {
 				return err
@@ -269,7 +269,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	})
 }
 
-// deleteNamed deletes the object of a name. An object that is not there is no error.
+// deleteNamed deletes the object of a name. A missing object is no error.
 func (t *Tier) deleteNamed(ctx context.Context, name string) error {
 	err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
 	if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {

@@ -166,8 +166,8 @@ func realAccounts(t *testing.T, url, revoke string) {
 	reads(x)
 }
 
-// realConditions has two servers write objects of other bytes under the same names at once: one of the two stays, whole, and both
-// find it. The store knows If-None-Match, so the other one is refused.
+// realConditions lets two servers write different bytes under the same names at once. One of the two objects stays, whole, and both
+// servers find it. The store knows If-None-Match, so it refuses the other one.
 func realConditions(t *testing.T, url string) {
 	var log lines
 	prefix := fmt.Sprintf("conditions-%d/", time.Now().UnixNano())
@@ -202,7 +202,7 @@ func realConditions(t *testing.T, url string) {
 	}
 }
 
-// trust is what AWS_CA_BUNDLE names, nil for the system's.
+// trust returns the authorities of the file that AWS_CA_BUNDLE names; nil: those of the system.
 func trust(t *testing.T) *tls.Config {
 	t.Helper()
 	ca := os.Getenv("AWS_CA_BUNDLE")

@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// A lookup with credentials that have just ended finds what is there: a HEAD does not say that they
-// have, so the store is asked in another way, and then once more.
+// A lookup with credentials that have just expired still finds the objects. The answer to a HEAD does not say that
+// they expired, so the tier sends another request to learn it, renews them, and asks again.
 func TestLookupRenewsCredentials(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 100)
@@ -37,8 +37,8 @@ func TestLookupRenewsCredentials(t *testing.T) {
 	}
 }
 
-// Without the right to list, too, a lookup finds out that its credentials have ended: that is not taken for
-// what is not there.
+// Also without the right to list, a lookup finds out that its credentials have expired, and does not take that for
+// a missing object.
 func TestLookupRenewsCredentialsWithoutList(t *testing.T) {
 	f := newFake(t)
 	b, meta := tiertest.Object(1, 100)

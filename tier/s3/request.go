@@ -25,10 +25,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// slowest is the rate at which a value must at least be moved, bytes a second.
+// slowest is the rate, in bytes per second, at which a value must move at least.
 const slowest = 4 << 20
 
-// maxDocument bounds an answer that is no object: an error, or a page of a list, bytes.
+// maxDocument bounds the bytes of an answer that is no object: an error, or a page of a list.
 const maxDocument = 8 << 20
 
 // request is one request to the bucket.
@@ -38,9 +38,9 @@ type request struct {
 	query  string // escaped and in order
 	fields []aws.Field
 	body   []byte
-	flow   *tier.Flow // of body, which is at byte at of its object; nil: all of it is there
+	flow   *tier.Flow // Flow of body, which is at byte at of its object; nil: all of body is ready
 	at     int64
-	bytes  int64 // of the answer, about
+	bytes  int64 // about how many bytes the answer has
 }
 
 func (k kind) method() string {
@@ -53,8 +53,8 @@ func (k kind) method() string {
 // Error is an answer that refuses.
 type Error struct {
 	Status          int
-	Code, Message   string // as the store says; Code is empty where it says nothing
-	Region          string // of the bucket, where the store reports it
+	Code, Message   string // from the store's answer; Code may be empty
+	Region          string // region of the bucket, if the store reports it
 	Kind            string // of the request
 	skew            time.Duration
 	unknownDocument bool
@@ -71,11 +71,11 @@ func (e *Error) Error() string {
 	return text
 }
 
-// errAnswer means that an answer is none to what was asked.
+// errAnswer means that an answer does not fit the request.
 var errAnswer = errors.New("s3: not the answer to the request")
 
-// do sends a request and calls take with the answer, again where that may help and there
-// is time. take reads what it needs; it may be called again.
+// do sends a request and calls take with the answer. It tries again if that may help and there
+// is time, so take may be called more than once.
 func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) error) error {
 	room := t.others
 	if int64(len(r.body))+r.bytes > 0 {
@@ -128,7 +128,7 @@ func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) er
 	}
 }
 
-// wait waits, or reports that the context would end before.
+// wait waits for d. It reports false, without waiting, if the context would end before.
 func wait(ctx context.Context, d time.Duration) bool {
 	if end, ok := ctx.Deadline(); ok && time.Until(end) < d {
 		return false
@@ -143,8 +143,8 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// once sends a request once: over a connection that was idle, and where that turns out to
-// be gone over a new one.
+// once sends a request once: over an idle connection, and if that turns out to be
+// closed, over a new one.
 func (t *Tier) once(ctx context.Context, r *request, keys aws.Credentials, take func(*http1.Response) error) error {
 	conn, err := t.client.Conn(ctx)
 	if err != nil {
@@ -187,7 +187,7 @@ func (t *Tier) exchange(ctx context.Context, conn *http1.Conn, r *request, keys 
 	t.bill.requests[r.kind].Add(1)
 	done := false
 	defer func() {
-		if !done { // the memory of the body went away
+		if !done { // panicked: a peer took the memory of the body away
 			conn.Close()
 		}
 	}()
@@ -234,7 +234,7 @@ func (e *Error) read(body []byte) {
 	}
 }
 
-// nothing takes an answer without looking at what is in it.
+// nothing reads an answer and ignores its content.
 func nothing(a *http1.Response) error {
 	_, err := a.ReadAll(maxDocument)
 	return err
@@ -263,7 +263,7 @@ func (t *Tier) transient(err error, keys aws.Credentials, try int) (why int, ok 
 		return whyFailed, true
 	}
 	if e, timed := errors.AsType[net.Error](err); timed && e.Timeout() {
-		return whyBroken, false // it has had its time
+		return whyBroken, false // the request has used up its time
 	}
 	return whyBroken, true
 }
@@ -282,7 +282,7 @@ func isTrust(err error) bool {
 	return bad || unknown || name
 }
 
-// explain says what an operator has to do, once for each cause.
+// explain logs what the operator must do, every sayEvery for each cause.
 func (t *Tier) explain(err error) {
 	cause, what := diagnosis(err)
 	if cause == "" || !t.said.now(cause) {
@@ -300,14 +300,14 @@ func (t *Tier) explain(err error) {
 	t.log.Error("S3 refuses the configuration: nothing is read or written", args...)
 }
 
-// diagnosis says what is to be done about an error that does not go away by itself; empty
-// for others.
+// diagnosis says what the operator must do about an error that does not go away by itself. It returns empty
+// texts for other errors.
 func diagnosis(err error) (cause, what string) {
 	if isTrust(err) {
 		return "trust", "its certificate is not trusted: give its authority (s3_ca_bundle), or the name that it is for"
 	}
 	e, ok := errors.AsType[*Error](err)
-	if !ok || e.Kind == kindNames[kindHead] { // which does not say why
+	if !ok || e.Kind == kindNames[kindHead] { // a HEAD does not say why
 		return "", ""
 	}
 	switch e.Code {
@@ -331,7 +331,7 @@ func diagnosis(err error) (cause, what string) {
 	return "", ""
 }
 
-// length returns how long the object is that an answer has.
+// length returns the length of the object in an answer.
 func length(a *http1.Response) (int64, error) {
 	text := a.Field("Content-Length")
 	n, err := strconv.ParseInt(text, 10, 64)
@@ -341,7 +341,7 @@ func length(a *http1.Response) (int64, error) {
 	return n, nil
 }
 
-// fill reads an answer of exactly as many bytes as dst has.
+// fill reads an answer that must have exactly as many bytes as dst.
 func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer, flow *tier.Flow) error {
 	if err := flow.Fill(sum, a, dst, 0); err != nil {
 		return fmt.Errorf("s3: read: %w", err)
@@ -350,8 +350,8 @@ func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer, flow *tier.
 	return nil
 }
 
-// spread calls f with 0 to n-1, width of them at once, until one fails, and returns after
-// the last call. Memory that goes away under a call is an error.
+// spread calls f with 0 to n-1, width calls at once, until one fails, and returns after
+// the last call. If a peer takes memory away under a call, that is an error of the call.
 func spread(ctx context.Context, width, n int, f func(ctx context.Context, i int) error) error {
 	if n == 0 {
 		return nil
@@ -389,12 +389,12 @@ func spread(ctx context.Context, width, n int, f func(ctx context.Context, i int
 	work()
 	wg.Wait()
 	if len(errs) > 0 {
-		return errs[0] // the others ended because of it
+		return errs[0] // the other errors follow from it
 	}
 	return nil
 }
 
-// header adds a field to those of a request.
+// header adds a field to the fields of a request.
 func header(fields []aws.Field, name, value string) []aws.Field {
 	return append(slices.Clip(fields), aws.Field{Name: name, Value: value})
 }
@@ -405,7 +405,7 @@ func hasCode(err error, codes ...string) bool {
 	return ok && slices.ContainsFunc(codes, func(c string) bool { return strings.EqualFold(c, e.Code) })
 }
 
-// status returns that of an answer which refuses, 0 for other errors.
+// status returns the status of an answer that refuses, 0 for other errors.
 func status(err error) int {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e.Status

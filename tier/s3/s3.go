@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package s3 keeps objects in a bucket of Amazon S3 or one of its relatives. They lie there
-// under names of our own, or under those of LMCache's s3 adapter (0.5.6), byte for byte,
-// which LMCache servers may share. The checksum stands in the object's metadata, which
-// LMCache does not look at.
+// Package s3 keeps objects in a bucket of Amazon S3 or of a compatible store. They have
+// names of Kvasir's own, or the names of LMCache's s3 adapter (0.5.6), byte for byte,
+// which LMCache servers may share. The checksum is in the object's metadata, which
+// LMCache does not read.
 //
-// Values go from the pool's memory to the socket and back without a copy in between, large
-// ones in parts, several at once. No more is read than there is room for. Each request is
-// counted by its kind, as bills have it.
+// Values move between the pool's memory and the socket without a copy in between, large
+// ones in parts, several at once. An answer longer than the memory for it is not read.
+// Each request is counted by its kind, as on a bill.
 package s3
 
 import (
@@ -27,45 +27,45 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// Layout is what objects are called.
+// Layout is how objects are named.
 type Layout uint8
 
 // Layouts.
 const (
-	Native  Layout = iota // ours; see objectName
+	Native  Layout = iota // Kvasir's own; see names.go
 	LMCache               // LMCache's s3 adapter
 )
 
 // Options configures a Tier. A zero field means its default.
 type Options struct {
-	URL    string      // where the bucket's root is: https://BUCKET.HOST, or with path style https://HOST/BUCKET
+	URL    string      // root of the bucket: https://BUCKET.HOST, or with path style https://HOST/BUCKET
 	Region string      // default us-east-1
-	TLS    *tls.Config // of https; nil for the system's authorities
-	Keys   *aws.Keeper // credentials; nil to look where Amazon's programs do
+	TLS    *tls.Config // for https; nil for the system's authorities
+	Keys   *aws.Keeper // credentials; nil to look where Amazon's programs look
 	Layout Layout
 	Prefix string // before every name; default "kvasir/" in the native layout, none in LMCache's
 
-	Part      int64 // bytes of one read; larger objects are read in several, at once; default 8 MiB
-	Upload    int64 // bytes of one write; larger objects are written in several, at once; default 64 MiB, at least 5 MiB
-	Overwrite bool  // write without If-None-Match, which the store does not understand
+	Part      int64 // bytes of one read; larger objects are read in several parts at once; default 8 MiB
+	Upload    int64 // bytes of one write; larger objects are written in several parts at once; default 64 MiB, at least 5 MiB
+	Overwrite bool  // write without If-None-Match, for stores that do not know it
 
-	Summed bool // serve only what has a checksum; LMCache's layout
+	Summed bool // in LMCache's layout: serve only objects with a checksum
 
-	PutsPerHour int // PUT and POST requests; beyond it nothing is kept; 0 for no limit
+	PutsPerHour int // PUT and POST requests; beyond it no object is kept; 0 for no limit
 
 	Workers     int           // requests for values at once; default 64
-	Lookups     int           // others at once; default 64
+	Lookups     int           // other requests at once; default 64
 	Timeout     time.Duration // of a request, with a second more for each 4 MiB; default 5 s
 	DialTimeout time.Duration // of a connection; default 5 s
 	Tries       int           // of a request; default 4
 
-	Names *tier.Names // of the namespaces; required in LMCache's layout
+	Names *tier.Names // names of the namespaces; required in LMCache's layout
 	Log   *slog.Logger
 }
 
 const (
-	minUpload = 5 << 20 // bytes; what S3 takes as a part
-	maxUpload = 5 << 30 // bytes; what S3 takes as a whole
+	minUpload = 5 << 20 // bytes; smallest part that S3 accepts
+	maxUpload = 5 << 30 // bytes; largest object that S3 accepts in one request
 )
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -101,22 +101,22 @@ type Tier struct {
 	signer aws.Signer
 	keys   *aws.Keeper
 
-	values, others chan struct{} // have a place for each request
+	values, others chan struct{} // one place for each request at once
 	retries        retries       // requests that are sent again
 	puts           *budget       // nil for no limit
 	written        atomic.Int64
-	readOnly       pause       // writes were refused
-	noList         pause       // requests for missing objects are refused
-	unconditional  atomic.Bool // If-None-Match is not known
-	bucket         atomic.Bool // it is there: 404 is about an object
+	readOnly       pause       // runs after a write was refused
+	noList         pause       // runs while the store refuses requests for missing objects
+	unconditional  atomic.Bool // the store does not know If-None-Match
+	bucket         atomic.Bool // the bucket exists, so 404 is about an object
 	bill           bill
 	said           said
 	note           atomic.Pointer[note]
-	hidden         atomic.Bool // the note may not be read, or is missing
+	hidden         atomic.Bool // the note is missing, or the credentials may not read it
 }
 
-// Open returns the Tier. It does not wait for the store: while that is away nothing is
-// there.
+// Open returns the Tier. It does not wait for the store: while the store does not answer, every object is
+// missing.
 func Open(o Options) (*Tier, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err

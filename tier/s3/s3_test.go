@@ -158,8 +158,8 @@ func TestUploadInParts(t *testing.T) {
 	}
 }
 
-// Names, bytes and heads are those that LMCache's s3 adapter sends, but for our mark,
-// which it does not look at; and what it wrote is found.
+// Names, bytes and headers are those that LMCache's s3 adapter sends, except our mark,
+// which that ignores. The tier finds the objects that the adapter wrote.
 func TestLMCacheBytes(t *testing.T) {
 	var vector struct {
 		Objects []struct {
@@ -232,9 +232,9 @@ func TestLMCacheBytes(t *testing.T) {
 	}
 }
 
-// An object that is shorter or longer than it should be, or has another checksum's mark,
-// or none in our layout, is not served: no byte passes the end of the memory that it is
-// read to. The next write replaces it.
+// The tier does not serve an object that is shorter or longer than it should be, or has the mark of another
+// checksum, or no mark in our layout. No byte is written past the end of the memory of the
+// read. The next write replaces the object.
 func TestTornObjectsHeal(t *testing.T) {
 	const size = 100 << 10
 	damages := map[string]func(stored) stored{
@@ -252,7 +252,7 @@ func TestTornObjectsHeal(t *testing.T) {
 	for what, damage := range damages {
 		for _, o := range []s3.Options{{}, {Part: 64 << 10}, {Layout: s3.LMCache}, {Layout: s3.LMCache, Part: 64 << 10}} {
 			if o.Layout == s3.LMCache && (what == "no mark" || what == "half a mark") {
-				continue // somebody else's, which is served
+				continue // an object of another program, which is served
 			}
 			t.Run(fmt.Sprint(what, o.Part, o.Layout), func(t *testing.T) {
 				f := newFake(t)
@@ -318,7 +318,8 @@ func TestTwoWritersOneObject(t *testing.T) {
 	}
 }
 
-// A store that says that another one writes the object is asked again: that one may fail, or be deleted at once.
+// If a store answers that another client writes the object, the tier sends its PUT again: the other write may fail, or its object may be
+// deleted at once.
 func TestConflictsPass(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -340,7 +341,7 @@ func TestConflictsPass(t *testing.T) {
 	}
 }
 
-// What others keep in the bucket is neither listed, read, replaced nor deleted.
+// The tier neither lists, reads, replaces nor deletes the objects of others in the bucket.
 func TestOthersObjectsStay(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url})
@@ -371,8 +372,8 @@ func TestOthersObjectsStay(t *testing.T) {
 	}
 }
 
-// A lookup is one HEAD for each key, and reads and writes are what a bill has: no request
-// is there that is not counted.
+// A lookup sends one HEAD for each key. Stats counts every request that the store gets, as a bill
+// would.
 func TestRequestsAreCounted(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, Part: 64 << 10})
@@ -416,7 +417,7 @@ func TestRequestsAreCounted(t *testing.T) {
 	}
 }
 
-// Beyond the budget of PUTs nothing is written, and what is there is served.
+// Beyond the budget of PUTs the tier writes nothing, and still serves its objects.
 func TestPutBudget(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, PutsPerHour: 3})
@@ -439,7 +440,7 @@ func TestPutBudget(t *testing.T) {
 	}
 }
 
-// What is sent again counts against the budget of PUTs, too.
+// PUTs that are sent again count against the budget of PUTs, too.
 func TestPutBudgetCountsRetries(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, PutsPerHour: 3})
@@ -496,7 +497,7 @@ func TestCallsEndWithTheirContext(t *testing.T) {
 	}
 }
 
-// What was written last is the hottest, in all pages of the list, ours alone.
+// The object that was written last is the hottest, in all pages of the list, and only our objects count.
 func TestHottest(t *testing.T) {
 	f := newFake(t)
 	f.pages = 3

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// What goes on is said once an hour, each thing for itself.
+// A fault that goes on is logged once an hour, each kind separately.
 func TestSaidOnceAnHour(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s said

@@ -26,7 +26,7 @@ func (f *fake) uploading() int {
 	return len(f.uploads)
 }
 
-// Of two servers that upload one object in parts at once the first one to end stays, and nothing of the
+// If two servers upload one object in parts at once, the object of the first one to finish stays, and nothing of the
 // other.
 func TestTwoUploads(t *testing.T) {
 	f := newFake(t)
@@ -48,7 +48,7 @@ func TestTwoUploads(t *testing.T) {
 	}
 }
 
-// An upload that is given up in the middle leaves no parts, also where its caller waits no longer.
+// An upload that ends in the middle leaves no parts, also if its caller does not wait any more.
 func TestCancelledUploadLeavesNothing(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, Upload: 5 << 20})
@@ -65,7 +65,7 @@ func TestCancelledUploadLeavesNothing(t *testing.T) {
 	}
 }
 
-// A server that closes a connection when the next request is on its way gets that again, over a new one.
+// If a server closes a connection while the next request is under way, the tier sends that request again over a new connection.
 func TestConnectionClosedBeforeItsUse(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, Tries: 1})
@@ -93,7 +93,7 @@ func TestConnectionClosedBeforeItsUse(t *testing.T) {
 	}
 }
 
-// A request that had its time is not sent again: a call to a silent store takes one timeout.
+// A request that timed out is not sent again: a call to a silent store takes one timeout.
 func TestSilentStoreCostsOneTimeout(t *testing.T) {
 	f := newFake(t)
 	x := open(t, s3.Options{URL: f.url, Timeout: 300 * time.Millisecond})
@@ -106,8 +106,8 @@ func TestSilentStoreCostsOneTimeout(t *testing.T) {
 	}
 }
 
-// Credentials that a store does not take in spite of their renewal are not renewed again and again by one
-// call.
+// If a store also refuses the renewed credentials, one call does not renew them again and
+// again.
 func TestRenewalIsTriedOnce(t *testing.T) {
 	f := newFake(t)
 	source := &changing{}
@@ -125,7 +125,7 @@ func keysOf(seeds ...int) (all []kv.Key) {
 	return all
 }
 
-// Two layouts of one model have one name in LMCache's layout: what one has is not deleted for the other.
+// Objects of two layouts of a model have the same name in LMCache's layout. Delete for one layout does not delete the other's object.
 func TestDeleteSparesAnotherLayout(t *testing.T) {
 	f := newFake(t)
 	n := tier.NewNames()

@@ -18,11 +18,11 @@ import (
 )
 
 const (
-	readOnlyFor = time.Minute      // nothing is written after a refusal
-	abortTime   = 10 * time.Second // of ending an upload that failed
+	readOnlyFor = time.Minute      // pause of writes after a refusal
+	abortTime   = 10 * time.Second // bounds the request that ends a failed upload
 	uploadWidth = 4                // parts at once
 	maxParts    = 10_000           // of an upload
-	maxRaces    = 3                // with others who write or delete the same object
+	maxRaces    = 3                // tries while other clients write or delete the same object
 )
 
 var (
@@ -73,20 +73,20 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		case status(err) != http.StatusPreconditionFailed && status(err) != http.StatusConflict:
 			return t.refused(err)
 		}
-		if (race > 0 || status(err) == http.StatusConflict) && race+1 < maxRaces && !wait(ctx, backoff(race)) { // for the other one to end
+		if (race > 0 || status(err) == http.StatusConflict) && race+1 < maxRaces && !wait(ctx, backoff(race)) { // wait for the other client to end
 			break
 		}
 	}
 	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen: %w", tier.ErrNotKept, err)
 }
 
-// keeps reports whether a bucket need not take an object, because of what it has under the name: an object of the right
-// length that does not live longer.
+// keeps reports whether an object m need not be written, because the bucket has an object of the same length
+// under its name that does not live longer.
 func (t *Tier) keeps(m, has tier.Meta) bool {
 	return has.Len == m.Len && has.Seal == m.Seal && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }
 
-// refused says that the place does not take objects, where that is why it refused.
+// refused turns the error of a store that takes no objects now, or not this one, into tier.ErrNotKept with the reason.
 func (t *Tier) refused(err error) error {
 	e, ok := errors.AsType[*Error](err)
 	switch {
@@ -102,7 +102,7 @@ func (t *Tier) refused(err error) error {
 		if t.said.now("write " + e.Code) {
 			t.log.Warn("S3 does not take an object", "url", t.o.URL, "err", err)
 		}
-		if e.Code == "InvalidRequest" || e.Code == "EntityTooLarge" { // of this object
+		if e.Code == "InvalidRequest" || e.Code == "EntityTooLarge" { // only this object is refused
 			return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 		}
 		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrFull, err)
@@ -110,8 +110,8 @@ func (t *Tier) refused(err error) error {
 	return err
 }
 
-// put writes an object: with one request, or in parts. Unless it replaces another one, the
-// error is one with status 412 where there is one meanwhile.
+// put writes an object with one request, or in parts. Without replace, the error has status 412
+// if another client has written the object meanwhile.
 func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replace bool) error {
 	requests := 1
 	part := t.o.Upload
@@ -146,7 +146,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 	return err
 }
 
-// spend takes PUT and POST requests from the budget, or reports that it is used up.
+// spend takes PUT and POST requests from the budget. It reports false if the budget is used up.
 func (t *Tier) spend(requests int) bool {
 	if t.puts == nil || t.puts.take(requests) {
 		return true
@@ -158,7 +158,7 @@ func (t *Tier) spend(requests int) bool {
 	return false
 }
 
-// upload writes an object in parts. What it has written goes again where that fails.
+// upload writes an object in parts. If it fails, it removes the parts that it has written.
 func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.Field, src []byte, part int64) (err error) {
 	var begun struct {
 		UploadID string `xml:"UploadId"`
@@ -193,24 +193,24 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 	if err != nil {
 		return err
 	}
-	if err = ctx.Err(); err != nil { // the last part came after the caller had gone: the object must not appear
+	if err = ctx.Err(); err != nil { // the caller has gone: the object must not appear after it
 		return fmt.Errorf("s3: upload: %w", err)
 	}
 	var list bytes.Buffer
 	list.WriteString("<CompleteMultipartUpload>")
 	for i, tag := range tags {
 		fmt.Fprintf(&list, "<Part><PartNumber>%d</PartNumber><ETag>", i+1)
-		_ = xml.EscapeText(&list, []byte(tag)) // a Buffer takes all
+		_ = xml.EscapeText(&list, []byte(tag)) // a Buffer never fails
 		list.WriteString("</ETag></Part>")
 	}
 	list.WriteString("</CompleteMultipartUpload>")
 	r := request{kind: kindPost, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID}), fields: condition, body: list.Bytes()}
 	return t.do(ctx, &r, func(a *http1.Response) error {
-		return document(a, "CompleteMultipartUploadResult", &struct{}{}) // it may begin as a success and be none
+		return document(a, "CompleteMultipartUploadResult", &struct{}{}) // the answer may have status 200 and still be an error
 	})
 }
 
-// document reads an answer that is an XML document of one kind, or an error in spite of
+// document reads an answer that must be an XML document with this root. The answer may be an error in spite of
 // its status.
 func document(a *http1.Response, root string, into any) error {
 	body, err := a.ReadAll(maxDocument)

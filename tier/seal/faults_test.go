@@ -17,7 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A caller that waits for a piece of another goroutine is told when that piece meets memory that is gone: else it waits for good.
+// A caller may wait for a piece that another goroutine encrypts. If the memory of that piece is gone, the caller gets the error, and does
+// not wait forever.
 func TestFaultEndsTheWaitForAPiece(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "seg")
@@ -44,7 +45,7 @@ func TestFaultEndsTheWaitForAPiece(t *testing.T) {
 	})
 }
 
-// A server without keys serves what is plain, and counts what is encrypted as a miss: never the encrypted bytes.
+// A server without keys serves plain objects. Encrypted objects are misses: it never serves encrypted bytes.
 func TestWithoutKeysEncryptedObjectsAreMisses(t *testing.T) {
 	place := tier.NewMemory(1 << 20)
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})

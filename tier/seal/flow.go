@@ -14,16 +14,17 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// helpers returns how many goroutines work on an object of some pieces, beside its place.
+// helpers returns how many goroutines work on an object of this many pieces, beside that of the tier below.
 func helpers(pieces int64) int64 {
 	return min(int64(runtime.GOMAXPROCS(0)), maxWidth, (pieces+fewPieces-1)/fewPieces)
 }
 
-// sealing encrypts the pieces of an object while its place takes them. It begins with the first call of need: what the place does not take is
-// not encrypted. It compares the object with its checksum before the place has all of it: the tags would say that a wrong one is right.
+// sealing encrypts the pieces of an object while the tier below writes them. It begins with the first call of need, so an object that the
+// tier does not take is not encrypted. It compares the object with its checksum before the tier has all of it: the tags of a wrong object
+// would be right.
 type sealing struct {
 	sum    uint64
-	hash   xxh3.Hasher // of who sums
+	hash   xxh3.Hasher // owned by the goroutine that sums
 	box    *box
 	dst    []byte // sealed
 	src    []byte
@@ -35,14 +36,14 @@ type sealing struct {
 		sync.Mutex
 		changed sync.Cond
 		begun   bool
-		added   int64  // pieces, from the first one on, that the checksum has
-		summing bool   // someone adds pieces
+		added   int64  // pieces, from the first one on, that were added to the checksum
+		summing bool   // a goroutine is adding pieces
 		summed  bool   // the checksum was compared
-		wanted  []bool // pieces that the place asked for
-		left    int64  // how many it did not ask for
+		wanted  []bool // pieces that the tier below asked for
+		left    int64  // number of pieces that it did not ask for
 		ended   bool
-		taken   int64  // pieces that someone encrypts, or did: the last one, then the others from the first one on
-		done    []bool // pieces
+		taken   int64  // pieces that are encrypted or being encrypted, in this order: the last piece, then from the first one on
+		done    []bool // pieces that are encrypted
 		err     error
 	}
 }
@@ -56,8 +57,8 @@ func newSealing(k *key, dst, src []byte, name *kv.Key, sum uint64, end uint32) *
 	return s
 }
 
-// need waits until dst[from:to] is encrypted, and helps. The call with which the place has asked for all waits for the checksum, too. Errors:
-// shm.ErrFault, ErrSum.
+// need waits until dst[from:to] is encrypted, and encrypts pieces itself. The call after which the tier below has asked for all pieces also
+// waits for the checksum. Errors: shm.ErrFault, ErrSum.
 func (s *sealing) need(from, to int64) error {
 	s.begin()
 	first, last := pieceAt(from, s.pieces), pieceAt(to-1, s.pieces)
@@ -85,13 +86,13 @@ func (s *sealing) need(from, to int64) error {
 	return s.mu.err
 }
 
-// pieceAt returns the piece that byte at of the sealed bytes is in.
+// pieceAt returns the piece that contains byte at of the sealed bytes.
 func pieceAt(at, pieces int64) int64 {
 	return min(max(at-headerBytes, 0)/(pieceBytes+tagBytes), pieces-1)
 }
 
-// sumLocked adds the pieces that are encrypted to the checksum, in order, without the mutex: they are in the processor's cache. After the last
-// one it compares.
+// sumLocked adds encrypted pieces to the checksum, in order, while they are still in the processor's cache. It unlocks the mutex meanwhile.
+// After the last piece it compares the checksum.
 func (s *sealing) sumLocked() {
 	if s.mu.summing || s.mu.summed {
 		return
@@ -138,7 +139,7 @@ func (s *sealing) begin() {
 	}
 }
 
-// oneLocked encrypts the next piece, without the mutex.
+// oneLocked encrypts the next piece. It unlocks the mutex meanwhile.
 func (s *sealing) oneLocked() {
 	i := s.mu.taken - 1
 	if s.mu.taken++; i < 0 {
@@ -159,14 +160,14 @@ func (s *sealing) oneLocked() {
 	s.sumLocked()
 }
 
-// used reports whether the place looked at the object.
+// used reports whether the tier below asked for bytes of the object.
 func (s *sealing) used() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.mu.begun
 }
 
-// end returns once no goroutine looks at src.
+// end returns once no goroutine reads src.
 func (s *sealing) end() {
 	s.mu.Lock()
 	s.mu.ended = true
@@ -174,7 +175,8 @@ func (s *sealing) end() {
 	s.wg.Wait()
 }
 
-// opening decrypts the pieces of an object while its place reads them. What goes wrong here is found again, with its reason, once all is there.
+// opening decrypts the pieces of an object while the tier below reads them. After a failure, readSealedOnce opens the whole object again to
+// find the reason.
 type opening struct {
 	keys     *ring
 	name     *kv.Key
@@ -186,13 +188,13 @@ type opening struct {
 	mu struct {
 		sync.Mutex
 		changed sync.Cond
-		box     *box // nil until the header is there
+		box     *box // nil until the header was read
 		meta    tier.Meta
-		begun   bool    // the place reads it
-		useless bool    // it is not to go on
-		head    int64   // bytes of the header that are there
-		missing []int64 // bytes of each piece that are not there yet
-		ready   []int64 // pieces to be decrypted
+		begun   bool    // the tier below has begun to read
+		useless bool    // decrypting must not go on
+		head    int64   // bytes of the header that were read
+		missing []int64 // bytes of each piece that were not read yet
+		ready   []int64 // pieces that were read and are not yet decrypted
 		opened  int64
 	}
 }
@@ -208,7 +210,7 @@ func newOpening(keys *ring, name *kv.Key, dst, src []byte) *opening {
 	return o
 }
 
-// begin notes what the place has. A place that begins again overwrites what is being decrypted: then this ends.
+// begin gets the object's Meta. If the tier below begins again, it overwrites src; so the opening ends and waits for its goroutines.
 func (o *opening) begin(m tier.Meta) {
 	o.mu.Lock()
 	again := o.mu.begun
@@ -221,7 +223,7 @@ func (o *opening) begin(m tier.Meta) {
 	}
 }
 
-// got notes that src[from:to] is there.
+// got records that src[from:to] was read.
 func (o *opening) got(from, to int64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -270,7 +272,7 @@ func (o *opening) startLocked() {
 	}
 }
 
-// oneLocked decrypts a piece that is ready, without the mutex.
+// oneLocked decrypts a piece that is ready. It unlocks the mutex meanwhile.
 func (o *opening) oneLocked() {
 	i := o.mu.ready[0]
 	o.mu.ready = o.mu.ready[1:]
@@ -291,7 +293,8 @@ func (o *opening) oneLocked() {
 	o.mu.changed.Broadcast()
 }
 
-// end returns once no goroutine writes to dst, and reports whether all of it was decrypted, of an object of m. read says that the place has read all.
+// end returns once no goroutine writes to dst. It reports whether the whole object was decrypted and has the Meta m. read says that the
+// tier below has read all.
 func (o *opening) end(read bool, m tier.Meta) bool {
 	o.mu.Lock()
 	for read && o.mu.box != nil && !o.mu.useless && o.mu.opened < o.pieces {
@@ -312,7 +315,7 @@ func (o *opening) end(read bool, m tier.Meta) bool {
 	return whole
 }
 
-// workingLocked reports whether a piece that was there is being decrypted.
+// workingLocked reports whether a goroutine is decrypting a piece that was read.
 func (o *opening) workingLocked() bool {
 	there := int64(0)
 	for _, n := range o.mu.missing {

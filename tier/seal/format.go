@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// A sealed object is a header and the pieces of the object, each encrypted with AES-256-GCM, its tag behind it. Numbers are
+// A sealed object is a header and the pieces of the object, each encrypted with AES-256-GCM and followed by its tag. Numbers are
 // little-endian. docs/formats/sealed.md has the diagram.
 //
 //	 0  8  "KVSEALED"
@@ -35,7 +35,7 @@ import (
 // The key of an object is HKDF-SHA256 of the master key with the salt. Its nonces count the pieces: 1 byte, which is 1 for the
 // last piece, 7 zero bytes, 4 bytes of the piece's number, big-endian. The additional data of each piece are the header, the
 // xxh3 of the object, and the name: 16 bytes namespace, 32 chunk, 4 rank, 4 group. The namespace is that of the generation, so
-// what was written before a clear cannot be opened afterwards.
+// an object that was written before a clear cannot be opened afterwards.
 const (
 	magic       = "KVSEALED"
 	version     = 1
@@ -55,7 +55,7 @@ var (
 	errKeyID   = errors.New("seal: of another key")
 )
 
-// header is what stands before the pieces.
+// header precedes the pieces of an object.
 type header struct {
 	end  uint32
 	id   [idBytes]byte
@@ -73,7 +73,7 @@ func (h *header) put(b []byte) {
 	binary.LittleEndian.PutUint64(b[56:], uint64(h.size))
 }
 
-// parseHeader reads what put writes. Errors: errDamaged, errNewer.
+// parseHeader parses a header. Errors: errDamaged, errNewer.
 func parseHeader(b []byte) (h header, err error) {
 	if len(b) < headerBytes || string(b[:8]) != magic {
 		return h, errDamaged
@@ -97,7 +97,7 @@ func piecesOf(size int64) int64 { return (size + pieceBytes - 1) >> pieceShift }
 // sealedBytes returns how many bytes a sealed object of size bytes has.
 func sealedBytes(size int64) int64 { return headerBytes + size + tagBytes*piecesOf(size) }
 
-// plainBytes returns how many bytes the object has that n sealed bytes are of; 0 where they can be none.
+// plainBytes returns how many bytes an object of n sealed bytes has; 0 if n is impossible.
 func plainBytes(n int64) int64 {
 	n -= headerBytes
 	if n <= tagBytes || n > 2*maxObject {
@@ -116,7 +116,7 @@ type box struct {
 	data [headerBytes + 8 + nameBytes]byte // additional data
 }
 
-// newBox returns the box of an object whose header stands at the beginning of head.
+// newBox returns the box of an object whose header is at the beginning of head.
 func (k *key) newBox(head []byte, salt *[saltBytes]byte, sum uint64, name *kv.Key) *box {
 	secret, err := hkdf.Key(sha256.New, k.master[:], salt[:], "kvasir tier object 1", 32)
 	if err != nil {
@@ -154,13 +154,13 @@ func nonceOf(i, pieces int64) (n [12]byte) {
 	return n
 }
 
-// span returns where piece i lies in the object of size bytes and in its sealed bytes.
+// span returns where piece i begins in an object of size bytes and in its sealed bytes, and the piece's length.
 func span(i, size int64) (plain, sealed, n int64) {
 	plain = i << pieceShift
 	return plain, headerBytes + plain + tagBytes*i, min(pieceBytes, size-plain)
 }
 
-// newHeader returns the header of an object that is to be encrypted, with a salt of its own.
+// newHeader returns a header for an object to be encrypted, with a new random salt.
 func (k *key) newHeader(size int64, end uint32) (h header) {
 	h.end, h.id, h.size = end, k.id, size
 	_, _ = rand.Read(h.salt[:]) // never fails
@@ -183,7 +183,7 @@ func (k *key) open(dst, src []byte, h *header, name *kv.Key, sum uint64) error {
 	})
 }
 
-// check is open without a place for the object.
+// check is open without memory for the decrypted object.
 func (k *key) check(src []byte, h *header, name *kv.Key, sum uint64) error {
 	if sealedBytes(h.size) != int64(len(src)) {
 		return errDamaged
@@ -200,10 +200,10 @@ func (k *key) check(src []byte, h *header, name *kv.Key, sum uint64) error {
 	return nil
 }
 
-// fewPieces are not worth another goroutine.
+// fewPieces is the number of pieces for which one more goroutine is worth its cost.
 const fewPieces = 4
 
-// spread calls f with 0 to n-1, on some processors at once where there are many, until one fails.
+// spread calls f with 0 to n-1, on up to maxWidth goroutines, until one call fails.
 func spread(n int64, f func(i int64) error) error {
 	width := min(int64(runtime.GOMAXPROCS(0)), maxWidth, n/fewPieces)
 	if width <= 1 {

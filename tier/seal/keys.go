@@ -57,7 +57,8 @@ func newKey(master [32]byte) *key {
 	return k
 }
 
-// masked hides the xxh3 of an object, or shows it again: beside a sealed object the plain one would say whether a guess is right.
+// masked hides the xxh3 of an object, or recovers it. The plain xxh3 beside a sealed object would tell whether a guess of its content is
+// right.
 func (k *key) masked(sum uint64, name *kv.Key) uint64 {
 	var b [32 + nameBytes]byte
 	copy(b[:], k.mask[:])
@@ -66,7 +67,7 @@ func (k *key) masked(sum uint64, name *kv.Key) uint64 {
 	return sum ^ binary.LittleEndian.Uint64(pad[:])
 }
 
-// ring are the keys that count. The first one encrypts, all of them decrypt.
+// ring has the keys in use. The first one encrypts, all of them decrypt.
 type ring struct {
 	list     []*key
 	byNumber map[uint16]*key
@@ -81,28 +82,28 @@ func (r *ring) has(id [idBytes]byte) bool {
 	return false
 }
 
-// Source says where keys are from: one of its fields is set.
+// Source says where keys come from. At most one of its fields may be set.
 type Source struct {
 	File    string // read again when it changes
 	Command string // prints the keys; for /bin/sh
 	Text    string // the keys themselves, from the environment
 }
 
-// Keys are master keys. The methods are safe for concurrent use, and of a nil Keys there are none.
+// Keys are master keys. The methods are safe for concurrent use. A nil *Keys has no keys.
 type Keys struct {
 	source Source
 	file   *auth.File
 	all    atomic.Pointer[ring]
 	mu     sync.Mutex    // one Reload at a time
-	settle time.Duration // between the two runs of a command that must print the same where keys lack
+	settle time.Duration // time between the two runs of a command that prints fewer keys than before: see load
 }
 
 // ErrSource means that several sources of keys are given.
 var ErrSource = errors.New("keys of tiers are given in more than one way: choose a file, a command or the environment")
 
 // OpenKeys reads the keys: one on each line, 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
-// skipped. The first key encrypts, all of them decrypt. Without a source there are none, and Keys is nil. Errors: ErrSource, and why a key
-// cannot be used, which never has the key in it.
+// skipped. The first key encrypts, all of them decrypt. Without a source there are no keys, and Keys is nil. Errors: ErrSource, and why a key
+// cannot be used; errors never contain a key.
 func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 	given := 0
 	for _, text := range []string{s.File, s.Command, s.Text} {
@@ -133,8 +134,8 @@ func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 	return k, nil
 }
 
-// load takes the keys of the environment or of the command. A command that prints fewer keys than count now must print the same again after
-// some seconds: it may have failed in the middle.
+// load sets the keys from the environment or the command. If the command omits a key in use, it may have failed in the middle: it must then
+// print the same text again after settle (5 s).
 func (k *Keys) load(ctx context.Context) error {
 	c, text, err := k.printed(ctx)
 	if err != nil {
@@ -159,7 +160,7 @@ func (k *Keys) load(ctx context.Context) error {
 	return nil
 }
 
-// printed returns what the text of the environment, or what the command prints now, changes.
+// printed reads the environment or runs the command. It returns the text and the change that its keys make.
 func (k *Keys) printed(ctx context.Context) (c auth.Change, text []byte, err error) {
 	from := "the environment"
 	text = bytes.ReplaceAll([]byte(k.source.Text), []byte(","), []byte("\n"))
@@ -178,7 +179,7 @@ func (k *Keys) printed(ctx context.Context) (c auth.Change, text []byte, err err
 	return c, text, nil
 }
 
-// parse says what a text of keys changes.
+// parse returns the change that a text of keys makes.
 func (k *Keys) parse(text []byte) (auth.Change, error) {
 	next, err := parseKeys(text)
 	if err != nil {
@@ -193,7 +194,7 @@ func (k *Keys) parse(text []byte) (auth.Change, error) {
 	return auth.Change{Take: func() { k.all.Store(next) }, Entries: len(next.list), Removed: removed}, nil
 }
 
-// parseKeys reads a text of keys. Its errors have a line's number and none of its text.
+// parseKeys parses a text of keys. Its errors name the number of a line and never quote the line.
 func parseKeys(text []byte) (*ring, error) {
 	next := &ring{byNumber: make(map[uint16]*key)}
 	n := 0
@@ -238,15 +239,15 @@ func parseKey(line []byte) (master [32]byte, err error) {
 	return master, nil
 }
 
-// output returns what a command prints, at most maxKeyText bytes of it, within commandTime. What the command says of its errors is not shown: it may
-// have keys in it.
+// output returns what a command prints, at most maxKeyText bytes, within commandTime. Its errors do not quote the command's error messages,
+// which may contain keys.
 func output(ctx context.Context, command string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	c := exec.CommandContext(ctx, "/bin/sh", "-c", command)
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	c.Cancel = func() error { return syscall.Kill(-c.Process.Pid, syscall.SIGKILL) } // its children, too
-	c.WaitDelay = time.Second                                                        // for those that left its group and keep its output open
+	c.WaitDelay = time.Second                                                        // for children outside the process group that keep the output open
 	text := &printed{full: cancel}
 	c.Stdout = text
 	ended := c.Run()
@@ -267,7 +268,7 @@ func output(ctx context.Context, command string) ([]byte, error) {
 	return text.b, nil
 }
 
-// printed takes what a command prints, up to one byte more than maxKeyText.
+// printed collects the output of a command, up to one byte more than maxKeyText.
 type printed struct {
 	b    []byte
 	full func() // ends the command
@@ -281,8 +282,8 @@ func (p *printed) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Watch reads the keys again when their file changes, and every hour where a command prints them, until ctx ends. What cannot be
-// read is logged, and the former keys count.
+// Watch reads the keys again when their file changes, or every hour from a command, until ctx ends. If it cannot read
+// them, it logs that, and the former keys stay in use.
 func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
 	switch {
 	case k == nil:
@@ -304,8 +305,8 @@ func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// Reload reads the keys again now. A file counts when two looks find the same text, which ends with a newline, and no key lacks: the error of
-// another one says so, and Watch takes it.
+// Reload reads the keys again now. It accepts a file if two reads find the same text, which ends with a newline or has the keys in use, and
+// if no key in use is missing. Otherwise it returns an error, and Watch may accept the file later.
 func (k *Keys) Reload(ctx context.Context) error {
 	if k == nil {
 		return nil
@@ -346,7 +347,7 @@ func (k *Keys) Reload(ctx context.Context) error {
 	return nil
 }
 
-// takes reports whether the keys of a text are those that count, in their order.
+// takes reports whether a text has exactly the keys in use, in their order.
 func (k *Keys) takes(text []byte) bool {
 	next, err := parseKeys(text)
 	return err == nil && slices.EqualFunc(next.list, k.all.Load().list, func(a, b *key) bool { return a.id == b.id })

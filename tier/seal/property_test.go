@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// hurriedPlace moves objects in parts, in any order, and at times begins a read anew.
+// hurriedPlace moves objects in parts, in random order, and sometimes begins a read again.
 type hurriedPlace struct {
 	*tier.Memory
 	r *rand.Rand
@@ -25,7 +25,7 @@ type hurriedPlace struct {
 
 func (hurriedPlace) Flows() {}
 
-// parts divides n bytes, in any order.
+// parts divides n bytes into parts, in random order.
 func (p hurriedPlace) parts(n int64) (out [][2]int64) {
 	for from := int64(0); from < n; {
 		to := min(n, from+1+p.r.Int64N(2*pieceBytes))
@@ -72,8 +72,9 @@ func (p hurriedPlace) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta
 	return m, nil
 }
 
-// Servers with different keys, and one without, write, read, delete and encrypt anew; someone who can write to the place changes, exchanges, cuts and
-// puts back what it has. What a server with keys reads was written under that name, with the checksum that it names.
+// Servers with different keys, and one without, write, read, delete and encrypt anew. An attacker who can write to the place changes,
+// exchanges, cuts and puts back its objects. If a server with keys reads an object, that was written under its name, with the checksum that
+// the read returns.
 func TestWhatIsReadWasWrittenUnderItsName(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	defer func() {
@@ -102,7 +103,7 @@ func TestWhatIsReadWasWrittenUnderItsName(t *testing.T) {
 		m tier.Meta
 		b []byte
 	}
-	var kept []put // what somebody has copied
+	var kept []put // objects that the attacker has copied
 	raw := func(k kv.Key) (p put, ok bool) {
 		var m [1]tier.Meta
 		if err := place.Stat(t.Context(), []kv.Key{k}, m[:]); err != nil || m[0].Len == 0 {
@@ -131,7 +132,7 @@ func TestWhatIsReadWasWrittenUnderItsName(t *testing.T) {
 			if _, err := x.Rekey(t.Context(), func(context.Context, int64) error { return nil }, func(RekeyStats) {}); err != nil && !errors.Is(err, ErrNoKeys) {
 				t.Fatal(err)
 			}
-		case 5: // someone changes what the place has
+		case 5: // the attacker changes an object of the place
 			p, ok := raw(k)
 			if !ok {
 				continue
@@ -150,14 +151,14 @@ func TestWhatIsReadWasWrittenUnderItsName(t *testing.T) {
 				p.m.Sum ^= 1 << r.IntN(64)
 			}
 			_ = place.Memory.Write(t.Context(), k, p.m, p.b)
-		case 6: // or puts there what it had, here or under another name
+		case 6: // or puts back an earlier object, under its name or another one
 			if len(kept) > 0 {
 				p := kept[r.IntN(len(kept))]
 				_ = place.Memory.Write(t.Context(), k, p.m, p.b)
 			}
 		default:
 			if len(x.keys.ring().list) == 0 {
-				continue // plain objects are compared by who asks
+				continue // callers compare plain objects with their checksums
 			}
 			dst := make([]byte, sizes[i%len(sizes)])
 			m, err := x.Read(t.Context(), k, dst)

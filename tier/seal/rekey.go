@@ -16,13 +16,13 @@ import (
 type RekeyStats struct {
 	Key       string `json:"key"`               // id of the key that encrypts
 	Seen      int64  `json:"seen"`              // objects
-	Current   int64  `json:"current"`           // had the key already
-	Rewritten int64  `json:"rewritten"`         // have it now
-	Bytes     int64  `json:"bytes"`             // of them
-	Plain     int64  `json:"plain"`             // are not encrypted; they stay, and are misses
-	Unknown   int64  `json:"missing_key"`       // have a key that the server lacks; they stay
-	Failed    int64  `json:"failed"`            // were damaged, or the place did not take or give them
-	Why       string `json:"failure,omitempty"` // the last one
+	Current   int64  `json:"current"`           // objects that had this key already
+	Rewritten int64  `json:"rewritten"`         // objects that have it now
+	Bytes     int64  `json:"bytes"`             // bytes of the rewritten objects
+	Plain     int64  `json:"plain"`             // objects that are not encrypted; they stay, and are misses
+	Unknown   int64  `json:"missing_key"`       // objects whose key the server lacks; they stay
+	Failed    int64  `json:"failed"`            // objects that were damaged, or that the tier below did not return or take
+	Why       string `json:"failure,omitempty"` // reason of the last failure
 }
 
 // Errors of Rekey.
@@ -31,9 +31,9 @@ var (
 	ErrBusy   = errors.New("another rekey of the tier goes on")
 )
 
-// Rekey encrypts every object anew that an older key encrypted, one after the other. To the place that is no use of them. pace waits until so many bytes may be read and written; so is
-// called after each object. When it ends early, what was done stays, and another call goes on. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList,
-// those of pace and of the list.
+// Rekey encrypts every object anew that an older key encrypted, one after the other. The tier below does not count that as a use of the
+// objects. pace must wait until that many bytes may be read and written. Rekey calls so after each object. If it ends early, the objects
+// done so far stay, and another call does the rest. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList, those of pace and of the list.
 func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
 	l, ok := t.of.(tier.Lister)
 	switch {
@@ -66,7 +66,7 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 			s.Plain++
 		case r.byNumber[m.Seal] == nil:
 			s.Unknown++
-		case plainBytes(m.Len) == 0, plainBytes(m.Len) > maxRekey: // what a place says of a length makes nothing wait
+		case plainBytes(m.Len) == 0, plainBytes(m.Len) > maxRekey: // do not wait for a pace because of an impossible length
 			s.Failed++
 			s.Why = fmt.Sprintf("%s: %d bytes are none of an encrypted object, or more than %d", k, m.Len, int64(maxRekey))
 		default:
@@ -81,10 +81,10 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 	return s, errors.Join(stopped, err)
 }
 
-// maxRekey bounds the objects of a Rekey, bytes: what a place says of a length sizes no larger memory.
+// maxRekey bounds the bytes of an object in a Rekey, so that a wrong length in the tier below never sizes a larger memory.
 const maxRekey = 1 << 30
 
-// rekeyOne encrypts one object anew. The error is that of the context.
+// rekeyOne encrypts one object anew. It returns only the context's error.
 func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStats) error {
 	select {
 	case t.turn <- struct{}{}:
@@ -112,7 +112,7 @@ func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStat
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
-	case errors.Is(err, tier.ErrMissing): // it went meanwhile, or its header does not fit
+	case errors.Is(err, tier.ErrMissing): // removed meanwhile, or its header does not fit
 		if t.isStale(&k) {
 			s.Unknown++
 		}
@@ -136,13 +136,13 @@ func (t *Tier) rewrite(ctx context.Context, k kv.Key, size int64) error {
 		return err
 	}
 	err = t.Write(ctx, k, m, buf.b)
-	if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
+	if errors.Is(err, tier.ErrNotKept) { // a tier may keep an object only at the second offer
 		err = t.Write(ctx, k, m, buf.b)
 	}
 	return err
 }
 
-// awaitFormerWrites waits for the writes in progress that encrypt with another key than the one that counts: a list may not have them yet.
+// awaitFormerWrites waits for running writes that encrypt with a former key, since the list may not have their objects yet.
 func (t *Tier) awaitFormerWrites(ctx context.Context) error {
 	for {
 		former, ended := t.formerWrites()

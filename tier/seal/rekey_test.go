@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// slowPlace is a place whose writes or deletes wait, once it is told so.
+// slowPlace is a place whose writes or deletes wait once a test says so.
 type slowPlace struct {
 	*tier.Memory
 	slow         atomic.Bool
@@ -40,7 +40,7 @@ func (p *slowPlace) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte
 	return p.Memory.Write(ctx, k, m, src)
 }
 
-// A rekey says of an object whose header is of another key than its place says that the key is missing, not that all is done.
+// If the header of an object names another key than its place says, Rekey reports that the key is missing, not that all is done.
 func TestRekeyCountsHeadersThatDoNotFit(t *testing.T) {
 	one, two := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
 	open := func(text string) *Keys {
@@ -86,7 +86,7 @@ func TestRekeyCountsHeadersThatDoNotFit(t *testing.T) {
 	}
 }
 
-// The objects whose headers do not fit have a bound: one that was forgotten is found out again.
+// The Tier remembers at most maxStale objects whose headers do not fit. It finds a forgotten one again.
 func TestHeadersThatDoNotFitAreBounded(t *testing.T) {
 	x := New(tier.NewMemory(1<<20), nil, Options{}).Sealed()
 	for i := range maxStale + 10 {
@@ -99,7 +99,7 @@ func TestHeadersThatDoNotFitAreBounded(t *testing.T) {
 	}
 }
 
-// What is deleted, or dropped, while it is encrypted anew does not come back.
+// An object that is deleted, or dropped, while Rekey encrypts it anew does not come back.
 func TestDeletesWaitForARekey(t *testing.T) {
 	for name, remove := range map[string]func(x *Tier) error{
 		"delete": func(x *Tier) error { return x.Delete(t.Context(), []kv.Key{testName}) },
@@ -146,7 +146,7 @@ func TestDeletesWaitForARekey(t *testing.T) {
 	}
 }
 
-// A write that began with the former key, and ends after a rekey began, is encrypted anew, too.
+// Rekey also encrypts an object anew whose write began with the former key and ends after Rekey began.
 func TestRekeyHasWritesOfTheFormerKey(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
 	if err != nil {
@@ -188,7 +188,7 @@ func TestRekeyHasWritesOfTheFormerKey(t *testing.T) {
 	}
 }
 
-// hugePlace lists an object of a length that it does not have.
+// hugePlace lists an object with a false length.
 type hugePlace struct{ *tier.Memory }
 
 func (hugePlace) List(_ context.Context, f func(kv.Key, tier.Meta) bool) error {
@@ -200,7 +200,7 @@ func (hugePlace) List(_ context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return nil
 }
 
-// A length that a place claims makes a rekey neither take memory nor wait.
+// A false length that a place claims makes Rekey neither allocate memory nor wait.
 func TestRekeyOfAClaimedLength(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("cd", 32) + "," + strings.Repeat("ab", 32)})
 	if err != nil {
@@ -216,7 +216,7 @@ func TestRekeyOfAClaimedLength(t *testing.T) {
 	}
 }
 
-// An object is not encrypted anew while it is being deleted.
+// Rekey does not encrypt an object anew while it is being deleted.
 func TestRekeyLeavesWhatIsBeingDeleted(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("cd", 32) + "," + strings.Repeat("ab", 32)})
 	if err != nil {

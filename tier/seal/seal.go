@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package seal encrypts what a tier keeps.
+// Package seal encrypts the objects of a tier.
 //
-// A Tier lies between the store and a place with a layout of Kvasir's own (disk, native Redis, native S3). Each object is encrypted with
-// AES-256-GCM under a key of its own, which is derived from a master key and a random salt. The tag takes the place of the checksum, and
+// A Tier lies between the store and a tier with a layout of Kvasir's own (disk, native Redis, native S3). Each object is encrypted with
+// AES-256-GCM under a key of its own, which is derived from a master key and a random salt. The tag replaces the checksum, and
 // covers the object's name, generation, length and end of life: an object that was changed, cut, exchanged or put back is a miss.
 //
-// Places keep the short name of the master key in tier.Meta.Seal. So a Stat knows without a read which objects can be opened: plain objects
-// are misses where there are keys, and encrypted ones where there is not the right key. Neither are removed, and the store's next write
-// replaces them only by an encrypted one.
+// The tier below stores the short name of the master key in tier.Meta.Seal. So a Stat knows without a read which objects can be opened.
+// With keys, plain objects are misses, and so are encrypted ones without their key. Neither are removed. The store's next write may replace
+// them, an encrypted object only by an encrypted one.
 package seal
 
 import (
@@ -27,7 +27,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// reason says why an object that is there is a miss.
+// reason says why an existing object is a miss.
 type reason int
 
 const (
@@ -56,8 +56,8 @@ type Stats struct {
 	Keys      int               `gauge:"kvasir_tier_keys" help:"Keys that the server has for the tier; 0: the tier is not encrypted."`
 }
 
-// Tier is a tier.Tier whose objects are encrypted in another one. Without keys it passes plain objects on and has no others. Its methods
-// are safe for concurrent use.
+// Tier is a tier.Tier that stores its objects encrypted in another one. Without keys it passes plain objects on, and encrypted ones are
+// misses. Its methods are safe for concurrent use.
 type Tier struct {
 	of   tier.Tier
 	keys *Keys
@@ -70,17 +70,17 @@ type Tier struct {
 	said [reasons]atomic.Bool
 
 	changed atomic.Bool   // ErrSum was logged
-	turn    chan struct{} // has a place for a RemoveIf, or one object of a Rekey
-	busy    chan struct{} // has a place for one Rekey
+	turn    chan struct{} // capacity 1: held by a RemoveIf, or for one object of a Rekey
+	busy    chan struct{} // capacity 1: held by a Rekey
 
-	stale atomic.Int64 // how many mu.stale has
+	stale atomic.Int64 // length of mu.stale
 
 	mu struct {
 		sync.Mutex
-		stale    map[kv.Key]struct{} // the header is of another key or version than the place says; maxStale at most
-		rekeyed  kv.Key              // is being encrypted anew
-		done     chan struct{}       // closed when it was; nil while none is
-		deleting map[kv.Key]int      // by how many; they are not encrypted anew
+		stale    map[kv.Key]struct{} // objects whose header has another key or version than the tier below says; maxStale at most
+		rekeyed  kv.Key              // the object that Rekey is encrypting anew
+		done     chan struct{}       // closed when rekeyed is done; nil while there is none
+		deleting map[kv.Key]int      // number of running Deletes; such objects are not encrypted anew
 		writing  map[*key]int        // writes in progress, by the key that they encrypt with
 		ended    chan struct{}       // closed when one ends; nil: no caller waits
 	}
@@ -92,7 +92,7 @@ type Options struct {
 	Log  *slog.Logger
 }
 
-// New returns the Tier over another one. It is a tier.Notebook where the other one is.
+// New returns the Tier over another one. It is a tier.Notebook if the other one is.
 func New(of tier.Tier, keys *Keys, o Options) interface {
 	tier.Tier
 	Sealed() *Tier
@@ -111,10 +111,10 @@ func New(of tier.Tier, keys *Keys, o Options) interface {
 // Sealed returns t.
 func (t *Tier) Sealed() *Tier { return t }
 
-// Below returns the tier that keeps the objects as they are.
+// Below returns the tier below, which has the encrypted objects.
 func (t *Tier) Below() tier.Tier { return t.of }
 
-// notebook is a Tier over a tier.Notebook. Notes are plain: they have generations of models.
+// notebook is a Tier over a tier.Notebook. Notes are not encrypted: they only contain generations of models.
 type notebook struct {
 	*Tier
 	note tier.Notebook
@@ -143,16 +143,16 @@ func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
 	}
 }
 
-// maxStale bounds the objects whose headers were found not to fit.
+// maxStale bounds the objects in Tier.mu.stale.
 const maxStale = 4096
 
-// noteStale remembers an object whose header is of another key or version than the place says. It may be of a newer build, or of a key with the
-// same short name, so it is not removed; but it is not there for this server, whose next write replaces it.
+// noteStale remembers an object whose header has another key or version than the tier below says. A newer build may have written it, or its
+// key may have the same short name, so it is not removed. For this server it is a miss, and this server's next write replaces it.
 func (t *Tier) noteStale(k kv.Key) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.mu.stale) >= maxStale {
-		for other := range t.mu.stale { // it is found out again when it is read
+		for other := range t.mu.stale { // the next read of it will find that again
 			delete(t.mu.stale, other)
 			break
 		}
@@ -171,7 +171,7 @@ func (t *Tier) isStale(k *kv.Key) bool {
 	return is
 }
 
-// dropStale makes room for a write of an object whose header does not fit: the place would keep that as one that it has already.
+// dropStale deletes an object whose header does not fit before a write, since the tier below would otherwise keep it and skip the write.
 func (t *Tier) dropStale(ctx context.Context, k kv.Key) error {
 	if !t.isStale(&k) {
 		return nil
@@ -186,7 +186,7 @@ func (t *Tier) dropStale(ctx context.Context, k kv.Key) error {
 	return nil
 }
 
-// shown returns what a Meta of the place means to the caller: zero for a miss.
+// shown turns a Meta of the tier below into the Meta for the caller: zero for a miss.
 func (t *Tier) shown(k *kv.Key, m tier.Meta) tier.Meta {
 	if m.Len == 0 || t.isStale(k) {
 		return tier.Meta{}
@@ -220,13 +220,13 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 	return nil
 }
 
-// Read implements tier.Tier. What was changed is removed, so that the next write replaces it.
+// Read implements tier.Tier. It deletes a damaged object, so that the next write replaces it.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	m, _, err := t.read(ctx, k, dst, false)
 	return m, err
 }
 
-// ReadSummed implements tier.Summing. Of an encrypted object the checksum is that of the bytes that were written, since its tag was compared.
+// ReadSummed implements tier.Summing. For an encrypted object it returns the stored checksum, since the tag proves that the bytes are right.
 func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, uint64, error) {
 	return t.read(ctx, k, dst, true)
 }
@@ -251,7 +251,8 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, summed bool) (m t
 	return m, sum, err
 }
 
-// readSealed reads an encrypted object. One that is replaced meanwhile, by Rekey, may not be there for a moment, where the place keeps it in several values.
+// readSealed reads an encrypted object. While Rekey runs it tries a missing object twice: if the tier below stores it in several values, it
+// is missing for a moment.
 func (t *Tier) readSealed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	m, err := t.readSealedOnce(ctx, k, dst)
 	if errors.Is(err, tier.ErrMissing) && ctx.Err() == nil && len(t.busy) > 0 {
@@ -307,21 +308,21 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 		t.refuse(missingKey, &k, m.Seal)
 		t.noteStale(k)
 		return tier.Meta{}, tier.ErrMissing
-	case errors.Is(err, shm.ErrFault): // dst is gone; the place has no part in it
+	case errors.Is(err, shm.ErrFault): // dst could not be accessed; the tier below is not at fault
 		return tier.Meta{}, err
 	default:
 		t.refuse(damaged, &k, m.Seal)
-		_ = t.of.Delete(ctx, []kv.Key{k}) // else no write would replace it
+		_ = t.of.Delete(ctx, []kv.Key{k}) // otherwise no write would replace it
 		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: int64(len(dst))}}
 	}
 	if (tier.Meta{End: h.end}).Over(time.Now()) {
 		return tier.Meta{}, tier.ErrMissing
 	}
 	t.n.decrypted.Add(1)
-	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // Redis does not say its End
+	return tier.Meta{Len: int64(len(dst)), Sum: m.Sum, End: h.end}, nil // from the header: m.End of Redis may be 0
 }
 
-// ErrSum, beside tier.ErrNotKept, means that an object in memory has not the checksum that it had.
+// ErrSum, together with tier.ErrNotKept, means that an object in memory no longer has its checksum.
 var ErrSum = errors.New("seal: the object changed in memory since its checksum was computed")
 
 // Write implements tier.Tier.
@@ -357,13 +358,13 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if errors.Is(err, ErrSum) && !t.changed.Swap(true) {
 		t.log.Error("an object changed in memory since its checksum was computed: it is not written to a tier", "tier", t.o.Name, "object", k.String())
 	}
-	if err == nil && s.used() { // else the place has it already
+	if err == nil && s.used() { // if not used, the tier below did not take the object
 		t.n.encrypted.Add(1)
 	}
 	return err
 }
 
-// beginWrite returns the key that encrypts, for a write that ends with endWrite.
+// beginWrite returns the key that encrypts. The caller must call endWrite after the write.
 func (t *Tier) beginWrite() *key {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -384,7 +385,8 @@ func (t *Tier) endWrite(one *key) {
 	}
 }
 
-// Delete implements tier.Tier. It waits while one of the objects is being encrypted anew, which would bring it back, and lets that not begin.
+// Delete implements tier.Tier. It waits while Rekey encrypts one of the objects anew, which would write it again, and prevents Rekey from
+// beginning with one.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	if len(t.keys.ring().list) == 0 {
 		return t.of.Delete(ctx, keys)
@@ -401,7 +403,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	return t.of.Delete(ctx, keys)
 }
 
-// beginDelete returns what to wait for where one of the objects is being encrypted anew.
+// beginDelete returns a channel to wait for if one of the objects is being encrypted anew.
 func (t *Tier) beginDelete(keys []kv.Key) (done chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -424,7 +426,7 @@ func (t *Tier) endDelete(keys []kv.Key) {
 	}
 }
 
-// List implements tier.Lister. Objects that cannot be opened are left out.
+// List implements tier.Lister. It leaves out objects that cannot be opened.
 func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	l, ok := t.of.(tier.Lister)
 	if !ok {
@@ -444,7 +446,7 @@ func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) boo
 	})
 }
 
-// RemoveIf implements tier.Emptying. No object is encrypted anew meanwhile.
+// RemoveIf implements tier.Emptying. Rekey encrypts no object meanwhile.
 func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	select {
 	case t.turn <- struct{}{}:
@@ -474,8 +476,8 @@ func (t *Tier) Requests() (tier.Requests, bool) {
 // Close implements tier.Tier.
 func (t *Tier) Close() error { return t.of.Close() }
 
-// Whole returns an error when the bytes that a place has of an encrypted object are not what was written. It knows nothing of an object whose
-// key is missing. It is for places that look at what they keep in the background.
+// Whole returns an error if the stored bytes of an encrypted object are not those that were written. It returns nil if the object's
+// key is missing. Tiers that verify their objects in the background call it.
 func (k *Keys) Whole(name kv.Key, m tier.Meta, stored []byte) error {
 	one := k.ring().byNumber[m.Seal]
 	if one == nil {
@@ -491,7 +493,7 @@ func (k *Keys) Whole(name kv.Key, m tier.Meta, stored []byte) error {
 	return one.check(stored, &h, &name, one.masked(m.Sum, &name))
 }
 
-// buffer is memory of a call, at a multiple of a page, as places with direct I/O want it.
+// buffer is the memory of a call, at a multiple of a page, as tiers with direct I/O need it.
 type buffer struct{ all, b []byte }
 
 var buffers = sync.Pool{New: func() any { return new(buffer) }}

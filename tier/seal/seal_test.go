@@ -103,7 +103,7 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// A header of a later version is told from a damaged one, whatever follows its version.
+// The Tier distinguishes a header of a later version from a damaged one, whatever follows its version.
 func TestObjectsOfALaterVersionAreMisses(t *testing.T) {
 	b := make([]byte, headerBytes)
 	h := header{size: 100}
@@ -140,11 +140,11 @@ func TestNonces(t *testing.T) {
 	f(0x01020304, 1<<30, [12]byte{8: 1, 9: 2, 10: 3, 11: 4})
 }
 
-// FuzzHeader: what is read as a header is written as it was read, and opens nothing.
+// FuzzHeader: a header that was read can be written with the same bytes, and opens no object.
 func FuzzHeader(f *testing.F) {
 	k := oneKey(1)
 	whole := make([]byte, sealedBytes(100))
-	h := header{id: k.id, size: 100} // each process that fuzzes has the same one
+	h := header{id: k.id, size: 100} // each fuzzing process has the same header
 	h.put(whole)
 	b, nonce := k.newBox(whole, &h.salt, 7, &testName), nonceOf(0, 1)
 	b.aead.Seal(whole[headerBytes:headerBytes], nonce[:], make([]byte, 100), b.data[:])
@@ -255,7 +255,7 @@ func TestKeys(t *testing.T) {
 	f(Source{Text: long.String()}, "more than 16 keys", 0)
 }
 
-// A command that does not end is ended, with its children.
+// A command that does not end is killed, with its children.
 func TestSlowCommandOfKeysIsEnded(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
@@ -265,7 +265,7 @@ func TestSlowCommandOfKeysIsEnded(t *testing.T) {
 	}
 }
 
-// A program that a command of keys starts, and that leaves its group and keeps its output open, makes nobody wait.
+// A program that a command of keys starts may leave the process group and keep the output open. Nobody waits for it.
 func TestCommandOfKeysThatLeavesAProgram(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	t.Cleanup(func() { // it outlives the command, as such programs do
@@ -290,8 +290,8 @@ func TestCommandOfKeysThatLeavesAProgram(t *testing.T) {
 	}
 }
 
-// What a command prints counts at once where no key lacks, and else when it prints the same again: half of its keys never count, and a key
-// that is gone for good goes.
+// The output of a command counts at once if no key in use is missing in it, and otherwise only if the command prints the same again. So
+// half an output never counts, and a key that is gone for good is dropped.
 func TestCommandOfKeysMustSayTwiceThatAKeyIsGone(t *testing.T) {
 	dir := t.TempDir()
 	path, runs := filepath.Join(dir, "keys"), filepath.Join(dir, "runs")
@@ -329,10 +329,10 @@ func TestCommandOfKeysMustSayTwiceThatAKeyIsGone(t *testing.T) {
 			t.Errorf("after %q: %v, want %v", text, k.IDs(), ids)
 		}
 	}
-	reload(one, one+two, "something else", one, two) // it failed in the middle
-	reload(two+one, "", "", two, one)                // the order alone
-	reload(two, "", "", two)                         // it is gone
-	reload(one+two, "", "", one, two)                // one more
+	reload(one, one+two, "something else", one, two) // the first output was incomplete
+	reload(two+one, "", "", two, one)                // only the order changes
+	reload(two, "", "", two)                         // a key is gone
+	reload(one+two, "", "", one, two)                // a key comes
 	reload("# none\n", "", "no key", one, two)
 	if text, err := os.ReadFile(runs); err != nil || len(text) != 1+2+1+2+1+1 {
 		t.Errorf("the command ran %d times, %v", len(text), err)
@@ -367,9 +367,9 @@ func TestKeysAreReadAgain(t *testing.T) {
 		}
 	}
 	reload(two[:40], 1, "line 1")
-	reload(two+one[:64], 1, "last line") // else a rekey says that all is done, with the former key
+	reload(two+one[:64], 1, "last line") // otherwise a rekey with the former key would report that all is done
 	reload("# none\n", 1, "no entry")
-	reload(two, 1, "1 of the keys") // a key would be gone: Watch takes that
+	reload(two, 1, "1 of the keys") // a key would be gone: only Watch accepts that
 	if k.IDs()[0] != first {
 		t.Error("a key is gone at once")
 	}
@@ -390,7 +390,7 @@ func TestKeysAreReadAgain(t *testing.T) {
 	}
 }
 
-// A checksum is shown again by its key and name alone.
+// Only the same key and name recover a masked checksum.
 func TestMaskedChecksum(t *testing.T) {
 	k, other := oneKey(1), testName
 	other.Group++
@@ -402,14 +402,14 @@ func TestMaskedChecksum(t *testing.T) {
 	}
 }
 
-// lazyPlace is a place that has everything already.
+// lazyPlace is a place whose Write reads no bytes, as if it had every object.
 type lazyPlace struct{ tier.Tier }
 
 func (lazyPlace) Flows() {}
 
 func (lazyPlace) Write(context.Context, kv.Key, tier.Meta, []byte) error { return nil }
 
-// greedyPlace is a place that asks for the bytes in an order of its own.
+// greedyPlace is a place that asks for the bytes of an object in its own order.
 type greedyPlace struct {
 	tier.Tier
 	stored []byte
@@ -428,7 +428,7 @@ func (p *greedyPlace) Write(ctx context.Context, _ kv.Key, _ tier.Meta, src []by
 	return nil
 }
 
-// What a place does not take is not encrypted; what it takes is whole, in whatever order it asks.
+// Bytes that a place does not ask for are not encrypted. An object that it takes is whole, in whatever order it asks.
 func TestPlacesTakeWhatTheyNeed(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
 	if err != nil {
@@ -457,7 +457,7 @@ func TestPlacesTakeWhatTheyNeed(t *testing.T) {
 	}
 }
 
-// An object that changed in memory since its checksum was computed is not written: a tag would say that it is right.
+// An object that changed in memory since its checksum was computed is not written: its tags would be valid and hide the change.
 func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
 	keys, err := OpenKeys(t.Context(), Source{Text: strings.Repeat("ab", 32)})
 	if err != nil {
@@ -476,7 +476,7 @@ func TestObjectsThatChangedInMemoryAreNotWritten(t *testing.T) {
 	}
 }
 
-// Memory that goes away under an object is an error, whichever goroutine meets it.
+// If the memory of an object goes away, the call returns an error, whichever goroutine meets it.
 func TestMemoryThatGoesAway(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "seg")
 	s, err := shm.Create(path, 1<<20)
@@ -508,7 +508,7 @@ func TestMemoryThatGoesAway(t *testing.T) {
 	}
 }
 
-// BenchmarkAES is the floor: AES-256-GCM of one buffer, by one goroutine, and what this package makes of it.
+// BenchmarkAES measures AES-256-GCM of one buffer by one goroutine, which is the floor, and this package beside it.
 func BenchmarkAES(b *testing.B) {
 	k := oneKey(1)
 	for _, n := range []int{1 << 20, 4 << 20} {

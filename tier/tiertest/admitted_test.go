@@ -15,8 +15,8 @@ import (
 
 func TestAdmissionValidate(t *testing.T) { testkit.CheckNumbers[tier.Admission](t) }
 
-// An object is kept once it was offered often enough, and first long enough ago; what
-// others offer does not count.
+// An object is kept once it was offered often enough, the first time long enough ago. Offers of other
+// objects do not count.
 func TestAdmission(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := tier.Admitted(memory(), tier.Admission{MinHits: 2, MinAge: time.Minute})
@@ -51,7 +51,7 @@ func TestAdmission(t *testing.T) {
 	})
 }
 
-// What is remembered has a bound: what was offered long ago, and much since, is new again.
+// The number of remembered objects is bounded: an object counts as new again after many offers of others.
 func TestAdmissionForgets(t *testing.T) {
 	a := tier.Admitted(memory(), tier.Admission{MinHits: 1, Remember: 100})
 	b, m := tiertest.Object(1, 10)

@@ -13,8 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// cleared checks that a Tier serves nothing older than a clear, also when the
-// generations are read again, and that objects stored afterwards are served.
+// cleared checks that a Tier serves no object from before a clear, even after the
+// generations were read again, and that it serves objects stored afterwards.
 func cleared(all bool) func(t *testing.T, x tier.Tier) {
 	return func(t *testing.T, x tier.Tier) {
 		names, models := Names(), []string{model}

@@ -91,8 +91,8 @@ func TestEachStateOfATierIsReportedOnce(t *testing.T) {
 	})
 }
 
-// What says nothing about the tier changes no state: single failures, callers that gave up, and
-// objects that are not taken for another reason. The first question of all shows trouble at once.
+// Results that say nothing about the tier change no state: single failures, callers that gave up, and
+// objects that are not taken for another reason. If the very first call fails, the state changes at once.
 func TestWhatChangesNoStateOfATier(t *testing.T) {
 	a := &answering{Tier: tier.NewMemory(1 << 20)}
 	c := tier.Counted(a, "x")

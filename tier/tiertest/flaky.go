@@ -15,11 +15,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// ErrScript is what a Flaky tier fails with.
+// ErrScript is the error with which a Flaky tier fails.
 var ErrScript = errors.New("tiertest: as the script says")
 
-// Flaky is a Tier that fails as a script says. Faults are separated by semicolons, each
-// of them a call, which of these calls (counted from 1, or * for all), and what happens:
+// Flaky is a Tier that fails as a script says. Faults are separated by semicolons. Each
+// names a call, which of these calls (counted from 1, or * for all), and what happens:
 //
 //	read 3 error        it fails
 //	read 4 panic        it has a bug
@@ -47,7 +47,7 @@ type fault struct {
 	wait  time.Duration
 }
 
-// NewFlaky returns x, failing by script. Whoever uses it calls Release in the end.
+// NewFlaky returns x, failing by script. The caller must call Release at the end.
 func NewFlaky(x tier.Tier, script string) (*Flaky, error) {
 	f := &Flaky{Tier: x, release: make(chan struct{})}
 	f.mu.calls = make(map[string]int)
@@ -75,17 +75,17 @@ func NewFlaky(x tier.Tier, script string) (*Flaky, error) {
 	return f, nil
 }
 
-// Release ends what hangs, for good.
+// Release ends all calls that hang, and later calls do not hang.
 func (f *Flaky) Release() { f.once.Do(func() { close(f.release) }) }
 
-// Calls is how often a call was made.
+// Calls returns how often a call was made.
 func (f *Flaky) Calls(call string) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.mu.calls[call]
 }
 
-// next counts a call and lets it be late. It returns what else happens to it.
+// next counts a call, and waits if the script says so. It returns the call's other fault.
 func (f *Flaky) next(ctx context.Context, call string) (what string, err error) {
 	f.mu.Lock()
 	f.mu.calls[call]++

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// heated is a memory that knows what is hot in it.
+// heated is a memory that knows the heat of its objects.
 type heated struct {
 	*tier.Memory
 	heat map[int]int64 // by seed
@@ -50,7 +50,7 @@ func (away) Hottest(context.Context, int, func(kv.Key, tier.Meta) bool) error {
 	return errors.New("connection refused")
 }
 
-// A tier that does not answer hides nothing of what is hot in another one.
+// A tier that does not answer does not hide the hottest objects of another tier.
 func TestHottestWithoutOne(t *testing.T) {
 	h := heated{memory(), map[int]int64{1: 5, 2: 7}}
 	put(t, h, 1, 10)
@@ -68,7 +68,7 @@ func TestHottestWithoutOne(t *testing.T) {
 	}
 }
 
-// Of many names the hottest are kept, in order, through every wrapper; what has gone is left out.
+// Every wrapper returns the hottest of many objects, in order, without objects that are gone.
 func TestHottest(t *testing.T) {
 	seed := rand.Uint64()
 	rnd := rand.New(rand.NewPCG(seed, 1))
@@ -106,7 +106,7 @@ func TestHottest(t *testing.T) {
 	}
 }
 
-// Of equal heat what was added first is hotter.
+// Of two objects of equal heat the one that was added first is hotter.
 func TestHottestOfEqual(t *testing.T) {
 	m := memory()
 	hot := tier.NewHot(3)

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Mortal checks that an empty Tier keeps the ends of lives: an object whose End is over is missing and may be written
-// again, and one whose End is to come is there.
+// Mortal checks that an empty Tier respects Meta.End: an object after its End is missing and may be written
+// again, and an object before its End is present.
 func Mortal(t *testing.T, x tier.Tier) {
 	t.Helper()
 	now := time.Now()
@@ -60,7 +60,7 @@ func Mortal(t *testing.T, x tier.Tier) {
 	f(1, true)
 	store(3, 0)
 	f(3, true)
-	store(2, lives+60) // it is there and may stay as it is
+	store(2, lives+60) // the object exists and may stay as it is
 	f(2, true)
 	if err := x.Delete(t.Context(), []kv.Key{Key(2)}); err != nil {
 		t.Fatal(err)
@@ -68,7 +68,7 @@ func Mortal(t *testing.T, x tier.Tier) {
 	f(2, false)
 }
 
-// Ending checks that an object is there before its end, and a miss from then on, by the clock of this machine.
+// Ending checks that an object is present before its end, and a miss from then on, by the clock of this machine.
 func Ending(t *testing.T, x tier.Tier) {
 	t.Helper()
 	b, meta := Object(7, 9000)
@@ -91,7 +91,7 @@ func Ending(t *testing.T, x tier.Tier) {
 		err := x.Stat(t.Context(), []kv.Key{Key(7)}, metas)
 		return err == nil && metas[0] == tier.Meta{}
 	})
-	if !meta.Over(time.Now().Add(2 * time.Second)) { // a place that counts in whole seconds may be early by one
+	if !meta.Over(time.Now().Add(2 * time.Second)) { // a tier that counts in whole seconds may be early by one
 		t.Errorf("it ended %v before its end", time.Until(time.Unix(int64(meta.End), 0)))
 	}
 	if _, err := x.Read(t.Context(), Key(7), make([]byte, len(b))); !errors.Is(err, tier.ErrMissing) {

@@ -10,14 +10,14 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// names are those of all tests: a tier and the generations that Run puts over it have the
-// same.
+// names are the names in all tests: a tier and the generations that Run puts over it share
+// them.
 var names = newNames()
 
 // Names returns the models and salts of the namespaces that Run uses.
 func Names() *tier.Names { return names }
 
-// model is what Names calls the model of all namespaces.
+// model is the model of all namespaces in Names.
 const model = "org/model"
 
 func newNames() *tier.Names {
@@ -29,11 +29,11 @@ func newNames() *tier.Names {
 	return n
 }
 
-// WithSums returns x with the checksums of what was written through it, for a layout that has no
-// place for them: Run compares them.
+// WithSums returns x with a memory of the checksums of the objects written through it, for a layout that cannot
+// store them. Run compares the checksums.
 func WithSums(x tier.Tier) tier.Tier { return WithSumsAndNames(x, Names(), model) }
 
-// WithSumsAndNames is WithSums for a tier whose names are not Names: the namespaces of Run have the name of a model there.
+// WithSumsAndNames is WithSums for a tier with other names than Names, in which the namespaces of Run have the model model.
 func WithSumsAndNames(x tier.Tier, names *tier.Names, model string) tier.Tier {
 	return &summed{Tier: x, names: names, model: model, sums: map[kv.Key]uint64{}}
 }

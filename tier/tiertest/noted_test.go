@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// noted is what changes say of a tier, and the last word of each key.
+// noted returns, for each key, whether the last change says that the object is there, and the number of changes.
 func noted(t *testing.T, c *tier.Changes) (has map[kv.Key]bool, words int) {
 	t.Helper()
 	has = map[kv.Key]bool{}
@@ -36,7 +36,7 @@ func noted(t *testing.T, c *tier.Changes) (has map[kv.Key]bool, words int) {
 	}
 }
 
-// What a call returns is noted: that an object is there or not, nothing where that is not known.
+// Changes note the result of a call: an object is there or is not. If that is not known, they note nothing.
 func TestNoted(t *testing.T) {
 	c := tier.NewChanges()
 	m := memory()
@@ -98,7 +98,7 @@ type keeping struct{ tier.Tier }
 
 func (keeping) Delete(context.Context, []kv.Key) error { return tier.ErrNotKept }
 
-// held is a Tier of which a call returns when it is told to.
+// held is a Tier whose calls return when a test says so.
 type held struct {
 	tier.Tier
 	began, resume chan struct{}
@@ -119,7 +119,7 @@ func (h held) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	return h.Tier.Write(ctx, k, m, src)
 }
 
-// What calls that went on together found is not noted as if it were so still: no object is said to be there that is not.
+// The results of calls that overlap may be out of date, so they are not noted as present facts: no missing object is noted as there.
 func TestNotedTogether(t *testing.T) {
 	key := tiertest.Key(1)
 	f := func(slow func(tier.Tier) error, quick func(tier.Tier) error, before, after bool) {
@@ -136,7 +136,7 @@ func TestNotedTogether(t *testing.T) {
 		go func() { done <- slow(n) }()
 		<-h.began
 		go func() { done <- quick(n) }()
-		calls := 1 // that are held
+		calls := 1 // number of held calls
 		select {
 		case <-h.began:
 			calls++
@@ -168,7 +168,7 @@ func TestNotedTogether(t *testing.T) {
 	f(write, write, false, true)
 }
 
-// Of many calls at once, whatever their order, nothing is noted that is not there, and one look at everything makes it exact.
+// After many calls at once, in whatever order, no missing object is noted as there, and one look at everything makes the notes exact.
 func TestNotedUnderLoad(t *testing.T) {
 	c := tier.NewChanges()
 	c.Watch(1 << 20)

@@ -20,9 +20,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// RaceSealed compares encrypted objects of 1 and 4 MiB with plain ones: stores and loads as a server does them (checksum included), one after the
-// other and four at a time, in nine turns that alternate. It reports the median time of an object, and the ratio of the medians. open returns
-// two places alike.
+// RaceSealed compares encrypted objects of 1 and 4 MiB with plain ones. It stores and loads them as a server does (checksum included), one
+// after the other and four at a time, in nine turns that alternate. It reports the median time of an object, and the ratio of the medians.
+// open must return two equal tiers.
 func RaceSealed(b *testing.B, open func(b *testing.B) (one, other tier.Tier)) {
 	const turns, objects = 9, 16
 	for _, n := range []int{1 << 20, 4 << 20} {

@@ -18,7 +18,7 @@ import (
 
 func TestAbsenceValidate(t *testing.T) { testkit.CheckNumbers[tier.Absence](t) }
 
-// remembered is a node's view of a memory that others share, and what it is asked.
+// remembered returns a node's view of a memory that others share, and a Flaky that counts the calls to that memory.
 func remembered(t *testing.T, shared tier.Tier, script string, o tier.Absence) (*tier.Remembering, *tiertest.Flaky) {
 	t.Helper()
 	f, err := tiertest.NewFlaky(shared, script)
@@ -28,8 +28,8 @@ func remembered(t *testing.T, shared tier.Tier, script string, o tier.Absence) (
 	return tier.Remembered(f, o), f
 }
 
-// What was not there is not asked for again for the time that is set, and then it is: what
-// another node wrote meanwhile is found to the nanosecond. What is there is always asked for.
+// For the time that is set the wrapper does not ask again for a missing object. Exactly when it is over it asks, and finds an
+// object that another node wrote meanwhile. It always asks for objects that were there.
 func TestAbsentIsNotAskedFor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		shared := memory()
@@ -74,7 +74,7 @@ func TestAbsentAmongOthers(t *testing.T) {
 	}
 }
 
-// What is written through here is there at once, also where a Stat that began before the write
+// An object that this node writes is found at once, also if a Stat that began before the write
 // ends after it.
 func TestOwnWritesAreFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -106,7 +106,7 @@ func (l lateStat) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) er
 	return err
 }
 
-// A call that fails says nothing of what is there.
+// After a failed call the wrapper does not remember objects as missing.
 func TestFailedStatIsNotRemembered(t *testing.T) {
 	shared := memory()
 	put(t, shared, 1, 100)
@@ -120,7 +120,7 @@ func TestFailedStatIsNotRemembered(t *testing.T) {
 	}
 }
 
-// What is remembered has a bound, and costs calls beyond it, not answers.
+// The number of remembered keys is bounded. Beyond it the tier gets more calls, and the answers stay right.
 func TestAbsentForgets(t *testing.T) {
 	a, asked := remembered(t, memory(), "", tier.Absence{For: time.Hour, Remember: 100})
 	for seed := range 1000 {
@@ -135,8 +135,8 @@ func TestAbsentForgets(t *testing.T) {
 	}
 }
 
-// Random writes and deletes by two nodes: a node finds what it wrote itself, and what the other
-// one did once the time has passed; it never finds what is not there.
+// Random writes and deletes by two nodes: a node finds the objects that it wrote itself, and those of the other
+// node once the time has passed. It never finds an object that is not there.
 func TestRememberedAgainstModel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		seed := rand.Uint64()
@@ -174,7 +174,7 @@ func TestRememberedAgainstModel(t *testing.T) {
 	})
 }
 
-// While a tier rests after failures nobody knows what is there: what is there is found when the rest is over.
+// While calls to a tier are paused after failures, the wrapper remembers no object as missing: objects are found when the pause is over.
 func TestRestIsNotRemembered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		shared := memory()

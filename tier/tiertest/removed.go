@@ -18,13 +18,13 @@ import (
 // atOnce is a Pace without a wait.
 func atOnce(ctx context.Context, _ int) error { return ctx.Err() }
 
-// ownContent reports whether an object is of a Tier's own names: several may share a real server.
+// ownContent returns a function that reports whether an object has one of the Tier's own names, since several Tiers may share a real server.
 func ownContent(x tier.Tier) func(tier.Content) bool {
 	s, ok := x.(*summed)
 	return func(c tier.Content) bool { return !ok || strings.HasPrefix(c.Model, s.model) }
 }
 
-// contents counts what a Tier has by tier.RemoveIf, without removing anything.
+// contents counts the objects of a Tier with tier.RemoveIf, without removing any.
 func contents(t *testing.T, x tier.Tier) (n int, named bool) {
 	t.Helper()
 	own := ownContent(x)
@@ -47,7 +47,7 @@ func contents(t *testing.T, x tier.Tier) (n int, named bool) {
 	return n, named
 }
 
-// removed checks that objects leave a Tier by a condition, the others stay, and that a Pace that fails ends it.
+// removed checks that RemoveIf removes the objects that meet a condition and keeps the others, and that a failing Pace ends it.
 func removed(t *testing.T, x tier.Tier) {
 	raw := x
 	if s, ok := x.(*summed); ok {
@@ -79,7 +79,8 @@ func removed(t *testing.T, x tier.Tier) {
 	}
 }
 
-// swept checks that what a clear made absent leaves a Tier and what counts stays, and what LMCache servers may have written.
+// swept checks that a removal of stale objects removes those from before a clear, and keeps current objects and those that LMCache servers
+// may have written.
 func swept(t *testing.T, x tier.Tier) {
 	raw, names := x, Names()
 	if s, ok := x.(*summed); ok {

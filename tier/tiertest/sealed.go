@@ -25,7 +25,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// KeyText returns a key for package seal, another one for each seed.
+// KeyText returns a key for package seal that depends on seed.
 func KeyText(seed byte) string { return hex.EncodeToString(bytes.Repeat([]byte{seed, 0x5a}, 16)) }
 
 // Keys returns keys of these seeds, the one that encrypts first.
@@ -42,14 +42,14 @@ func Keys(t testing.TB, seeds ...byte) *seal.Keys {
 	return k
 }
 
-// Planted returns the bytes of an object that a search finds in what a place keeps.
+// Planted returns the bytes of an object that a search in the stored bytes of a tier can find.
 func Planted(n int) []byte {
 	return bytes.Repeat([]byte("planted prompt, which nobody reads. "), n/36+1)[:n]
 }
 
-// Sealed checks that a Tier of package seal over a place keeps its promises: that it is a Tier, and that objects which were changed, cut,
-// exchanged, put back after a clear, or encrypted with another key, are misses. open returns the place, empty; it is closed by the Tier over it.
-// holds reports whether what the place keeps, as its disk or server has it, contains some bytes.
+// Sealed checks that a Tier of package seal over another tier keeps its promises: it passes Run, and objects that were changed, cut,
+// exchanged, put back after a clear, or encrypted with another key, are misses. open must return the empty tier below, which the Tier over
+// it closes. holds must report whether the bytes on the disk or server of that tier contain some bytes.
 func Sealed(t *testing.T, open func(t *testing.T) (place tier.Tier, holds func([]byte) bool)) {
 	over := func(t *testing.T, place tier.Tier, keys *seal.Keys) tier.Tier {
 		return seal.New(place, keys, seal.Options{Name: "sealed"})
@@ -90,7 +90,7 @@ func (s *sealedPlace) with(keys *seal.Keys) *seal.Tier {
 	return seal.New(s.place, keys, seal.Options{Name: "sealed"}).Sealed()
 }
 
-// raw returns what the place has under a key.
+// raw returns the stored bytes of an object.
 func (s *sealedPlace) raw(t *testing.T, k kv.Key) ([]byte, tier.Meta) {
 	t.Helper()
 	metas := make([]tier.Meta, 1)
@@ -105,11 +105,11 @@ func (s *sealedPlace) raw(t *testing.T, k kv.Key) ([]byte, tier.Meta) {
 	return b, m
 }
 
-// plant puts bytes in the place of what it has under a key, as who writes to its disk or server can.
+// plant replaces the stored bytes of an object, as an attacker with access to the disk or server can.
 func (s *sealedPlace) plant(t *testing.T, k kv.Key, m tier.Meta, b []byte) {
 	t.Helper()
 	m.Len = int64(len(b))
-	for range 2 { // a disk may take it the second time
+	for range 2 { // a disk may take an object only at the second offer
 		if err := s.place.Delete(t.Context(), []kv.Key{k}); err != nil {
 			t.Fatal(err)
 		}
@@ -161,7 +161,7 @@ func nothingPlain(t *testing.T, s *sealedPlace) {
 			t.Errorf("the place holds %s", what)
 		}
 	}
-	if !s.holds(raw[len(raw)-16:]) { // else the search finds nothing anyway
+	if !s.holds(raw[len(raw)-16:]) { // otherwise the search does not work at all
 		t.Error("the search does not find what is there")
 	}
 	expect(t, x, Key(2), b, tier.Meta{Len: sealedObject, Sum: sum})
@@ -196,7 +196,7 @@ func changed(t *testing.T, s *sealedPlace) {
 	s.plant(t, Key(1), m, raw)
 	b, meta := Object(1, sealedObject)
 	expect(t, x, Key(1), b, meta)
-	// What was found out is replaced by the next write: also a header that looks like one of a newer build, or of another key.
+	// The next write replaces an object that was found to be wrong, even if its header looks like that of a newer build or of another key.
 	for _, at := range []int{0, 8, 9, 10, 16, 23, 24, 56} {
 		bad := bytes.Clone(raw)
 		bad[at] ^= 0x10
@@ -216,7 +216,7 @@ func changed(t *testing.T, s *sealedPlace) {
 	expect(t, x, Key(1), b, meta)
 }
 
-// changedInMemory has an object differ from its checksum: the place keeps nothing of it, and takes the next one.
+// changedInMemory checks that an object that differs from its checksum is not stored, and that the next object is.
 func changedInMemory(t *testing.T, s *sealedPlace) {
 	x := s.with(Keys(t, 1))
 	b, m := Object(1, sealedObject)
@@ -263,7 +263,7 @@ func putBack(t *testing.T, s *sealedPlace) {
 	}
 	of := book.Tier(x)
 	keep := map[kv.Key]bool{}
-	// list returns the key of the place that is new.
+	// list returns the new key in the tier below.
 	list := func() (found kv.Key) {
 		err := s.place.(tier.Lister).List(t.Context(), func(k kv.Key, _ tier.Meta) bool {
 			if !keep[k] {
@@ -318,7 +318,7 @@ func wrongKeys(t *testing.T, s *sealedPlace) {
 	miss("another key", other, "missing_key")
 	expect(t, s.with(Keys(t, 1)), Key(1), b, meta) // it stayed
 	expect(t, s.with(Keys(t, 2, 1)), Key(1), b, meta)
-	// A short name that another key has, too.
+	// Two keys with the same short name.
 	raw, m := s.raw(t, Key(1))
 	write(t, other, Key(2), 2, 5000)
 	_, m2 := s.raw(t, Key(2))
@@ -378,7 +378,7 @@ func rotated(t *testing.T, s *sealedPlace) {
 		t.Fatal(err)
 	}
 	free := func(ctx context.Context, _ int64) error { return ctx.Err() }
-	// Broken off after three, then again.
+	// Ended after three objects, then begun again.
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	if _, err := both.Rekey(ctx, free, func(n seal.RekeyStats) {
@@ -408,7 +408,8 @@ func rotated(t *testing.T, s *sealedPlace) {
 	}
 }
 
-// rotatedUnderLoad rotates the key of a file while objects are written, read and deleted: none is lost, and none that was deleted comes back.
+// rotatedUnderLoad rotates the key in a file while objects are written, read and deleted: no object may be lost, and no deleted object may
+// come back.
 func rotatedUnderLoad(t *testing.T, s *sealedPlace) {
 	file := filepath.Join(t.TempDir(), "keys")
 	put := func(seeds ...byte) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tiertest says what every tier.Tier must do, and makes tiers fail on purpose.
+// Package tiertest checks what every tier.Tier must do, and makes tiers fail on purpose.
 package tiertest
 
 import (
@@ -29,7 +29,7 @@ func Key(seed int) kv.Key {
 	return kv.Key{Namespace: kv.Namespace{1}, Chunk: kv.Hash{byte(seed), byte(seed >> 8), 1}, Rank: kv.Rank(seed), Group: 2}
 }
 
-// Run checks a Tier. open returns one that is empty; Run closes it.
+// Run checks a Tier. open must return an empty Tier; Run closes it.
 func Run(t *testing.T, open func(t *testing.T) tier.Tier) {
 	for name, check := range map[string]func(t *testing.T, x tier.Tier){
 		"what is not there": absent, "what is there": present, "names differ in every field": named, "written twice": twice,
@@ -56,11 +56,11 @@ func write(t *testing.T, x tier.Tier, k kv.Key, seed, n int) ([]byte, tier.Meta)
 	if err := x.Write(t.Context(), k, meta, src); err != nil {
 		t.Fatal(err)
 	}
-	clear(src) // a Tier does not keep what it was given
+	clear(src) // a Tier must not use src after Write
 	return b, meta
 }
 
-// same reports whether a place has what was written. Its own time to live may end an object that has no end.
+// same reports whether got is the written meta. A tier's own time to live may add an End to an object without one.
 func same(got, meta tier.Meta) bool {
 	if meta.End == 0 {
 		got.End = 0
@@ -97,7 +97,7 @@ func absent(t *testing.T, x tier.Tier) {
 
 func present(t *testing.T, x tier.Tier) {
 	sizes := []int{1, 100, 4096, 1 << 20}
-	keys := []kv.Key{Key(0), Key(100), Key(1), Key(2), Key(101), Key(3)} // two of them are not there
+	keys := []kv.Key{Key(0), Key(100), Key(1), Key(2), Key(101), Key(3)} // two of them are missing
 	want := make([]tier.Meta, len(keys))
 	for i, at := range []int{0, 2, 3, 5} {
 		_, want[at] = write(t, x, keys[at], i, sizes[i])
@@ -198,7 +198,7 @@ func concurrent(t *testing.T, x tier.Tier) {
 	for i := range 8 {
 		wg.Go(func() {
 			for j := range 20 {
-				k := Key(j % 5) // the same objects by all
+				k := Key(j % 5) // all goroutines use the same objects
 				b, meta := Object(j%5, 3000)
 				if err := x.Write(t.Context(), k, meta, b); err != nil {
 					t.Error(err)

@@ -27,7 +27,7 @@ func TestFlakyWithoutFaults(t *testing.T) {
 	})
 }
 
-// Memory keeps what it was made for: what came first goes first.
+// Memory keeps as many bytes as it was made for, and drops the oldest objects first.
 func TestMemoryIsBounded(t *testing.T) {
 	m := tier.NewMemory(1000)
 	for i := range 5 {

@@ -75,8 +75,8 @@ func has(t *testing.T, x tier.Tier, seeds ...int) (out []int) {
 	return out
 }
 
-// What only the lower place has is read from there, and is in the upper one then; what
-// was deleted meanwhile does not come back.
+// A Cascade reads an object that only the lower place has from there, and copies it to the upper place. An object
+// that was deleted meanwhile does not come back.
 func TestCascadeFillsTheUpperPlace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		upper, lower := memory(), memory()
@@ -109,7 +109,7 @@ func TestCascadeFillsTheUpperPlace(t *testing.T) {
 	})
 }
 
-// One place that fails costs what it alone has.
+// If one place fails, only the objects that no other place has are lost.
 func TestCascadeGoesOnWithOnePlace(t *testing.T) {
 	for _, which := range []int{0, 1} {
 		places := []tier.Tier{memory(), memory()}
@@ -137,8 +137,8 @@ func TestCascadeGoesOnWithOnePlace(t *testing.T) {
 	}
 }
 
-// After failures in a row the tier is left alone: nothing is there, nothing is kept, and
-// it hears of no call. After the pause one call tries it, and if that works all go on.
+// After failures in a row calls to the tier are paused: all objects are misses, none are kept, and
+// the tier gets no call. After the pause one call tries it, and if that works all calls go on.
 func TestBoundedRestsAfterFailures(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		flaky, err := tiertest.NewFlaky(memory(), "read 1 error; read 2 error; read 3 error; read 4 error")
@@ -188,8 +188,8 @@ func TestBoundedRestsAfterFailures(t *testing.T) {
 	})
 }
 
-// Calls that do not end count when their time is over, and others have the room that they
-// leave: what has to wait waits no longer than its own context.
+// Calls that hang count as failures when their time is over, and then other calls get their places. A
+// call waits for a place no longer than its own context.
 func TestBoundedWhenCallsHang(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		flaky, err := tiertest.NewFlaky(memory(), "read * hang")
@@ -254,7 +254,7 @@ func TestBoundedLimits(t *testing.T) {
 	f("read", 100, tier.Limits{Calls: 8, Bytes: 50}, 1)
 }
 
-// Each outcome is counted once, as what it is.
+// Each call is counted once, by its outcome.
 func TestCounted(t *testing.T) {
 	flaky, err := tiertest.NewFlaky(memory(), "read 2 error; read 3 missing; write 2 error")
 	if err != nil {

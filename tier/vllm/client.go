@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// Client is the engine's side of a tier socket, as the module Shim is. It copies nothing: its user does, between its own memory
+// Client is the engine's side of a tier socket, like the module Shim. It copies no rows: its user copies them between its own memory
 // and Pool. Its methods are safe for concurrent use.
 type Client struct {
 	conn *Conn
@@ -34,7 +34,7 @@ type Client struct {
 // ErrRefused means that the node does not serve this engine; the text says why.
 var ErrRefused = errors.New("vllm: the node refuses this engine")
 
-// ErrSlow means that the node did not answer in time. What it answers later is given back.
+// ErrSlow means that the node did not answer in time. The Client gives back the places of a later answer.
 var ErrSlow = errors.New("vllm: the node does not answer")
 
 // Dial connects to a node. region may be nil. Hashes of keys have hashBytes bytes.
@@ -94,21 +94,21 @@ func (c *Client) Pool(p Place) []byte {
 	return c.pool.Bytes(int64(p.Offset), int64(p.Bytes))
 }
 
-// Stands reports whether the node has not ended the connection: it does so before it reuses anything that it lent. Rows that were copied
-// from the pool count only if it stands after the copy.
+// Stands reports whether the node has not ended the connection. A node ends it before it reuses places that it lent. So rows that were copied
+// from the pool are valid only if Stands returns true after the copy.
 func (c *Client) Stands() bool { return c.conn.Stands() }
 
-// Ended is closed once the connection has ended.
+// Ended returns a channel that is closed once the connection has ended.
 func (c *Client) Ended() <-chan struct{} { return c.ended }
 
-// Close ends the connection. The user touches the pool no more.
+// Close ends the connection. The user must not touch the pool afterwards.
 func (c *Client) Close() error {
 	err := c.conn.Close()
 	c.wg.Wait()
 	return errors.Join(err, c.pool.Close())
 }
 
-// read hands answers on until the connection ends.
+// read passes answers to the waiting calls until the connection ends.
 func (c *Client) read() {
 	defer close(c.ended)
 	for {
@@ -142,7 +142,7 @@ func (c *Client) answered(id uint64) chan []Place {
 	return to
 }
 
-// fail ends all that wait.
+// fail ends all waiting calls with err.
 func (c *Client) fail(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -158,7 +158,7 @@ func (c *Client) Lookup(tenant, request string, keys []Key, patience time.Durati
 	return c.ask(TypeLookup, tenant, request, keys, patience)
 }
 
-// Store asks for places of rows that are not there. They are the engine's until Commit.
+// Store asks for places for rows that the pool lacks. The engine owns them until Commit.
 func (c *Client) Store(tenant, request string, keys []Key, patience time.Duration) (id uint64, places []Place, err error) {
 	return c.ask(TypeStore, tenant, request, keys, patience)
 }
@@ -203,12 +203,12 @@ func (c *Client) wait() (uint64, chan []Place, error) {
 	return c.mu.last, to, nil
 }
 
-// Release gives back what a lookup lent.
+// Release gives back the places of a lookup.
 func (c *Client) Release(r Released) error {
 	return c.conn.Write(TypeRelease, func(dst []byte) []byte { return AppendReleased(dst, r) })
 }
 
-// Commit ends a store: with ok all its rows are written, and become visible.
+// Commit ends a store. ok says that all its rows were written; then they become visible.
 func (c *Client) Commit(id uint64, ok bool) error {
 	return c.conn.Write(TypeCommit, func(dst []byte) []byte { return AppendCommit(dst, id, ok) })
 }

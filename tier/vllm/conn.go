@@ -49,7 +49,7 @@ func (c *Conn) rest() (kind byte, body []byte, err error) {
 	return c.head[4], c.body, err
 }
 
-// grown returns a slice of n bytes, of b's memory where that is enough.
+// grown returns a slice of n bytes, in b's memory if that is large enough.
 func grown(b []byte, n int) []byte {
 	if cap(b) < n {
 		return make([]byte, n, max(n, 4096))
@@ -57,7 +57,7 @@ func grown(b []byte, n int) []byte {
 	return b[:n]
 }
 
-// ReadFirst is Read for the first frame of a peer, which may have a descriptor; file is nil where it has none.
+// ReadFirst is Read for the first frame of a peer, which may carry a descriptor; file is nil if it does not.
 func (c *Conn) ReadFirst() (kind byte, body []byte, file *os.File, err error) {
 	oob := make([]byte, unix.CmsgSpace(4*4))
 	n, oobn, _, _, err := c.net.ReadMsgUnix(c.head[:], oob)
@@ -93,7 +93,7 @@ func firstFile(oob []byte) (file *os.File) {
 			if unix.CloseOnExec(fd); file == nil {
 				file = os.NewFile(uintptr(fd), "descriptor of a peer")
 			} else {
-				_ = unix.Close(fd) // it was not asked for
+				_ = unix.Close(fd) // more than one descriptor
 			}
 		}
 	}
@@ -116,12 +116,12 @@ func (c *Conn) Stands() bool {
 	return err == nil && fds[0].Revents&(pollHangup|unix.POLLHUP|unix.POLLERR) == 0
 }
 
-// Write sends a frame, whose body write appends.
+// Write sends a frame. write must append the body.
 func (c *Conn) Write(kind byte, write func(dst []byte) []byte) error {
 	return c.WriteFile(kind, write, nil)
 }
 
-// WriteFile is Write with a descriptor, unless that is nil.
+// WriteFile is Write with the descriptor of file, unless file is nil.
 func (c *Conn) WriteFile(kind byte, write func(dst []byte) []byte, file *os.File) error {
 	c.writing.Lock()
 	defer c.writing.Unlock()

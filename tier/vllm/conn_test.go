@@ -35,7 +35,7 @@ func ends(t *testing.T) (ours, theirs *vllm.Conn) {
 	return ours, theirs
 }
 
-// A connection stands until its peer ends it, also while frames wait in it, which are read one by one.
+// Stands returns true until the peer ends the connection, also while frames wait in it. Reads return these one by one.
 func TestConnectionStandsUntilItsPeerEndsIt(t *testing.T) {
 	ours, theirs := ends(t)
 	for kind, body := range []string{"", "first", strings.Repeat("x", 10_000)} {
@@ -76,7 +76,7 @@ func TestHelloIsBounded(t *testing.T) {
 	}
 }
 
-// A played engine without a node goes on, and counts its requests as those without one.
+// A simulated engine without a node goes on, and counts its requests as requests without a node.
 func TestPlayWithoutANodeCountsItsRequests(t *testing.T) {
 	dir := t.TempDir()
 	out, err := vllm.RunPlay(t.Context(), vllm.Play{Socket: filepath.Join(dir, "none"), EngineID: "e", Model: "m", Dir: dir, RowBytes: 4096, Longest: 2, Requests: 2})

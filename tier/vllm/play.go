@@ -19,21 +19,21 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Play is an engine of vLLM with tiered offloading as a node sees it: a region, and requests that store rows and load them.
+// Play configures a simulated vLLM engine with tiered offloading, as a node sees it: a region, and requests that store and load rows.
 type Play struct {
 	Socket   string
 	EngineID string
 	Model    string
 	Dir      string // of the region; default /dev/shm
 	RowBytes int64  // default 64 KiB
-	Prompts  int    // different ones; default 64
-	Longest  int    // rows of a prompt; default 24
+	Prompts  int    // number of different prompts; default 64
+	Longest  int    // most rows of a prompt; default 24
 	Requests int    // 0: until ctx ends
 	Seed     uint64
 	Log      *slog.Logger // nil discards
 }
 
-// Played is what became of an engine's requests.
+// Played counts the results of an engine's requests.
 type Played struct {
 	Requests int `json:"requests"`
 	Asked    int `json:"asked_rows"`
@@ -45,11 +45,11 @@ type Played struct {
 }
 
 const (
-	playPatience = 2 * time.Second        // that the node has for an answer, as the module of vLLM gives it
+	playPatience = 2 * time.Second        // time that the node has for an answer, as in the module of vLLM
 	playRetry    = 200 * time.Millisecond // between two tries to connect
 )
 
-// player is a Play that goes on.
+// player is a running Play.
 type player struct {
 	Play
 	region *shm.Segment
@@ -59,8 +59,8 @@ type player struct {
 	out    Played
 }
 
-// RunPlay plays requests on a tier socket: each looks the rows of a prompt up, loads and compares the leading ones that are there, and
-// stores the others. A node that ends or does not answer costs misses.
+// RunPlay plays requests on a tier socket. Each looks up the rows of a prompt, loads and compares the leading ones that are present, and
+// stores the others. If the node ends or does not answer, the rows are misses.
 func RunPlay(ctx context.Context, o Play) (_ Played, err error) {
 	o.RowBytes, o.Prompts, o.Longest = cmp.Or(o.RowBytes, 64<<10), cmp.Or(o.Prompts, 64), cmp.Or(o.Longest, 24)
 	if o.Log == nil {
@@ -79,7 +79,7 @@ func RunPlay(ctx context.Context, o Play) (_ Played, err error) {
 		return p.out, err
 	}
 	defer func() { err = errors.Join(err, p.region.Unlink(), p.region.Close()) }()
-	if err := p.region.Populate(0, p.region.Len(), true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // else a /dev/shm that others fill ends it
+	if err := p.region.Populate(0, p.region.Len(), true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // otherwise a full /dev/shm kills this process
 		return p.out, err
 	}
 	if p.file, err = os.OpenFile(path, os.O_RDWR, 0); err != nil {
@@ -104,7 +104,7 @@ func (p *player) hangUp() {
 	}
 }
 
-// connect connects where no connection stands. The error is one that does not pass.
+// connect connects if no connection stands. It returns only errors that do not pass by themselves.
 func (p *player) connect(ctx context.Context) error {
 	if p.client != nil && !p.client.Stands() {
 		p.hangUp()
@@ -154,7 +154,7 @@ func (p *player) request(ctx context.Context, prompt, rows int) error {
 	return nil
 }
 
-// load loads the leading rows that are there, and returns their number.
+// load loads the leading rows that are present, and returns their number.
 func (p *player) load(name string, keys []Key) (have int) {
 	id, places, err := p.client.Lookup("", name, keys, playPatience)
 	if err != nil {
@@ -198,13 +198,13 @@ func (p *player) store(name string, keys []Key) {
 		}
 		to := p.client.Pool(places[i])
 		if whole = int64(len(to)) == p.RowBytes; whole {
-			copy(p.row(i), p.body(keys[i])) // as the GPU does
+			copy(p.row(i), p.body(keys[i])) // in vLLM the GPU does this
 			copy(to, p.row(i))
 			stored++
 		}
 	}
 	switch {
-	case !whole: // a commit makes all its places visible: none is, where one was not written
+	case !whole: // a commit makes all places visible, so none may be if one was not written
 		_ = p.client.Commit(id, false) // the connection may have ended
 	case stored > 0 && p.client.Commit(id, true) == nil:
 		p.out.Stored += stored
@@ -213,7 +213,7 @@ func (p *player) store(name string, keys []Key) {
 
 func (p *player) row(i int) []byte { return p.region.Bytes(int64(i)*p.RowBytes, p.RowBytes) }
 
-// body is what a row holds: it follows from its key.
+// body returns the content of a row, which follows from its key.
 func (p *player) body(k Key) []byte {
 	sum := sha256.Sum256(k.Hash[:])
 	return bytes.Repeat(sum[:], int(p.RowBytes)/len(sum)+1)[:p.RowBytes]

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// The module for vLLM takes a node's odd answers, odd options and requests that repeat for misses: no exception, no wait for ever, no
-// commit of what was not written. testdata/shim.py has the scenarios.
+// The module for vLLM treats a node's odd answers, odd options and repeated requests as misses. It raises no exception, does not wait
+// forever, and commits nothing that was not written. testdata/shim.py has the scenarios.
 func TestShimAgainstOddNodes(t *testing.T) {
 	python, err := exec.LookPath("python3")
 	if err != nil {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package vllm is what engines of vLLM with tiered offloading and a Kvasir node say to each other over the tier socket: the
+// Package vllm has the protocol of the tier socket between engines of vLLM with tiered offloading and a Kvasir node: the
 // messages, the engine's side in Go, and the module that vLLM loads (Shim).
 //
 // The socket is a UNIX stream socket. A frame is its length without these four bytes (u32), its type (u8) and its body; numbers
-// are little-endian. An engine says Hello once, with the descriptor of its region; Welcome comes with the descriptor of the
-// pool's memory. From then on the engine copies rows between both itself: a Found or Places frame lends it places in the pool,
+// are little-endian. An engine sends Hello once, with the descriptor of its region; Welcome comes with the descriptor of the
+// pool's memory. From then on the engine itself copies rows between the two: a Found or Places frame lends it places in the pool,
 // and a Release or Commit frame, or the end of the connection, gives them back.
 // docs/formats/vllm-tier.md shows the bytes.
 package vllm
@@ -33,14 +33,14 @@ const (
 	TypeFound   = 0x05 // node: u64 id + n x (u64 offset + u32 bytes), in the order of the keys; offset NoPlace: not there
 	TypeRelease = 0x06 // engine: n x (u64 id of a lookup + u32 objects that were loaded)
 	TypeStore   = 0x07 // engine: Ask
-	TypePlaces  = 0x08 // node: as TypeFound; NoPlace: the row is there already, or there is no room
-	TypeCommit  = 0x09 // engine: u64 id of a store + u8, 1: all rows are written; 0: none counts
+	TypePlaces  = 0x08 // node: as TypeFound; NoPlace: the pool has the row already, or there is no room
+	TypeCommit  = 0x09 // engine: u64 id of a store + u8, 1: all rows are written; 0: drop all rows
 )
 
 // Limits of the messages.
 const (
 	MaxFrame     = 1 << 20 // bytes of a frame
-	MaxHello     = 1 << 18 // of its namespace, mostly the names of all layers
+	MaxHello     = 1 << 18 // bytes of a Hello; most of them are its namespace, with the names of all layers
 	MaxKeys      = 1 << 14 // of one Ask
 	MaxRequest   = 512     // bytes of a request's id
 	MaxEngineID  = 128
@@ -55,7 +55,7 @@ const (
 // NoPlace is the offset of an object that has no place.
 const NoPlace = ^uint64(0)
 
-// ErrMalformed means that a frame is not what its type says.
+// ErrMalformed means that a frame does not fit its type.
 var ErrMalformed = errors.New("vllm: malformed frame")
 
 // Key names a row as vLLM does: by the hash of its last block, which covers all tokens before, and its group.
@@ -78,24 +78,24 @@ type Place struct {
 	Bytes  uint32
 }
 
-// Released ends what a lookup lent.
+// Released ends the loan of a lookup's places.
 type Released struct {
 	ID     uint64
 	Loaded uint32 // objects that were copied to the region
 }
 
-// Hello is what an engine says of itself.
+// Hello describes an engine.
 type Hello struct {
 	Protocol    int    `json:"protocol"`
 	VLLM        string `json:"vllm"`
 	EngineID    string `json:"engine_id"`
 	Model       string `json:"model"`
-	Namespace   string `json:"namespace"`    // all that decides what the bytes of a row mean
+	Namespace   string `json:"namespace"`    // everything that decides what the bytes of a row mean
 	Canonical   bool   `json:"canonical"`    // rows of other lengths begin with the same bytes
 	RowBytes    int64  `json:"row_bytes"`    // of one row: a chunk of all ranks
 	Rows        int64  `json:"rows"`         // of the region
 	Groups      int    `json:"groups"`       // KV cache groups
-	ChunkTokens int    `json:"chunk_tokens"` // that a row holds
+	ChunkTokens int    `json:"chunk_tokens"` // tokens of a row
 }
 
 // Welcome is the node's answer.
@@ -116,10 +116,10 @@ func appendJSON(dst []byte, v any) []byte {
 	return append(dst, b...)
 }
 
-// ErrHello means that a node cannot serve what an engine says of itself.
+// ErrHello means that a node cannot serve the engine that a Hello describes.
 var ErrHello = errors.New("vllm: the engine cannot be served")
 
-// RegionName returns the name of an engine's region under /dev/shm. An id that is no file name has none.
+// RegionName returns the name of an engine's region under /dev/shm. It fails for an id that cannot be part of a file name.
 func RegionName(engineID string) (string, error) {
 	bad := func(r rune) bool { return r == '/' || r < 0x20 || r == 0x7f || r == utf8.RuneError }
 	if engineID == "" || len(engineID) > MaxEngineID || engineID == "." || strings.Contains(engineID, "..") || strings.ContainsFunc(engineID, bad) {
@@ -139,7 +139,7 @@ func DecodeHello(b []byte) (h Hello, err error) {
 	return h, h.Validate()
 }
 
-// Validate says why an engine cannot be served.
+// Validate returns an error that says why an engine cannot be served.
 func (h *Hello) Validate() error {
 	if h.Protocol != Protocol {
 		return fmt.Errorf("%w: the module of the engine has protocol %d, this node has %d: write it anew (kvasir vllm-tier)", ErrHello, h.Protocol, Protocol)
@@ -185,7 +185,7 @@ func AppendAsk(dst []byte, a *Ask, hashBytes int) []byte {
 	dst = append(append(dst, a.Request...), byte(hashBytes+groupBytes))
 	for i := range a.Keys {
 		dst = append(dst, a.Keys[i].Hash[:hashBytes]...)
-		dst = binary.BigEndian.AppendUint32(dst, a.Keys[i].Group) // as vLLM has it
+		dst = binary.BigEndian.AppendUint32(dst, a.Keys[i].Group) // big-endian, as in vLLM
 	}
 	return dst
 }

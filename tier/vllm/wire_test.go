@@ -41,7 +41,7 @@ func TestMessagesRoundTrip(t *testing.T) {
 	}
 }
 
-// What an engine must not say of itself is refused with a reason.
+// Validate refuses a Hello with a wrong field, and its error gives the reason.
 func TestHelloIsChecked(t *testing.T) {
 	f := func(change func(*vllm.Hello), want string) {
 		t.Helper()
@@ -83,7 +83,7 @@ func TestFingerprintsTellRowsApart(t *testing.T) {
 	}
 }
 
-// FuzzMessages reads arbitrary bodies: nothing panics, and what is read is written again as it was.
+// FuzzMessages reads arbitrary bodies: nothing panics, and a message that was read can be written with the same bytes.
 func FuzzMessages(f *testing.F) {
 	a := vllm.Ask{ID: 7, Tenant: []byte("t"), Request: []byte("r"), Keys: []vllm.Key{{Hash: kv.Hash{1}}}}
 	h := hello()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command chart renders the chart of cmd/kvasir/packaging as helm template does, for checks of what it makes.
+// Command chart renders the chart of cmd/kvasir/packaging as helm template does, so that other programs can check the objects.
 //
 //	chart CHART FOLDER VALUES.yaml ...   writes FOLDER/VALUES-FORM-KIND.yaml for both forms
 package main

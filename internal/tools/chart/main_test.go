@@ -126,7 +126,7 @@ func TestPods(t *testing.T) {
 			return
 		}
 		args := append(slices.Clone(server.Args), "--check-config")
-		for i, a := range args { // the secret is not here
+		for i, a := range args { // the secret is not available here
 			if strings.HasPrefix(a, "--token-file=") {
 				args[i] = "--token-file=" + tokens(t)
 			}
@@ -155,7 +155,7 @@ func tokens(t *testing.T) string {
 	return file
 }
 
-// What is asked for is made, and nothing else.
+// The chart makes the resources that the values ask for, and no others.
 func TestKinds(t *testing.T) {
 	f := func(file, form string, want ...string) {
 		t.Helper()
@@ -173,7 +173,7 @@ func TestKinds(t *testing.T) {
 	f("bare.yaml", "sidecar", "Deployment", "Service")
 }
 
-// Values that would make an open or an impossible server are refused with words.
+// The chart refuses values that would make an open or an impossible server, with an explanation.
 func TestBadValues(t *testing.T) {
 	f := func(want, form, text string) {
 		t.Helper()
@@ -189,7 +189,7 @@ func TestBadValues(t *testing.T) {
 	f("give http.allowFrom or http.tokenSecret", "daemonset", "http: {allowFrom: []}")
 }
 
-// The chart is of the release that the code is of.
+// The chart names the same release as the code.
 func TestVersion(t *testing.T) {
 	code, err := os.ReadFile("../../../cmd/kvasir/internal/cli/help.go")
 	if err != nil {

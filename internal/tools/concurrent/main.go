@@ -21,7 +21,7 @@ import (
 	"strings"
 )
 
-// starters are the names of functions that start a goroutine, or have another package call a function of this module in one.
+// starters are the names of functions that start a goroutine, or make another package call a function of this module in one.
 var starters = []string{"Go", "AfterFunc", "Parallel", "RunParallel", "Serve", "ServeTLS", "ListenAndServe", "ListenAndServeTLS", "NewServer", "NewUnstartedServer", "NewTLSServer", "HandleFunc"}
 
 type pkg struct {
@@ -45,7 +45,7 @@ func run(out io.Writer, patterns []string) error {
 	if err != nil {
 		return fmt.Errorf("go list: %w", err)
 	}
-	own := map[string]bool{} // packages of this module, those of tests among them: whether they start goroutines
+	own := map[string]bool{} // by package of this module, test packages included: whether it starts goroutines
 	var tests []pkg
 	for d := json.NewDecoder(bytes.NewReader(text)); ; {
 		var p pkg

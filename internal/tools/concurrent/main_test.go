@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// Packages that start goroutines are named, by themselves or by their tests; those that compute in one are not.
+// The tool names packages that start goroutines, themselves or in their tests. It does not name packages that use only one goroutine.
 func TestPackagesThatStartGoroutinesAreNamed(t *testing.T) {
 	t.Chdir("../../..")
 	var out bytes.Buffer

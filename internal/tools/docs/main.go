@@ -2,7 +2,7 @@
 
 // Command docs writes the generated part of the reference, docs/reference/commands: flags from the command line itself, HTTP routes,
 // metrics and environment variables from the code; and the sample of a trace in docs/examples. With -check it writes nothing and reports what is missing or wrong,
-// shell blocks with a wrong mark among it; with -v also which shell blocks no test types, and why.
+// including shell blocks with a wrong mark; with -v it also reports which shell blocks no test types, and why.
 package main
 
 import (
@@ -46,7 +46,7 @@ func main() {
 	}
 }
 
-// run writes the pages, or with check returns what is wrong, and writes to notTyped which shell blocks no test types.
+// run writes the pages, or with check returns the faults. It writes to notTyped which shell blocks no test types.
 func run(check bool, kvasir string, notTyped io.Writer) (faults []string, err error) {
 	if _, err := os.Stat("go.mod"); err != nil {
 		return nil, errors.New("run it in the root of the repository")
@@ -77,7 +77,7 @@ func run(check bool, kvasir string, notTyped io.Writer) (faults []string, err er
 	return append(faults, stale(written)...), nil
 }
 
-// commandPages asks a kvasir for the reference of its flags.
+// commandPages returns the pages about flags, which a kvasir binary writes.
 func commandPages(kvasir string) (map[string]string, error) {
 	dir, err := os.MkdirTemp("", "kvasir-docs-")
 	if err != nil {
@@ -107,7 +107,7 @@ func commandPages(kvasir string) (map[string]string, error) {
 }
 
 // blocks returns what is wrong with the blocks of pages and the marks before them. TestPagesAsTyped in cmd/kvasir/internal/cli types each
-// shell block without a mark against it; blocks lists the others.
+// shell block without the mark "not typed"; blocks lists the others.
 func blocks(hand map[string]string, notTyped io.Writer) (faults []string) {
 	typed, all := 0, 0
 	for _, name := range slices.Sorted(maps.Keys(hand)) {
@@ -132,7 +132,7 @@ func blocks(hand map[string]string, notTyped io.Writer) (faults []string) {
 	return faults
 }
 
-// leaves returns the commands that have none below them.
+// leaves returns the commands without subcommands.
 func leaves(pages map[string]string) (commands []string) {
 	for name, text := range pages {
 		if name == "README.md" {
@@ -169,7 +169,7 @@ func write(pages map[string]string) error {
 	return nil
 }
 
-// stale returns which pages differ from what is to be written.
+// stale returns the pages whose file differs from the new text.
 func stale(pages map[string]string) (faults []string) {
 	const remedy = ": run go run ./internal/tools/docs"
 	for _, name := range slices.Sorted(maps.Keys(pages)) {

@@ -30,7 +30,7 @@ func tree(t *testing.T, files map[string]string) *code {
 	return c
 }
 
-// Every form in which code registers routes is found, and so are metrics and variables.
+// The tool finds every form in which code registers routes, and also metrics and variables.
 func TestScanFindsRoutesMetricsAndVariables(t *testing.T) {
 	c := tree(t, map[string]string{"proxy/a.go": `package a
 type Stats struct {
@@ -104,7 +104,7 @@ func TestUntestedCommands(t *testing.T) {
 	}
 }
 
-// Blocks that nobody types are listed with their reason; a block without a language and a mark without a block are faults.
+// Blocks that a reader should not type are listed with their reason. A block without a language and a mark without a block are faults.
 func TestBlocks(t *testing.T) {
 	var list strings.Builder
 	faults := blocks(map[string]string{
@@ -119,7 +119,7 @@ func TestBlocks(t *testing.T) {
 	}
 }
 
-// A page that was changed, one that is missing and one too many are found.
+// The tool finds a changed page, a missing page and a superfluous page.
 func TestStalePages(t *testing.T) {
 	t.Chdir(t.TempDir())
 	pages := map[string]string{"a.md": "a", "b.md": "b"}

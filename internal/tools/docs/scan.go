@@ -15,12 +15,12 @@ import (
 	"strings"
 )
 
-// code is what the reference needs of the source files.
+// code has what the reference needs from the source files.
 type code struct {
 	metrics   []metric
 	routes    []route
 	variables []string     // of the environment, by name
-	tests     [][][]string // by file of tests: the literals of each call and list, in words
+	tests     [][][]string // by test file: the words of the literals of each call and list
 }
 
 // A metric is a field with a tag of package internal/metrics.
@@ -29,7 +29,7 @@ type metric struct {
 	labels                 []string
 }
 
-// A route is a path of an HTTP server. Its method is empty where the code takes several.
+// A route is a path of an HTTP server. Its method is empty if the code accepts several.
 type route struct{ method, path, file string }
 
 var (
@@ -58,7 +58,7 @@ func scan(root string) (*code, error) {
 			}
 			return nil
 		}
-		if !strings.HasSuffix(rel, ".go") || strings.HasSuffix(rel, "crash_on.go") { // a build of the tests
+		if !strings.HasSuffix(rel, ".go") || strings.HasSuffix(rel, "crash_on.go") { // only in a test build
 			return nil
 		}
 		f, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
@@ -117,7 +117,7 @@ func valueOf(n *ast.ValueSpec, i int) ast.Expr {
 	return nil
 }
 
-// tag notes a field with a metric.
+// tag records a field with the tag of a metric.
 func (s *source) tag(f *ast.Field) {
 	if f.Tag == nil {
 		return
@@ -140,7 +140,7 @@ func (s *source) tag(f *ast.Field) {
 	}
 }
 
-// callName is the last name of what a call calls.
+// callName returns the last name of the called function.
 func callName(n *ast.CallExpr) string {
 	switch f := n.Fun.(type) {
 	case *ast.Ident:
@@ -151,7 +151,7 @@ func callName(n *ast.CallExpr) string {
 	return ""
 }
 
-// call notes the route that a call registers.
+// call records the route that a call registers.
 func (s *source) call(n *ast.CallExpr) {
 	if len(n.Args) < 2 {
 		return
@@ -185,7 +185,7 @@ func registers(b *ast.BlockStmt) (found bool) {
 	return found
 }
 
-// list notes the routes of a list, or of the keys of a map.
+// list records the routes in a list, or in the keys of a map.
 func (s *source) list(l *ast.CompositeLit) {
 	for _, e := range l.Elts {
 		if pair, ok := e.(*ast.KeyValueExpr); ok {
@@ -197,7 +197,7 @@ func (s *source) list(l *ast.CompositeLit) {
 	}
 }
 
-// choices notes the routes of a switch over a request's path: its cases are paths, or comparisons with paths.
+// choices records the routes of a switch over a request's path. Its cases are paths, or comparisons with paths.
 func (s *source) choices(n *ast.SwitchStmt) {
 	ofPath := func(e ast.Node) (found bool) {
 		ast.Inspect(e, func(n ast.Node) bool {
@@ -222,7 +222,7 @@ func (s *source) choices(n *ast.SwitchStmt) {
 	}
 }
 
-// comparesPath reports whether a condition has the path of a request, in a variable of that name, and its method.
+// comparesPath reports whether a condition uses a variable path and the method of a request.
 func comparesPath(e ast.Expr) bool {
 	var path, method bool
 	ast.Inspect(e, func(n ast.Node) bool {
@@ -237,7 +237,7 @@ func comparesPath(e ast.Expr) bool {
 	return path && method
 }
 
-// choice notes the paths of a case, with the method that it asks for.
+// choice records the paths of a case, with the method that the case compares.
 func (s *source) choice(e ast.Expr) {
 	var paths []string
 	method := ""
@@ -298,8 +298,8 @@ func commandLines(f *ast.File) (lines [][]string) {
 	return lines
 }
 
-// untested returns the commands that no file of tests runs. In it a line has the words of the command, or one line has the first
-// word, in a helper, and another the rest. A line that asks for help runs nothing.
+// untested returns the commands that no test file runs. A file runs a command if a line has the words of the command, or if one line, in a
+// helper, has the first word and another line the rest. A line that asks for help does not count.
 func untested(commands []string, files [][][]string) (missing []string) {
 	for _, command := range commands {
 		first, rest, below := strings.Cut(command, " ")
@@ -315,7 +315,7 @@ func untested(commands []string, files [][][]string) (missing []string) {
 	return missing
 }
 
-// follows reports whether the words stand in a line, one after the other.
+// follows reports whether a line contains the words one after the other.
 func follows(line, words []string) bool {
 	for i := range len(line) - len(words) + 1 {
 		if slices.Equal(line[i:i+len(words)], words) {

@@ -15,8 +15,8 @@ const tracePath = "docs/examples/trace.jsonl"
 const traceBlock = 512 // tokens of a hash id
 
 // trace returns requests of made-up conversations. Two thirds of the requests are turns of 60 conversations that begin with one of
-// three system prompts; a turn has the prompt and the answer of the one before. The others have a prompt of their own. It is the same
-// at each call.
+// three system prompts; the prompt of a turn contains the prompt and the answer of the turn before. The other requests have a prompt of
+// their own. Each call returns the same trace.
 func trace() []byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	type conversation struct {
@@ -52,7 +52,7 @@ func trace() []byte {
 		}
 		more(c, 50+r.IntN(1600))
 		ids := c.blocks
-		if c.tokens%traceBlock != 0 { // the last block is not full: no other request has it
+		if c.tokens%traceBlock != 0 { // the last block is not full, so no other request shares it
 			ids = append(ids[:len(ids):len(ids)], next)
 			next++
 		}

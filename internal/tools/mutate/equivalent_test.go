@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Each line of code in equivalent.txt stands in its file as it is written there: else its
+// Each line of code in equivalent.txt must be in its file with the same text. Otherwise its
 // mutants count as survivors again.
 func TestEquivalentLinesAreThere(t *testing.T) {
 	list, err := os.ReadFile("equivalent.txt")

@@ -5,10 +5,10 @@
 //
 //	go run ./internal/tools/mutate -seed 1 -n 300 -judges ./server/admin,./server/workers ./store ./store/pool ./server
 //
-// A mutant is judged by the tests of its package, then by those of the judges and of the
+// A mutant is judged by the tests of its package, then by the tests of those judges and
 // given packages that import it, directly or not, or whose tests do. Tests that run much longer than
-// without a change have noticed it. Sources stay as they are: the compiler
-// gets the changed file as an overlay. Mutants that do not compile do not count, nor
+// without the change have noticed it. Sources stay unchanged: the compiler
+// gets the changed file as an overlay. Mutants that do not compile do not count, and neither
 // do those that equivalent.txt names with a reason why no test can notice them.
 package main
 
@@ -81,10 +81,10 @@ type tool struct {
 	limit      time.Duration
 	only       string
 	workers    int
-	least      int // of each package before the rest of the sample
+	least      int // number of mutants of each package that are tried before the rest of the sample
 	judges     []string
 	equivalent map[string]string        // reasons by FILE FUNCTION: LINE: WHAT
-	took       map[string]time.Duration // by the tests of a package without a change
+	took       map[string]time.Duration // duration of a package's tests without a change
 
 	mu   sync.Mutex
 	left int // mutants to try
@@ -206,7 +206,7 @@ func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	case err != nil:
 		t.err = err
 		return
-	case verdict == "": // it does not compile: another one takes its place
+	case verdict == "": // it does not compile: try another one instead
 		t.left++
 		return
 	case verdict != "SURVIVED":
@@ -242,7 +242,7 @@ func (t *tool) readEquivalent(path string) error {
 	return nil
 }
 
-// checkEquivalent fails where no line of the packages is as the list of equivalent mutants has it.
+// checkEquivalent fails if equivalent.txt names a mutant that the packages do not have.
 func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 	there := map[string]bool{}
 	for i := range all {
@@ -257,8 +257,8 @@ func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 	return nil
 }
 
-// importers returns for each directory which of the judges' tests judge it: its
-// own, then those of its importers, and those whose tests import it.
+// importers returns for each directory the directories whose tests judge it: its
+// own, then its importers, and those whose tests import it.
 func importers(dirs, judges []string) (map[string][]string, error) {
 	out := map[string][]string{}
 	deps := map[string][]string{}
@@ -282,7 +282,7 @@ func importers(dirs, judges []string) (map[string][]string, error) {
 	return out, nil
 }
 
-// judge returns KILLED, TIMEOUT or SURVIVED, or nothing for what does not compile.
+// judge returns KILLED, TIMEOUT or SURVIVED, or "" for a mutant that does not compile.
 func (t *tool) judge(tmp string, m *mutant, dirs []string) (string, error) {
 	if err := os.MkdirAll(tmp, 0o700); err != nil {
 		return "", err
@@ -310,7 +310,7 @@ func (t *tool) judge(tmp string, m *mutant, dirs []string) (string, error) {
 	for _, dir := range dirs {
 		limit := min(t.limit, 30*time.Second+5*t.took[dir])
 		out, err := test(overlay, dir, limit).CombinedOutput()
-		_ = os.RemoveAll(filepath.Join(dir, "testdata", "rapid")) // what failed would be played again for the next mutant
+		_ = os.RemoveAll(filepath.Join(dir, "testdata", "rapid")) // rapid would repeat a failed case for the next mutant
 		if err == nil {
 			continue
 		}
@@ -363,7 +363,7 @@ func mutants(dir string) (out []mutant, err error) {
 	return out, nil
 }
 
-// funcAt names the function around a place, "" where there is none.
+// funcAt returns the name of the function around a position, "" if there is none.
 func funcAt(f *ast.File, at token.Pos) string {
 	for _, d := range f.Decls {
 		if d, ok := d.(*ast.FuncDecl); ok && d.Pos() <= at && at < d.End() {
@@ -392,7 +392,7 @@ var swapped = map[token.Token]string{
 	token.LAND: "||", token.LOR: "&&", token.ADD: "-", token.SUB: "+", token.MUL: "+", token.QUO: "*", token.AND: "|", token.OR: "&",
 }
 
-// droppable reports whether a call of that function may be left out as a mutation: logs, locks and panics are not tried.
+// droppable reports whether a mutation may leave out a call of that function. It is false for logs, locks and panics.
 func droppable(function string) bool {
 	return !strings.Contains(strings.ToLower(function), "log.") && function != "panic" && !strings.HasSuffix(function, "lock") &&
 		!strings.HasSuffix(function, "Lock") && !strings.HasPrefix(function, "crashPoint") && !strings.Contains(function, ".say")

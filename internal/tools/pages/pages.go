@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package pages reads what a Markdown page has its reader type: shell blocks, the marks before them, and what the reader should see
-// after them. A mark is a comment on a line of its own:
+// Package pages reads the commands that the reader of a Markdown page should type: shell blocks, the marks before them, and the output that
+// the reader should see after them. A mark is a comment on a line of its own:
 //
 //	<!-- not typed: REASON -->   the next shell block is not typed by a test
 //	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on
@@ -31,7 +31,7 @@ type Step struct {
 	Line      int    // of the page, from 1
 	Text      string // the commands
 	NotTyped  string // why no test types them; "": a test does
-	Terminal  string // where they go on; "": they end
+	Terminal  string // terminal in which they keep running; "": they end
 	Host      string // "": the first
 	Soon      bool   // they are typed again until Shown is seen
 	Each      bool   // each has a terminal of its own, and goes on if it serves
@@ -39,7 +39,7 @@ type Step struct {
 	Interrupt string // the terminal that gets Ctrl-C; there is no Text
 }
 
-// Page is what a page has its reader type.
+// Page has the steps that the reader of a page should do.
 type Page struct {
 	Steps  []Step
 	Needs  []string // programs
@@ -51,14 +51,14 @@ func (p *Page) Typed() bool {
 	return slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Text != "" && s.NotTyped == "" })
 }
 
-// languages are those of blocks that are not typed; "sh" are commands.
+// languages are the languages of blocks that are not typed; blocks of "sh" are commands.
 var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|each|needs|before|ctrl-c)(?:: (.*))? -->$`)
 
 var blanks = regexp.MustCompile(` +`)
 
-// indented is the first line of commands in a block that is made by indentation: its marks could not be read.
+// indented matches the first line of commands in an indented block. Such a block is a fault, since it cannot have marks.
 var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
 
 // Read returns the steps of a page, and what is wrong with its blocks and marks.
@@ -155,9 +155,9 @@ func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
 	return false
 }
 
-// Missing returns the first line of shown that output does not have after the lines before it; "" if it has all. "…" stands for any text
-// within a line, and alone for any lines. Blanks stand for any number of them: other rows of a
-// table make its columns wider.
+// Missing returns the first line of shown that output does not have, in the order of shown; "" if it has all. "…" stands for any text
+// within a line, and alone for any lines. Blanks stand for any number of blanks, because the width of a table's columns
+// depends on its other rows.
 func Missing(shown, output string) string {
 	lines := strings.Split(output, "\n")
 	for want := range strings.Lines(shown) {

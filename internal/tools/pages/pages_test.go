@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/tools/pages"
 )
 
-// Blocks, marks and what should be seen are read in their order.
+// Blocks, marks and expected outputs are read in their order.
 func TestRead(t *testing.T) {
 	p, faults := pages.Read(strings.ReplaceAll(`# A page
 <!-- needs: redis-server -->
@@ -90,7 +90,7 @@ func TestMissing(t *testing.T) {
 	f("a … c\nfirst\n", "first\na b c\n", "first") // the order counts
 	f(`"n":512`, `"n":5120`, `"n":512`)
 	f("a.c", "abc", "a.c")
-	f("a   b", "a b", "") // columns are as wide as other rows want
+	f("a   b", "a b", "") // the width of columns depends on other rows
 	f("a b", "ab", "a b")
 	f("", "x", "")
 }

@@ -33,7 +33,7 @@ func main() {
 	}
 }
 
-// build is what one platform's artefacts are made of.
+// build has the inputs of one platform's artefacts.
 type build struct {
 	version string // 0.1.0
 	system  string // linux or darwin
@@ -44,7 +44,7 @@ type build struct {
 	files   []file // of the archive, sorted by path
 }
 
-// file is one that a user gets.
+// file is a file in an artefact.
 type file struct {
 	path string // in the archive
 	text []byte
@@ -104,7 +104,8 @@ func run(out string, systems, archs []string) error {
 	return writeSums(out, names)
 }
 
-// platform writes what a platform gets. macOS gets no units and no packages: commands that need shared memory do not run there.
+// platform writes the artefacts of a platform. macOS gets no units and no packages, because commands that need shared memory do not run
+// there.
 func platform(b *build, common []file, out string) (names []string, err error) {
 	if err := compile(b.binary, b.system, b.arch); err != nil {
 		return nil, err
@@ -144,7 +145,7 @@ func compile(path, system, arch string) error {
 	return cmd.Run()
 }
 
-// commitDate is the time of all files: SOURCE_DATE_EPOCH, else that of the commit. It refuses a tree with changes.
+// commitDate returns the time for all files: SOURCE_DATE_EPOCH, else the time of the commit. It fails for a tree with changes.
 func commitDate() (time.Time, error) {
 	status, err := exec.Command("git", "status", "--porcelain").Output()
 	if err != nil {
@@ -168,7 +169,8 @@ func commitDate() (time.Time, error) {
 	return time.Unix(seconds, 0).UTC(), nil
 }
 
-// commonFiles are those of all platforms; the host's binary writes manual and completions, and knows the version.
+// commonFiles returns the files of all platforms and the version. The host's binary writes the manual and the completions, and prints the
+// version.
 func commonFiles(host, work string, date time.Time) (files []file, version string, err error) {
 	ask := func(args ...string) ([]byte, error) {
 		cmd := exec.Command(host, args...)

@@ -29,8 +29,8 @@ var places = []struct{ from, to string }{
 	{"completions/kvasir.bash", "/usr/share/bash-completion/completions/kvasir"},
 	{"completions/_kvasir", "/usr/share/zsh/vendor-completions/_kvasir"},
 	{"completions/kvasir.fish", "/usr/share/fish/vendor_completions.d/kvasir.fish"},
-	{"scripts/", ""},   // the package has them for itself
-	{"install.sh", ""}, // for the archive alone
+	{"scripts/", ""},   // scripts of the package itself, not installed files
+	{"install.sh", ""}, // only in the archive
 	{"systemd/kvasir.sysusers", "/usr/lib/sysusers.d/kvasir.conf"},
 	{"systemd/", "/usr/lib/systemd/system/"},
 	{"config/", "/etc/kvasir/"},
@@ -42,7 +42,7 @@ var placesOfRPM = map[string]string{
 	"scripts/postremove.sh": "/usr/share/kvasir/postremove.sh",       // rpm has no purge: docs/operate/install.md
 }
 
-// placeOf returns where a file of the archive goes, "" for nowhere; false if nothing says so.
+// placeOf returns the path of an archive's file in a package, "" if it is not in it. It reports false if places has no row for it.
 func placeOf(name, format string) (string, bool) {
 	if to, ok := placesOfRPM[name]; ok && format == "rpm" {
 		return to, true

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command site makes a static site of the repository's pages. It runs in the root of the repository. The site needs no server and requests
-// nothing from elsewhere: a browser opens its index.html from a disk. Two runs over equal pages write equal bytes. A link that leads nowhere is an error.
+// Command site makes a static site of the repository's pages. It runs in the root of the repository. The site needs no server and loads
+// nothing from other hosts: a browser can open its index.html from a disk. Two runs over equal pages write equal bytes. A broken link is an
+// error.
 package main
 
 import (
@@ -34,13 +35,13 @@ func main() {
 //go:embed assets
 var assets embed.FS
 
-// site is what is made of a repository.
+// site is the site of a repository.
 type site struct {
 	root     string
 	pages    map[string]*page // by the path of their Markdown
-	order    []*page          // as the index has them
+	order    []*page          // in the order of the index
 	sections []section        // of the index
-	files    map[string]bool  // others that pages link to, by path
+	files    map[string]bool  // other files that pages link to, by path
 	version  string
 }
 
@@ -104,12 +105,12 @@ func (s *site) read() error {
 	return nil
 }
 
-// target is where a page of the repository is on the site.
+// target returns the path of a repository's page on the site.
 func target(name string) string {
 	name = strings.TrimPrefix(strings.TrimPrefix(name, "docs/"), ".github/")
 	switch {
 	case name == "README.md":
-		return "index.html" // of the repository; that of docs is contents.html
+		return "index.html" // README of the repository; the one of docs becomes contents.html
 	case path.Base(name) == "README.md":
 		return path.Join(path.Dir(name), "index.html")
 	case strings.ToUpper(name) == name || !strings.Contains(name, "/"):
@@ -118,7 +119,7 @@ func target(name string) string {
 	return strings.TrimSuffix(strings.TrimSuffix(name, ".md"), ".MD") + ".html"
 }
 
-// arrange orders the pages as the index does: what it does not name comes last, by name.
+// arrange orders the pages as in the index. Pages that the index does not name come last, by name.
 func (s *site) arrange() {
 	s.pages[index].URL = "contents.html"
 	seen := map[*page]bool{}
@@ -182,13 +183,13 @@ func (s *site) arrange() {
 	}
 }
 
-// relative returns the address of to as a page at from has it.
+// relative returns the address of to for a link on the page from.
 func relative(from, to string) string {
 	up := strings.Repeat("../", strings.Count(from, "/"))
 	return up + to
 }
 
-// link returns the address of what a page links to.
+// link returns the address on the site for a link of a page.
 func (s *site) link(p *page, to string) (string, error) {
 	if strings.Contains(to, "://") || strings.HasPrefix(to, "mailto:") {
 		return to, nil
@@ -221,7 +222,7 @@ func (s *site) link(p *page, to string) (string, error) {
 	return relative(p.URL, fileTarget(name)), nil
 }
 
-// fileTarget is where a file that is no page is on the site.
+// fileTarget returns the path on the site of a file that is no page.
 func fileTarget(name string) string { return "files/" + strings.TrimPrefix(name, "docs/") }
 
 // checkAnchors returns the links to headings that their page does not have.
@@ -287,12 +288,12 @@ func (s *site) write(out string) error {
 	return errors.Join(err1, err2, err3, put("style.css", style), put("site.js", slices.Concat([]byte("const INDEX = "), entries, []byte(";\n"), script)))
 }
 
-// view is what the layout shows.
+// view is the data of the layout template.
 type view struct {
 	Page           *page
 	Sections       []section
 	Previous, Next *page
-	Root           string // the way to the root of the site
+	Root           string // relative path to the root of the site
 	Version        string
 }
 

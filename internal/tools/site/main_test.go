@@ -96,7 +96,7 @@ func TestLinksThatLeadNowhereAreErrors(t *testing.T) {
 	f("../outside", "leads nowhere")
 }
 
-// A folder that is no site is left alone.
+// The tool leaves a folder alone that is not a site.
 func TestForeignFolderIsLeftAlone(t *testing.T) {
 	out := tree(t, map[string]string{"mine.txt": "x"})
 	if err := build(tree(t, small), out); err == nil || !strings.Contains(err.Error(), "is no site") {
@@ -109,7 +109,7 @@ func TestForeignFolderIsLeftAlone(t *testing.T) {
 
 var requests = regexp.MustCompile(`(?i)(?:src|srcset|data-src)="?https?:|<link[^>]*href="?https?:|url\(\s*['"]?https?:|@import|fetch\(|XMLHttpRequest|<iframe|<base`)
 
-// The site of this repository: equal bytes at each run, each page in the order, and nothing that a browser would ask another host for.
+// The site of this repository has equal bytes at each run and each page in the order. A browser requests nothing for it from other hosts.
 func TestThisRepository(t *testing.T) {
 	const root = "../../.."
 	dir := t.TempDir()

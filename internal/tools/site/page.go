@@ -24,9 +24,9 @@ type page struct {
 	name    string // path from the root of the repository
 	URL     string // path on the site
 	Title   string
-	Short   string // in the navigation
+	Short   string // title in the navigation
 	Body    template.HTML
-	Heads   []head // of its own contents
+	Heads   []head // headings in its own table of contents
 	parts   []*part
 	anchors map[string]bool
 	wants   []want
@@ -53,7 +53,7 @@ type want struct {
 	anchor string
 }
 
-// short is a title as the navigation has it.
+// short returns a title for the navigation.
 func short(title string) string {
 	if rest, ok := strings.CutPrefix(title, "Quick start: "); ok {
 		return strings.ToUpper(rest[:1]) + rest[1:]
@@ -120,7 +120,7 @@ func (p *page) heading(n *ast.Heading) {
 	}
 }
 
-// words is a text without the backslashes before punctuation.
+// words returns a text without the backslashes before punctuation.
 func words(t *ast.Text, source []byte) []byte {
 	if t.IsRaw() {
 		return t.Value(source)
@@ -165,7 +165,7 @@ func (s *slugs) Generate(value []byte, _ ast.NodeKind) []byte {
 // Put implements parser.IDs.
 func (s *slugs) Put(value []byte) { s.used[string(value)] = true }
 
-// render makes the body of a page. It returns the links that lead nowhere.
+// render makes the body of a page. It returns an error for each broken link.
 func (s *site) render(p *page) (faults []error) {
 	_ = ast.Walk(p.tree, func(n ast.Node, entering bool) (ast.WalkStatus, error) {
 		if !entering {

@@ -62,7 +62,7 @@ func TestEscape(t *testing.T) {
 	}
 }
 
-// Of all bytes those that RFC 3986 calls unreserved stay, and slashes in a path.
+// Escaping leaves the bytes that RFC 3986 calls unreserved, and slashes in a path.
 func TestEscapeEachByte(t *testing.T) {
 	const stay = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
 	for b := range 256 {
@@ -79,7 +79,7 @@ func TestEscapeEachByte(t *testing.T) {
 	}
 }
 
-// scripted is a source whose answers are given.
+// scripted is a source whose answers a test sets.
 type scripted struct {
 	n    int
 	find func(n int) (aws.Credentials, error)
@@ -92,8 +92,8 @@ func (s *scripted) Find(context.Context) (aws.Credentials, error) {
 
 func (*scripted) Name() string { return "a script" }
 
-// Credentials are renewed before they end. Where that fails the former ones go on, until
-// they end; then the error is the answer, without a look at each call.
+// Credentials are renewed before they end. If that fails, the former ones are used until
+// they end. Then each call gets the error, without a look for new ones at each call.
 func TestKeeperRenews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("broken")
@@ -136,7 +136,7 @@ func TestKeeperRenews(t *testing.T) {
 	})
 }
 
-// What a server did not take is looked for again, if it can be another one then.
+// After Reject the Keeper looks for other credentials, unless it has found others already.
 func TestKeeperRejects(t *testing.T) {
 	s := &scripted{find: func(n int) (aws.Credentials, error) {
 		return aws.Credentials{ID: fmt.Sprint(n), Secret: "s", Expires: time.Now().Add(time.Hour)}, nil
@@ -155,7 +155,7 @@ func TestKeeperRejects(t *testing.T) {
 	}
 }
 
-// unset takes all of Amazon's variables away, and the home directory.
+// unset unsets all of Amazon's variables, and sets an empty home directory.
 func unset(t *testing.T) (home string) {
 	for _, v := range os.Environ() {
 		if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(name, "AWS_") {
@@ -176,7 +176,7 @@ func find(t *testing.T, sts string) (aws.Credentials, string, error) {
 
 const document = `{"Code":"Success","AccessKeyId":"id","SecretAccessKey":"secret","Token":"token","Expiration":"2999-01-02T03:04:05Z"}`
 
-// Each source is found, those before it being empty.
+// Each source is found if the sources before it are empty.
 func TestSources(t *testing.T) {
 	check := func(t *testing.T, sts, from string) {
 		t.Helper()

@@ -14,50 +14,50 @@ import (
 // Credentials are what requests are signed with.
 type Credentials struct {
 	ID, Secret string
-	Token      string    // of a session; empty for none
+	Token      string    // session token; empty for none
 	Expires    time.Time // zero for never
 }
 
 // ErrNone means that a source has no credentials.
 var ErrNone = errors.New("aws: no credentials")
 
-// Source is where credentials are.
+// Source is a place to look for credentials.
 type Source interface {
-	// Find returns credentials. The error wraps ErrNone where the source is not set up.
+	// Find returns credentials. The error wraps ErrNone if the source is not set up.
 	Find(ctx context.Context) (Credentials, error)
-	// Name says where it looks, for people.
+	// Name says where Find looks, in words for people.
 	Name() string
 }
 
 const (
-	renewBefore = 5 * time.Minute        // the end of credentials
-	renewTries  = 30 * time.Second       // after one that failed
-	findTime    = 20 * time.Second       // of one look
-	renewWait   = 100 * time.Millisecond // for which the one call that begins a renewal waits for it
+	renewBefore = 5 * time.Minute        // credentials are renewed this long before their end
+	renewTries  = 30 * time.Second       // pause after a renewal that failed
+	findTime    = 20 * time.Second       // bounds one look at all sources
+	renewWait   = 100 * time.Millisecond // how long the call that begins a renewal waits for it
 )
 
-// Keeper keeps the credentials of the first source that has some, and renews them before
+// Keeper has the credentials of the first source that is set up, and renews them before
 // they end. Its methods are safe for concurrent use.
 type Keeper struct {
 	sources []Source
 
-	turn chan struct{} // has a place for the one who looks
+	turn chan struct{} // capacity 1: held by the call that looks for credentials
 	mu   struct {
 		sync.Mutex
 		now    Credentials
 		source string
-		next   time.Time // not looked again before, while now can be used
-		failed error     // the last look
+		next   time.Time // time of the next look, while now can be used or after a failure
+		failed error     // error of the last look
 	}
 }
 
-// Keep returns a Keeper of sources, the first one first.
+// Keep returns a Keeper that asks the sources in this order.
 func Keep(sources ...Source) *Keeper {
 	return &Keeper{sources: sources, turn: make(chan struct{}, 1)}
 }
 
-// Get returns credentials that can be used. It looks for them, and waits for that, only
-// where it has none: while it renews those that it has they go on.
+// Get returns credentials that can be used. It waits for a look at the sources only
+// if it has none. While it renews credentials it returns the old ones.
 func (k *Keeper) Get(ctx context.Context) (Credentials, error) {
 	c, due, err := k.known()
 	if c.ID != "" && due {
@@ -72,13 +72,13 @@ func (k *Keeper) Get(ctx context.Context) (Credentials, error) {
 		return Credentials{}, ctx.Err()
 	}
 	defer func() { <-k.turn }()
-	if c, _, err := k.known(); c.ID != "" || err != nil { // another one found them meanwhile
+	if c, _, err := k.known(); c.ID != "" || err != nil { // another call found them meanwhile
 		return c, err
 	}
 	return k.look(ctx)
 }
 
-// renew looks for new credentials in the background, unless another call does, and returns those
+// renew looks for new credentials in the background, unless another call does, and returns the credentials
 // to use now.
 func (k *Keeper) renew(former Credentials) Credentials {
 	select {
@@ -89,7 +89,7 @@ func (k *Keeper) renew(former Credentials) Credentials {
 	done := make(chan Credentials, 1)
 	go func() {
 		defer func() { <-k.turn }()
-		if _, due, _ := k.known(); !due { // another one has just done it
+		if _, due, _ := k.known(); !due { // another call has just renewed them
 			done <- former
 			return
 		}
@@ -109,7 +109,7 @@ func (k *Keeper) renew(former Credentials) Credentials {
 	}
 }
 
-// look finds credentials. It is called by the one whose turn it is.
+// look finds credentials. The caller must hold k.turn.
 func (k *Keeper) look(ctx context.Context) (Credentials, error) {
 	c, source, err := k.find(ctx)
 	if err != nil && ctx.Err() != nil {
@@ -122,18 +122,18 @@ func (k *Keeper) look(ctx context.Context) (Credentials, error) {
 	if err == nil {
 		k.mu.now, k.mu.source, k.mu.next = c, source, c.Expires.Add(-renewBefore)
 		if k.mu.next.Before(now.Add(renewTries)) {
-			k.mu.next = now.Add(renewTries) // short ones are not looked for with each request
+			k.mu.next = now.Add(renewTries) // else credentials with a short life would be renewed at each request
 		}
 		return c, nil
 	}
-	if k.usableLocked(now) { // the former ones go on for a while
+	if k.usableLocked(now) { // the old credentials can be used for a while
 		return k.mu.now, nil
 	}
 	return Credentials{}, err
 }
 
-// known returns what needs no look: credentials, and whether it is time to renew them, or the error
-// of a look a moment ago.
+// known returns the result that needs no look: credentials and whether they are due for a renewal, or the error
+// of a recent look.
 func (k *Keeper) known() (c Credentials, due bool, err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -161,7 +161,7 @@ func (k *Keeper) find(ctx context.Context) (Credentials, string, error) {
 		switch {
 		case err == nil:
 			return c, s.Name(), nil
-		case !errors.Is(err, ErrNone): // set up, and it does not work: another one would be a surprise
+		case !errors.Is(err, ErrNone): // the source is set up and fails: credentials of another source would be a surprise
 			return c, "", fmt.Errorf("credentials from %s: %w", s.Name(), err)
 		}
 		looked = append(looked, s.Name())
@@ -169,8 +169,8 @@ func (k *Keeper) find(ctx context.Context) (Credentials, string, error) {
 	return Credentials{}, "", fmt.Errorf("%w: looked at %s", ErrNone, strings.Join(looked, ", "))
 }
 
-// Reject says that a server did not take credentials. Those that end some time are looked
-// for again.
+// Reject says that a server refused credentials. If they have an end, the Keeper looks for new
+// ones.
 func (k *Keeper) Reject(c Credentials) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -179,7 +179,7 @@ func (k *Keeper) Reject(c Credentials) {
 	}
 }
 
-// Source is where the credentials in use are from; empty while there are none.
+// Source returns the name of the source of the credentials in use; empty while there are none.
 func (k *Keeper) Source() string {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// slow is a source that answers at once first, and later after a while.
+// slow is a source whose first answer comes at once, and each later one after a while.
 type slow struct {
 	n    int
 	wait time.Duration
@@ -30,8 +30,8 @@ func (s *slow) Find(ctx context.Context) (aws.Credentials, error) {
 
 func (*slow) Name() string { return "a slow one" }
 
-// While credentials are renewed before they end nobody waits for an answer that takes its time: the
-// former ones go on.
+// While credentials are renewed before they end, no caller waits for a slow answer: callers get the
+// former ones.
 func TestRequestsDoNotWaitForRenewal(t *testing.T) {
 	for _, wait := range []time.Duration{15 * time.Second, time.Hour} { // an answer, and none within the time of a look
 		synctest.Test(t, func(t *testing.T) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package aws signs requests as Amazon's services and their relatives want it, and finds
-// the credentials to sign them with.
+// Package aws signs requests for Amazon's services and compatible ones, and finds
+// the credentials for the signatures.
 //
 // Source: AWS Signature Version 4, Amazon S3 API reference (2006-03-01).
 package aws
@@ -30,7 +30,7 @@ type Signer struct {
 	mu struct {
 		sync.Mutex
 		secret, day string
-		key         []byte // of that day
+		key         []byte // signing key of that day
 	}
 }
 
@@ -40,7 +40,7 @@ type Request struct {
 	Path   string // escaped, as it is sent
 	Query  string // escaped and in order, as it is sent
 	Host   string
-	Fields []Field // those that are sent besides Host and the signature's own; all are signed
+	Fields []Field // fields to send besides Host and the signature's own; all are signed
 	Digest string  // of the body, hexadecimal SHA-256, or Unsigned
 }
 
@@ -72,7 +72,7 @@ func (s *Signer) Sign(r *Request, c Credentials, now time.Time) []Field {
 	return append(sent, Field{"authorization", scheme + " Credential=" + c.ID + "/" + scope + ",SignedHeaders=" + names.String() + ",Signature=" + hex.EncodeToString(signature)})
 }
 
-// key returns the key of a day, which is the same for all requests of it.
+// key returns the signing key of a day, which all requests of that day share.
 func (s *Signer) key(secret, day string) []byte {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -18,16 +18,16 @@ import (
 	"time"
 )
 
-// Default returns the sources that Amazon's programs have, in their order: the
+// Default returns the sources of Amazon's programs, in their order: the
 // environment, a web identity, the file of a profile, a container's agent, the instance.
-// sts is where web identities are exchanged; empty for that of the region.
+// sts is the URL at which web identities are exchanged; empty for that of the region.
 func Default(region, sts string) []Source {
 	client := &http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, DisableKeepAlives: true}}
 	local := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	return []Source{Environment{}, &webIdentity{client, region, sts}, Profile{}, &container{local}, &instance{local, metadataURL()}}
 }
 
-// Static is credentials that are given.
+// Static is a source with fixed credentials, from the configuration.
 type Static Credentials
 
 // Find implements Source.
@@ -36,7 +36,7 @@ func (s Static) Find(context.Context) (Credentials, error) { return Credentials(
 // Name implements Source.
 func (Static) Name() string { return "the configuration" }
 
-// Anonymous is no credentials: requests are not signed.
+// Anonymous is a source whose credentials say that requests are not signed.
 type Anonymous struct{}
 
 // Find implements Source.
@@ -50,7 +50,7 @@ const anonymous = "\x00anonymous"
 // Anonymous reports whether requests are not signed.
 func (c Credentials) Anonymous() bool { return c.ID == anonymous }
 
-// Environment is AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN.
+// Environment reads AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN.
 type Environment struct{}
 
 // Find implements Source.
@@ -65,14 +65,14 @@ func (Environment) Find(context.Context) (Credentials, error) {
 // Name implements Source.
 func (Environment) Name() string { return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" }
 
-// maxFile bounds a file of credentials and an answer with some, bytes.
+// maxFile bounds the bytes of a file of credentials, and of an answer with credentials.
 const maxFile = 1 << 20
 
-// rereadFile is how long credentials of a file are used before it is read again: others
-// may renew them there.
+// rereadFile is how long credentials of a file are used before the file is read again: other
+// programs may renew them there.
 const rereadFile = 15 * time.Minute
 
-// Profile is AWS_PROFILE, or default, in ~/.aws/credentials (AWS_SHARED_CREDENTIALS_FILE).
+// Profile reads the profile AWS_PROFILE, or default, in ~/.aws/credentials (AWS_SHARED_CREDENTIALS_FILE).
 type Profile struct{}
 
 // Find implements Source.
@@ -135,7 +135,7 @@ func (Profile) Find(context.Context) (c Credentials, _ error) {
 // Name implements Source.
 func (Profile) Name() string { return "the profile in ~/.aws/credentials" }
 
-// fetch answers a request with its body.
+// fetch sends a request and returns the body of the answer.
 func fetch(client *http.Client, r *http.Request) ([]byte, error) {
 	answer, err := client.Do(r)
 	if err != nil {
@@ -149,8 +149,8 @@ func fetch(client *http.Client, r *http.Request) ([]byte, error) {
 	return body, err
 }
 
-// webIdentity is a token in a file (AWS_WEB_IDENTITY_TOKEN_FILE) that is exchanged for a
-// role (AWS_ROLE_ARN): Kubernetes' service accounts.
+// webIdentity exchanges a token in a file (AWS_WEB_IDENTITY_TOKEN_FILE) for the credentials of a
+// role (AWS_ROLE_ARN), as Kubernetes' service accounts need it.
 type webIdentity struct {
 	client      *http.Client
 	region, sts string
@@ -213,7 +213,7 @@ func checked(c Credentials) (Credentials, error) {
 	return c, nil
 }
 
-// document is how containers' agents and instances answer.
+// document is the answer of a container's agent or an instance.
 type document struct {
 	AccessKeyID     string `json:"AccessKeyId"`
 	SecretAccessKey string
@@ -229,7 +229,7 @@ func parseDocument(body []byte) (Credentials, error) {
 	return checked(Credentials{d.AccessKeyID, d.SecretAccessKey, d.Token, d.Expiration})
 }
 
-// container is the agent beside a container: AWS_CONTAINER_CREDENTIALS_RELATIVE_URI or
+// container asks the agent beside a container: AWS_CONTAINER_CREDENTIALS_RELATIVE_URI or
 // _FULL_URI.
 type container struct{ client *http.Client }
 
@@ -267,13 +267,13 @@ func (s *container) Find(ctx context.Context) (c Credentials, _ error) {
 // Name implements Source.
 func (*container) Name() string { return "the container's agent" }
 
-// instance is the metadata service of a virtual machine, version 2.
+// instance asks the metadata service of a virtual machine, version 2.
 type instance struct {
 	client *http.Client
 	at     string // empty for none
 }
 
-// metadataURL is where the metadata service is; empty where it is not to be asked.
+// metadataURL is the URL of the metadata service, empty if it must not be asked.
 func metadataURL() string {
 	if strings.EqualFold(os.Getenv("AWS_EC2_METADATA_DISABLED"), "true") {
 		return ""
