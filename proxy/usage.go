@@ -22,7 +22,7 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	}
 	waited := false
 	return func(data []byte) []byte {
-		if e.prefillEnded != nil && !waited && openai.HasCached(data) && !(stream && openai.GoesOn(data)) {
+		if e.prefillEnded != nil && !waited && openai.HasCached(data) && !(stream && openai.HasMoreEvents(data)) {
 			// P has computed all that D has; only its answer may still be on its way. The client waits for it once.
 			waited = true
 			late := time.NewTimer(e.p.o.prefillGrace)

@@ -90,7 +90,7 @@ func (sc *scratch) caller() *caller {
 
 // whoIs returns who is behind a connection.
 func whoIs(p *zmtp.Peer) *caller {
-	c, ok := p.Who().(*caller)
+	c, ok := p.Identity().(*caller)
 	if !ok {
 		panic("BUG: server: a peer that was not identified")
 	}

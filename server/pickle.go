@@ -45,7 +45,7 @@ const plainFrame = 64 << 20
 
 // mayPickle reports whether a peer may send more than plainFrame at once.
 func (s *Server) mayPickle(p *zmtp.Peer) bool {
-	c, ok := p.Who().(*caller)
+	c, ok := p.Identity().(*caller)
 	return ok && s.registry.Pickles(c.By)
 }
 

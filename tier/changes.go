@@ -190,7 +190,7 @@ func (n *Recording) begin(keys []kv.Key, what kind) {
 type result uint8
 
 const (
-	unsaid result = iota
+	resultUnknown result = iota
 	there
 	absent
 )
@@ -208,23 +208,23 @@ func (n *Recording) end(keys []kv.Key, what kind, of func(i int) result) {
 		got := of(i)
 		switch {
 		case what == looks && (c.wrote || c.forgot):
-			got = unsaid
+			got = resultUnknown
 		case what == writes && c.forgot:
 			got = absent
 		}
-		if got != unsaid { // under the mutex, so that changes are recorded in the order in which calls end
+		if got != resultUnknown { // under the mutex, so that changes are recorded in the order in which calls end
 			n.changes.Note(n.number, k, got == there)
 		}
 	}
 }
 
-// quiet reports whether there is no watcher; then calls are not recorded. A watcher that begins during a call does not see
+// unwatched reports whether there is no watcher; then calls are not recorded. A watcher that begins during a call does not see
 // the result of that call.
-func (n *Recording) quiet() bool { return !n.changes.watched.Load() }
+func (n *Recording) unwatched() bool { return !n.changes.watched.Load() }
 
 // Stat implements Tier.
 func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
-	if n.quiet() {
+	if n.unwatched() {
 		return n.Tier.Stat(ctx, keys, metas)
 	}
 	n.begin(keys, looks)
@@ -233,7 +233,7 @@ func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 		n.end(keys, looks, func(i int) result {
 			switch {
 			case err != nil:
-				return unsaid
+				return resultUnknown
 			case metas[i].Len > 0:
 				return there
 			}
@@ -249,7 +249,7 @@ var errUnsaid = errors.New("tier: a call that did not return")
 
 // read notes the result of a read.
 func (n *Recording) read(k kv.Key, f func() error) error {
-	if n.quiet() {
+	if n.unwatched() {
 		return f()
 	}
 	keys := []kv.Key{k}
@@ -264,7 +264,7 @@ func (n *Recording) read(k kv.Key, f func() error) error {
 			case corrupt, errors.Is(err, ErrMissing):
 				return absent
 			}
-			return unsaid
+			return resultUnknown
 		})
 	}()
 	err = f()
@@ -291,7 +291,7 @@ func (n *Recording) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Met
 
 // Write implements Tier.
 func (n *Recording) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
-	if n.quiet() {
+	if n.unwatched() {
 		return n.Tier.Write(ctx, k, m, src)
 	}
 	keys := []kv.Key{k}
@@ -303,7 +303,7 @@ func (n *Recording) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 			case err == nil:
 				return there
 			case errors.Is(err, ErrNotKept), errors.Is(err, ErrResting):
-				return unsaid
+				return resultUnknown
 			}
 			return absent // a failed write may have removed the old object
 		})
@@ -314,7 +314,7 @@ func (n *Recording) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 
 // Delete implements Tier.
 func (n *Recording) Delete(ctx context.Context, keys []kv.Key) error {
-	if n.quiet() {
+	if n.unwatched() {
 		return n.Tier.Delete(ctx, keys)
 	}
 	n.begin(keys, forgets)
@@ -322,7 +322,7 @@ func (n *Recording) Delete(ctx context.Context, keys []kv.Key) error {
 	defer func() {
 		n.end(keys, forgets, func(int) result {
 			if errors.Is(err, ErrNotKept) { // this tier deletes nothing
-				return unsaid
+				return resultUnknown
 			}
 			return absent
 		})

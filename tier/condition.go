@@ -14,7 +14,7 @@ import (
 var (
 	ErrFull     = errors.New("tier: no room")
 	ErrBudget   = errors.New("tier: its write budget is used up")
-	ErrReadOnly = errors.New("tier: it may only be read")
+	ErrReadOnly = errors.New("tier: read-only")
 	ErrName     = errors.New("tier: no name for it")
 
 	// ErrNotReady, together with ErrResting, says that the tier is still starting and nothing is wrong.

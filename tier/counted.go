@@ -18,18 +18,18 @@ type Stats struct {
 	Misses       uint64 `counter:"kvasir_tier_misses_total" help:"Objects that lookups asked the tier for and that were not there."`
 	Spared       uint64 `counter:"kvasir_tier_absent_total" help:"Of the misses, those that were not asked for, because they were not there a moment before (absent_seconds)."`
 	Reads        uint64 `counter:"kvasir_tier_reads_total" help:"Objects read from the tier."`
-	ReadBytes    uint64 `counter:"kvasir_tier_read_bytes_total" help:"Bytes of them."`
+	ReadBytes    uint64 `counter:"kvasir_tier_read_bytes_total" help:"Bytes of these objects."`
 	Unsummed     uint64 `counter:"kvasir_tier_reads_without_checksum_total" help:"Of the objects read, those that others put there without a checksum: only their length was compared."`
 	Lost         uint64 `counter:"kvasir_tier_lost_total" help:"Objects that were there and were gone when they were to be read."`
 	Corrupt      uint64 `counter:"kvasir_tier_corrupt_total" help:"Objects of another length or checksum than they should have. They are misses."`
 	Late         uint64 `counter:"kvasir_tier_late_total" help:"Calls that ended because their time was over."`
 	Failures     uint64 `counter:"kvasir_tier_failures_total" help:"Calls that failed otherwise."`
 	Writes       uint64 `counter:"kvasir_tier_writes_total" help:"Objects written to the tier, or found there when they were to be written."`
-	WrittenBytes uint64 `counter:"kvasir_tier_write_bytes_total" help:"Bytes of them."`
+	WrittenBytes uint64 `counter:"kvasir_tier_write_bytes_total" help:"Bytes of these objects."`
 	Dropped      uint64 `counter:"kvasir_tier_dropped_total" help:"Objects that the tier did not take: no room, budget used up, seen for the first time, or it rests after failures (then they wait and are offered again)."`
 
 	ReadTime  time.Duration  `counter:"kvasir_tier_read_busy_seconds_total" help:"Time of all reads, those at once added up. Bytes divided by it is the speed of one read."`
-	WriteTime time.Duration  `counter:"kvasir_tier_write_busy_seconds_total" help:"The same of writes."`
+	WriteTime time.Duration  `counter:"kvasir_tier_write_busy_seconds_total" help:"Time of all writes, added up."`
 	States    map[string]int `gauge:"kvasir_tier_state" label:"state" help:"1 for the state of the tier: ok, unreachable, full, over_budget, read_only, nameless (it has no name for the objects of a model)."`
 	InFlight  int64          `gauge:"kvasir_tier_calls" help:"Calls of the tier that go on."`
 

@@ -134,7 +134,7 @@ var (
 
 	// ErrResting means that a tier rests after failures, or is not available now. The caller
 	// may try again later.
-	ErrResting = errors.New("tier: it rests")
+	ErrResting = errors.New("tier: paused after failures")
 )
 
 // Error says which tier an error is of.

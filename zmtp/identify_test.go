@@ -29,7 +29,7 @@ func TestSocketFileIsItsUsersAlone(t *testing.T) {
 // comes with the identity of its own connection.
 func TestIdentify(t *testing.T) {
 	asked := make(chan string, 8)
-	_, addr, _ := startRouter(t, func(p *Peer, _ Message) { _ = p.Send([]byte(p.Who().(string))) }, RouterOptions{
+	_, addr, _ := startRouter(t, func(p *Peer, _ Message) { _ = p.Send([]byte(p.Identity().(string))) }, RouterOptions{
 		Identify: func(c net.Conn) any {
 			asked <- c.RemoteAddr().String()
 			return c.RemoteAddr().String()

@@ -33,7 +33,7 @@ func (o RouterOptions) Validate() error {
 	options.Within(&c, "HeartbeatInterval", o.HeartbeatInterval, 0, forever)
 	options.Within(&c, "HeartbeatTimeout", o.HeartbeatTimeout, 0, forever)
 	options.Within(&c, "LargeBytes", o.LargeBytes, 0, maxBytes)
-	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "is set together with Curve: a socket uses one mechanism")
 	return c.Err()
 }
 
@@ -41,7 +41,7 @@ func (o RouterOptions) Validate() error {
 func (o DealerOptions) Validate() error {
 	var c options.Checks
 	c.That(len(o.Identity) <= 255, "Identity", "has %d bytes, at most 255 can be sent", len(o.Identity))
-	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "is set together with Curve: a socket uses one mechanism")
 	c.That(o.Plain == nil || len(o.Plain.User) <= 255 && len(o.Plain.Password) <= 255, "Plain", "has a user or password above 255 bytes")
 	options.Within(&c, "MaxFrameBytes", o.MaxFrameBytes, 0, maxBytes)
 	options.Within(&c, "MaxFrames", o.MaxFrames, 0, maxCount)
@@ -64,7 +64,7 @@ func (o PubOptions) Validate() error {
 	options.Within(&c, "MaxUnsentBytes", o.MaxUnsentBytes, 0, maxBytes)
 	options.Within(&c, "MaxSubscriptions", o.MaxSubscriptions, 0, maxCount)
 	options.Within(&c, "MaxPrefixBytes", o.MaxPrefixBytes, 0, maxCommandBytes)
-	c.That(o.Curve == nil || o.Plain == nil, "Plain", "and Curve are given: a socket speaks one mechanism")
+	c.That(o.Curve == nil || o.Plain == nil, "Plain", "is set together with Curve: a socket uses one mechanism")
 	options.Within(&c, "HandshakeTimeout", o.HandshakeTimeout, 0, forever)
 	options.Within(&c, "WriteTimeout", o.WriteTimeout, 0, forever)
 	options.Within(&c, "HeartbeatInterval", o.HeartbeatInterval, 0, forever)

@@ -166,9 +166,9 @@ func (p *Peer) Client() string {
 	return p.client
 }
 
-// Who is what RouterOptions.Identify returned for the connection; nil without it.
+// Identity is what RouterOptions.Identify returned for the connection; nil without it.
 // It is known once OnConnect or the handler was called.
-func (p *Peer) Who() any {
+func (p *Peer) Identity() any {
 	if !p.ready.Load() {
 		return nil
 	}

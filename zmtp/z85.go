@@ -26,7 +26,7 @@ func (k Key) Z85() string {
 }
 
 // errKey means that a text is no key. It does not repeat the text, which may be a secret.
-var errKey = errors.New("zmtp: not a key: 40 letters of Z85 are")
+var errKey = errors.New("zmtp: a key must be 40 letters of Z85")
 
 // ParseKey reads 40 letters of Z85.
 func ParseKey(text string) (k Key, err error) {

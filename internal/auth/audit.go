@@ -39,8 +39,8 @@ func OpenAudit(path string) (*Audit, error) {
 	return a, nil
 }
 
-// Deed is a line of the log: one request of an administrator.
-type Deed struct {
+// AuditRecord is a line of the log: one request of an administrator.
+type AuditRecord struct {
 	Time     time.Time `json:"time"`
 	Listener string    `json:"listener"`
 	Who      string    `json:"who"` // the token's name, "key", or the subject of the certificate; "": the Gate asks for no credential
@@ -52,7 +52,7 @@ type Deed struct {
 }
 
 // record writes a deed.
-func (a *Audit) record(d Deed) error {
+func (a *Audit) record(d AuditRecord) error {
 	line, err := json.Marshal(d)
 	if err == nil {
 		err = a.write(append(line, '\n'))
@@ -150,7 +150,7 @@ func audited(r *http.Request, need Need) bool {
 
 // serveAudited serves a request and writes its line to the log, unless the answer is 401 or 403.
 func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, h http.Handler) {
-	d := Deed{
+	d := AuditRecord{
 		Time: time.Now().UTC(), Listener: g.o.Listener, Who: who, From: r.RemoteAddr, Method: cut(r.Method), Path: cut(r.URL.Path), Query: cut(r.URL.RawQuery),
 		Status: http.StatusInternalServerError, // if h panics
 	}

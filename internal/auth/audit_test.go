@@ -17,14 +17,14 @@ import (
 	"time"
 )
 
-func deeds(t *testing.T, path string) (out []Deed) {
+func deeds(t *testing.T, path string) (out []AuditRecord) {
 	t.Helper()
 	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for l := range strings.Lines(string(text)) {
-		var d Deed
+		var d AuditRecord
 		if err := json.Unmarshal([]byte(l), &d); err != nil || !strings.HasSuffix(l, "\n") {
 			t.Fatalf("%q: %v", l, err)
 		}
@@ -127,7 +127,7 @@ func TestLogOfDeedsIsBounded(t *testing.T) {
 		for _, a := range []*Audit{one, two} {
 			wg.Go(func() {
 				for range n {
-					if err := a.record(Deed{Path: strings.Repeat("x", 100)}); err != nil {
+					if err := a.record(AuditRecord{Path: strings.Repeat("x", 100)}); err != nil {
 						t.Error(err)
 					}
 				}

@@ -93,9 +93,9 @@ func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
-// GoesOn reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number
+// HasMoreEvents reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number
 // of cached tokens.
-func GoesOn(event []byte) bool {
+func HasMoreEvents(event []byte) bool {
 	at := bytes.LastIndex(event, finishReason) // the last one, since a text before it may contain the same words
 	return at >= 0 && bytes.HasPrefix(bytes.TrimLeft(event[at+len(finishReason):], " :"), []byte("null"))
 }

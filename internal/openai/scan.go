@@ -351,7 +351,7 @@ const window = 16 << 10
 // text reads a string. It skips from one backslash or quote to the next, which it finds many bytes at a time.
 func (s *scanner) text() error {
 	if !s.take('"') {
-		return s.fail("a string is wanted")
+		return s.fail("expected a string")
 	}
 	to, quote := -1, false // where the window ends, and whether there is a quote
 	for {

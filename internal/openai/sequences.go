@@ -76,13 +76,13 @@ func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	}
 	apart = is(r.N, "1", "null") && is(r.BestOf, "1", "null") && is(r.Beam, "false", "null") && is(r.Embeds, "null")
 	for _, at := range prompts {
-		apart = apart && r.Body[at.From] == r.Body[prompts[0].From] && lonely(r.Body, at)
+		apart = apart && r.Body[at.From] == r.Body[prompts[0].From] && isSinglePrompt(r.Body, at)
 	}
 	return prompts, count, apart
 }
 
-// lonely reports whether a prompt of a list can be a request of its own: a text or a list of numbers that is not empty.
-func lonely(body []byte, at Range) bool {
+// isSinglePrompt reports whether a prompt of a list can be a request of its own: a text or a list of numbers that is not empty.
+func isSinglePrompt(body []byte, at Range) bool {
 	if body[at.From] == '"' {
 		return at.To-at.From > 2
 	}

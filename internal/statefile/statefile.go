@@ -142,7 +142,7 @@ func (f *File) text(doc []byte) []byte {
 func (f *File) Write(doc []byte) error {
 	b := f.text(doc)
 	if int64(len(b)) > f.max {
-		return fmt.Errorf("%d bytes are more than are read back, %d", len(b), f.max)
+		return fmt.Errorf("a document of %d bytes is too long, at most %d", len(b), f.max)
 	}
 	f.writing.Lock()
 	defer f.writing.Unlock()

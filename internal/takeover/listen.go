@@ -44,7 +44,7 @@ func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err 
 	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
 		l, err = config.Listen(ctx, network, net.JoinHostPort(host, strconv.Itoa(port)))
-		if other := instead(host, err); other != "" {
+		if other := fallbackHost(host, err); other != "" {
 			l, err = new(net.ListenConfig).Listen(ctx, "tcp4", net.JoinHostPort(other, strconv.Itoa(port)))
 		}
 		return err
@@ -52,8 +52,8 @@ func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err 
 	return l, err
 }
 
-// instead returns the IPv4 address to use for a host on which listening failed with err; "" if there is none.
-func instead(host string, err error) string {
+// fallbackHost returns the IPv4 address to use for a host on which listening failed with err; "" if there is none.
+func fallbackHost(host string, err error) string {
 	switch {
 	case host == "::" && errors.Is(err, syscall.EAFNOSUPPORT):
 		return "0.0.0.0"

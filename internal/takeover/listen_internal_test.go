@@ -14,7 +14,7 @@ import (
 func TestInstead(t *testing.T) {
 	f := func(host string, err error, want string) {
 		t.Helper()
-		if got := instead(host, &net.OpError{Op: "listen", Net: "tcp", Err: err}); got != want {
+		if got := fallbackHost(host, &net.OpError{Op: "listen", Net: "tcp", Err: err}); got != want {
 			t.Errorf("%s, %v: %q, want %q", host, err, got, want)
 		}
 	}
@@ -26,7 +26,7 @@ func TestInstead(t *testing.T) {
 	f("localhost", unknown, "127.0.0.1")
 	f("localhost", used, "")
 	f("localhost.example", unknown, "")
-	if got := instead("::", nil); got != "" {
+	if got := fallbackHost("::", nil); got != "" {
 		t.Errorf("no error: %q", got)
 	}
 }

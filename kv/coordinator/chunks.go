@@ -12,8 +12,8 @@ type ChunkGroup struct {
 	// matters, as one block divides a chunk.
 	Recurrent bool
 
-	// Apart is a group that takes no part in hits (a tag other than 0).
-	Apart bool
+	// Excluded is a group that takes no part in hits (a tag other than 0).
+	Excluded bool
 }
 
 // Chunks answers, for the object groups of a server whose hash unit, block and
@@ -46,7 +46,7 @@ func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 	for i, g := range groups {
 		l.Groups[i] = Group{Kind: Circular, Block: chunkTokens}
 		switch {
-		case g.Apart:
+		case g.Excluded:
 			continue
 		case g.Recurrent:
 			k.tail[i] = 1

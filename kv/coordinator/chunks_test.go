@@ -13,7 +13,7 @@ import (
 func TestChunkTails(t *testing.T) {
 	f := func(chunk, window, want int) {
 		t.Helper()
-		k, err := coordinator.NewChunks(chunk, []coordinator.ChunkGroup{{Window: -1}, {Window: window}, {Recurrent: true}, {Apart: true}})
+		k, err := coordinator.NewChunks(chunk, []coordinator.ChunkGroup{{Window: -1}, {Window: window}, {Recurrent: true}, {Excluded: true}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -78,7 +78,7 @@ func TestChunksCounted(t *testing.T) {
 			case 2:
 				g.Recurrent, tail = true, 1
 			case 3:
-				g.Apart, tail = true, 0
+				g.Excluded, tail = true, 0
 			}
 			groups, tails = append(groups, g), append(tails, tail)
 		}
@@ -111,7 +111,7 @@ func TestChunksCounted(t *testing.T) {
 		}
 		anyPart := false
 		for _, g := range groups {
-			anyPart = anyPart || !g.Apart
+			anyPart = anyPart || !g.Excluded
 		}
 		want := n
 		for want > 0 && (!possible(want) || !anyPart) {
@@ -125,7 +125,7 @@ func TestChunksCounted(t *testing.T) {
 		longest := rapid.IntRange(shortest, n).Draw(t, "longest")
 		for g := range groups {
 			checkReusable(t, k, g, runs, shortest, longest, n, possible)
-			if m := &r.Masks[g]; want > 0 && !groups[g].Apart {
+			if m := &r.Masks[g]; want > 0 && !groups[g].Excluded {
 				need := k.Need(g, want)
 				if run, ok := m.Next(0); !ok || run != need || m.Count() != need.End-need.Start {
 					t.Fatalf("group %d: mask %v, need %v", g, run, need)

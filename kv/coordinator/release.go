@@ -47,9 +47,9 @@ const (
 	emptyLayoutHits
 )
 
-// departures lists every rule: which releases follow it, what they do, and what Kvasir does
+// releaseRules lists every rule: which releases follow it, what they do, and what Kvasir does
 // instead.
-var departures = []struct {
+var releaseRules = []struct {
 	rule rule
 	in   []Release
 	does string
@@ -74,7 +74,7 @@ var departures = []struct {
 
 // rulesOf returns the rules of a release; none for zero.
 func rulesOf(r Release) (all rule) {
-	for _, d := range departures {
+	for _, d := range releaseRules {
 		for _, in := range d.in {
 			if in == r {
 				all |= d.rule

@@ -8,7 +8,7 @@ import "testing"
 // package does. Release 0 (this package) has no rules, and the two releases have different ones.
 func TestDeparturesTable(t *testing.T) {
 	var all rule
-	for i, d := range departures {
+	for i, d := range releaseRules {
 		if d.rule == 0 || d.rule&(d.rule-1) != 0 || all.has(d.rule) || len(d.in) == 0 || d.does == "" || d.ours == "" {
 			t.Errorf("rule %d: %+v", i, d)
 		}

@@ -57,7 +57,7 @@ func (g *Groups) Bytes(i int) int64 { return g.list[i].Bytes }
 // Full reports whether a group needs the whole prefix of a hit.
 func (g *Groups) Full(i int) bool {
 	of := &g.list[i]
-	return !of.Apart && !of.Recurrent && of.Window == -1
+	return !of.Excluded && !of.Recurrent && of.Window == -1
 }
 
 // Windows reports whether some group needs less than the whole prefix of a hit.

@@ -40,7 +40,7 @@ func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
 	if p.o.Tenants == nil {
 		return nil
 	}
-	s, ok := peer.Who().(*subscriber)
+	s, ok := peer.Identity().(*subscriber)
 	if !ok {
 		panic("BUG: events: a subscriber that was not identified")
 	}

@@ -24,7 +24,7 @@ func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	b := &Blocks{of: d, ids: make([]paged.IDs, len(lists))}
 	for i := range d.groups {
 		g := &d.groups[i]
-		if g.rule.Apart {
+		if g.rule.Excluded {
 			continue // never read
 		}
 		var err error

@@ -261,7 +261,7 @@ func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool
 		k.Keep = min(k.PerChunk, (w-1)/k.tokensPerBlock+1)
 	}
 	k.Sparse = info.Recurrent || info.WindowTokens != -1
-	k.rule = coordinator.ChunkGroup{Window: info.WindowTokens, Recurrent: info.Recurrent, Apart: info.ExtraTag != 0}
+	k.rule = coordinator.ChunkGroup{Window: info.WindowTokens, Recurrent: info.Recurrent, Excluded: info.ExtraTag != 0}
 	return k, k.Check()
 }
 
@@ -276,7 +276,7 @@ func (d *KV) split(chunkTokens int, separate bool) error {
 	at := map[kind]int{}
 	for i := range d.groups {
 		k := &d.groups[i]
-		if k.rule.Apart {
+		if k.rule.Excluded {
 			continue
 		}
 		of := kind{chunks: -1}

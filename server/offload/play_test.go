@@ -12,7 +12,7 @@ import (
 func TestPlayedEngineCountsWhatItStoresAndLoads(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 200})
 	defer n.close()
-	out, err := vllm.RunPlay(t.Context(), vllm.Play{Socket: n.socket(), EngineID: "e", Model: "m", Dir: n.dir, RowBytes: rowBytes, Prompts: 4, Longest: 6, Requests: 60, Seed: 1})
+	out, err := vllm.RunPlay(t.Context(), vllm.Simulation{Socket: n.socket(), EngineID: "e", Model: "m", Dir: n.dir, RowBytes: rowBytes, Prompts: 4, Longest: 6, Requests: 60, Seed: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -27,7 +27,7 @@ func TestClosedClientReadsNoMore(t *testing.T) {
 	defer n.close()
 	for range 100 {
 		e := n.connect(helloOf("a"))
-		if !e.client.Stands() {
+		if !e.client.Connected() {
 			t.Error("the connection does not stand")
 		}
 		e.close()
@@ -36,7 +36,7 @@ func TestClosedClientReadsNoMore(t *testing.T) {
 		default:
 			t.Fatal("the client still reads")
 		}
-		if e.client.Stands() {
+		if e.client.Connected() {
 			t.Error("a closed connection stands")
 		}
 	}

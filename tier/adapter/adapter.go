@@ -78,13 +78,13 @@ func (t Text) MarshalYAML() (any, error) { return t.String(), nil }
 
 // ours are the adapter types that Kvasir serves. others are types of LMCache that it does not serve.
 var (
-	ours   = []string{"fs", "fs_native", "redis", "resp", "valkey", "s3", "s3_native", mooncakeType}
-	others = strings.Fields(`aerospike bigtable dax fault_inject hf3fs hfbucket mock native_plugin nixl_native
+	served   = []string{"fs", "fs_native", "redis", "resp", "valkey", "s3", "s3_native", mooncakeType}
+	unserved = strings.Fields(`aerospike bigtable dax fault_inject hf3fs hfbucket mock native_plugin nixl_native
 		nixl_store nixl_store_dynamic p2p plugin raw_block sagemaker-hyperpod`)
 )
 
 // ErrNotServed means that LMCache has an adapter of this type, and Kvasir has none.
-var ErrNotServed = errors.New("not served here; served are " + strings.Join(ours, ", "))
+var ErrNotServed = errors.New("not served here; served are " + strings.Join(served, ", "))
 
 var errSerde = errors.New("\"serde\" is not supported: objects are kept as they are, and those of LMCache servers with a serde would be read wrongly")
 
@@ -143,11 +143,11 @@ func Parse(text string) (a Adapter, _ error) {
 	switch {
 	case len(r.errs) > 0:
 	case a.Type == "":
-		return a, fmt.Errorf("%s has no \"type\"; served are %s", Text(text), strings.Join(ours, ", "))
-	case slices.Contains(others, a.Type):
+		return a, fmt.Errorf("%s has no \"type\"; served are %s", Text(text), strings.Join(served, ", "))
+	case slices.Contains(unserved, a.Type):
 		return a, fmt.Errorf("type %q: %w", a.Type, ErrNotServed)
-	case !slices.Contains(ours, a.Type):
-		return a, fmt.Errorf("type %q is unknown%s; served are %s", a.Type, options.NearestHint(a.Type, slices.Concat(ours, others)), strings.Join(ours, ", "))
+	case !slices.Contains(served, a.Type):
+		return a, fmt.Errorf("type %q is unknown%s; served are %s", a.Type, options.NearestHint(a.Type, slices.Concat(served, unserved)), strings.Join(served, ", "))
 	}
 	if _, ok := redisLayouts[a.Type]; ok {
 		r.redis(&a)

@@ -103,7 +103,7 @@ func (r *reader) redisServers(a *Adapter) {
 		}
 		o.Addrs = append(o.Addrs, net.JoinHostPort(host, strconv.Itoa(port)))
 	default:
-		r.errs = append(r.errs, errors.New("where the server is is missing: \"host\" and \"port\", \"startup_nodes\" (\"host:port,host:port\"), or \"unix_socket\""))
+		r.errs = append(r.errs, errors.New("the address of the server is missing: \"host\" and \"port\", \"startup_nodes\" (\"host:port,host:port\"), or \"unix_socket\""))
 	}
 	_, sentinel := r.raw["sentinel_master"]
 	if len(o.Addrs) > 1 && !o.Cluster && !sentinel { // as LMCache does

@@ -102,7 +102,7 @@ func Open(o Options) (s Set, err error) {
 		o.keys, s.Seals = s.Keys, make(map[string]*seal.Tier)
 		defer func() {
 			if err == nil {
-				saySealed(&s, o.Log)
+				logSealed(&s, o.Log)
 			}
 		}()
 	}
@@ -110,14 +110,14 @@ func Open(o Options) (s Set, err error) {
 	if len(o.Disk.Dirs) > 0 {
 		o.Disk.Changes, o.Disk.Number = o.Changes, o.number
 		if o.keys != nil {
-			o.Disk.Sealed, o.Disk.Whole = true, o.keys.Whole
+			o.Disk.Sealed, o.Disk.VerifySealed = true, o.keys.Verify
 		}
 		o.number += uint8(len(o.Disk.Dirs))
 		if s.Disk, err = disk.Open(o.Disk); err != nil {
 			return Set{}, explain(err)
 		}
 		opened = append(opened, s.Disk)
-		sayRooms(s.Disk, o.Log)
+		logRooms(s.Disk, o.Log)
 		sealed := seal.New(s.Disk, o.keys, seal.Options{Name: "disk", Log: o.Log})
 		s.Seals["disk"] = sealed.Sealed()
 		s.Each = append(s.Each, tier.Counted(tier.Bounded(sealed, tier.Limits{}), "disk"))
@@ -193,8 +193,8 @@ func Open(o Options) (s Set, err error) {
 // ownLayout reports whether the adapter stores objects in Kvasir's own layout. Only such objects can be encrypted.
 func (a *Adapter) ownLayout() bool { return a.Type == "redis" || a.Type == "s3_native" }
 
-// saySealed logs which tiers are encrypted, and which are not.
-func saySealed(s *Set, log *slog.Logger) {
+// logSealed logs which tiers are encrypted, and which are not.
+func logSealed(s *Set, log *slog.Logger) {
 	if s.Keys == nil || log == nil {
 		return
 	}
@@ -238,8 +238,8 @@ func askOnce(ctx context.Context, d tier.Tier) error {
 	return d.Stat(ctx, []kv.Key{{}}, make([]tier.Meta, 1))
 }
 
-// sayRooms logs how much each disk may take, and warns of disks with less room.
-func sayRooms(d *disk.Disk, log *slog.Logger) {
+// logRooms logs how much each disk may take, and warns of disks with less room.
+func logRooms(d *disk.Disk, log *slog.Logger) {
 	if log == nil {
 		return
 	}
@@ -267,7 +267,7 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 		if !o.Existing {
 			return nil, errDiskLimit
 		}
-		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Look: true, Log: o.Log})
+		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Inspect: true, Log: o.Log})
 		if err != nil {
 			return nil, err
 		}

@@ -87,7 +87,7 @@ func TestChangesMatchTheContents(t *testing.T) {
 					v.mu.Lock()
 					s := v.mu.segs[part[0].seg]
 					v.mu.Unlock()
-					v.spoilt(s, &record{part[0].key, part[0].block, part[0].len, part[0].sum, false, 0, 0}, errDamaged)
+					v.dropDamaged(s, &record{part[0].key, part[0].block, part[0].len, part[0].sum, false, 0, 0}, errDamaged)
 					return false
 				})
 			}

@@ -59,13 +59,13 @@ type Options struct {
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
 	FirstTouch   bool  // always keep an object at its first offer; default: while the disk has room, or if that gives more hits
 	SecondTouch  bool  // always keep an object only at its second offer
-	Look         bool  // for tools: make no directory, evict nothing to keep MinFree, and write no checkpoint
+	Inspect      bool  // for tools: make no directory, evict nothing to keep MinFree, and write no checkpoint
 	Log          *slog.Logger
 
-	// Sealed says that encrypted objects are written; older builds then do not open the directories. Whole returns an error for an
-	// encrypted object whose bytes are not those that were written. Without Whole encrypted objects are not compared.
-	Sealed bool
-	Whole  func(k kv.Key, m tier.Meta, stored []byte) error
+	// Sealed says that encrypted objects are written; older builds then do not open the directories. VerifySealed returns an error for an
+	// encrypted object whose bytes are not those that were written. Without VerifySealed encrypted objects are not compared.
+	Sealed       bool
+	VerifySealed func(k kv.Key, m tier.Meta, stored []byte) error
 
 	// Changes gets the objects that are found, added and removed. Number is the tier's number in it for the first Dir; the other Dirs have
 	// the next numbers.
@@ -122,7 +122,7 @@ type Disk struct {
 // the background: until Opened is closed, some objects are missing. Errors:
 // ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
 func Open(o Options) (*Disk, error) {
-	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Look) }, time.Now)
+	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Inspect) }, time.Now)
 }
 
 // openWith is Open with the files and the clock of a test.
@@ -389,10 +389,10 @@ func (v *volume) close() error {
 	if spare != nil {
 		errs = append(errs, v.evict(spare))
 	}
-	if v.opts.Look && v.whole.Load() {
+	if v.opts.Inspect && v.whole.Load() {
 		errs = append(errs, v.evictEmpty())
 	}
-	if v.checked != v.mu.all && v.whole.Load() && !v.opts.Look {
+	if v.checked != v.mu.all && v.whole.Load() && !v.opts.Inspect {
 		errs = append(errs, v.checkpoint())
 	}
 	for _, s := range v.mu.segs {

@@ -22,15 +22,15 @@ const (
 	scrubEvery = 24 * time.Hour // a round begins this often
 
 	candidates    = 16       // segments that the next victim is chosen from, at most
-	fewest        = 4        // the same, at least, if there are as many
+	minCandidates = 4        // the same, at least, if there are as many
 	mostReadmit   = 64 << 20 // bytes of a victim that are readmitted, at most
 	readmitShare  = 8        // also at most a segment's size divided by this
 	dropBatch     = 1024     // objects that are dropped or listed under one lock
 	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes was written
 )
 
-// keep makes segments, and evicts others to make room, until the volume ends.
-func (v *volume) keep() {
+// provideSegments makes segments, and evicts others to make room, until the volume ends.
+func (v *volume) provideSegments() {
 	tick := time.NewTicker(tendEvery)
 	defer tick.Stop()
 	for {
@@ -45,9 +45,9 @@ func (v *volume) keep() {
 	}
 }
 
-// last calls tend once a second and when a segment is full, until the volume ends. It has a
-// goroutine of its own, so that writers that wait for keep's next segment do not wait for a sync.
-func (v *volume) last() {
+// runTending calls tend once a second and when a segment is full, until the volume ends. It has a
+// goroutine of its own, so that writers that wait for the next segment of provideSegments do not wait for a sync.
+func (v *volume) runTending() {
 	tick := time.NewTicker(tendEvery)
 	defer tick.Stop()
 	for {
@@ -68,7 +68,7 @@ func (v *volume) tend() {
 		v.synced = now
 		v.syncActive()
 	}
-	if v.isOpen() && !v.opts.Look && v.checkpointDue() {
+	if v.isOpen() && !v.opts.Inspect && v.checkpointDue() {
 		if err := v.checkpoint(); err != nil {
 			v.log.Warn("write checkpoint", "path", v.dir.Path, "err", err)
 		}
@@ -160,8 +160,8 @@ func (v *volume) newSegment() (*segment, error) {
 	return s, nil
 }
 
-// lack returns how many bytes must be freed before need more bytes may be used.
-func (v *volume) lack(need int64) (int64, error) {
+// shortfall returns how many bytes must be freed before need more bytes may be used.
+func (v *volume) shortfall(need int64) (int64, error) {
 	v.mu.Lock()
 	over := v.mu.used + v.booksLocked() + need - v.dir.Bytes
 	v.mu.Unlock()
@@ -188,7 +188,7 @@ func (v *volume) booksLocked() int64 {
 // Errors: errFull, errOpens.
 func (v *volume) makeRoom(need int64) error {
 	for range 4 {
-		lack, err := v.lack(need)
+		lack, err := v.shortfall(need)
 		if err != nil || lack == 0 {
 			return err
 		}
@@ -220,7 +220,7 @@ func (v *volume) noteFull() {
 // guard evicts segments while the file system has less room than MinFree, or the volume is above its limit, which an operator may have
 // lowered.
 func (v *volume) guard() {
-	if !v.isOpen() || v.opts.Look {
+	if !v.isOpen() || v.opts.Inspect {
 		return
 	}
 	if err := v.makeRoom(0); err != nil && !errors.Is(err, errFull) {
@@ -239,11 +239,11 @@ func (v *volume) victim() *segment {
 			old = append(old, s)
 		}
 	}
-	if len(old) == 0 || len(old) < fewest && len(v.mu.sealing) > 0 { // soon there are more to choose from
+	if len(old) == 0 || len(old) < minCandidates && len(v.mu.sealing) > 0 { // soon there are more to choose from
 		return nil
 	}
 	slices.SortFunc(old, func(a, b *segment) int { return cmp.Compare(a.seq, b.seq) })
-	old = old[:min(len(old), max(fewest, min(candidates, len(old)/4)))]
+	old = old[:min(len(old), max(minCandidates, min(candidates, len(old)/4)))]
 	coldest := slices.MinFunc(old, func(a, b *segment) int { return cmp.Compare(a.heat, b.heat) })
 	for _, s := range old {
 		s.heat *= 0.75

@@ -204,7 +204,7 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 		v.mu.Lock()
 		s.newerFormat = true
 		v.mu.Unlock()
-		v.log.Error("a segment is of a newer version; it is left alone", "path", v.dir.Path, "segment", f.name(), "err", err)
+		v.log.Error("a segment is of a newer version; it is ignored", "path", v.dir.Path, "segment", f.name(), "err", err)
 	case err != nil:
 		v.log.Warn("read index of segment; it is read record by record", "path", v.dir.Path, "segment", f.name(), "err", err)
 		return s
@@ -281,7 +281,7 @@ func (v *volume) open() error {
 	if err := v.mark(names); err != nil {
 		return err
 	}
-	if _, err := v.lack(0); err != nil {
+	if _, err := v.shortfall(0); err != nil {
 		return err
 	}
 	for _, name := range []string{checkName, goneName, markName} {
@@ -299,12 +299,12 @@ func (v *volume) open() error {
 		v.mu.used += size
 		v.mu.nextSeq = max(v.mu.nextSeq, seq)
 		if seqs[seq] {
-			v.log.Error("two segments have the same number; one is left alone", "path", v.dir.Path, "segment", name)
+			v.log.Error("two segments have the same number; one is ignored", "path", v.dir.Path, "segment", name)
 			continue
 		}
 		todo[id], seqs[seq] = found{seq, id, size}, true
 	}
-	v.worn(names, todo)
+	v.loadWear(names, todo)
 	if err := v.loadJournal(names); err != nil { // without the journal deleted objects would be served again
 		return err
 	}
@@ -314,8 +314,8 @@ func (v *volume) open() error {
 			v.scrub()
 		}
 	})
-	v.running.Go(v.keep)
-	v.running.Go(v.last)
+	v.running.Go(v.provideSegments)
+	v.running.Go(v.runTending)
 	return nil
 }
 
@@ -345,7 +345,7 @@ func (v *volume) mark(names map[string]int64) error {
 	if errors.Is(err, errDamaged) {
 		err = fmt.Errorf("%w: its file %s is none of ours", ErrNotOurs, markName)
 	}
-	if err == nil && v.opts.Sealed && !v.opts.Look && le.Uint32(b[8:]) < at {
+	if err == nil && v.opts.Sealed && !v.opts.Inspect && le.Uint32(b[8:]) < at {
 		return write()
 	}
 	return err
@@ -360,9 +360,9 @@ func countSegments(names map[string]int64) (n int) {
 	return n
 }
 
-// worn finds out how much has been written, today and ever, from the checkpoint or the
+// loadWear finds out how much has been written, today and ever, from the checkpoint or the
 // newest segment. After a kill the result may be too low by one segment.
-func (v *volume) worn(names map[string]int64, todo map[uint64]found) {
+func (v *volume) loadWear(names map[string]int64, todo map[uint64]found) {
 	var newest found
 	for _, f := range todo {
 		if f.seq >= newest.seq {

@@ -37,7 +37,7 @@ func TestSealed(t *testing.T) {
 	tiertest.Sealed(t, func(t *testing.T) (tier.Tier, func([]byte) bool) {
 		dir := t.TempDir()
 		o := small(dir)
-		o.SegmentBytes, o.Sealed, o.Whole = 4<<20, true, tiertest.Keys(t, 1).Whole
+		o.SegmentBytes, o.Sealed, o.VerifySealed = 4<<20, true, tiertest.Keys(t, 1).Verify
 		return open(t, o), func(b []byte) bool { return contains(t, dir, b) }
 	})
 }
@@ -62,7 +62,7 @@ func TestSealedDirectoryIsMarked(t *testing.T) {
 		var keys *seal.Keys
 		if o.Sealed = sealed; sealed {
 			keys = tiertest.Keys(t, 1)
-			o.Whole = keys.Whole
+			o.VerifySealed = keys.Verify
 		}
 		d := open(t, o)
 		f(seal.New(d, keys, seal.Options{Name: "disk"}))
@@ -121,7 +121,7 @@ func TestSealedLives(t *testing.T) {
 	const objects, size = 30, 30_000
 	for seed := range uint64(8) {
 		first := newMemFiles(seed, 64<<20)
-		o := Options{Dirs: []Dir{{"mem", 8 << 20}}, SegmentBytes: minSegment, MinFree: 1, FirstTouch: true, ScrubRate: 1 << 30, Sealed: true, Whole: keys.Whole}
+		o := Options{Dirs: []Dir{{"mem", 8 << 20}}, SegmentBytes: minSegment, MinFree: 1, FirstTouch: true, ScrubRate: 1 << 30, Sealed: true, VerifySealed: keys.Verify}
 		begin := func(f *memFiles) (*Disk, tier.Tier) {
 			d, err := openWith(o, asFiles(f), time.Now)
 			if err != nil {
@@ -159,7 +159,7 @@ func TestSealedLives(t *testing.T) {
 // Only a server with the key of a record finds that its bytes changed.
 func TestSealedRecordsAreCompared(t *testing.T) {
 	o := small(t.TempDir())
-	o.Sealed, o.Whole = true, tiertest.Keys(t, 1).Whole
+	o.Sealed, o.VerifySealed = true, tiertest.Keys(t, 1).Verify
 	d := open(t, o)
 	defer closeDisk(t, d)
 	for _, seed := range []byte{1, 2} {

@@ -111,7 +111,7 @@ func (v *volume) scrubSegment(s *segment, paced func(int) error) {
 			continue
 		}
 		if err := v.verify(v.life, s, &r, paced); err != nil && v.life.Err() == nil {
-			v.spoilt(s, &r, err)
+			v.dropDamaged(s, &r, err)
 			_ = paced(min(int(r.len), bouncePiece)) // the piece that revealed the fault
 		}
 	}

@@ -25,9 +25,9 @@ func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(i
 	return err
 }
 
-// verifySealed is verify for an encrypted record. Options.Whole, which has the key, compares it.
+// verifySealed is verify for an encrypted record. Options.VerifySealed, which has the key, compares it.
 func (v *volume) verifySealed(ctx context.Context, s *segment, r *record, paced func(int) error) error {
-	if v.opts.Whole == nil {
+	if v.opts.VerifySealed == nil {
 		return nil
 	}
 	b := make([]byte, 0, r.len)
@@ -38,7 +38,7 @@ func (v *volume) verifySealed(ctx context.Context, s *segment, r *record, paced 
 	if err != nil {
 		return err
 	}
-	if err := v.opts.Whole(r.key, r.meta(), b); err != nil {
+	if err := v.opts.VerifySealed(r.key, r.meta(), b); err != nil {
 		return fmt.Errorf("%w: %w", errDamaged, err)
 	}
 	return nil

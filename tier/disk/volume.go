@@ -207,15 +207,15 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	case isFault(err): // dst could not be accessed; the disk is not at fault
 		return tier.Meta{}, err
 	}
-	v.spoilt(s, &r, err)
+	v.dropDamaged(s, &r, err)
 	if errors.Is(err, errDamaged) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return tier.Meta{}, &tier.CorruptError{Key: k, Want: e.meta(), Got: got}
 	}
 	return tier.Meta{}, fmt.Errorf("read from %s: %w", v.dir.Path, err)
 }
 
-// spoilt forgets an object that cannot be read.
-func (v *volume) spoilt(s *segment, r *record, err error) {
+// dropDamaged forgets an object that cannot be read.
+func (v *volume) dropDamaged(s *segment, r *record, err error) {
 	if !v.forget(s, r) {
 		return
 	}

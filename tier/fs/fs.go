@@ -70,7 +70,7 @@ type Options struct {
 func (o Options) Validate() error {
 	var c options.Checks
 	c.That(o.TempDir == "" || filepath.IsLocal(o.TempDir), "TempDir", "%q does not lie below the directory", o.TempDir)
-	c.That(o.Trust <= TrustChecksum, "Trust", "%d is none", o.Trust)
+	c.That(o.Trust <= TrustChecksum, "Trust", "%d is no known trust level", o.Trust)
 	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
 	options.Within(&c, "MinFree", o.MinFree, 0, 1<<60)
 	options.Within(&c, "EvictAt", o.EvictAt, 0, 1)

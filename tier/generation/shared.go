@@ -307,7 +307,7 @@ func (b *Book) noteUnkept(err error) {
 	switch {
 	case err == nil:
 		b.log.Info("the generations are kept in all tiers")
-	case b.closed():
+	case b.notReady():
 		b.log.Warn("nothing of the tiers is served or written until the generation of the last clear is known", "err", err)
 	default:
 		b.log.Warn("other servers may serve what was cleared until the generation is kept in the tier", "err", err)
@@ -381,12 +381,12 @@ func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) 
 
 func (s *state) same(o *state) bool { return s.All == o.All && maps.Equal(s.Models, o.Models) }
 
-// closed reports whether nothing may be served or written, because no generation is known yet, and the note of a
+// notReady reports whether nothing may be served or written, because no generation is known yet, and the note of a
 // place that may have one was not read.
-func (b *Book) closed() bool { return !b.shared.ready.Load() }
+func (b *Book) notReady() bool { return !b.shared.ready.Load() }
 
-// fresh reads the notes if the last read is over 3 s ago, because this process was paused.
-func (b *Book) fresh(ctx context.Context) {
+// syncIfStale reads the notes if the last read is over 3 s ago, because this process was paused.
+func (b *Book) syncIfStale(ctx context.Context) {
 	if len(b.shared.places) == 0 && b.shared.files == 0 {
 		return
 	}

@@ -63,7 +63,7 @@ func (b *Book) first() bool {
 
 // key returns the key of an object in the tier.
 func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
-	if b.closed() {
+	if b.notReady() {
 		return k, 0, false
 	}
 	own, moment, ok := b.own(k.Namespace)
@@ -120,8 +120,8 @@ type Tier struct {
 
 // Stat implements tier.Tier.
 func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
-	t.book.fresh(ctx)
-	if t.book.closed() {
+	t.book.syncIfStale(ctx)
+	if t.book.notReady() {
 		clear(metas[:len(keys)])
 		return ctx.Err()
 	}
@@ -174,7 +174,7 @@ var errClosed = fmt.Errorf("%w: the generation of the last clear is not known ye
 // unless the generation that is found then is later than that of the server's start. In that case objects in memory may be older than a
 // clear of another server, and the server forgets them.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
-	if t.book.closed() {
+	if t.book.notReady() {
 		return errClosed
 	}
 	own, moment, ok := t.book.key(k)
@@ -186,7 +186,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 
 // Delete implements tier.Tier. While no generation is known it returns tier.ErrResting: the names of the objects are not known.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
-	if t.book.closed() {
+	if t.book.notReady() {
 		return errClosed
 	}
 	var own []kv.Key
@@ -204,7 +204,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 // Hottest implements tier.Ranking. It leaves out objects of namespaces that were not used since the
 // start and the last clear.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
-	if t.book.closed() {
+	if t.book.notReady() {
 		return ctx.Err()
 	}
 	return tier.Hottest(ctx, t.of, n, func(own kv.Key, m tier.Meta) bool {

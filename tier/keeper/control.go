@@ -68,7 +68,7 @@ func (c *control) take(r *rootDir, dir *os.File) error {
 	}
 	l, err := listen(name)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, process(holder(name)))
+		return fmt.Errorf("another keeper on this host already keeps %s%s", r.path, process(holder(name)))
 	}
 	if err != nil {
 		return err

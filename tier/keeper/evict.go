@@ -75,7 +75,7 @@ func (k *Keeper) evictSome() bool {
 			failed = err
 		}
 	}
-	k.say(failed)
+	k.logUnlinkState(failed)
 	return len(victims) == unlinkBatch && gone > 0
 }
 
@@ -295,7 +295,7 @@ func (k *Keeper) retry() bool {
 		}
 		k.mu.Unlock()
 	}
-	k.say(nil)
+	k.logUnlinkState(nil)
 	return gone == unlinkBatch
 }
 
@@ -323,8 +323,8 @@ func (k *Keeper) stuck() (out []victim) {
 	return out
 }
 
-// say logs when files cannot be unlinked, and when all can be unlinked again.
-func (k *Keeper) say(err error) {
+// logUnlinkState logs when files cannot be unlinked, and when all can be unlinked again.
+func (k *Keeper) logUnlinkState(err error) {
 	k.mu.Lock()
 	before := k.refused
 	if err != nil || len(k.books.stuck) == 0 {

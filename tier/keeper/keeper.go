@@ -45,18 +45,18 @@ type Options struct {
 	Changes  int           // number of changes of chunks to keep for Keeper.Changes, 64 bytes each; 0: Keeper.Changes is not used
 	Log      *slog.Logger
 
-	now        func() time.Time
-	free       func(*rootDir) (int64, error) // bytes that its file system has available
-	notesEvery time.Duration
-	pathsEvery time.Duration // between two looks at which directories the paths of the roots lead to
-	ownReads   bool          // reads of this process count: for tests, which are engine and keeper in one
+	now           func() time.Time
+	free          func(*rootDir) (int64, error) // bytes that its file system has available
+	notesEvery    time.Duration
+	pathsEvery    time.Duration // between two looks at which directories the paths of the roots lead to
+	countOwnReads bool          // reads of this process count: for tests, which are engine and keeper in one
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
 func (o Options) Validate() error {
 	var c options.Checks
 	c.That(len(o.Roots) > 0, "Roots", "names no directory")
-	c.That(o.Limit > 0 || o.MinFree > 0 || o.TTL > 0, "Limit", "is 0, as MinFree and TTL: nothing is to be kept")
+	c.That(o.Limit > 0 || o.MinFree > 0 || o.TTL > 0, "Limit", "is 0, and so are MinFree and TTL: set at least one")
 	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
 	options.Within(&c, "MinFree", o.MinFree, 0, 1<<60)
 	options.Within(&c, "TTL", o.TTL, 0, 100*365*24*time.Hour)
@@ -74,9 +74,9 @@ type Keeper struct {
 	lock  *control
 	notes *notes
 
-	fan  *fanotify
-	ino  *inotify
-	deaf atomic.Bool // events no longer come
+	fan         *fanotify
+	ino         *inotify
+	eventsEnded atomic.Bool // events no longer come
 
 	collecting sync.Mutex // held while collect reads all chunks; before mu
 
@@ -150,7 +150,7 @@ func Open(o Options) (_ *Keeper, err error) {
 	}
 	var ctx context.Context
 	ctx, k.end = context.WithCancel(context.Background())
-	k.done.Go(k.hear)
+	k.done.Go(k.readEvents)
 	k.done.Go(func() { k.evict(ctx) })
 	k.done.Go(func() { k.lookAgain(ctx) })
 	k.done.Go(func() { k.noteAgain(ctx) })
@@ -196,7 +196,7 @@ func (k *Keeper) openWatch() error {
 	}
 	var why error
 	if want == WatchAuto || want == WatchFanotify {
-		k.fan, why = openFanotify(k.roots, func(thread int32) bool { return !k.o.ownReads && k.lock.own(thread) })
+		k.fan, why = openFanotify(k.roots, func(thread int32) bool { return !k.o.countOwnReads && k.lock.own(thread) })
 		if why == nil {
 			return nil
 		}
@@ -293,8 +293,8 @@ func (k *Keeper) path(n uint32) string {
 	return k.books.names[n]
 }
 
-// hear reads and applies events until the source is closed.
-func (k *Keeper) hear() {
+// readEvents reads and applies events until the source is closed.
+func (k *Keeper) readEvents() {
 	read := func(out []event) ([]event, error) { return out, os.ErrClosed }
 	switch {
 	case k.fan != nil:
@@ -308,17 +308,17 @@ func (k *Keeper) hear() {
 		if batch, err = read(batch[:0]); err != nil {
 			if !errors.Is(err, os.ErrClosed) {
 				k.log.Error("events of the kernel cannot be read: the directories are read again and again", "err", err)
-				k.deaf.Store(true)
+				k.eventsEnded.Store(true)
 				signal(k.again)
 			}
 			return
 		}
-		k.take(batch)
+		k.applyEvents(batch)
 	}
 }
 
-// take applies events to the books.
-func (k *Keeper) take(batch []event) {
+// applyEvents applies events to the books.
+func (k *Keeper) applyEvents(batch []event) {
 	sizes := make([]int64, len(batch))
 	for i, e := range batch {
 		sizes[i] = -1
@@ -482,7 +482,7 @@ func (k *Keeper) wait(ctx context.Context, pause time.Duration) bool {
 // pause is the time to the next look. Callers hold k.mu.
 func (k *Keeper) pause() time.Duration {
 	switch {
-	case k.deaf.Load():
+	case k.eventsEnded.Load():
 	case k.fan != nil && !k.shared():
 		return 10 * time.Minute
 	case k.fan != nil:
@@ -501,7 +501,7 @@ func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*rootDir).
 // watching says how the keeper learns of reads and writes now.
 func (k *Keeper) watching() Watch {
 	switch {
-	case k.deaf.Load():
+	case k.eventsEnded.Load():
 		return WatchLook
 	case k.fan != nil:
 		return WatchFanotify

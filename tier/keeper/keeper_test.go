@@ -237,7 +237,7 @@ func TestOrderOfEviction(t *testing.T) {
 		}
 		x := newTier(t, 1000)
 		clock := &clock{at: time.Now()}
-		k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, ownReads: true, now: clock.now})
+		k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, countOwnReads: true, now: clock.now})
 		order := func() (out []int) {
 			k.mu.Lock()
 			defer k.mu.Unlock()

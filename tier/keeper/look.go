@@ -188,7 +188,7 @@ func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) er
 	}
 	slices.SortFunc(files, func(x, y found) int { return cmp.Compare(x.usedAt, y.usedAt) })
 	for some := range slices.Chunk(files, lookBatch) { // in parts, to hold the lock only shortly
-		for _, e := range k.saw(r, rank, some, number) {
+		for _, e := range k.enterFiles(r, rank, some, number) {
 			k.recheck(r, rank, fd, e)
 		}
 	}
@@ -232,8 +232,8 @@ func isTemporary(name string) bool {
 	return ok
 }
 
-// saw puts the files of one directory into the books. It returns those that are new since the first look. It ignores times in the future.
-func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) (came []found) {
+// enterFiles puts the files of one directory into the books. It returns those that are new since the first look. It ignores times in the future.
+func (k *Keeper) enterFiles(r *rootDir, rank string, files []found, number uint32) (came []found) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	dir, ok := k.directory(r, rank)

@@ -189,7 +189,7 @@ func TestFileUnlinkedDuringALook(t *testing.T) {
 	leaf, _ := filepath.Rel(filepath.Join(x.root, rank), filepath.Dir(x.path(3)))
 	e := found{name: filepath.Base(x.path(3)), size: 1000, usedAt: time.Now().UnixMicro()}
 	e.id, _ = idIn(rank, leaf, e.name)
-	came := k.saw(r, rank, []found{e}, k.looks)
+	came := k.enterFiles(r, rank, []found{e}, k.looks)
 	if len(came) != 1 || k.Stats().Total != 3000 {
 		t.Fatalf("%+v, %+v", came, k.Stats())
 	}
@@ -213,7 +213,7 @@ func TestEventsThatEnd(t *testing.T) {
 	defer dir.Close()
 	var log lines
 	k := &Keeper{log: slog.New(slog.NewTextHandler(&log, nil)), again: make(chan struct{}, 1), fan: &fanotify{f: dir, buffer: make([]byte, 4096)}, books: newBooks(1)}
-	k.hear()
+	k.readEvents()
 	if s := k.watching(); s != WatchLook || k.watchedShare() != 0 || k.pause() > time.Minute || !strings.Contains(log.String(), "events of the kernel cannot be read") {
 		t.Errorf("%s, share %v, a look each %v\n%s", s, k.watchedShare(), k.pause(), log.String())
 	}

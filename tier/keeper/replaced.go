@@ -25,10 +25,10 @@ func (k *Keeper) followAll() (any bool) {
 		replaced, err := k.follow(r)
 		switch {
 		case replaced:
-			k.log.Info("a directory was replaced: the keeper has the new one", "directory", r.path)
+			k.log.Info("a directory was replaced: the keeper uses the new one", "directory", r.path)
 			r.warned, any = false, true
 		case err != nil && !r.warned:
-			k.log.Warn("a directory is another one now, which the keeper cannot have", "directory", r.path, "err", err)
+			k.log.Warn("a path now leads to a directory that the keeper cannot use", "directory", r.path, "err", err)
 			r.warned = true
 		}
 	}
@@ -118,7 +118,7 @@ func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
 	k.watch(r, "")
 	if err != nil {
 		k.log.Error("no events come from the new directory: it is read again and again", "directory", r.path, "err", err)
-		k.deaf.Store(true)
+		k.eventsEnded.Store(true)
 	}
 	return true, nil
 }

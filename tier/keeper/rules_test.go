@@ -61,7 +61,7 @@ func TestForeignDirectoriesAreRefused(t *testing.T) {
 	x.store(1)
 	k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour})
 	defer closed(t, k)
-	if other, err := Open(Options{Roots: []string{x.root}, Limit: 1}); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("another keeper of this host has %s (process %d)", x.root, os.Getpid())) {
+	if other, err := Open(Options{Roots: []string{x.root}, Limit: 1}); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("another keeper on this host already keeps %s (process %d)", x.root, os.Getpid())) {
 		t.Errorf("%v %v", other, err)
 	}
 	if files, _ := x.there(); files != 1 {
@@ -134,7 +134,7 @@ func TestTimeToLive(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		k := open(t, Options{Roots: []string{x.root}, TTL: 3 * time.Hour, Watch: w, ownReads: true})
+		k := open(t, Options{Roots: []string{x.root}, TTL: 3 * time.Hour, Watch: w, countOwnReads: true})
 		x.load(1) // the kernel notes it as well: the last access is before the last write, or more than a day ago
 		if w != WatchLook {
 			testkit.Eventually(t, "one read", func() bool { return k.Stats().Directories[0].Reads > 0 })
@@ -160,7 +160,7 @@ func TestOrderOutlivesTheKeeper(t *testing.T) {
 	x, state := newTier(t, 1000), filepath.Join(t.TempDir(), "not", "there") // the keeper makes it
 	w := watches(t)[0]
 	clock := &clock{at: time.Now()}
-	k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, StateDir: state, ownReads: true, now: clock.now})
+	k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, StateDir: state, countOwnReads: true, now: clock.now})
 	for i := range 4 {
 		x.store(i)
 		testkit.Eventually(t, "it is known", func() bool { d := k.Stats().Directories; return len(d) > 0 && d[0].Files == int64(i+1) })
@@ -306,7 +306,7 @@ func TestFilesThatCannotBeUnlinked(t *testing.T) {
 	k.mu.Unlock()
 	k.unlinked(v, fs.ErrPermission)
 	for range 3 {
-		k.say(fs.ErrPermission)
+		k.logUnlinkState(fs.ErrPermission)
 	}
 	if s := k.Stats(); !s.CannotUnlink || s.Total != 7 || strings.Count(log.String(), "cannot be unlinked") != 1 {
 		t.Errorf("%+v\n%s", s, log.String())

@@ -116,7 +116,7 @@ func (s *Stats) label(all map[[2]string]*Directory) {
 // watchedShare is the share of directories whose events come.
 func (k *Keeper) watchedShare() float64 {
 	switch {
-	case k.deaf.Load():
+	case k.eventsEnded.Load():
 		return 0
 	case k.fan != nil:
 		return 1

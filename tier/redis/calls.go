@@ -59,7 +59,7 @@ func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f 
 		}
 		r, ok := t.topology.redirected(s.addr, err)
 		if !ok || moves == maxMoves {
-			t.heed(ctx, s, err)
+			t.noteFailure(ctx, s, err)
 			return err
 		}
 		if s, err = t.follow(r); err != nil {
@@ -69,8 +69,8 @@ func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f 
 	}
 }
 
-// heed refreshes the topology after a failure of a server, and warns once of a cluster without cluster_mode.
-func (t *Tier) heed(ctx context.Context, s *server, err error) {
+// noteFailure refreshes the topology after a failure of a server, and warns once of a cluster without cluster_mode.
+func (t *Tier) noteFailure(ctx context.Context, s *server, err error) {
 	if judge(ctx, err) == fails {
 		t.refresh()
 	}
@@ -185,7 +185,7 @@ func (t *Tier) askOne(ctx context.Context, s *server, queries []query) error {
 			return first
 		})
 		if err != nil {
-			t.heed(ctx, s, err)
+			t.noteFailure(ctx, s, err)
 			return err
 		}
 		for _, q := range others {

@@ -75,8 +75,8 @@ func (p *conns) pop() *resp.Conn {
 	return c
 }
 
-// give takes a connection back. It closes the connection unless it is reusable.
-func (p *conns) give(c *resp.Conn, reusable bool) {
+// putBack takes a connection back. It closes the connection unless it is reusable.
+func (p *conns) putBack(c *resp.Conn, reusable bool) {
 	if reusable {
 		p.mu.Lock()
 		if reusable = !p.mu.closed; reusable {
@@ -179,7 +179,7 @@ func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial b
 	deadline := time.Now().Add(s.o.Timeout + time.Duration(bytes/slowest)*time.Second)
 	_ = c.SetDeadline(deadline)
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
-	defer func() { p.give(c, stop() && again) }()
+	defer func() { p.putBack(c, stop() && again) }()
 	err = f(c)
 	again = c.Reusable()
 	switch {

@@ -262,7 +262,7 @@ func TestSilentServerIsLeftAlone(t *testing.T) {
 	})
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Timeout: 50 * time.Millisecond, Pause: 500 * time.Millisecond})
 	stat := func() error { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) }
-	testkit.Eventually(t, "it is left alone", func() bool { return strings.Contains(fmt.Sprint(stat()), "rests") })
+	testkit.Eventually(t, "it is left alone", func() bool { return strings.Contains(fmt.Sprint(stat()), "paused") })
 	close(release)
 	f.misbehave(nil)
 	testkit.Eventually(t, "it is used again", func() bool { return stat() == nil })

@@ -86,7 +86,7 @@ func (o Options) Validate() error {
 	c.That(!o.Cluster || o.Sentinel == "", "Sentinel", "%q does not go with a cluster", o.Sentinel)
 	options.Within(&c, "Database", o.Database, 0, 1<<20)
 	c.That(o.Database <= 0 || !o.Cluster, "Database", "%d: a cluster has one, 0", o.Database)
-	c.That(o.Layout <= Valkey, "Layout", "%d is none", o.Layout)
+	c.That(o.Layout <= Valkey, "Layout", "%d is no known layout", o.Layout)
 	c.That(o.Layout != RESP || o.Prefix == "", "Prefix", "%q: LMCache's resp adapter has none", o.Prefix)
 	c.That(o.Layout != Valkey || !strings.Contains(o.Prefix, "@"), "Prefix", "%q has an @", o.Prefix)
 	c.That(o.Layout != Native || !strings.ContainsAny(o.Prefix, "{}*?[]\\"), "Prefix", "%q has one of {}*?[]\\", o.Prefix)

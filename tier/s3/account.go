@@ -155,14 +155,14 @@ const sayEvery = time.Hour
 // maxSaid bounds the warnings that said remembers.
 const maxSaid = 256
 
-// said remembers which warnings were logged, and when.
-type said struct {
+// warnings remembers which warnings were logged, and when.
+type warnings struct {
 	mu sync.Mutex
 	at map[string]time.Time
 }
 
 // now reports whether to log the warning what now, and records that it was logged.
-func (s *said) now(what string) bool {
+func (s *warnings) now(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := time.Now()

@@ -131,7 +131,7 @@ func (t *Tier) objectName(k kv.Key) (string, bool) {
 	if ok && len(t.o.Prefix)+len(name) > maxName {
 		name, ok = n.Digested().LMCache(k)
 	}
-	if ok = ok && len(t.o.Prefix)+len(name) <= maxName; !ok && t.said.now("name "+n.Model) {
+	if ok = ok && len(t.o.Prefix)+len(name) <= maxName; !ok && t.warned.now("name "+n.Model) {
 		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return t.o.Prefix + name, ok

@@ -79,7 +79,7 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 		return nil
 	case hasCode(err, "AccessDenied"):
 		t.noList.begin(time.Minute)
-		if t.said.now("list") {
+		if t.warned.now("list") {
 			t.log.Warn("S3 answers AccessDenied for missing objects: allow s3:GetObject and s3:ListBucket. Refused objects count as missing", "url", t.o.URL)
 		}
 		return nil

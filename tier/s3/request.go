@@ -94,7 +94,7 @@ func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) er
 	for try := 0; ; try++ {
 		keys, err := t.keys.Get(ctx)
 		if err != nil {
-			if ctx.Err() == nil && t.said.now("keys") {
+			if ctx.Err() == nil && t.warned.now("keys") {
 				t.log.Error("no credentials for S3: nothing is read or written", "err", err)
 			}
 			return err
@@ -285,7 +285,7 @@ func isTrust(err error) bool {
 // explain logs what the operator must do, every sayEvery for each cause.
 func (t *Tier) explain(err error) {
 	cause, what := diagnosis(err)
-	if cause == "" || !t.said.now(cause) {
+	if cause == "" || !t.warned.now(cause) {
 		return
 	}
 	args := []any{"what", what, "url", t.o.URL, "region", t.o.Region, "keys_from", t.keys.Source(), "err", err}

@@ -75,7 +75,7 @@ func (o Options) Validate() error {
 		u, err := url.Parse(o.URL)
 		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.User == nil && u.RawQuery == "" && u.Fragment == "", "URL", "%.200q is not https://host/bucket", safelog.HideLogin(o.URL))
 	}
-	c.That(o.Layout <= LMCache, "Layout", "%d is none", o.Layout)
+	c.That(o.Layout <= LMCache, "Layout", "%d is no known layout", o.Layout)
 	c.That(!strings.HasPrefix(o.Prefix, "/") && !strings.Contains(o.Prefix, "//"), "Prefix", "%q has an empty part", o.Prefix)
 	c.That(o.Prefix == "" || strings.HasSuffix(o.Prefix, "/"), "Prefix", "%q does not end with /", o.Prefix)
 	c.That(len(o.Prefix) <= 512, "Prefix", "has %d bytes, more than 512", len(o.Prefix))
@@ -110,7 +110,7 @@ type Tier struct {
 	unconditional  atomic.Bool // the store does not know If-None-Match
 	bucket         atomic.Bool // the bucket exists, so 404 is about an object
 	bill           bill
-	said           said
+	warned         warnings
 	note           atomic.Pointer[note]
 	hidden         atomic.Bool // the note is missing, or the credentials may not read it
 }

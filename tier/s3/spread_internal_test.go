@@ -13,7 +13,7 @@ import (
 // A fault that goes on is logged once an hour, each kind separately.
 func TestSaidOnceAnHour(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var s said
+		var s warnings
 		f := func(what string, want bool) {
 			t.Helper()
 			if got := s.now(what); got != want {

@@ -57,7 +57,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 			return err
 		}
 		if isLater(was.meta) {
-			if t.said.now("later") {
+			if t.warned.now("later") {
 				t.log.Warn("objects of a later release are misses and stay as they are: start the release that wrote them, or name another prefix", "url", t.o.URL, "name", name)
 			}
 			return fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrNewer)
@@ -77,7 +77,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 			break
 		}
 	}
-	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen: %w", tier.ErrNotKept, err)
+	return fmt.Errorf("%w: other clients write or delete it, or it exists and cannot be read: %w", tier.ErrNotKept, err)
 }
 
 // keeps reports whether an object m need not be written, because the bucket has an object of the same length
@@ -94,12 +94,12 @@ func (t *Tier) refused(err error) error {
 		return err
 	case e.Code == "AccessDenied", e.Code == "AllAccessDisabled", e.Code == "MethodNotAllowed", e.Code == "AccountProblem":
 		t.readOnly.begin(readOnlyFor)
-		if t.said.now("write " + e.Code) {
+		if t.warned.now("write " + e.Code) {
 			t.log.Warn("S3 refuses writes: its objects are served, and none is added", "url", t.o.URL, "err", err)
 		}
 		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrReadOnly, err)
 	case e.Status == http.StatusInsufficientStorage, e.Code == "QuotaExceeded", e.Code == "XMinioStorageFull", e.Code == "InvalidRequest", e.Code == "EntityTooLarge":
-		if t.said.now("write " + e.Code) {
+		if t.warned.now("write " + e.Code) {
 			t.log.Warn("S3 does not take an object", "url", t.o.URL, "err", err)
 		}
 		if e.Code == "InvalidRequest" || e.Code == "EntityTooLarge" { // only this object is refused
@@ -152,7 +152,7 @@ func (t *Tier) spend(requests int) bool {
 		return true
 	}
 	t.bill.noBudget.Add(1)
-	if t.said.now("budget") {
+	if t.warned.now("budget") {
 		t.log.Warn("the PUTs of this hour are used up: nothing is added to S3 for a while", "url", t.o.URL, "puts_per_hour", t.o.PutsPerHour)
 	}
 	return false

@@ -152,7 +152,7 @@ func (k *Keys) load(ctx context.Context) error {
 		case err != nil:
 			return err
 		case !bytes.Equal(now, text):
-			return fmt.Errorf("the command of keys printed without %d of the keys that count now, and something else %v later: try again", c.Removed, k.settle)
+			return fmt.Errorf("the command of keys omitted %d keys in use, and printed another text %v later: try again", c.Removed, k.settle)
 		}
 		c = again
 	}
@@ -341,7 +341,7 @@ func (k *Keys) Reload(ctx context.Context) error {
 	case text[len(text)-1] != '\n' && !k.takes(text):
 		return &auth.FileError{Path: path, Reason: "its last line does not end, it may be half written"}
 	case c.Removed > 0:
-		return &auth.FileError{Path: path, Reason: fmt.Sprintf("%d of the keys that count now lack in it: they are removed once it has stayed so for some seconds; try again then", c.Removed)}
+		return &auth.FileError{Path: path, Reason: fmt.Sprintf("%d keys in use are missing in it: they are removed once the file has stayed the same for some seconds; try again then", c.Removed)}
 	}
 	c.Take()
 	return nil

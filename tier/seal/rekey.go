@@ -14,15 +14,15 @@ import (
 
 // RekeyStats say how far a Rekey is.
 type RekeyStats struct {
-	Key       string `json:"key"`               // id of the key that encrypts
-	Seen      int64  `json:"seen"`              // objects
-	Current   int64  `json:"current"`           // objects that had this key already
-	Rewritten int64  `json:"rewritten"`         // objects that have it now
-	Bytes     int64  `json:"bytes"`             // bytes of the rewritten objects
-	Plain     int64  `json:"plain"`             // objects that are not encrypted; they stay, and are misses
-	Unknown   int64  `json:"missing_key"`       // objects whose key the server lacks; they stay
-	Failed    int64  `json:"failed"`            // objects that were damaged, or that the tier below did not return or take
-	Why       string `json:"failure,omitempty"` // reason of the last failure
+	Key         string `json:"key"`               // id of the key that encrypts
+	Seen        int64  `json:"seen"`              // objects
+	Current     int64  `json:"current"`           // objects that had this key already
+	Rewritten   int64  `json:"rewritten"`         // objects that have it now
+	Bytes       int64  `json:"bytes"`             // bytes of the rewritten objects
+	Plain       int64  `json:"plain"`             // objects that are not encrypted; they stay, and are misses
+	Unknown     int64  `json:"missing_key"`       // objects whose key the server lacks; they stay
+	Failed      int64  `json:"failed"`            // objects that were damaged, or that the tier below did not return or take
+	LastFailure string `json:"failure,omitempty"` // reason of the last failure
 }
 
 // Errors of Rekey.
@@ -68,7 +68,7 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 			s.Unknown++
 		case plainBytes(m.Len) == 0, plainBytes(m.Len) > maxRekey: // do not wait for a pace because of an impossible length
 			s.Failed++
-			s.Why = fmt.Sprintf("%s: %d bytes are none of an encrypted object, or more than %d", k, m.Len, int64(maxRekey))
+			s.LastFailure = fmt.Sprintf("%s: %d bytes are none of an encrypted object, or more than %d", k, m.Len, int64(maxRekey))
 		default:
 			stopped = pace(ctx, 2*m.Len)
 			if stopped == nil {
@@ -118,7 +118,7 @@ func (t *Tier) rekeyOne(ctx context.Context, k kv.Key, m tier.Meta, s *RekeyStat
 		}
 	case err != nil:
 		s.Failed++
-		s.Why = err.Error()
+		s.LastFailure = err.Error()
 	default:
 		s.Rewritten++
 		s.Bytes += m.Len

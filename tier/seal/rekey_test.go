@@ -211,7 +211,7 @@ func TestRekeyOfAClaimedLength(t *testing.T) {
 		t.Errorf("it would move %d bytes", n)
 		return nil
 	}, func(RekeyStats) {})
-	if err != nil || n.Failed != 3 || n.Why == "" {
+	if err != nil || n.Failed != 3 || n.LastFailure == "" {
 		t.Errorf("%+v, %v", n, err)
 	}
 }

@@ -476,9 +476,9 @@ func (t *Tier) Requests() (tier.Requests, bool) {
 // Close implements tier.Tier.
 func (t *Tier) Close() error { return t.of.Close() }
 
-// Whole returns an error if the stored bytes of an encrypted object are not those that were written. It returns nil if the object's
+// Verify returns an error if the stored bytes of an encrypted object are not those that were written. It returns nil if the object's
 // key is missing. Tiers that verify their objects in the background call it.
-func (k *Keys) Whole(name kv.Key, m tier.Meta, stored []byte) error {
+func (k *Keys) Verify(name kv.Key, m tier.Meta, stored []byte) error {
 	one := k.ring().byNumber[m.Seal]
 	if one == nil {
 		return nil

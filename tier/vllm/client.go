@@ -94,9 +94,9 @@ func (c *Client) Pool(p Place) []byte {
 	return c.pool.Bytes(int64(p.Offset), int64(p.Bytes))
 }
 
-// Stands reports whether the node has not ended the connection. A node ends it before it reuses places that it lent. So rows that were copied
+// Connected reports whether the node has not ended the connection. A node ends it before it reuses places that it lent. So rows that were copied
 // from the pool are valid only if Stands returns true after the copy.
-func (c *Client) Stands() bool { return c.conn.Stands() }
+func (c *Client) Connected() bool { return c.conn.Connected() }
 
 // Ended returns a channel that is closed once the connection has ended.
 func (c *Client) Ended() <-chan struct{} { return c.ended }

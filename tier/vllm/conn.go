@@ -100,8 +100,8 @@ func firstFile(oob []byte) (file *os.File) {
 	return file
 }
 
-// Stands reports whether the peer has not ended the connection.
-func (c *Conn) Stands() bool {
+// Connected reports whether the peer has not ended the connection.
+func (c *Conn) Connected() bool {
 	raw, err := c.net.SyscallConn()
 	if err != nil {
 		return false

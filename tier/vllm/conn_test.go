@@ -43,7 +43,7 @@ func TestConnectionStandsUntilItsPeerEndsIt(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if !ours.Stands() {
+	if !ours.Connected() {
 		t.Error("a connection with frames does not stand")
 	}
 	for want, body := range []string{"", "first", strings.Repeat("x", 10_000)} {
@@ -51,11 +51,11 @@ func TestConnectionStandsUntilItsPeerEndsIt(t *testing.T) {
 			t.Errorf("frame %d: kind %d, %d bytes, %v", want, kind, len(got), err)
 		}
 	}
-	if !ours.Stands() {
+	if !ours.Connected() {
 		t.Error("a connection does not stand")
 	}
 	_ = theirs.Close()
-	testkit.Eventually(t, "the end shows", func() bool { return !ours.Stands() })
+	testkit.Eventually(t, "the end shows", func() bool { return !ours.Connected() })
 }
 
 // A Hello has at most MaxHello bytes, and rows of fewer than 4 GiB.
@@ -79,7 +79,7 @@ func TestHelloIsBounded(t *testing.T) {
 // A simulated engine without a node goes on, and counts its requests as requests without a node.
 func TestPlayWithoutANodeCountsItsRequests(t *testing.T) {
 	dir := t.TempDir()
-	out, err := vllm.RunPlay(t.Context(), vllm.Play{Socket: filepath.Join(dir, "none"), EngineID: "e", Model: "m", Dir: dir, RowBytes: 4096, Longest: 2, Requests: 2})
+	out, err := vllm.RunPlay(t.Context(), vllm.Simulation{Socket: filepath.Join(dir, "none"), EngineID: "e", Model: "m", Dir: dir, RowBytes: 4096, Longest: 2, Requests: 2})
 	if err != nil || out.Requests != 2 || out.Without != 2 || out.Stored != 0 {
 		t.Errorf("%+v, %v", out, err)
 	}

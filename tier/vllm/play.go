@@ -19,8 +19,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Play configures a simulated vLLM engine with tiered offloading, as a node sees it: a region, and requests that store and load rows.
-type Play struct {
+// Simulation configures a simulated vLLM engine with tiered offloading, as a node sees it: a region, and requests that store and load rows.
+type Simulation struct {
 	Socket   string
 	EngineID string
 	Model    string
@@ -33,8 +33,8 @@ type Play struct {
 	Log      *slog.Logger // nil discards
 }
 
-// Played counts the results of an engine's requests.
-type Played struct {
+// SimulationResult counts the results of an engine's requests.
+type SimulationResult struct {
 	Requests int `json:"requests"`
 	Asked    int `json:"asked_rows"`
 	Loaded   int `json:"loaded_rows"`
@@ -51,22 +51,22 @@ const (
 
 // player is a running Play.
 type player struct {
-	Play
+	Simulation
 	region *shm.Segment
 	file   *os.File // of the region
 	client *Client
 	retry  time.Time
-	out    Played
+	out    SimulationResult
 }
 
 // RunPlay plays requests on a tier socket. Each looks up the rows of a prompt, loads and compares the leading ones that are present, and
 // stores the others. If the node ends or does not answer, the rows are misses.
-func RunPlay(ctx context.Context, o Play) (_ Played, err error) {
+func RunPlay(ctx context.Context, o Simulation) (_ SimulationResult, err error) {
 	o.RowBytes, o.Prompts, o.Longest = cmp.Or(o.RowBytes, 64<<10), cmp.Or(o.Prompts, 64), cmp.Or(o.Longest, 24)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	p := &player{Play: o}
+	p := &player{Simulation: o}
 	name, err := RegionName(o.EngineID)
 	if err != nil {
 		return p.out, err
@@ -106,7 +106,7 @@ func (p *player) hangUp() {
 
 // connect connects if no connection stands. It returns only errors that do not pass by themselves.
 func (p *player) connect(ctx context.Context) error {
-	if p.client != nil && !p.client.Stands() {
+	if p.client != nil && !p.client.Connected() {
 		p.hangUp()
 	}
 	if p.client != nil || time.Now().Before(p.retry) {
@@ -168,7 +168,7 @@ func (p *player) load(name string, keys []Key) (have int) {
 		copy(p.row(have), row)
 		have++
 	}
-	if !p.client.Stands() {
+	if !p.client.Connected() {
 		p.out.Lost += have
 		return 0
 	}

@@ -26,7 +26,7 @@ func (c *engineCmd) playTiering(e *env) error {
 	if err := c.checkTiering(); err != nil {
 		return err
 	}
-	r, err := vllm.RunPlay(e.ctx, vllm.Play{
+	r, err := vllm.RunPlay(e.ctx, vllm.Simulation{
 		Socket: c.VLLMTier, EngineID: fmt.Sprintf("kvasir-%d", os.Getpid()), Model: c.Model, Requests: c.Requests, Log: e.log,
 	})
 	if err == nil {

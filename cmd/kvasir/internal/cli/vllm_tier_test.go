@@ -59,7 +59,7 @@ func TestVLLMTier(t *testing.T) {
 		t.Errorf("%v: %s", err, log.String())
 	}
 	for _, text := range []string{out.String(), second} {
-		var r vllm.Played
+		var r vllm.SimulationResult
 		if err := json.Unmarshal([]byte(text), &r); err != nil {
 			t.Fatalf("%q: %v", text, err)
 		}

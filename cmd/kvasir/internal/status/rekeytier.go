@@ -63,7 +63,7 @@ func RekeyTier(e *sim.Env, url string, access AccessFlags, tier string, rate int
 			case "ok":
 				done = true
 				if l.Failed > 0 {
-					return fmt.Errorf("%d objects could not be encrypted anew, the last one: %s", l.Failed, printable(l.Why))
+					return fmt.Errorf("%d objects could not be encrypted anew, the last one: %s", l.Failed, printable(l.LastFailure))
 				}
 			}
 		}
