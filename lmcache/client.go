@@ -233,8 +233,8 @@ func result[T any](ctx context.Context, c *Client, decode func([]byte) (T, error
 	return v, nil
 }
 
-// none calls op, whose result is None.
-func (c *Client) none(ctx context.Context, op Op, payloads ...[]byte) error {
+// callNone calls op, whose result is None.
+func (c *Client) callNone(ctx context.Context, op Op, payloads ...[]byte) error {
 	_, err := c.Call(ctx, op, payloads...)
 	return err
 }
@@ -324,7 +324,7 @@ func (c *Client) PingServer(ctx context.Context) (bool, error) {
 // ReportBlockAllocations reports which blocks requests got; the server only
 // observes them.
 func (c *Client) ReportBlockAllocations(ctx context.Context, instanceID int64, model string, records []BlockAllocation) error {
-	return c.none(ctx, OpReportBlockAllocation, AppendInt(nil, instanceID), AppendString(nil, model), AppendBlockAllocations(nil, records))
+	return c.callNone(ctx, OpReportBlockAllocation, AppendInt(nil, instanceID), AppendString(nil, model), AppendBlockAllocations(nil, records))
 }
 
 // RegisterEngineDriven registers a worker that copies its KV itself.
@@ -336,13 +336,13 @@ func (c *Client) RegisterEngineDriven(ctx context.Context, p *EngineDriven) (Poo
 
 // UnregisterEngineDriven ends a registration.
 func (c *Client) UnregisterEngineDriven(ctx context.Context, instanceID int64) error {
-	return c.none(ctx, OpUnregisterEngineDriven, AppendInt(nil, instanceID))
+	return c.callNone(ctx, OpUnregisterEngineDriven, AppendInt(nil, instanceID))
 }
 
 // Lookup asks for the longest stored prefix of k's tokens and pins it for the
 // request. It returns the hit in chunks. It polls while the server still looks.
 func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
-	if err := c.none(ctx, OpLookup, c.key(k), AppendInt(nil, 1)); err != nil {
+	if err := c.callNone(ctx, OpLookup, c.key(k), AppendInt(nil, 1)); err != nil {
 		return 0, err
 	}
 	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
@@ -372,12 +372,12 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 
 // FreeLookupLocks gives up the pins of k's range.
 func (c *Client) FreeLookupLocks(ctx context.Context, k *Key) error {
-	return c.none(ctx, OpFreeLookupLocks, c.appendSince057([][]byte{c.key(k), AppendInt(nil, 1)}, noExtraRanges)...)
+	return c.callNone(ctx, OpFreeLookupLocks, c.appendSince057([][]byte{c.key(k), AppendInt(nil, 1)}, noExtraRanges)...)
 }
 
 // EndSession ends a request.
 func (c *Client) EndSession(ctx context.Context, requestID string) error {
-	return c.none(ctx, OpEndSession, AppendString(nil, requestID))
+	return c.callNone(ctx, OpEndSession, AppendString(nil, requestID))
 }
 
 // PrepareStore asks where to put the chunks of k's range. skipped are the positions in the range that are not stored, for each
@@ -421,18 +421,18 @@ func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (
 
 // Clear drops the chunks that no request needs, and with force all chunks.
 func (c *Client) Clear(ctx context.Context, force bool) error {
-	return c.none(ctx, OpClear, AppendBool(nil, force))
+	return c.callNone(ctx, OpClear, AppendBool(nil, force))
 }
 
 // RegisterKVCache registers a worker whose KV the server copies. The protocol
 // has no negative answer: a refused worker's transfers are declined.
 func (c *Client) RegisterKVCache(ctx context.Context, k *KVCache) error {
-	return c.none(ctx, OpRegisterKVCache, k.Frames()...)
+	return c.callNone(ctx, OpRegisterKVCache, k.Frames()...)
 }
 
 // UnregisterKVCache ends such a registration.
 func (c *Client) UnregisterKVCache(ctx context.Context, instanceID int64) error {
-	return c.none(ctx, OpUnregisterKVCache, AppendInt(nil, instanceID))
+	return c.callNone(ctx, OpUnregisterKVCache, AppendInt(nil, instanceID))
 }
 
 // StoreBlocks asks the server to copy the blocks of k's range out of the worker's memory. blocks

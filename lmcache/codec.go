@@ -114,8 +114,8 @@ func readList(b []byte, elem func(i int, b []byte) ([]byte, error)) ([]byte, err
 	return b, nil
 }
 
-// whole returns an error where a frame has bytes left.
-func whole(rest []byte, err error) error {
+// noRest returns an error where a frame has bytes left.
+func noRest(rest []byte, err error) error {
 	if err == nil && len(rest) != 0 {
 		return ErrTrailing
 	}
@@ -159,32 +159,32 @@ func intsInto[T ~int | ~int64](p *[]T, most int, b []byte) ([]byte, error) {
 // DecodeInt reads a frame that holds one integer (or bool).
 func DecodeInt(frame []byte) (int64, error) {
 	v, rest, err := readInt(frame)
-	return v, whole(rest, err)
+	return v, noRest(rest, err)
 }
 
 // DecodeBool reads a frame that holds one bool (or integer).
 func DecodeBool(frame []byte) (bool, error) {
 	v, rest, err := readBool(frame)
-	return v, whole(rest, err)
+	return v, noRest(rest, err)
 }
 
 // decodeString reads a frame that holds one string. The result aliases frame.
 func decodeString(frame []byte) ([]byte, error) {
 	v, rest, err := msgp.ReadStringZC(frame)
-	return v, whole(rest, err)
+	return v, noRest(rest, err)
 }
 
 // decodeBytes reads a frame that holds one bin value. The result aliases frame.
 func decodeBytes(frame []byte) ([]byte, error) {
 	v, rest, err := msgp.ReadBytesZC(frame)
-	return v, whole(rest, err)
+	return v, noRest(rest, err)
 }
 
 // decodeFloat reads a frame that holds one number.
 func decodeFloat(frame []byte) (float64, error) {
 	if msgp.NextType(frame) == msgp.Float64Type {
 		v, rest, err := msgp.ReadFloat64Bytes(frame)
-		return v, whole(rest, err)
+		return v, noRest(rest, err)
 	}
 	v, err := DecodeInt(frame)
 	return float64(v), err

@@ -181,7 +181,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 		c.Descriptors = append(c.Descriptors, d)
 		return rest, err
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return c, fmt.Errorf("IPC wrappers: %w", err)
 	}
 	model, err := decodeString(frames[2])
@@ -218,7 +218,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 		c.Groups = append(c.Groups, g)
 		return rest, err
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return c, fmt.Errorf("engine groups: %w", err)
 	}
 	c.Model, c.WorldSize, c.EngineType = string(model), int(world), string(engine)
@@ -263,7 +263,7 @@ func decodeDescriptor(data []byte) (d Descriptor, err error) {
 		}
 		return b, nil
 	})
-	if err = whole(rest, err); err != nil || d.Type != CPUShm {
+	if err = noRest(rest, err); err != nil || d.Type != CPUShm {
 		return d, err
 	}
 	version, seen := 0, 0
@@ -321,7 +321,7 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 // kv_layout at most, SGLang kv_list_layout and tokens_per_block (lmcache 0.5.6).
 func (c *KVCache) decodeHints(frame []byte) error {
 	if msgp.NextType(frame) == msgp.NilType {
-		return whole(frame[1:], nil)
+		return noRest(frame[1:], nil)
 	}
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
 		known := msgp.NextType(b) != msgp.NilType
@@ -343,7 +343,7 @@ func (c *KVCache) decodeHints(frame []byte) error {
 		}
 		return b, nil
 	})
-	return whole(rest, err)
+	return noRest(rest, err)
 }
 
 func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, error) {
@@ -380,7 +380,7 @@ func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
 		ids, total = append(ids, of), total+len(of)
 		return rest, err
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return nil, fmt.Errorf("block_ids: %w", err)
 	}
 	return ids, nil
@@ -425,7 +425,7 @@ func DecodeCopied(frame []byte) (c Copied, err error) {
 		}
 		return b, errors.New("too many elements")
 	})
-	if err = whole(rest, err); err == nil && n != 2 {
+	if err = noRest(rest, err); err == nil && n != 2 {
 		err = ErrMissing
 	}
 	return c, err

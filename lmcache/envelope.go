@@ -68,7 +68,7 @@ func DecodeEnvelope(data []byte, layouts []kv.Layout, chunks int) (e Envelope, e
 		}
 		return b, errors.New("unknown field, or a field that this registration does not have")
 	})
-	if err = whole(rest, err); err == nil {
+	if err = noRest(rest, err); err == nil {
 		switch {
 		case version != envelopeVersion:
 			err = fmt.Errorf("version %d, %d is known", version, envelopeVersion)

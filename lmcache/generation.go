@@ -394,7 +394,7 @@ func formOf(frame []byte) keyForm {
 		}
 		return b, nil
 	})
-	if worker && whole(rest, err) == nil {
+	if worker && noRest(rest, err) == nil {
 		form |= keyValid
 	}
 	return form

@@ -107,7 +107,7 @@ func DecodeKVEventBatch(frame []byte) (e KVEventBatch, err error) {
 		}
 		return rest, err
 	})
-	return e, whole(rest, err)
+	return e, noRest(rest, err)
 }
 
 func (r *KVEventRecord) read(b []byte) ([]byte, error) {

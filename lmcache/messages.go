@@ -204,7 +204,7 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 		}
 		return b, nil
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: %w", err)
 	}
 	if seen < 8 {
@@ -261,7 +261,7 @@ func DecodePool(frame []byte) (p Pool, err error) {
 		}
 		return b, nil
 	})
-	return p, whole(rest, err)
+	return p, noRest(rest, err)
 }
 
 // Slots names the place of some objects in the pool.
@@ -273,8 +273,8 @@ type Slots struct {
 	Groups  []int       // object group of each slot; not needed for one group
 }
 
-// several reports whether the objects are of several groups: then the answer names the group of each slot.
-func (s *Slots) several() bool { return len(s.Layouts) > 1 }
+// hasGroups reports whether the objects are of several groups: then the answer names the group of each slot.
+func (s *Slots) hasGroups() bool { return len(s.Layouts) > 1 }
 
 // Len and the like sort slots by group, then by chunk, as clients expect them.
 func (s *Slots) Len() int { return len(s.Offsets) }
@@ -295,7 +295,7 @@ func (s *Slots) append(b []byte) []byte {
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, "slots"), uint32(len(s.Offsets)))
 	for i, off := range s.Offsets {
 		g := 0
-		if s.several() {
+		if s.hasGroups() {
 			g = s.Groups[i]
 		}
 		b = msgp.AppendMapHeader(b, 4)
@@ -319,7 +319,7 @@ func AppendPrepareStore(b []byte, s *Slots) []byte {
 	if s == nil {
 		return msgp.AppendMapHeader(b, 0)
 	}
-	if !s.several() {
+	if !s.hasGroups() {
 		b = s.append(msgp.AppendMapHeader(b, 2))
 		return appendInts(msgp.AppendString(b, "chunk_indices"), s.Indices)
 	}
@@ -338,7 +338,7 @@ func AppendPrepareRetrieve(b []byte, s *Slots) []byte {
 	if s == nil {
 		return msgp.AppendMapHeader(b, 0)
 	}
-	if !s.several() {
+	if !s.hasGroups() {
 		return s.append(msgp.AppendMapHeader(b, 1))
 	}
 	b = s.append(msgp.AppendMapHeader(b, 3))
@@ -392,7 +392,7 @@ func DecodePrepareStore(frame []byte) (p PrepareStore, err error) {
 	if err == nil && (len(p.Slots) != len(p.Indices) || p.Groups != nil && len(p.Groups) != len(p.Slots)) {
 		err = fmt.Errorf("prepare_store: %d slots for %d chunks of %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
 	}
-	return p, whole(rest, err)
+	return p, noRest(rest, err)
 }
 
 // PrepareRetrieve is the result of prepare_retrieve.
@@ -425,7 +425,7 @@ func DecodePrepareRetrieve(frame []byte) (p PrepareRetrieve, err error) {
 	if err == nil && p.Groups != nil && (len(p.Groups) != len(p.Slots) || len(p.Indices) != len(p.Slots)) {
 		err = fmt.Errorf("prepare_retrieve: %d slots, %d chunks, %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
 	}
-	return p, whole(rest, err)
+	return p, noRest(rest, err)
 }
 
 func decodeContext(b []byte, p *PrepareStore) ([]byte, error) {

@@ -50,7 +50,7 @@ func decodeObjectKeys(frame []byte) ([]ObjectKey, error) {
 		keys = append(keys, k)
 		return rest, err
 	})
-	return keys, whole(rest, err)
+	return keys, noRest(rest, err)
 }
 
 func (k *ObjectKey) decode(b []byte) ([]byte, error) {

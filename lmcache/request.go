@@ -322,7 +322,7 @@ func (r *PingRequest) decode(p [][]byte) (err error) {
 	case r.Bare:
 		return nil
 	case msgp.NextType(p[0]) == msgp.NilType:
-		err = whole(p[0][1:], nil)
+		err = noRest(p[0][1:], nil)
 	default:
 		r.InstanceID, err = DecodeInt(p[0])
 		r.OfWorker = err == nil
@@ -373,7 +373,7 @@ func decodeSpans(frame []byte, chunkTokens int) (spans []ChunkSpan, err error) {
 		}
 		return b, err
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return nil, fmt.Errorf("extra_ranges: %w", err)
 	}
 	return spans, nil
@@ -398,7 +398,7 @@ func decodeSkipped(frame []byte, chunks int) (skipped [][]int, err error) {
 		skipped = append(skipped, of)
 		return rest, err
 	})
-	if err = whole(rest, err); err != nil {
+	if err = noRest(rest, err); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSkipped, err)
 	}
 	return skipped, nil

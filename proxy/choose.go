@@ -19,7 +19,7 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how availability, of rol
 
 // pickPrefillLocked returns the prefill engine that a request should go to, with its rank; a nil engine that is ready means that D may
 // compute alone (Options.DecodeAlone).
-func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how availability) {
+func (f *fleet) pickPrefillLocked(w *needs, like fit) (p *backend, who rank, lacks int, how availability) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
 		ok := false
@@ -34,7 +34,7 @@ func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lack
 }
 
 // chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
-func (f *fleet) chooseLocked(w *want) (c choice, how availability, of role) {
+func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	switch {
 	case w.only != nil:
 		return f.chooseOnlyLocked(w.only)
@@ -54,7 +54,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how availability, of role) {
 }
 
 // chooseOfLocked is chooseLocked among D's that fit like, and engines that do both.
-func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how availability, of role) {
+func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, of role) {
 	d, dLacks, dHow := f.pickLocked(decode, w, like)
 	if dHow == absent {
 		e, lacks, how := f.pickLocked(both, w, fit{})
@@ -106,7 +106,7 @@ func (f *fleet) chooseOfLocked(w *want, like fit) (c choice, how availability, o
 
 // missingBytes returns how many bytes of a prompt D would have to compute if it computed alone, and why not
 // more: D has the rest, or can load it from the cache server.
-func (f *fleet) missingBytes(w *want, lacks int) (int, spared) {
+func (f *fleet) missingBytes(w *needs, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {
 		if id != 0 {

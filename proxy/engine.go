@@ -112,13 +112,13 @@ func (b *backend) fit() fit {
 	return f
 }
 
-// with reports whether two engines can be P and D of a request. A D of SGLang that gets a P of another page size ends its process.
-func (a fit) with(b fit) bool {
+// pairsWith reports whether two engines can be P and D of a request. A D of SGLang that gets a P of another page size ends its process.
+func (a fit) pairsWith(b fit) bool {
 	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
 }
 
 // prefillFitsLocked appends the fits of the prefill engines that could take a request; it appends none if the request needs no P.
-func (f *fleet) prefillFitsLocked(fits []fit, w *want) []fit {
+func (f *fleet) prefillFitsLocked(fits []fit, w *needs) []fit {
 	if w.ready || w.alone {
 		return fits
 	}
@@ -170,8 +170,8 @@ func (b *backend) rank(dp int) (rank, error) {
 	return rank{}, fmt.Errorf("prefill engine %s has no data-parallel rank %d now", b.url, dp)
 }
 
-// many reports whether the registry shows several data-parallel ranks.
-func (b *backend) many() bool {
+// hasRanks reports whether the registry shows several data-parallel ranks.
+func (b *backend) hasRanks() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return len(b.mu.ranks) > 1

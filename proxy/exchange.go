@@ -36,8 +36,8 @@ type exchange struct {
 	rc       *http.ResponseController
 	body     *body
 	q        *openai.Request
-	want     want
-	route    how
+	want     needs
+	route    routeKind
 	key      *keys.Key     // of the client; nil: the proxy demands none
 	shared   *limits.Limit // counted together with other proxies; nil: it is not
 	salt     []openai.Edit // separate the key's prefix cache and responses from those of other keys
@@ -187,7 +187,7 @@ func (e *exchange) serve() (outcome string) {
 			continue
 		}
 		e.p.o.Log.Debug("an attempt failed", "request", e.id, "attempt", e.attempts, "err", err)
-		again, answer := e.again(err)
+		again, answer := e.mayRetry(err)
 		if answer != nil {
 			return e.sayAnswer(answer)
 		}

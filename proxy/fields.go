@@ -21,9 +21,9 @@ var hop = map[string]bool{
 // ofEngines are fields of an engine's answer that name the address of the engine or of a server in front of it: clients must not see them.
 var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt-Svc": true, "Refresh": true}
 
-// own are fields by which the proxy directs engines. Those of a client never pass beside the proxy's, because engines
+// proxyFields are fields by which the proxy directs engines. Those of a client never pass beside the proxy's, because engines
 // read the first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
-var own = map[string]bool{
+var proxyFields = map[string]bool{
 	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
 	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
 	// SGLang reads these instead of the body's fields, where its SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES is set (0.5.23):
@@ -50,7 +50,7 @@ func (e *exchange) engineFields() []byte {
 		switch {
 		case e.p.o.Keys != nil && !passed[k] && !e.p.passes[k]:
 			continue
-		case hop[k], own[k], credentials[k] && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
+		case hop[k], proxyFields[k], credentials[k] && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
 			continue
 		case named != nil && connectionNames(named, k):
 			continue
@@ -137,7 +137,7 @@ func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
 	switch {
 	case e.boot != nil && b.role != both: // the room says the rank
 	case b.registered():
-		return who.dp, b.many()
+		return who.dp, b.hasRanks()
 	case e.p.o.DPSize > 1:
 		return int(b.rankTurn.Add(1) % uint64(e.p.o.DPSize)), true
 	}

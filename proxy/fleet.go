@@ -43,7 +43,7 @@ func (q *queue) has(n need) bool {
 }
 
 type waiter struct {
-	want *want
+	want *needs
 	got  chan grant // one at most
 }
 
@@ -53,8 +53,8 @@ type grant struct {
 	err    error
 }
 
-// want is what a request needs of an engine.
-type want struct {
+// needs is what a request needs of an engine.
+type needs struct {
 	model  string
 	alone  bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
 	many   bool          // a completion of several prompts or answers
@@ -80,10 +80,10 @@ type need struct {
 	alone, ready, noRoom bool
 }
 
-func (w *want) need() need { return need{w.kind, w.only, w.alone, w.ready, w.noRoom} }
+func (w *needs) need() need { return need{w.kind, w.only, w.alone, w.ready, w.noRoom} }
 
 // of reports whether an engine of a role has the model and the path.
-func (w *want) of(b *backend, r role) bool {
+func (w *needs) of(b *backend, r role) bool {
 	return b.role == r && b.serves(w.model) && (w.kind == anyKind || w.kind == b.kind())
 }
 
@@ -153,7 +153,7 @@ const (
 // pickLocked returns the engine that a request should go to: the one of least cost. Engines that were tried or are paused, and D's without
 // a fitting P, come last. Among engines of equal cost it picks the one whose last request of the model was longest ago, then the one whose
 // last request of any model was.
-func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int, how availability) {
+func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int, how availability) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
 	home := f.homeLocked(r, w)
@@ -167,7 +167,7 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 	}
 	for _, b := range f.mu.all {
 		switch {
-		case !w.of(b, r) || !like.with(b.fit()):
+		case !w.of(b, r) || !like.pairsWith(b.fit()):
 			continue
 		case !b.well.Load() || b.draining.Load():
 			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
@@ -179,7 +179,7 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 			continue
 		}
 		how = ready
-		tried := slices.Contains(w.tried, b) || b.circuit.open(now) || len(pairs) > 0 && !slices.ContainsFunc(pairs, b.fit().with) // these come last
+		tried := slices.Contains(w.tried, b) || b.circuit.open(now) || len(pairs) > 0 && !slices.ContainsFunc(pairs, b.fit().pairsWith) // these come last
 		short := w.bytes - w.seenBy(b.id.Load())
 		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
 		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn.before(bestTurn)) {
@@ -238,7 +238,7 @@ const aboveMean = 1.08
 
 // overloadedLocked reports whether a request should not go to its home: the home got more than aboveMean times as many recent requests
 // as the mean of the engines that could take this one, and one of these has a request in progress.
-func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
+func (f *fleet) overloadedLocked(home *backend, r role, w *needs) bool {
 	sum, engines, busy := 0.0, 0, false
 	for _, b := range f.mu.all {
 		if w.of(b, r) && b.well.Load() && !b.draining.Load() {
@@ -253,7 +253,7 @@ func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 // requestCost is the weight of a request in progress in bytes of prompt, for its decoding beside others.
 const requestCost = 1 << 10
 
-func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
+func (f *fleet) cost(b *backend, w *needs, lacks int, home *backend) float64 {
 	switch f.o.policyOf(b.role) {
 	case LeastLoaded:
 		return float64(b.inFlight) + float64(b.others.Load())
@@ -270,7 +270,7 @@ func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
 // homeLocked returns the engine to which all proxies send a prompt that they have not seen; nil: this proxy
 // has seen the prompt. The prompt's first mark decides, which is the same in each turn of a conversation, or
 // the session that the client names.
-func (f *fleet) homeLocked(r role, w *want) (home *backend) {
+func (f *fleet) homeLocked(r role, w *needs) (home *backend) {
 	if f.o.policyOf(r) != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
 		return nil
 	}
@@ -290,7 +290,7 @@ func (f *fleet) homeLocked(r role, w *want) (home *backend) {
 	return home
 }
 
-func (w *want) seenBy(id uint32) int {
+func (w *needs) seenBy(id uint32) int {
 	for _, s := range w.seen {
 		if s.Engine == id {
 			return s.Bytes
@@ -408,7 +408,7 @@ func (f *fleet) queued() (n int64) {
 
 // take takes places for a request, and waits for room if there is none. The error is a *refusal, or
 // ctx's.
-func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
+func (f *fleet) take(ctx context.Context, w *needs) (choice, error) {
 	f.mu.Lock()
 	q := f.mu.queues[w.model]
 	if q == nil || !q.has(w.need()) { // others do not wait for the same engines
@@ -470,7 +470,7 @@ func (f *fleet) give(c choice) {
 }
 
 // takeOtherDecode takes a place at a decode engine that was not tried; nil: there is none.
-func (f *fleet) takeOtherDecode(w *want) *backend {
+func (f *fleet) takeOtherDecode(w *needs) *backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	b, _, how := f.pickLocked(decode, w, fit{kind: vllmKind}) // a D of SGLang never goes on with a room
@@ -482,7 +482,7 @@ func (f *fleet) takeOtherDecode(w *want) *backend {
 }
 
 // refuseLocked returns why a request gets no places; nil: it gets them.
-func (f *fleet) refuseLocked(w *want, how availability, of role) error {
+func (f *fleet) refuseLocked(w *needs, how availability, of role) error {
 	switch how {
 	case ready:
 		return nil
@@ -507,7 +507,7 @@ func (f *fleet) refuseLocked(w *want, how availability, of role) error {
 func (f *fleet) state(name string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	w := &want{model: name}
+	w := &needs{model: name}
 	_, how, of := f.chooseLocked(w)
 	if how == full || how == doubtful {
 		return nil

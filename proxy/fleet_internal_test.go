@@ -29,7 +29,7 @@ func BenchmarkTake(b *testing.B) {
 	}
 	f := fleetOf(all...)
 	f.o.Dialect = NIXL
-	w := &want{model: "m"}
+	w := &needs{model: "m"}
 	b.ReportAllocs()
 	for b.Loop() {
 		c, err := f.take(b.Context(), w)
@@ -56,7 +56,7 @@ func TestPairsOfTwoKinds(t *testing.T) {
 		for turn := range 2 { // whichever D comes first
 			d.turn, sd.turn = uint64(turn), uint64(1-turn)
 			d.turns[""], sd.turns[""] = d.turn, sd.turn
-			c, how, _ := fleet.chooseLocked(&want{model: "m"})
+			c, how, _ := fleet.chooseLocked(&needs{model: "m"})
 			if how != expect || how == ready && (c.engine != all[of] || c.prefill != all[of-1]) {
 				t.Errorf("%s, turn %d: %d, want %d; %+v", what, turn, how, expect, c)
 			}

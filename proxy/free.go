@@ -182,7 +182,7 @@ func (p *Proxy) freeAll(f freeing) {
 func (p *Proxy) freeOne(f freeing) {
 	ctx, cancel := context.WithDeadline(p.ctx, f.until)
 	defer cancel()
-	w, failed, rounds := want{model: f.model}, false, 0
+	w, failed, rounds := needs{model: f.model}, false, 0
 	for ctx.Err() == nil {
 		if b := p.fleet.takeOtherDecode(&w); b != nil {
 			err := p.take(ctx, b, f)

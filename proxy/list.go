@@ -59,8 +59,8 @@ var (
 	errTooMuch    = fmt.Errorf("the answers have more than %d bytes", maxJoined)
 )
 
-// apart returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
-func (e *exchange) apart() ([]openai.Sequence, error) {
+// splitPrompts returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
+func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	prompts, n, ok := e.q.Prompts(e.p.o.MaxPrompts)
 	if n < 2 || e.r.URL.Path != "/v1/completions" || !e.p.fleet.hasDecode(e.want.model) {
 		return nil, nil
@@ -113,7 +113,7 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	e := l.e
 	x := &exchange{
 		p: e.p, w: w, r: r, rc: http.NewResponseController(w), start: e.start, id: fmt.Sprint(e.id, "-", w.part.Index), key: e.key, span: e.span, list: l,
-		want: want{who: e.want.who, session: e.want.session},
+		want: needs{who: e.want.who, session: e.want.session},
 	}
 	x.front.e = x
 	x.cached.Store(-1)

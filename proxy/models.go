@@ -45,7 +45,7 @@ type modelLooks struct {
 }
 
 // takeNow takes places for a request. If engines do not list its model, they are asked once more: an adapter may just have been loaded.
-func (p *Proxy) takeNow(ctx context.Context, w *want) (choice, error) {
+func (p *Proxy) takeNow(ctx context.Context, w *needs) (choice, error) {
 	c, err := p.fleet.take(ctx, w)
 	if r, ok := errors.AsType[*refusal](err); !ok || !r.model || !p.lookForModels(ctx) {
 		return c, err

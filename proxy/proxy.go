@@ -324,7 +324,7 @@ func failWith(w http.ResponseWriter, err error) {
 }
 
 // complete serves one request of a route with a body.
-func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
+func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route routeKind) {
 	e := newExchange(p, w, r)
 	e.route = route
 	outcome := "bad_request"
@@ -370,7 +370,7 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 	case pairs:
 		sequences, err = e.withoutRoom(noRoomFor(r.URL.Path))
 	case e.want.many:
-		sequences, err = e.apart()
+		sequences, err = e.splitPrompts()
 	}
 	if err != nil {
 		outcome = e.refuse(err)

@@ -52,9 +52,9 @@ type attempts struct {
 	failed *engineAnswer // the last failure
 }
 
-// again decides after an attempt that failed with err whether there is another one. If not, it returns the engine's answer for the client;
+// mayRetry decides after an attempt that failed with err whether there is another one. If not, it returns the engine's answer for the client;
 // nil: the client gets err.
-func (e *exchange) again(err error) (again bool, answer *engineAnswer) {
+func (e *exchange) mayRetry(err error) (again bool, answer *engineAnswer) {
 	a, _ := errors.AsType[*engineAnswer](err)
 	switch {
 	case a == nil:
@@ -223,7 +223,7 @@ func (e *exchange) judge(b *backend, err error) {
 }
 
 // hasUntried reports whether an engine of a role that has not been tried could take a request.
-func (f *fleet) hasUntried(r role, w *want) bool {
+func (f *fleet) hasUntried(r role, w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return w.of(b, r) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)
 	})

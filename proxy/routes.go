@@ -18,24 +18,24 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// how says how a route is served.
-type how uint8
+// routeKind says how a route is served.
+type routeKind uint8
 
 const (
-	unknown    how = iota // 404, never forwarded
-	throughPD             // by P and D, or by an engine that does both
-	atOne                 // by an engine that does both, or by D alone
-	form                  // at one engine; the body is a multipart form
-	ofResponse            // by the engine that has a response
-	ofAnEngine            // GET at any engine
-	refusedBy             // refused with a reason
-	serverInfo            // SGLang's: what an engine says of itself, without its secrets
-	aborts                // SGLang's: ends a request
+	unknown    routeKind = iota // 404, never forwarded
+	throughPD                   // by P and D, or by an engine that does both
+	atOne                       // by an engine that does both, or by D alone
+	form                        // at one engine; the body is a multipart form
+	ofResponse                  // by the engine that has a response
+	ofAnEngine                  // GET at any engine
+	refusedBy                   // refused with a reason
+	serverInfo                  // SGLang's: what an engine says of itself, without its secrets
+	aborts                      // SGLang's: ends a request
 )
 
 // routes are the paths of vLLM 0.32 that clients may use. Paths that change an engine (/v1/load_lora_adapter, /sleep, /reset_prefix_cache,
 // /collective_rpc) are not in it.
-var routes = map[string]how{
+var routes = map[string]routeKind{
 	"/v1/completions": throughPD, "/v1/chat/completions": throughPD, "/v1/responses": throughPD, "/v1/messages": throughPD, "/inference/v1/generate": throughPD,
 	"/v1/chat/completions/batch": atOne, "/v1/messages/count_tokens": atOne, "/v1/embeddings": atOne, "/v2/embed": atOne, "/pooling": atOne, "/classify": atOne,
 	"/score": atOne, "/v1/score": atOne, "/rerank": atOne, "/v1/rerank": atOne, "/v2/rerank": atOne, "/tokenize": atOne, "/detokenize": atOne,
@@ -65,7 +65,7 @@ var reasons = map[string]string{
 }
 
 // routeOf returns how a path is served, and the id of a stored response that it names.
-func routeOf(path string) (how, string) {
+func routeOf(path string) (routeKind, string) {
 	if r, ok := routes[path]; ok {
 		return r, ""
 	}

@@ -43,7 +43,7 @@ func (f *fleet) pairsSGLang(model string) bool {
 }
 
 // hasOthers reports whether an engine that is no D of SGLang serves what a request wants, healthy or not.
-func (f *fleet) hasOthers(w *want) bool {
+func (f *fleet) hasOthers(w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		k := b.kind()
 		return (b.role == both || b.role == decode && k == vllmKind) && (w.kind == anyKind || w.kind == k) && b.serves(w.model)
@@ -58,7 +58,7 @@ func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
 		return nil, err
 	case e.want.many:
 		e.want.noRoom = true
-		return e.apart()
+		return e.splitPrompts()
 	}
 	e.want.noRoom = true
 	return nil, nil

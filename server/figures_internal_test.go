@@ -377,7 +377,7 @@ func TestLabels(t *testing.T) {
 			t.Errorf("%q has label %q", r, got)
 		}
 	}
-	for _, o := range others {
+	for _, o := range reasonsElsewhere {
 		if seen[o.label] {
 			t.Errorf("%q is there twice", o.label)
 		}

@@ -56,8 +56,8 @@ var refusals = []*refusal{
 	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTenant, errTokens,
 }
 
-// others are the reasons of other packages.
-var others = []struct {
+// reasonsElsewhere are the reasons of other packages.
+var reasonsElsewhere = []struct {
 	err   error
 	label string
 }{
@@ -83,7 +83,7 @@ func refusalLabel(err error) string {
 	if r, ok := errors.AsType[*refusal](err); ok {
 		return r.label
 	}
-	for _, o := range others {
+	for _, o := range reasonsElsewhere {
 		if errors.Is(err, o.err) {
 			return o.label
 		}

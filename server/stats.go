@@ -60,7 +60,7 @@ func (n *counters) init() {
 	for _, r := range refusals {
 		n.refusals[r.label] = new(atomic.Uint64)
 	}
-	for _, o := range others {
+	for _, o := range reasonsElsewhere {
 		n.refusals[o.label] = new(atomic.Uint64)
 	}
 	n.refusals[malformed] = new(atomic.Uint64)

@@ -135,7 +135,7 @@ func (s *Server) Status() Status {
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 			Beginnings: s.beginnings.Found(),
 		},
-		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
+		Recent: s.recentStatus(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}
 	out.Strangers, out.Stranger = s.registry.Strangers(time.Now())
 	out.HitCurves = s.store.Curves()
@@ -166,7 +166,7 @@ func (s *Server) Status() Status {
 	return out
 }
 
-func (s *Server) lately() RecentStatus {
+func (s *Server) recentStatus() RecentStatus {
 	from, now := s.recent.since(s.started), s.count()
 	return RecentStatus{
 		Seconds: time.Since(from.at).Round(time.Millisecond).Seconds(),

@@ -283,7 +283,7 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 		if first && st.cursor == 0 {
 			st.snapshot()
 		} else if len(st.chunks) == 0 {
-			st.records, st.resume, batch.Lost = st.book.Read(st.cursor, st.limit, st.records[:0], st.wants)
+			st.records, st.resume, batch.Lost = st.book.Read(st.cursor, st.limit, st.records[:0], st.isVisible)
 			if batch.Lost {
 				st.snapshot()
 			}
@@ -311,9 +311,9 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	}
 }
 
-// wants reports whether the client gets a record. A client that is limited to some tenants gets the records of each of them, and must not
+// isVisible reports whether the client gets a record. A client that is limited to some tenants gets the records of each of them, and must not
 // learn from one that another tenant has the chunk, too.
-func (st *stream) wants(r *events.Record) bool {
+func (st *stream) isVisible(r *events.Record) bool {
 	if r.Medium != events.InPool || r.Model != st.model || r.Group >= 0 { // engines with LMCache look for no rows of vLLM
 		return false
 	}

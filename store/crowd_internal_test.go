@@ -148,7 +148,7 @@ func TestSharesOfTransfersStagedTogether(t *testing.T) {
 	total := map[int64]int{}
 	for from := 0; from < chunks; from += stageBatch {
 		for _, st := range together {
-			st.some(from, from+stageBatch)
+			st.stageBatch(from, from+stageBatch)
 		}
 	}
 	for _, st := range together {

@@ -14,7 +14,7 @@ import (
 func TestLivesAgainstMap(t *testing.T) {
 	for seed := range uint64(20) {
 		r := rand.New(rand.NewPCG(seed, 1))
-		var l lives
+		var l slotEnds
 		type want struct{ end, due time.Duration }
 		of := map[pool.Slot]want{}
 		for range 3000 {

@@ -16,8 +16,8 @@ import (
 // neither. From the end on no lookup finds the object, also while a promise keeps its slot. It stays in the pool: it is not written to
 // the tier below, and the pool's index marks it as outdated for a later server, so only this process's monotonic clock counts.
 
-// lives are the ends of slots, guarded by Store.mu. The zero lives has none, and costs one comparison for each search.
-type lives struct {
+// slotEnds are the ends of slots, guarded by Store.mu. The zero lives has none, and costs one comparison for each search.
+type slotEnds struct {
 	slots container.PagedSlice[life]
 	heap  []uint32      // slots with an end, the one that is due first at 0
 	now   time.Duration // since Store.began, while there are any
@@ -31,20 +31,20 @@ type life struct {
 }
 
 // any reports whether a slot has an end.
-func (l *lives) any() bool { return len(l.heap) > 0 }
+func (l *slotEnds) any() bool { return len(l.heap) > 0 }
 
 // limited reports whether a slot has an end.
-func (l *lives) limited(slot pool.Slot) bool {
+func (l *slotEnds) limited(slot pool.Slot) bool {
 	return l.any() && int(slot) < l.slots.Len() && l.slots.At(int(slot)).at > 0
 }
 
 // ended reports whether the end of a slot has come.
-func (l *lives) ended(slot pool.Slot) bool {
+func (l *slotEnds) ended(slot pool.Slot) bool {
 	return l.limited(slot) && l.now >= l.slots.At(int(slot)).end
 }
 
 // begin gives a slot without an end one.
-func (l *lives) begin(slot pool.Slot, end time.Duration) {
+func (l *slotEnds) begin(slot pool.Slot, end time.Duration) {
 	l.slots.Grow(int(slot) + 1)
 	l.heap = append(l.heap, uint32(slot))
 	*l.slots.At(int(slot)) = life{end: end, due: end, at: len(l.heap)}
@@ -52,7 +52,7 @@ func (l *lives) begin(slot pool.Slot, end time.Duration) {
 }
 
 // extend moves the end of a slot that has one; no end is nearer than before.
-func (l *lives) extend(slot pool.Slot, end time.Duration) {
+func (l *slotEnds) extend(slot pool.Slot, end time.Duration) {
 	if of := l.slots.At(int(slot)); end > of.end {
 		l.move(of, end)
 		of.end = end
@@ -60,17 +60,17 @@ func (l *lives) extend(slot pool.Slot, end time.Duration) {
 }
 
 // postpone delays the next look at a slot that is due.
-func (l *lives) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
+func (l *slotEnds) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
 
 // move makes a slot due at another time.
-func (l *lives) move(of *life, due time.Duration) {
+func (l *slotEnds) move(of *life, due time.Duration) {
 	of.due = due
 	l.down(of.at - 1)
 	l.up(of.at - 1)
 }
 
 // remove takes the end of a slot away.
-func (l *lives) remove(slot pool.Slot) {
+func (l *slotEnds) remove(slot pool.Slot) {
 	if !l.limited(slot) {
 		return
 	}
@@ -85,27 +85,27 @@ func (l *lives) remove(slot pool.Slot) {
 }
 
 // next returns a slot that is due.
-func (l *lives) next() (slot pool.Slot, ok bool) {
+func (l *slotEnds) next() (slot pool.Slot, ok bool) {
 	if !l.any() || l.dueOf(0) > l.now {
 		return 0, false
 	}
 	return pool.Slot(l.heap[0]), true
 }
 
-func (l *lives) dueOf(i int) time.Duration { return l.slots.At(int(l.heap[i])).due }
+func (l *slotEnds) dueOf(i int) time.Duration { return l.slots.At(int(l.heap[i])).due }
 
-func (l *lives) swap(i, j int) {
+func (l *slotEnds) swap(i, j int) {
 	l.heap[i], l.heap[j] = l.heap[j], l.heap[i]
 	l.slots.At(int(l.heap[i])).at, l.slots.At(int(l.heap[j])).at = i+1, j+1
 }
 
-func (l *lives) up(i int) {
+func (l *slotEnds) up(i int) {
 	for ; i > 0 && l.dueOf(i) < l.dueOf((i-1)/2); i = (i - 1) / 2 {
 		l.swap(i, (i-1)/2)
 	}
 }
 
-func (l *lives) down(i int) {
+func (l *slotEnds) down(i int) {
 	for {
 		child := 2*i + 1
 		if child+1 < len(l.heap) && l.dueOf(child+1) < l.dueOf(child) {

@@ -146,7 +146,7 @@ type Store struct {
 		leases *lease.Table[lastLookup]
 		holds  *hold.Table
 
-		lives     lives                        // ends that requests gave to slots
+		lives     slotEnds                     // ends that requests gave to slots
 		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
 		warmed    tiering.WarmedSlots          // read by Warm, which could not know the right length
 		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known

@@ -77,7 +77,7 @@ func (st *stage) run() bool {
 		st.prolongHeads()
 	}
 	for from, more := st.name.From, true; more && from < st.name.To; {
-		from, more = st.some(from, min(from+stageBatch, st.name.To))
+		from, more = st.stageBatch(from, min(from+stageBatch, st.name.To))
 	}
 	return true
 }
@@ -125,9 +125,9 @@ func (st *stage) end() {
 	}
 }
 
-// some stages the chunks [from, to), and returns which is next; more is false once
+// stageBatch stages the chunks [from, to), and returns which is next; more is false once
 // there is no room for one.
-func (st *stage) some(from, to int) (next int, more bool) {
+func (st *stage) stageBatch(from, to int) (next int, more bool) {
 	s := st.store
 	s.lock()
 	defer s.unlock()

@@ -42,7 +42,7 @@ func (l Limits) Validate() error {
 type Bounding struct {
 	of     Tier
 	limits Limits
-	saw    func(write bool, err error) // is called with the end of each call of the tier; nil: not called; set before the first call
+	onCall func(write bool, err error) // is called with the end of each call of the tier; nil: not called; set before the first call
 
 	mu struct {
 		sync.Mutex
@@ -224,13 +224,13 @@ func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error 
 }
 
 // observe sets f as the function that is called with the end of each lookup, read and write of the tier itself.
-func (b *Bounding) observe(f func(write bool, err error)) { b.saw = f }
+func (b *Bounding) observe(f func(write bool, err error)) { b.onCall = f }
 
 // seen reports the end of a call to b.saw. If the tier itself rests, as a Redis tier does after failures, the
 // observer sees its error, although the caller sees a miss.
 func (b *Bounding) seen(write bool, err error) error {
-	if b.saw != nil {
-		b.saw(write, err)
+	if b.onCall != nil {
+		b.onCall(write, err)
 	}
 	return err
 }

@@ -150,7 +150,7 @@ func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
 		ctx, cancel := context.WithTimeout(c.life, c.o.FillTime)
 		defer cancel()
 		for _, t := range upper {
-			if c.wanted(f) {
+			if c.isWanted(f) {
 				_ = t.Write(ctx, k, m, data) // the tier counts it
 			}
 		}
@@ -184,7 +184,7 @@ func (c *Cascading) endFill(f *fill) {
 	c.fills.Done()
 }
 
-func (c *Cascading) wanted(f *fill) bool {
+func (c *Cascading) isWanted(f *fill) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return f.wanted

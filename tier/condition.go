@@ -83,8 +83,8 @@ func reasonOf(err error) State {
 	return ""
 }
 
-// saw records how a call ended. rests says that a wrapper answered while the tier rests.
-func (c *conditions) saw(write, rests bool, err error) {
+// recordCall records how a call ended. rests says that a wrapper answered while the tier rests.
+func (c *conditions) recordCall(write, rests bool, err error) {
 	if rests && err == nil || errors.Is(err, context.Canceled) || errors.Is(err, ErrNotReady) {
 		return
 	}
@@ -174,7 +174,7 @@ func (c *Counting) Condition() Condition { return c.conditions.get() }
 
 // Probe asks the tier once, so that its state is known before it is needed.
 func (c *Counting) Probe(ctx context.Context, ask func(context.Context) error) {
-	c.conditions.saw(false, false, ask(ctx))
+	c.conditions.recordCall(false, false, ask(ctx))
 }
 
 // observe sets f to be called with the end of each call that reaches the tier below its wrappers, and reports whether a

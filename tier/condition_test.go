@@ -101,19 +101,19 @@ func TestStateAfterTheLastNamelessModel(t *testing.T) {
 				t.Errorf("%d warnings, the state is %s, want %d and %s:\n%s", n, c.get().State, warnings, state, &log)
 			}
 		}
-		c.saw(true, false, nil)
-		c.saw(true, false, nameless)
+		c.recordCall(true, false, nil)
+		c.recordCall(true, false, nameless)
 		want(Nameless, 1)
 		for range 20 { // both models are served
 			time.Sleep(time.Second)
-			c.saw(true, false, nil)
-			c.saw(true, false, nameless)
+			c.recordCall(true, false, nil)
+			c.recordCall(true, false, nameless)
 		}
 		want(Nameless, 1)
 		time.Sleep(stateHold)
-		c.saw(false, false, nil) // a read shows no name
+		c.recordCall(false, false, nil) // a read shows no name
 		want(Nameless, 1)
-		c.saw(true, false, nil)
+		c.recordCall(true, false, nil)
 		want(Works, 2)
 	})
 }

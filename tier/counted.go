@@ -66,7 +66,7 @@ func Counted(t Tier, name string) *Counting {
 	}}
 	c.rate.read, c.rate.write = histogram.Rates(), histogram.Rates()
 	c.conditions.name = name
-	c.observed = observe(t, func(write bool, err error) { c.conditions.saw(write, false, err) })
+	c.observed = observe(t, func(write bool, err error) { c.conditions.recordCall(write, false, err) })
 	return c
 }
 
@@ -102,7 +102,7 @@ func (c *Counting) begin(call string, busy *atomic.Int64) (end func(error)) {
 	return func(err error) {
 		c.n.inFlight.Add(-1)
 		if !c.observed {
-			c.conditions.saw(call == "write", rests(c.of), err)
+			c.conditions.recordCall(call == "write", rests(c.of), err)
 		}
 		took := time.Since(began)
 		if busy != nil {

@@ -353,8 +353,8 @@ type turns struct {
 	check int // number of conversations at which next replaces the channels of ended turns by over
 }
 
-// over is one closed channel for all ended turns, so that their own channels can be freed.
-var over = func() chan struct{} {
+// closedChannel is one closed channel for all ended turns, so that their own channels can be freed.
+var closedChannel = func() chan struct{} {
 	c := make(chan struct{})
 	close(c)
 	return c
@@ -370,7 +370,7 @@ func (t *turns) next(conversation int) (before, after chan struct{}) {
 		for id, c := range t.last {
 			select {
 			case <-c:
-				t.last[id] = over
+				t.last[id] = closedChannel
 			default:
 			}
 		}

@@ -58,7 +58,7 @@ func TestTurnsOfConversations(t *testing.T) {
 		switch {
 		case i%2 == 1 && before != first[i]:
 			t.Fatalf("conversation %d does not wait for its turn", i)
-		case before == over:
+		case before == closedChannel:
 			shared++
 		case before != first[i]:
 			t.Fatalf("conversation %d has another turn", i)

@@ -142,12 +142,12 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 	}
 	y, yTicks := upTo(highest)
 	pl := &plot{Title: title, Height: 170, X: ticks, Y: yTicks, XLabel: "ms", Note: "% of values"}
-	var outlines, medians []strand
+	var outlines, medians []polyline
 	for i := range counts {
 		if len(sorted[i]) == 0 {
 			continue
 		}
-		outline := strand{class: class("line", i), title: names[i]}
+		outline := polyline{class: class("line", i), title: names[i]}
 		for j, c := range counts[i] {
 			outline.at = append(outline.at, place{float64(j) / bins, y.at(c)}, place{float64(j+1) / bins, y.at(c)})
 		}
@@ -166,7 +166,7 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 		}
 		median, tail := bench.Quantile(p, 50), bench.Quantile(p, 99)
 		x := a.at(median)
-		medians = append(medians, strand{class("mark", i), "median " + short(median) + " ms", []place{{x, 0}, {x, 1}}})
+		medians = append(medians, polyline{class("mark", i), "median " + short(median) + " ms", []place{{x, 0}, {x, 1}}})
 		pl.Legend = append(pl.Legend, legend{class("key", i), strings.TrimSpace(names[i] + " median " + short(median) + ", P99 " + short(tail) + " ms")})
 	}
 	pl.strands(outlines)
@@ -177,8 +177,8 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 // place is a place in a plot, in shares of it; y counts upwards.
 type place struct{ x, y float64 }
 
-// strand is a line through places.
-type strand struct {
+// polyline is a line through places.
+type polyline struct {
 	class, title string
 	at           []place
 }
@@ -187,7 +187,7 @@ type strand struct {
 const usualWidth = 450
 
 // strands draws lines so that none hides another.
-func (pl *plot) strands(lines []strand) {
+func (pl *plot) strands(lines []polyline) {
 	points := make([][]svg.Point, len(lines))
 	for i, l := range lines {
 		for _, p := range l.at {
@@ -233,13 +233,13 @@ func curves(title string, seconds float64, all []line) *plot {
 	a, ticks := upTo(seconds)
 	y, yTicks := upTo(max(most, 1))
 	pl := &plot{Title: title, Height: 110, X: ticks, Y: yTicks, XLabel: "s"}
-	var drawn []strand
+	var drawn []polyline
 	for _, l := range all {
 		kind := "line"
 		if l.dashed {
 			kind = "dash"
 		}
-		s := strand{class: class(kind, l.class), title: l.name}
+		s := polyline{class: class(kind, l.class), title: l.name}
 		for i := range l.x {
 			s.at = append(s.at, place{a.at(l.x[i]), y.at(l.y[i])})
 		}

@@ -128,7 +128,7 @@ func (t *Reader) turn(m map[string]json.RawMessage) (q Request, err error) {
 	}
 	before := s.prompt.weight()
 	q = Request{BlockTokens: t.o.BlockTokens, Conversation: s.number, Turn: s.turns, Output: l.output}
-	if err = t.when(s, &l, &q); err != nil {
+	if err = t.setArrival(s, &l, &q); err != nil {
 		return q, err
 	}
 	if err = t.o.extend(s, &l); err != nil {
@@ -183,8 +183,8 @@ func (s *session) check(l *line) error {
 	return nil
 }
 
-// when sets when a turn comes: at its timestamp, else its delay after the end of the turn before it.
-func (t *Reader) when(s *session, l *line, q *Request) error {
+// setArrival sets when a turn comes: at its timestamp, else its delay after the end of the turn before it.
+func (t *Reader) setArrival(s *session, l *line, q *Request) error {
 	units := func(v float64) time.Duration { return time.Duration(v * t.o.Seconds * float64(time.Second)) }
 	switch {
 	case l.stamp != nil:

@@ -179,14 +179,14 @@ func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logg
 			continue
 		}
 		if !settled {
-			settled = f.again(now, since, err, log)
+			settled = f.putIntoUse(now, since, err, log)
 		}
 	}
 }
 
-// again puts the file into use in the state now, which it has had since since. It reports whether this state is settled: in use, or
+// putIntoUse puts the file into use in the state now, which it has had since since. It reports whether this state is settled: in use, or
 // logged. looked is the error of os.Stat.
-func (f *File) again(now stamp, since time.Time, looked error, log *slog.Logger) bool {
+func (f *File) putIntoUse(now stamp, since time.Time, looked error, log *slog.Logger) bool {
 	c, at, whole, err := Change{}, stamp{}, false, looked
 	if err == nil {
 		c, at, whole, err = f.load()

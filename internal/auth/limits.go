@@ -31,8 +31,8 @@ var kinds = []string{KindListener, KindUser, KindKey, KindToken, KindCert}
 // Subject is something by which a client is limited: its listener, its user, or a credential.
 type Subject struct{ Kind, Name string }
 
-// others is the name that stands for all subjects of a kind without a line.
-const others = "*"
+// allOthers is the name that stands for all subjects of a kind without a line.
+const allOthers = "*"
 
 // tenantSet are the tenants of a line.
 type tenantSet struct {
@@ -121,9 +121,9 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 		return s, nil, fmt.Errorf("%.80q is no name", words[1])
 	}
 	switch {
-	case s.Kind == KindListener && words[1] == others:
+	case s.Kind == KindListener && words[1] == allOthers:
 		return s, nil, fmt.Errorf("a listener has a name, such as zmq or http")
-	case s.Kind == KindUser && words[1] != others:
+	case s.Kind == KindUser && words[1] != allOthers:
 		if s.Name, err = userNumber(s.Name); err != nil {
 			return s, nil, err
 		}
@@ -136,7 +136,7 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 		switch name, err := url.PathUnescape(w); {
 		case err != nil || len(name) > 4*maxName:
 			return s, nil, fmt.Errorf("%.80q is no tenant", w)
-		case w == others:
+		case w == allOthers:
 			set.all = true
 		case w == "-" && len(words) == 3:
 		case w == "-":
@@ -190,7 +190,7 @@ func setOf(all map[Subject]*tenantSet, s Subject) *tenantSet {
 	if set := all[s]; set != nil {
 		return set
 	}
-	return all[Subject{s.Kind, others}]
+	return all[Subject{s.Kind, allOthers}]
 }
 
 // Allows reports whether the client may use a tenant, by its salt.

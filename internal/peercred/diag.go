@@ -76,14 +76,14 @@ func appendDiagRequest(b []byte, from, to netip.AddrPort) []byte {
 	b = ne.AppendUint32(b, 1<<established)
 	b = binary.BigEndian.AppendUint16(b, from.Port())
 	b = binary.BigEndian.AppendUint16(b, to.Port())
-	b = append(b, wide(from.Addr())...)
-	b = append(b, wide(to.Addr())...)
+	b = append(b, addressField(from.Addr())...)
+	b = append(b, addressField(to.Addr())...)
 	b = ne.AppendUint32(b, zoneIndex(from.Addr()))
 	return append(b, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff)
 }
 
-// wide returns the 16 bytes of an address field; IPv4 has its 4 first.
-func wide(a netip.Addr) []byte {
+// addressField returns the 16 bytes of an address field; IPv4 has its 4 first.
+func addressField(a netip.Addr) []byte {
 	b := a.AsSlice()
 	return append(b, make([]byte, 16-len(b))...)
 }

@@ -112,7 +112,7 @@ func (c *Conn) Write(b []byte) (written int, err error) {
 	defer t.Unlock()
 	for len(b) > 0 && err == nil {
 		t.b = b[:min(len(b), most)]
-		err = c.once(t)
+		err = c.writeOnce(t)
 		b, written = b[t.n:], written+t.n
 	}
 	t.b = nil
@@ -143,7 +143,7 @@ func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 			break
 		}
 		t.bufs = part
-		err = c.once(t)
+		err = c.writeOnce(t)
 		for at += t.n; len(bufs) > 0 && at >= len(bufs[0]); bufs = bufs[1:] {
 			at -= len(bufs[0])
 		}
@@ -152,8 +152,8 @@ func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 	return err
 }
 
-// once waits until the socket can take bytes, and writes as many as it takes.
-func (c *Conn) once(t *transfer) error {
+// writeOnce waits until the socket can take bytes, and writes as many as it takes.
+func (c *Conn) writeOnce(t *transfer) error {
 	t.n, t.err = 0, nil
 	if err := c.raw.Write(t.try); err != nil {
 		return err

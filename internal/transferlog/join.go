@@ -26,7 +26,7 @@ func Join(relayed, proxied []Transfer) []Transfer {
 	for _, t := range relayed {
 		if i, ok := known[t.ID]; ok {
 			seen[i] = true
-			t = t.with(proxied[i])
+			t = t.joinProxy(proxied[i])
 		}
 		out = append(out, t)
 	}
@@ -43,8 +43,8 @@ func Join(relayed, proxied []Transfer) []Transfer {
 	return out
 }
 
-// with adds what a proxy knows of the transfer.
-func (t Transfer) with(p Transfer) Transfer {
+// joinProxy adds what a proxy knows of the transfer.
+func (t Transfer) joinProxy(p Transfer) Transfer {
 	t.Request, t.Model, t.To = cmp.Or(p.Request, t.Request), cmp.Or(p.Model, t.Model), cmp.Or(p.To, t.To)
 	before := micros(t.At - p.At) // how long P had the request when D asked the relay
 	if before <= 0 || len(p.Steps) == 0 || p.Steps[0].State != Computing {

@@ -111,8 +111,8 @@ func (s *sighting) lastAbsent(lo, hi int) int {
 	return lo - 1
 }
 
-// want adds a position to the batch being made, if it is not known.
-func (r *Remote) want(s *Series, i int) {
+// addProbe adds a position to the batch being made, if it is not known.
+func (r *Remote) addProbe(s *Series, i int) {
 	if r.sighting(s).unknown(i) {
 		r.at = append(r.at, i)
 	}
@@ -177,7 +177,7 @@ func (r *Remote) Prefix(s Series, lo, hi int) int {
 		batch *= 4
 		r.at = r.at[:0]
 		for i := lo; i < end; i++ {
-			r.want(&s, i)
+			r.addProbe(&s, i)
 		}
 		ok := r.ask(&s)
 		if lo = seen.held.firstZero(lo, end); lo < end || !ok {
@@ -197,13 +197,13 @@ func (r *Remote) gallop(s *Series, hi int) int {
 		r.at = r.at[:0]
 		if round == 0 {
 			for d := 1; lo+d < hi; d *= 2 {
-				r.want(s, lo+d-1)
+				r.addProbe(s, lo+d-1)
 			}
-			r.want(s, hi-1)
+			r.addProbe(s, hi-1)
 		} else {
 			step := ceilDiv(hi-lo, min(fan, r.batchPositions(s)))
 			for i := lo + step - 1; i < hi; i += step {
-				r.want(s, i)
+				r.addProbe(s, i)
 			}
 		}
 		if len(r.at) == 0 { // all known
@@ -232,7 +232,7 @@ func (r *Remote) Last(s Series, lo, hi, align int) int {
 		next := i
 		r.at = r.at[:0]
 		for n := batch; next >= lo && n > 0; n-- {
-			r.want(&s, next)
+			r.addProbe(&s, next)
 			next -= align
 		}
 		batch *= 4
@@ -274,7 +274,7 @@ func (r *Remote) Window(s Series, hi int, w Window) int {
 		batch = min(batch, r.batchPositions(&s))
 		r.at = r.at[:0]
 		for n := batch; post >= 0 && n > 0; n-- {
-			r.want(&s, post)
+			r.addProbe(&s, post)
 			post -= stride
 		}
 		batch *= 4
@@ -292,7 +292,7 @@ func (r *Remote) askDown(s *Series, lo, hi int) bool {
 		next := max(lo, top-r.batchPositions(s))
 		r.at = r.at[:0]
 		for i := next; i < top; i++ {
-			r.want(s, i)
+			r.addProbe(s, i)
 		}
 		if !r.ask(s) {
 			return false

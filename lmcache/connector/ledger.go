@@ -92,7 +92,7 @@ func (l *ledger) take(ended []string) Finished {
 			continue
 		}
 		delete(l.ending, id)
-		l.tell(id)
+		l.recordAnnounced(id)
 		if _, ok := l.received[id]; !ok {
 			out.Sent = append(out.Sent, id)
 		}
@@ -108,7 +108,7 @@ func (l *ledger) take(ended []string) Finished {
 	return out
 }
 
-func (l *ledger) tell(id string) {
+func (l *ledger) recordAnnounced(id string) {
 	if len(l.order) >= maxAnnounced {
 		delete(l.announced, l.order[0])
 		l.order = append(l.order[:0], l.order[1:]...)

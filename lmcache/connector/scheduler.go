@@ -335,7 +335,7 @@ func (t *Scheduler) Allocated(r *Request, blocks [][]int, external int) error {
 	case Bypass:
 		e.State = Ready
 	case Prefetching:
-		t.settle(e, load)
+		t.settlePins(e, load)
 	}
 	return nil
 }
@@ -362,8 +362,8 @@ func (t *Scheduler) extend(e *entry, blocks [][]int) {
 	}
 }
 
-// settle decides what becomes of a lookup's pins at the first allocation.
-func (t *Scheduler) settle(e *entry, load bool) {
+// settlePins decides what becomes of a lookup's pins at the first allocation.
+func (t *Scheduler) settlePins(e *entry, load bool) {
 	e.State = Ready
 	if load {
 		e.State = WaitingForLoad

@@ -115,7 +115,7 @@ func Read(b []byte, most int) ([]Tensor, error) {
 	if v := r.op(); v != opProto || r.byte() < 4 {
 		return nil, r.fail("protocol 4 or 5")
 	}
-	r.want(opEmptyList)
+	r.expectOp(opEmptyList)
 	r.memoize(name{})
 	for r.err == nil {
 		switch op := r.peek(); op {
@@ -133,13 +133,13 @@ func Read(b []byte, most int) ([]Tensor, error) {
 				}
 				out = append(out, r.tensor())
 			}
-			r.want(opAppends)
+			r.expectOp(opAppends)
 		default:
 			if len(out) >= most {
 				return nil, fmt.Errorf("%w: more than %d tensors", ErrFormat, most)
 			}
 			out = append(out, r.tensor())
-			r.want(opAppend)
+			r.expectOp(opAppend)
 		}
 	}
 	return nil, r.err
@@ -212,7 +212,7 @@ func (r *reader) op() byte {
 	return op
 }
 
-func (r *reader) want(op byte) {
+func (r *reader) expectOp(op byte) {
 	if r.peek() != op {
 		_ = r.fail("opcode " + strconv.QuoteRune(rune(op)))
 		return
@@ -273,7 +273,7 @@ func (r *reader) global() name {
 	if attr.attr != "" || attr.module == "" {
 		_ = r.fail("a name")
 	}
-	r.want(opGlobal)
+	r.expectOp(opGlobal)
 	v := name{module.module, attr.module}
 	r.memoize(v)
 	return v
@@ -287,7 +287,7 @@ func (r *reader) call(want name) {
 
 // result reads the end of a call.
 func (r *reader) result() {
-	r.want(opReduce)
+	r.expectOp(opReduce)
 	r.memoize(name{})
 }
 
@@ -369,11 +369,11 @@ func (r *reader) tensor() (t Tensor) {
 	if build != rebuild2 && build != rebuild3 {
 		_ = r.fail(rebuild2.module + "." + rebuild2.attr)
 	}
-	r.want(opMark)
+	r.expectOp(opMark)
 	r.call(loadBytes)
 	from := r.at
 	data := r.bytes()
-	r.want(opTuple1)
+	r.expectOp(opTuple1)
 	r.memoize(name{})
 	r.result()
 	if r.int() != 0 {
@@ -381,9 +381,9 @@ func (r *reader) tensor() (t Tensor) {
 	}
 	t.Shape = r.ints()
 	strides := r.ints()
-	r.want(opFalse)
+	r.expectOp(opFalse)
 	r.call(orderedDict)
-	r.want(opTuple0)
+	r.expectOp(opTuple0)
 	r.result()
 	if build == rebuild3 {
 		dtype := r.global()
@@ -392,7 +392,7 @@ func (r *reader) tensor() (t Tensor) {
 			_ = r.fail("a dtype")
 		}
 	}
-	r.want(opTuple)
+	r.expectOp(opTuple)
 	r.memoize(name{})
 	r.result()
 	if r.err == nil {

@@ -136,7 +136,7 @@ func (c *Client) Unregister(ctx context.Context, engineID string, dpRank, tpRank
 			q.Set(name, strconv.Itoa(rank))
 		}
 	}
-	_, err := c.once(ctx, http.MethodDelete, "/register?"+q.Encode(), nil)
+	_, err := c.tryOnce(ctx, http.MethodDelete, "/register?"+q.Encode(), nil)
 	if se, ok := errors.AsType[*statusError](err); ok && se.status == http.StatusNotFound {
 		return false, nil
 	}
@@ -213,7 +213,7 @@ func (c *Client) query(ctx context.Context) (Directory, error) {
 // an error and whether to try again at all.
 func (c *Client) retry(ctx context.Context, method, path string, body []byte, again func(error) (time.Duration, bool)) ([]byte, error) {
 	for attempt := 1; ; attempt++ {
-		answer, err := c.once(ctx, method, path, body)
+		answer, err := c.tryOnce(ctx, method, path, body)
 		if _, answered := errors.AsType[*statusError](err); err == nil || answered || errors.Is(err, errDirectory) {
 			return answer, err
 		}
@@ -231,7 +231,7 @@ func (c *Client) retry(ctx context.Context, method, path string, body []byte, ag
 
 var errTimeout = errors.New("no answer in time")
 
-func (c *Client) once(ctx context.Context, method, path string, body []byte) ([]byte, error) {
+func (c *Client) tryOnce(ctx context.Context, method, path string, body []byte) ([]byte, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, c.o.Timeout, fmt.Errorf("%w: %v", errTimeout, c.o.Timeout))
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, bytes.NewReader(body))

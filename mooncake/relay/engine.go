@@ -279,11 +279,11 @@ func (e *engine) watchedLocked() bool {
 	return len(e.watches) > 0
 }
 
-// lives returns nil when all workers of P are still the processes of the given life: each
+// confirmLife returns nil when all workers of P are still the processes of the given life: each
 // answers over the connection that the relay has had open since that life began. The
 // relay may notice a broken connection only after bytes of the next process have come, so
 // the answer of a live process is the only proof.
-func (e *engine) lives(ctx context.Context, life int64) error {
+func (e *engine) confirmLife(ctx context.Context, life int64) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, answerWithin, errNotProven)
 	defer cancel()
 	e.r.mu.Lock()

@@ -33,7 +33,7 @@ func (r *Relay) serveHTTP(w http.ResponseWriter, req *http.Request) {
 		detail(http.StatusMethodNotAllowed, "Method Not Allowed")
 	case req.URL.Path == "/kept":
 		q := req.URL.Query()
-		answer(http.StatusOK, fmt.Appendf(nil, `{"kept":%t}`, r.keeps(q.Get("engine"), q.Get("transfer"))))
+		answer(http.StatusOK, fmt.Appendf(nil, `{"kept":%t}`, r.hasTransfer(q.Get("engine"), q.Get("transfer"))))
 	default:
 		text, err := r.directory(req.Context())
 		if err != nil && req.URL.Path == "/query" && r.o.KeepAcrossRestarts {

@@ -287,7 +287,7 @@ func (l *loading) sameLife() error {
 	if l.e.r.o.KeepAcrossRestarts {
 		return nil
 	}
-	return l.e.lives(l.k.ctx, l.life)
+	return l.e.confirmLife(l.k.ctx, l.life)
 }
 
 // pullBlocks pulls some of the blocks from P.

@@ -145,9 +145,9 @@ func (r *Relay) forgetLocked(k *savedTransfer) {
 	}
 }
 
-// keeps reports whether a transfer of an engine, by the name that D knows, is in memory for any D
+// hasTransfer reports whether a transfer of an engine, by the name that D knows, is in memory for any D
 // worker, or about to be.
-func (r *Relay) keeps(shown, transfer string) bool {
+func (r *Relay) hasTransfer(shown, transfer string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, e := range r.mu.engines {

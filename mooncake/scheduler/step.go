@@ -308,7 +308,7 @@ func (s *Scheduler) Update(o WorkerOutput) (Update, error) {
 	}
 	s.failBlocks(o.FailedBlocks)
 	for _, id := range o.Received {
-		t := s.settle(s.receiving, id, o.Worker)
+		t := s.workerDone(s.receiving, id, o.Worker)
 		switch {
 		case t == nil:
 			continue
@@ -327,7 +327,7 @@ func (s *Scheduler) Update(o WorkerOutput) (Update, error) {
 		}
 	}
 	for _, id := range o.Sent {
-		if t := s.settle(s.sending, id, o.Worker); t != nil {
+		if t := s.workerDone(s.sending, id, o.Worker); t != nil {
 			if s.owners[t.transfer].request == id {
 				delete(s.owners, t.transfer)
 			}
@@ -353,9 +353,9 @@ func (s *Scheduler) failBlocks(blocks []int) {
 	}
 }
 
-// settle records that a worker has finished a transfer, and returns the transfer when
+// workerDone records that a worker has finished a transfer, and returns the transfer when
 // all workers have.
-func (s *Scheduler) settle(in map[string]*transferState, id string, worker int) *transferState {
+func (s *Scheduler) workerDone(in map[string]*transferState, id string, worker int) *transferState {
 	t := in[id]
 	if t == nil {
 		s.n.unknown.Add(1)

@@ -41,7 +41,7 @@ func (o ClientOptions) Validate() error {
 type Client struct {
 	o      ClientOptions
 	times  putTimes
-	now    func() moment
+	now    func() twoClocks
 	master *Master
 	te     *transfer.Client
 	stats  clientStats
@@ -303,7 +303,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 // revoke gives back the places that the attempt id reserved after begin, even if the caller's context has ended: else they
 // stay reserved for ten minutes. unsure says that another client may be putting some of the keys. Master 0.3.7 does not
 // distinguish clients and would revoke those puts too, so revoke then does nothing.
-func (c *Client) revoke(begin moment, id UUID, keys []string, unsure bool) {
+func (c *Client) revoke(begin twoClocks, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
 	v, err := c.master.Version(ctx)
@@ -399,7 +399,7 @@ func (f *Found) Bytes() uint64 {
 }
 
 // read reads objects[todo], each from the first of its replicas that answers. found has the replicas that the master named at asked.
-func (c *Client) read(ctx context.Context, asked moment, objects []Object, todo []int, found []Found, errs []error) {
+func (c *Client) read(ctx context.Context, asked twoClocks, objects []Object, todo []int, found []Found, errs []error) {
 	next := make([]int, len(objects)) // the replica to be tried
 	for _, i := range todo {
 		if r := found[i].Replicas; len(r) > 1 {
@@ -466,9 +466,9 @@ func (c *Client) read(ctx context.Context, asked moment, objects []Object, todo 
 type plan struct {
 	write bool
 	nodes map[string]*nodePlan
-	errs  map[int]error  // by object
-	ends  map[int]moment // by object: when its last node was done
-	now   func() moment
+	errs  map[int]error     // by object
+	ends  map[int]twoClocks // by object: when its last node was done
+	now   func() twoClocks
 }
 
 type nodePlan struct {
@@ -476,8 +476,8 @@ type nodePlan struct {
 	of      []int // the object of each entry
 }
 
-func newPlan(write bool, now func() moment) *plan {
-	return &plan{write, make(map[string]*nodePlan), make(map[int]error), make(map[int]moment), now}
+func newPlan(write bool, now func() twoClocks) *plan {
+	return &plan{write, make(map[string]*nodePlan), make(map[int]error), make(map[int]twoClocks), now}
 }
 
 func (p *plan) fail(object int, err error) {
@@ -521,7 +521,7 @@ func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	type result struct {
 		n   *nodePlan
 		err error
-		end moment
+		end twoClocks
 	}
 	done := make(chan result, len(p.nodes))
 	move := func(ctx context.Context, endpoint string, n *nodePlan) {

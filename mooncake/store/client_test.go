@@ -169,7 +169,7 @@ func TestClockJumps(t *testing.T) {
 	// jumps makes the wall clock differ by d from its second reading on.
 	jumps := func(d time.Duration) {
 		var looks atomic.Int64
-		c.client.now = func() moment {
+		c.client.now = func() twoClocks {
 			m := now()
 			if looks.Add(1) > 1 {
 				m.wall = m.wall.Add(d)

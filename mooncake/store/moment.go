@@ -4,15 +4,17 @@ package store
 
 import "time"
 
-// moment is a time by two clocks. The monotonic clock stops while a machine sleeps, but a lease goes on; the wall clock may be
+// twoClocks is a time by two clocks. The monotonic clock stops while a machine sleeps, but a lease goes on; the wall clock may be
 // set at any time.
-type moment struct{ steady, wall time.Time }
+type twoClocks struct{ steady, wall time.Time }
 
-func now() moment {
+func now() twoClocks {
 	t := time.Now()
-	return moment{t, t.Round(0)} // Round takes the steady clock's reading away
+	return twoClocks{t, t.Round(0)} // Round takes the steady clock's reading away
 }
 
 // since returns how long ago t was, by the clock that shows the longer time: a wall clock that is set forward makes leases seem
 // to have ended, which costs a miss.
-func (m moment) since(t moment) time.Duration { return max(m.steady.Sub(t.steady), m.wall.Sub(t.wall)) }
+func (m twoClocks) since(t twoClocks) time.Duration {
+	return max(m.steady.Sub(t.steady), m.wall.Sub(t.wall))
+}

@@ -22,7 +22,7 @@ func TestSleepDuringTheRead(t *testing.T) {
 		t.Fatal(errs)
 	}
 	var looks atomic.Int64
-	c.client.now = func() moment {
+	c.client.now = func() twoClocks {
 		m := now()
 		if looks.Add(1) > 2 { // the question, and how much of the lease is left for the read
 			m.wall = m.wall.Add(time.Hour)

@@ -158,11 +158,11 @@ func TestReadEndsWithItsLease(t *testing.T) {
 	hang(t, c.master, "a", 0)
 	c.master.Set(func() { c.master.Lease = 10 * time.Minute })
 	var looks atomic.Int64
-	c.client.now = func() moment { // the answer of the master left 50 ms of the lease
+	c.client.now = func() twoClocks { // the answer of the master left 50 ms of the lease
 		m := now()
 		if looks.Add(1) > 1 {
 			took := 10*time.Minute - 50*time.Millisecond
-			m = moment{m.steady.Add(took), m.wall.Add(took)}
+			m = twoClocks{m.steady.Add(took), m.wall.Add(took)}
 		}
 		return m
 	}

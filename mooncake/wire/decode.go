@@ -135,9 +135,9 @@ func (d *decoder) optionalStrings(b []byte) ([]string, []byte, error) {
 	return l, rest, err
 }
 
-// wanted reads {request id: [transfer id, ids]}, where ids is one list per group,
+// readWanted reads {request id: [transfer id, ids]}, where ids is one list per group,
 // or before 0.20 one list.
-func (d *decoder) wanted(b []byte) (map[string]Wanted, []byte, error) {
+func (d *decoder) readWanted(b []byte) (map[string]Wanted, []byte, error) {
 	n, b, err := msgp.ReadMapHeaderBytes(b)
 	if err != nil {
 		return nil, nil, bad(err)

@@ -265,7 +265,7 @@ func (w *rawPull) field(d *decoder, name string, v []byte) (rest []byte, err err
 	case "remote_pp_size":
 		p.PPSize, rest, err = d.integer(v, 1, 1<<16)
 	case "req_blocks":
-		p.Wanted, rest, err = d.wanted(v)
+		p.Wanted, rest, err = d.readWanted(v)
 	case "kv_caches_base_addr":
 		w.bases, rest, err = list(v, maxMessageRegions, d.unsigned)
 	case "block_lens":

@@ -58,15 +58,15 @@ type Held struct {
 
 	mu struct {
 		sync.Mutex
-		by     map[uint64]held // by the engine's own hash
-		keys   map[Key]int     // how many of by have it; none is 0
-		tokens int             // of a block; 0: not known
-		all    bool            // the publisher has reported every block that it has
-		full   bool            // max was reached since it was empty
+		by     map[uint64]heldBlock // by the engine's own hash
+		keys   map[Key]int          // how many of by have it; none is 0
+		tokens int                  // of a block; 0: not known
+		all    bool                 // the publisher has reported every block that it has
+		full   bool                 // max was reached since it was empty
 	}
 }
 
-type held struct {
+type heldBlock struct {
 	key Key
 	n   int // how often it was stored and not removed
 }
@@ -95,7 +95,7 @@ func (h *Held) Reset(all bool) {
 }
 
 func (h *Held) resetLocked(all bool) {
-	h.mu.by, h.mu.keys, h.mu.all, h.mu.full = make(map[uint64]held), make(map[Key]int), all, false
+	h.mu.by, h.mu.keys, h.mu.all, h.mu.full = make(map[uint64]heldBlock), make(map[Key]int), all, false
 }
 
 // hashOf returns the last 8 bytes of a block's hash: what engines send as an integer.

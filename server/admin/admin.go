@@ -91,7 +91,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	gate := newGate(o.Access)
 	shown := &live{server: s, gate: gate, o: &o}
 	mux.Handle("GET /live", guard.Handler(shown))
-	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.once)))
+	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.serveNow)))
 	mux.Handle("GET /transfers", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Cache-Control", "no-store")
 		writeJSON(w, http.StatusOK, o.Parts.lastTransfers())

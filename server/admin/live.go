@@ -142,8 +142,8 @@ func (l *live) latest() ([]byte, int) {
 	return l.event, l.number
 }
 
-// with adds a field to a JSON object, the last one.
-func with(object []byte, name string, value []byte) []byte {
+// appendField adds a field to a JSON object, the last one.
+func appendField(object []byte, name string, value []byte) []byte {
 	out := make([]byte, 0, len(object)+len(name)+len(value)+4)
 	out = append(out, object[:len(object)-1]...)
 	out = append(out, `,"`+name+`":`...)
@@ -180,14 +180,14 @@ func (l *live) leave() {
 	}
 }
 
-// once answers with one event, as JSON, for programs that look only now and then.
-func (l *live) once(w http.ResponseWriter, r *http.Request) {
+// serveNow answers with one event, as JSON, for programs that look only now and then.
+func (l *live) serveNow(w http.ResponseWriter, r *http.Request) {
 	event, _ := l.latest()
 	if r.URL.Query().Get("history") == "" {
-		event = with(event, "history", mustJSON(l.o.History.points(recentPoints)))
+		event = appendField(event, "history", mustJSON(l.o.History.points(recentPoints)))
 	} else {
 		hours, _ := l.o.History.tenantsJSON()
-		event = with(with(event, "tenant_hours", hours), "history", l.o.History.json())
+		event = appendField(appendField(event, "tenant_hours", hours), "history", l.o.History.json())
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
@@ -210,12 +210,12 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	for last, lastHours := 0, -1; ; {
 		if event, number := l.latest(); number != last { // else a tick came early
 			if hours, number := l.o.History.tenantsJSON(); number != lastHours {
-				event, lastHours = with(event, "tenant_hours", hours), number
+				event, lastHours = appendField(event, "tenant_hours", hours), number
 			}
 			if last == 0 {
-				event = with(with(event, "may", mustJSON(mayOf(l.gate, r).String())), "history", l.o.History.json())
+				event = appendField(appendField(event, "may", mustJSON(mayOf(l.gate, r).String())), "history", l.o.History.json())
 			} else {
-				event = with(event, "history", mustJSON(l.o.History.points(recentPoints)))
+				event = appendField(event, "history", mustJSON(l.o.History.points(recentPoints)))
 			}
 			last = number
 			_ = c.SetWriteDeadline(time.Now().Add(cmp.Or(l.o.liveTimeout, liveTimeout)))

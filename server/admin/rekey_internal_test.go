@@ -25,14 +25,14 @@ func TestRekeyEndsForAClientThatTakesNothing(t *testing.T) {
 	left := 0
 	d := &deaf{ResponseRecorder: httptest.NewRecorder()}
 	a := &rekeyAnswer{w: d, answer: http.NewResponseController(d), leave: func() { left++ }}
-	a.say(rekeyLine{Status: "running"})
+	a.writeLine(rekeyLine{Status: "running"})
 	if until := time.Until(d.deadline); left != 1 || until <= 0 || until > rekeyWrite {
 		t.Errorf("left %d times, the deadline is in %v", left, until)
 	}
 	left = 0
 	plain := struct{ http.ResponseWriter }{httptest.NewRecorder()}
 	a = &rekeyAnswer{w: plain, answer: http.NewResponseController(plain), leave: func() { left++ }}
-	if a.say(rekeyLine{Status: "running"}); left != 0 {
+	if a.writeLine(rekeyLine{Status: "running"}); left != 0 {
 		t.Error("a writer that cannot be flushed ends the rekey")
 	}
 }

@@ -67,8 +67,8 @@ func (a *rekeyAnswer) note(n seal.RekeyStats) {
 	a.last = n
 }
 
-// say writes a line. A client that does not take it within rekeyWrite has left.
-func (a *rekeyAnswer) say(l rekeyLine) {
+// writeLine writes a line. A client that does not take it within rekeyWrite has left.
+func (a *rekeyAnswer) writeLine(l rekeyLine) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if !a.begun {
@@ -99,7 +99,7 @@ func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
 		a.mu.Lock()
 		n := a.last
 		a.mu.Unlock()
-		a.say(rekeyLine{RekeyStats: n, Status: "running"})
+		a.writeLine(rekeyLine{RekeyStats: n, Status: "running"})
 	}
 }
 
@@ -126,10 +126,10 @@ func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	status := http.StatusInternalServerError
 	switch {
 	case err == nil:
-		answer.say(rekeyLine{RekeyStats: n, Status: "ok"})
+		answer.writeLine(rekeyLine{RekeyStats: n, Status: "ok"})
 		return
 	case answer.begun:
-		answer.say(rekeyLine{RekeyStats: n, Status: "error", Error: err.Error()})
+		answer.writeLine(rekeyLine{RekeyStats: n, Status: "error", Error: err.Error()})
 		return
 	case errors.Is(err, server.ErrNoTier):
 		status = http.StatusNotFound

@@ -37,7 +37,7 @@ func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	limit := min(uint64(eventBatch), max(last, b.mu.tierAfter)-b.mu.tierAfter)
 	n, lost := b.o.Tiers.After(b.mu.tierAfter, b.mu.changes[:limit])
 	if lost {
-		b.mu.tierAfter, b.mu.strays = b.o.Tiers.Last(), strays{}
+		b.mu.tierAfter, b.mu.strays = b.o.Tiers.Last(), tierOnly{}
 		return false, &tier.Change{}
 	}
 	for i, c := range b.mu.changes[:n] {
@@ -63,12 +63,12 @@ func (b *Book) forgetTiers(s *namespaceState, c tier.Change) {
 	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 && (c.Tier == 0 || o.tier == c.Tier) })
 }
 
-// strays are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero strays is ready.
-type strays struct {
-	young, old map[kv.Hash][]stray // young ones become old together
+// tierOnly are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero tierOnly is ready.
+type tierOnly struct {
+	young, old map[kv.Hash][]tierOnlyChunk // young ones become old together
 }
 
-type stray struct {
+type tierOnlyChunk struct {
 	key  kv.Key
 	tier uint8
 }
@@ -76,9 +76,9 @@ type stray struct {
 // maxStrays bounds the chunks of each generation.
 const maxStrays = 4096
 
-func (x *strays) set(k *kv.Key, tier uint8, there bool) {
-	is := func(s stray) bool { return s.tier == tier && s.key == *k }
-	for _, of := range []map[kv.Hash][]stray{x.young, x.old} {
+func (x *tierOnly) set(k *kv.Key, tier uint8, there bool) {
+	is := func(s tierOnlyChunk) bool { return s.tier == tier && s.key == *k }
+	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.young, x.old} {
 		if list := of[k.Chunk]; slices.ContainsFunc(list, is) {
 			if list = slices.DeleteFunc(list, is); len(list) > 0 {
 				of[k.Chunk] = list
@@ -91,18 +91,18 @@ func (x *strays) set(k *kv.Key, tier uint8, there bool) {
 		return
 	}
 	if x.young == nil || len(x.young) >= maxStrays {
-		x.old, x.young = x.young, make(map[kv.Hash][]stray)
+		x.old, x.young = x.young, make(map[kv.Hash][]tierOnlyChunk)
 	}
 	if list := x.young[k.Chunk]; len(list) < maxStrayObjects {
-		x.young[k.Chunk] = append(list, stray{*k, tier})
+		x.young[k.Chunk] = append(list, tierOnlyChunk{*k, tier})
 	}
 }
 
 // forget forgets the objects of a tier.
-func (x *strays) forget(tier uint8) {
-	for _, of := range []map[kv.Hash][]stray{x.young, x.old} {
+func (x *tierOnly) forget(tier uint8) {
+	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.young, x.old} {
 		for hash, list := range of {
-			if list = slices.DeleteFunc(list, func(s stray) bool { return s.tier == tier }); len(list) > 0 {
+			if list = slices.DeleteFunc(list, func(s tierOnlyChunk) bool { return s.tier == tier }); len(list) > 0 {
 				of[hash] = list
 			} else {
 				delete(of, hash)
@@ -115,8 +115,8 @@ func (x *strays) forget(tier uint8) {
 const maxStrayObjects = 256
 
 // take calls f with the objects of a chunk that are known.
-func (x *strays) take(hash kv.Hash, f func(k *kv.Key, tier uint8)) {
-	for _, of := range []map[kv.Hash][]stray{x.old, x.young} {
+func (x *tierOnly) take(hash kv.Hash, f func(k *kv.Key, tier uint8)) {
+	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.old, x.young} {
 		list := of[hash]
 		delete(of, hash)
 		for i := range list {

@@ -92,7 +92,7 @@ type Book struct {
 
 		tierAfter uint64 // number of the last change of the tiers that was applied
 		changes   []tier.Change
-		strays    strays
+		strays    tierOnly
 
 		namespaces map[kv.Namespace]*namespaceState
 		tenants    map[tenantKey]*tenant
@@ -130,9 +130,9 @@ type tokens struct {
 type binding struct {
 	tokens
 	hash  kv.Hash
-	in    []*holding // a space each
-	whole []whole    // a family each that has all of it
-	pool  int        // objects in the pool
+	in    []*holding   // a space each
+	whole []wholeChunk // a family each that has all of it
+	pool  int          // objects in the pool
 
 	next, before *binding // in Book.mu.below; nil outside it
 }
@@ -156,8 +156,8 @@ func codeOf(world, rank, group int) uint32 {
 	return uint32(world)<<24 | uint32(rank)<<16 | uint32(group)&0xffff
 }
 
-// whole says that a family has all of a chunk.
-type whole struct {
+// wholeChunk says that a family has all of a chunk.
+type wholeChunk struct {
 	family *family
 	in     [media]bool
 	chunk  *Chunk // one for each tenant
@@ -288,7 +288,7 @@ func (b *Book) catchUp() {
 	b.expect(&batch)
 	for more := true; more; {
 		var lost bool
-		if more, lost = b.some(); lost {
+		if more, lost = b.applyBatch(); lost {
 			b.rescan()
 			more = true
 		}
@@ -304,9 +304,9 @@ func (b *Book) deferReaders(on bool) {
 	b.mu.deferred = on
 }
 
-// some applies some events of the tiers and the store. It applies a change of an object in a tier before a later removal of the object from
+// applyBatch applies some events of the tiers and the store. It applies a change of an object in a tier before a later removal of the object from
 // the pool: else the removal would forget the object's tokens.
-func (b *Book) some() (more, lost bool) {
+func (b *Book) applyBatch() (more, lost bool) {
 	last := b.source.LastEvent()
 	b.applyTierChanges()
 	b.mu.Lock()

@@ -82,7 +82,7 @@ func (b *Book) newBindingLocked(hash kv.Hash) *binding {
 	all := &struct {
 		binding
 		in    [1]*holding
-		whole [1]whole
+		whole [1]wholeChunk
 	}{}
 	bound := &all.binding
 	bound.hash, bound.in, bound.whole = hash, all.in[:0], all.whole[:0]
@@ -205,7 +205,7 @@ func (b *Book) dropLocked(s *namespaceState) {
 
 // judgeLocked finds out which media have a whole chunk of a family, and makes a record of what has changed.
 func (b *Book) judgeLocked(f *family, bound *binding) {
-	at := slices.IndexFunc(bound.whole, func(w whole) bool { return w.family == f })
+	at := slices.IndexFunc(bound.whole, func(w wholeChunk) bool { return w.family == f })
 	var was, is [media]bool
 	if at >= 0 {
 		was = bound.whole[at].in
@@ -229,13 +229,13 @@ func (b *Book) judgeLocked(f *family, bound *binding) {
 	}
 	if at < 0 {
 		at = len(bound.whole)
-		bound.whole = append(bound.whole, whole{family: f, chunk: c})
+		bound.whole = append(bound.whole, wholeChunk{family: f, chunk: c})
 	}
 	for m := range Medium(media) {
 		if is[m] == was[m] {
 			continue
 		}
-		tenant, model := bound.others(f, m)
+		tenant, model := bound.heldElsewhere(f, m)
 		bound.whole[at].in[m] = is[m]
 		if !tenant {
 			b.recordLocked(Record{Placed: Placed{c, m}, Removed: !is[m], OfModel: !model})
@@ -246,8 +246,8 @@ func (b *Book) judgeLocked(f *family, bound *binding) {
 	}
 }
 
-// others reports whether another family of the same tenant has the chunk in a medium, and whether one of the model has.
-func (bound *binding) others(f *family, m Medium) (tenant, model bool) {
+// heldElsewhere reports whether another family of the same tenant has the chunk in a medium, and whether one of the model has.
+func (bound *binding) heldElsewhere(f *family, m Medium) (tenant, model bool) {
 	for i := range bound.whole {
 		w := &bound.whole[i]
 		if w.family == f || !w.in[m] {

@@ -70,8 +70,8 @@ func sortBySalt(chunks []Placed) {
 // allows reports whether a client with a limit may see a message. One without a salt has no events of chunks.
 func (m *message) allows(l *auth.Limit) bool { return m.salt == nil || l.Allows(*m.salt) }
 
-// without returns m without its events, for a client that may not see them.
-func (p *Publisher) without(m message) message {
+// withoutEvents returns m without its events, for a client that may not see them.
+func (p *Publisher) withoutEvents(m message) message {
 	m.payload, m.salt = p.payload(nil), nil
 	return m
 }

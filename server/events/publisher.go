@@ -364,7 +364,7 @@ func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string)
 		p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
 		return
 	}
-	other := p.without(m)
+	other := p.withoutEvents(m)
 	p.pub.PublishTo(func(peer *zmtp.Peer) bool { return m.allows(p.limitOf(peer)) },
 		[][]byte{m.topic, sequenceFrame(m.sequence), m.payload}, [][]byte{other.topic, sequenceFrame(other.sequence), other.payload})
 }
@@ -407,11 +407,11 @@ func (p *Publisher) answer(peer *zmtp.Peer, m zmtp.Message) {
 	if string(m[1]) == snapshotRequest {
 		messages = p.snapshot(limit)
 	} else {
-		messages = p.from(number(m[1]), limit)
+		messages = p.messagesFrom(number(m[1]), limit)
 	}
 	for m := range messages {
 		if !m.allows(limit) {
-			m = p.without(m)
+			m = p.withoutEvents(m)
 		}
 		if !send(m) {
 			return
@@ -431,9 +431,9 @@ func number(b []byte) uint64 {
 	return binary.BigEndian.Uint64(full[:])
 }
 
-// from returns the messages from number start on, without a gap. It returns none when the first of them is not kept any more, except for
+// messagesFrom returns the messages from number start on, without a gap. It returns none when the first of them is not kept any more, except for
 // number 0: then it returns as many messages as were published, which together have all that is there.
-func (p *Publisher) from(start uint64, limit *auth.Limit) iter.Seq[message] {
+func (p *Publisher) messagesFrom(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
@@ -447,10 +447,10 @@ func (p *Publisher) from(start uint64, limit *auth.Limit) iter.Seq[message] {
 	case start == 0 && p.mu.next <= maxCompacted:
 		return p.compactedLocked(limit)
 	}
-	return none
+	return noMessages
 }
 
-func none(func(message) bool) {}
+func noMessages(func(message) bool) {}
 
 // maxCompacted bounds the messages of a replay from number 0 that are made for it.
 const maxCompacted = 1 << 18
@@ -461,7 +461,7 @@ func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	whole := visible(p.snapshotLocked(), limit)
 	n, topic := p.mu.next, p.mu.topic
 	if uint64(len(whole)) > n {
-		return none // more messages are needed than there are numbers: a snapshot can have them
+		return noMessages // more messages are needed than there are numbers: a snapshot can have them
 	}
 	return func(yield func(message) bool) {
 		for i, d := range whole {

@@ -75,7 +75,7 @@ func TestReadersWakeOncePerBatch(t *testing.T) {
 	n.book.deferReaders(true)
 	n.storeAll(prompt{model: "m", world: 1, tokens: make([]uint32, 3*chunkTokens)})
 	told := n.book.queue.take()
-	if more, lost := n.book.some(); more || lost {
+	if more, lost := n.book.applyBatch(); more || lost {
 		t.Fatal(more, lost)
 	}
 	n.book.learn(&told)

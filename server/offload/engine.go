@@ -27,20 +27,20 @@ const maxTenants = 1024
 
 // engine is one connection of an engine.
 type engine struct {
-	server   *Server
-	conn     *vllm.Conn
-	caller   access.Caller
-	hello    vllm.Hello
-	region   Region
-	instance int64 // names its stores; each connection has another one
-	since    time.Time
-	groups   *object.Groups
-	keys     []vllm.Key            // memory of the last Ask
-	spaces   map[space]named       // of the goroutine that reads
-	tenants  map[string]struct{}   // of spaces
-	stores   map[uint64][]transfer // of the goroutine that reads, by id
-	pending  sync.WaitGroup        // lookups that wait for the tier below or for checksums
-	figures  struct {
+	server     *Server
+	conn       *vllm.Conn
+	caller     access.Caller
+	hello      vllm.Hello
+	region     Region
+	instance   int64 // names its stores; each connection has another one
+	since      time.Time
+	groups     *object.Groups
+	keys       []vllm.Key            // memory of the last Ask
+	namespaces map[space]named       // of the goroutine that reads
+	tenants    map[string]struct{}   // of spaces
+	stores     map[uint64][]transfer // of the goroutine that reads, by id
+	pending    sync.WaitGroup        // lookups that wait for the tier below or for checksums
+	figures    struct {
 		lent   atomic.Int64 // bytes that lookups lend, also those on their way
 		stores atomic.Int64
 	}
@@ -48,7 +48,7 @@ type engine struct {
 	mu struct {
 		sync.Mutex
 		left  bool // the connection has ended
-		lent  map[uint64]lent
+		lent  map[uint64]loan
 		begun int // lookups that are not in lent yet
 	}
 }
@@ -66,8 +66,8 @@ type named struct {
 	layout string
 }
 
-// lent is what a lookup lends.
-type lent struct {
+// loan is what a lookup lends.
+type loan struct {
 	loan   *store.Loan
 	rows   uint32
 	bytes  int64
@@ -87,10 +87,10 @@ type transfer struct {
 func newEngine(s *Server, conn *vllm.Conn, caller access.Caller, hello vllm.Hello, region Region) *engine {
 	e := &engine{
 		server: s, conn: conn, caller: caller, hello: hello, region: region, instance: rand.Int64(), since: time.Now(),
-		groups: object.FullAttention(hello.ChunkTokens, hello.RowBytes),
-		spaces: make(map[space]named), tenants: make(map[string]struct{}), stores: make(map[uint64][]transfer),
+		groups:     object.FullAttention(hello.ChunkTokens, hello.RowBytes),
+		namespaces: make(map[space]named), tenants: make(map[string]struct{}), stores: make(map[uint64][]transfer),
 	}
-	e.mu.lent = make(map[uint64]lent)
+	e.mu.lent = make(map[uint64]loan)
 	return e
 }
 
@@ -141,7 +141,7 @@ func (e *engine) markLeft() {
 	e.mu.left = true
 }
 
-func (e *engine) takeAll() map[uint64]lent {
+func (e *engine) takeAll() map[uint64]loan {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	all := e.mu.lent
@@ -152,20 +152,20 @@ func (e *engine) takeAll() map[uint64]lent {
 
 // namespace returns the namespace of a tenant's rows of a group; false for what the engine cannot have.
 func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
-	if n, ok := e.spaces[space{string(tenant), group}]; ok {
+	if n, ok := e.namespaces[space{string(tenant), group}]; ok {
 		return n, true
 	}
 	if group >= uint32(e.hello.Groups) || kv.CheckSalt(string(tenant)) != nil { // a client of the engine chose the tenant
 		return named{}, false
 	}
 	if _, known := e.tenants[string(tenant)]; !known && len(e.tenants) >= maxTenants {
-		clear(e.spaces)
+		clear(e.namespaces)
 		clear(e.tenants)
 	}
 	e.tenants[string(tenant)] = struct{}{}
 	model, layout := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model]), e.hello.Fingerprint(group)
 	n := named{kv.NamespaceOf(model, string(tenant), layout), "vllm-" + kv.NamespaceOf("", "", layout).String()[:12]}
-	e.spaces[space{string(tenant), group}] = n
+	e.namespaces[space{string(tenant), group}] = n
 	return n, true
 }
 
@@ -212,7 +212,7 @@ func (e *engine) lookup(body []byte) error {
 		Most: int64(e.server.opts.Share * float64(e.server.store.Files().Bytes())), Lent: &e.figures.lent,
 	})
 	if err != nil { // too many transfers are in progress
-		e.keep(a.ID, lent{})
+		e.keep(a.ID, loan{})
 		return l.answer(nil)
 	}
 	if !x.Incomplete() {
@@ -253,7 +253,7 @@ func (e *engine) begin(id uint64) bool {
 }
 
 // keep notes what a lookup lends; false when that is nothing, when another lookup of that id was faster, or when the engine has left.
-func (e *engine) keep(id uint64, l lent) bool {
+func (e *engine) keep(id uint64, l loan) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.mu.begun--
@@ -320,7 +320,7 @@ func (l *found) answer(x *store.EachLookup) error {
 				rows++
 			}
 		}
-		if e.keep(l.id, lent{x.Loan, rows, x.Bytes, l.tenant}) {
+		if e.keep(l.id, loan{x.Loan, rows, x.Bytes, l.tenant}) {
 			e.server.n.hits.Add(uint64(rows))
 		} else {
 			for i := range l.places {
@@ -377,7 +377,7 @@ func (e *engine) release(body []byte) error {
 	return nil
 }
 
-func (e *engine) take(id uint64) (lent, bool) {
+func (e *engine) take(id uint64) (loan, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	l, ok := e.mu.lent[id]

@@ -65,7 +65,7 @@ func (s *Server) Tick() {
 	defer s.sweep.Unlock()
 	for _, r := range s.lost() {
 		why, gone := s.remove(&r)
-		s.settle(r, why, gone)
+		s.noteRegionEnd(r, why, gone)
 	}
 	if s.looks++; s.looks%strangersEvery == 1 {
 		s.noteStrangers(s.strangers())
@@ -129,8 +129,8 @@ func (s *Server) lost() []Region {
 	return slices.Clone(s.mu.left)
 }
 
-// settle notes what became of a region.
-func (s *Server) settle(r Region, why string, gone bool) {
+// noteRegionEnd notes what became of a region.
+func (s *Server) noteRegionEnd(r Region, why string, gone bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	i := slices.IndexFunc(s.mu.left, func(x Region) bool { return x.Name == r.Name && x.inode == r.inode })

@@ -55,7 +55,7 @@ func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
 		if !utf8.Valid(tag.Name) || !utf8.Valid(tag.Value) { // a label is a text
 			return t.other
 		}
-		if !t.may(k[0], owner) && !(t.sweep(now) && t.may(k[0], owner)) {
+		if !t.hasShare(k[0], owner) && !(t.sweep(now) && t.hasShare(k[0], owner)) {
 			return t.other
 		}
 		c = &tagCounts{owner: owner}
@@ -67,7 +67,7 @@ func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
 	return c
 }
 
-func (t *tags) may(name, owner string) bool {
+func (t *tags) hasShare(name, owner string) bool {
 	return t.names.MayCount(name, MaxTags) && t.owners.MayCount(owner, MaxTags)
 }
 

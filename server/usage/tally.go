@@ -77,8 +77,8 @@ type load struct {
 	worker      int64
 }
 
-// others are the workers that have no place of their own.
-var others = load{Other, Other, -1}
+// otherWorkers are the workers that have no place of their own.
+var otherWorkers = load{Other, Other, -1}
 
 // New returns a Tally with the figures of the empty names and of Other, so that all series are
 // there from the start.
@@ -145,7 +145,7 @@ func (t *Tally) Loaded(model string, salt []byte, worker int64, chunks int) {
 	k := load{model, string(salt), worker}
 	n := t.mu.loads[k]
 	if n == nil && (len(t.mu.loads) >= MaxLoads || !utf8.ValidString(model) || !utf8.Valid(salt)) {
-		k = others
+		k = otherWorkers
 		n = t.mu.loads[k]
 	}
 	if n == nil {
@@ -249,7 +249,7 @@ func (t *Tally) Stats() Stats {
 	}
 	for l, n := range t.mu.loads {
 		worker := strconv.FormatInt(l.worker, 10)
-		if l == others {
+		if l == otherWorkers {
 			worker = Other
 		}
 		out.Loaded[[3]string{l.model, l.salt, worker}] = n.Load()

@@ -102,8 +102,8 @@ func (r *Registry) foundClient(k *Client, p peercred.Process) {
 	delete(r.mu.clients, k)
 }
 
-// lives reports whether it is proved that the process of a worker runs.
-func (r *Registry) lives(in *Worker) bool {
+// isAlive reports whether it is proved that the process of a worker runs.
+func (r *Registry) isAlive(in *Worker) bool {
 	p, ended := in.Ended(r.gone)
 	return p != (peercred.Process{}) && !ended
 }
@@ -208,7 +208,7 @@ func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (silent []*W
 		if in.Pinged.Load() {
 			limit = reap
 		}
-		if limit > 0 && r.Silence(in, now) >= limit && !in.asleep.Load() && !r.lives(in) {
+		if limit > 0 && r.Silence(in, now) >= limit && !in.asleep.Load() && !r.isAlive(in) {
 			silent = append(silent, in)
 		}
 	}

@@ -246,7 +246,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		if l == nil { // it is asleep
 			return nil, ErrNoWorker
 		}
-		return l.alone()
+		return l.onlyLayout()
 	} else if !can {
 		return nil, ErrNoWorker
 	}
@@ -254,10 +254,10 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		all = own
 	}
 	if len(all.of) == 1 {
-		return all.of[0].alone()
+		return all.of[0].onlyLayout()
 	}
 	if l := all.ofClient(q.From); l != nil {
-		return l.alone()
+		return l.onlyLayout()
 	}
 	var left []*engineLayout
 	for _, known := range []bool{true, false} { // first layouts known to be vLLM's, else those that may be
@@ -273,11 +273,11 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 	if len(left) != 1 {
 		return nil, fmt.Errorf("%w: %s", ErrLayouts, all)
 	}
-	return left[0].alone()
+	return left[0].onlyLayout()
 }
 
-// alone returns the layout if lookups need no other knowledge.
-func (l *engineLayout) alone() (*engineLayout, error) {
+// onlyLayout returns the layout if lookups need no other knowledge.
+func (l *engineLayout) onlyLayout() (*engineLayout, error) {
 	if l.cutTwice() {
 		return nil, fmt.Errorf("%w: pipelines with unlike stages", ErrLayouts)
 	}
@@ -373,7 +373,7 @@ func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	defer r.mu.RUnlock()
 	if m := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]; m != nil {
 		for _, l := range m.of {
-			if l, err := l.alone(); err == nil {
+			if l, err := l.onlyLayout(); err == nil {
 				out = append(out, l.shard(q))
 			}
 		}

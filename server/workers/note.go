@@ -115,7 +115,7 @@ func DecodeNote(b []byte) (n Note, err error) {
 	if err := json.Unmarshal(b, &n); err != nil {
 		return Note{}, err
 	}
-	if !n.here() {
+	if !n.ofThisNamespace() {
 		for i := range n.Pages {
 			n.Pages[i].Since = 0
 		}
@@ -130,14 +130,14 @@ func (n *Note) Worker(i int) (*Saved, error) {
 	if err := json.Unmarshal(n.Workers[i], &w); err != nil {
 		return nil, err
 	}
-	if !n.here() {
+	if !n.ofThisNamespace() {
 		forget(w.Lent)
 		w.Process = peercred.Process{}
 	}
 	return &w, nil
 }
 
-func (n *Note) here() bool { return n.PIDs == peercred.Namespace() }
+func (n *Note) ofThisNamespace() bool { return n.PIDs == peercred.Namespace() }
 
 func forget(list []lent.Segment) {
 	for i := range list {

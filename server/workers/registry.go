@@ -43,7 +43,7 @@ type Registry struct {
 		gone      map[workerID]*Worker        // gone with transfers in progress
 		lenders   map[uint64][]*Worker        // by inode of a segment
 		mappings  map[access.Principal]int    // mapped segments, by the user or address they belong to
-		unknown   map[workerID]stranger       // unknown ones that got their false ping
+		unknown   map[workerID]unregisteredID // unknown ones that got their false ping
 		order     []workerID                  // of unknown, oldest first; see firstOfMost
 		clients   map[*Client]struct{}        // whose process is looked for
 		former    map[workerID]formerWorker   // of an earlier server, not taken over
@@ -106,7 +106,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.gone = make(map[workerID]*Worker)
 	r.mu.lenders = make(map[uint64][]*Worker)
 	r.mu.mappings = make(map[access.Principal]int)
-	r.mu.unknown = make(map[workerID]stranger)
+	r.mu.unknown = make(map[workerID]unregisteredID)
 	r.mu.clients = make(map[*Client]struct{})
 	r.mu.former = make(map[workerID]formerWorker)
 	r.mu.pages.of = make(map[workerID]page)
@@ -315,13 +315,13 @@ func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 		delete(r.mu.unknown, r.mu.order[i])
 		r.mu.order = slices.Delete(r.mu.order, i, i+1)
 	}
-	r.mu.unknown[who] = stranger{1, time.Now()}
+	r.mu.unknown[who] = unregisteredID{1, time.Now()}
 	r.mu.order = append(r.mu.order, who)
 	return false, false
 }
 
-// stranger is an id that pings and is not registered.
-type stranger struct {
+// unregisteredID is an id that pings and is not registered.
+type unregisteredID struct {
 	pings int
 	last  time.Time
 }

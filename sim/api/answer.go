@@ -53,19 +53,19 @@ func (q *sequence) stopReason() any {
 }
 
 type choice struct {
-	Index        int      `json:"index"`
-	Text         *string  `json:"text,omitempty"`
-	Message      *said    `json:"message,omitempty"`
-	Delta        *said    `json:"delta,omitempty"`
-	Logprobs     any      `json:"logprobs"`
-	PromptProbs  any      `json:"prompt_logprobs,omitempty"`
-	FinishReason *string  `json:"finish_reason"`
-	StopReason   any      `json:"stop_reason"`
-	TokenIDs     []uint32 `json:"token_ids,omitempty"`
-	PromptIDs    []uint32 `json:"prompt_token_ids,omitempty"`
+	Index        int          `json:"index"`
+	Text         *string      `json:"text,omitempty"`
+	Message      *chatMessage `json:"message,omitempty"`
+	Delta        *chatMessage `json:"delta,omitempty"`
+	Logprobs     any          `json:"logprobs"`
+	PromptProbs  any          `json:"prompt_logprobs,omitempty"`
+	FinishReason *string      `json:"finish_reason"`
+	StopReason   any          `json:"stop_reason"`
+	TokenIDs     []uint32     `json:"token_ids,omitempty"`
+	PromptIDs    []uint32     `json:"prompt_token_ids,omitempty"`
 }
 
-type said struct {
+type chatMessage struct {
 	Role    string     `json:"role,omitempty"`
 	Content *string    `json:"content,omitempty"`
 	Calls   []toolCall `json:"tool_calls,omitempty"`
@@ -199,9 +199,9 @@ func (n *answer) whole() {
 		c := choice{Index: q.index, FinishReason: &q.end.Reason, StopReason: q.stopReason(), Logprobs: n.body.probs(q, q.tokens, n.chat), PromptProbs: n.body.promptProbs(q)}
 		switch {
 		case n.chat && n.body.calls():
-			c.Message = &said{Role: "assistant", Calls: n.body.call(q.index, text)}
+			c.Message = &chatMessage{Role: "assistant", Calls: n.body.call(q.index, text)}
 		case n.chat:
-			c.Message = &said{Role: "assistant", Content: &text}
+			c.Message = &chatMessage{Role: "assistant", Content: &text}
 		default:
 			if n.body.Echo {
 				text = q.text + text
@@ -234,7 +234,7 @@ func (n *answer) open() {
 	for _, q := range n.seqs {
 		r, empty := n.response(n.object()), ""
 		if n.chat {
-			r.Choices = []choice{{Index: q.index, Delta: &said{Role: "assistant", Content: &empty}}}
+			r.Choices = []choice{{Index: q.index, Delta: &chatMessage{Role: "assistant", Content: &empty}}}
 		} else if r.Choices = []choice{{Index: q.index, Text: &q.text, Logprobs: n.body.probs(q, nil, false)}}; !n.body.Echo {
 			continue
 		}
@@ -255,9 +255,9 @@ func (n *answer) event(q *sequence, more []uint32, end *engine.End) bool {
 	c := choice{Index: q.index, Logprobs: n.body.probs(q, more, n.chat)}
 	switch {
 	case n.chat && n.body.calls():
-		c.Delta = &said{Calls: n.body.call(q.index, text)}
+		c.Delta = &chatMessage{Calls: n.body.call(q.index, text)}
 	case n.chat:
-		c.Delta = &said{Content: &text}
+		c.Delta = &chatMessage{Content: &text}
 	default:
 		c.Text = &text
 	}
@@ -294,7 +294,7 @@ func (n *answer) frame(index int) (before, behind []byte) {
 	text := mark
 	c := choice{Index: index}
 	if n.chat {
-		c.Delta = &said{Content: &text}
+		c.Delta = &chatMessage{Content: &text}
 	} else {
 		c.Text = &text
 	}

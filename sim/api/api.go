@@ -260,8 +260,8 @@ func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *a
 	return prefix + id, nil
 }
 
-// own returns the engine's id of an answer to a prompt of a request.
-func (a *API) own(shown string, chat bool, prompt, answer, answers int) string {
+// answerID returns the engine's id of an answer to a prompt of a request.
+func (a *API) answerID(shown string, chat bool, prompt, answer, answers int) string {
 	if !chat {
 		shown += fmt.Sprint("-", prompt)
 	} else if prompt > 0 {
@@ -322,7 +322,7 @@ func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]u
 			q := &sequence{index: len(seqs), prompt: tokens}
 			var err error
 			q.stream, err = a.e.Submit(ctx, engine.Request{
-				ID: a.own(shown, chat, i, k, b.answers()), Tokens: tokens, MaxTokens: limits[i], Priority: b.Priority, Salt: a.adapters.salt(b.Model, b.Salt),
+				ID: a.answerID(shown, chat, i, k, b.answers()), Tokens: tokens, MaxTokens: limits[i], Priority: b.Priority, Salt: a.adapters.salt(b.Model, b.Salt),
 				SkipCache: b.SkipCache, Params: params, Stop: b.StopIDs,
 			})
 			if err != nil {

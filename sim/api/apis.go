@@ -59,8 +59,8 @@ func (s *eventStream) comment() bool {
 	return s.rc.Flush() == nil
 }
 
-// one runs a request of one prompt and one answer. fail writes an error, delta a part of a stream, and whole the whole answer or its end.
-func (a *API) one(w http.ResponseWriter, r *http.Request, b *body, prompt []uint32, shown string, fail func(*apiError), s *eventStream, delta func(text string) bool, whole func(q *sequence)) {
+// runSingle runs a request of one prompt and one answer. fail writes an error, delta a part of a stream, and whole the whole answer or its end.
+func (a *API) runSingle(w http.ResponseWriter, r *http.Request, b *body, prompt []uint32, shown string, fail func(*apiError), s *eventStream, delta func(text string) bool, whole func(q *sequence)) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	seqs, bad := a.begin(ctx, r, b, [][]uint32{prompt}, 16, shown, true)
@@ -222,7 +222,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 	delta := func(text string) bool {
 		return s.event("response.output_text.delta", with(map[string]any{"delta": text, "logprobs": []any{}}))
 	}
-	a.one(w, r, &b.body, tokenize(chatText(conversation)), shown, fail, s, delta, func(q *sequence) {
+	a.runSingle(w, r, &b.body, tokenize(chatText(conversation)), shown, fail, s, delta, func(q *sequence) {
 		said := tokenText(q.tokens)
 		answer := object("completed")
 		if q.end.Reason != "stop" {
@@ -349,7 +349,7 @@ func (a *API) message(w http.ResponseWriter, r *http.Request) {
 	delta := func(text string) bool {
 		return s.event("content_block_delta", map[string]any{"index": 0, "delta": map[string]any{"type": "text_delta", "text": text}})
 	}
-	a.one(w, r, &b.body, prompt, shown, fail, s, delta, func(q *sequence) {
+	a.runSingle(w, r, &b.body, prompt, shown, fail, s, delta, func(q *sequence) {
 		usage := map[string]any{"input_tokens": len(q.prompt), "output_tokens": len(q.tokens), "cache_read_input_tokens": q.end.Cached}
 		reason := "max_tokens"
 		if q.end.Reason == "stop" {
@@ -413,7 +413,7 @@ func (a *API) generate(w http.ResponseWriter, r *http.Request) {
 		a.fail(w, bad)
 		return
 	}
-	a.one(w, r, &b.body, b.TokenIDs, shown, func(bad *apiError) { a.fail(w, bad) }, nil, nil, func(q *sequence) {
+	a.runSingle(w, r, &b.body, b.TokenIDs, shown, func(bad *apiError) { a.fail(w, bad) }, nil, nil, func(q *sequence) {
 		reply(w, 200, map[string]any{
 			"request_id": shown, "prompt_logprobs": nil, "kv_transfer_params": q.end.Params,
 			"choices": []any{map[string]any{"index": 0, "logprobs": nil, "finish_reason": q.end.Reason, "token_ids": q.tokens}},

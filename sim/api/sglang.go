@@ -269,7 +269,7 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 	var params *wire.KVTransferParams
 	var room string
 	if wrong == "" {
-		room, wrong = s.room(&q)
+		room, wrong = s.bootstrapRoom(&q)
 	}
 	if wrong != "" {
 		s.refuse(w, r, &q, wrong)
@@ -344,8 +344,8 @@ func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest
 	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
 }
 
-// room returns the request's room, and what is wrong with it.
-func (s *SGLang) room(q *sglangRequest) (room, wrong string) {
+// bootstrapRoom returns the request's room, and what is wrong with it.
+func (s *SGLang) bootstrapRoom(q *sglangRequest) (room, wrong string) {
 	if s.o.Mode == "null" {
 		return "", ""
 	}

@@ -15,9 +15,9 @@ type sequence struct {
 	tokens   int // generated
 }
 
-// alone schedules as SGLang does by default: prompts run first and alone, in chunks of the
+// prefillFirst schedules as SGLang does by default: prompts run first and alone, in chunks of the
 // token budget; decoding goes on when no prompt waits.
-type alone struct {
+type prefillFirst struct {
 	e        *engine
 	waiting  []*request
 	running  []*request
@@ -25,9 +25,9 @@ type alone struct {
 	reserved int        // tokens of KV
 }
 
-func (a *alone) busy() bool { return len(a.waiting)+len(a.running) > 0 }
+func (a *prefillFirst) busy() bool { return len(a.waiting)+len(a.running) > 0 }
 
-func (a *alone) add(q *request) error {
+func (a *prefillFirst) add(q *request) error {
 	p := a.e.run.o.Profile
 	if room := p.KVBlocks() * p.BlockTokens; q.Input+q.limit > min(room, p.MaxModel) {
 		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d, the model %d", q.Input, q.limit, room, p.MaxModel)
@@ -37,7 +37,7 @@ func (a *alone) add(q *request) error {
 	return nil
 }
 
-func (a *alone) begin() (w costmodel.Work, again bool) {
+func (a *prefillFirst) begin() (w costmodel.Work, again bool) {
 	p := a.e.run.o.Profile
 	room := p.KVBlocks()*p.BlockTokens - a.reserved
 	a.step = a.step[:0]
@@ -74,7 +74,7 @@ func (a *alone) begin() (w costmodel.Work, again bool) {
 	return w, false
 }
 
-func (a *alone) end(sched.Output) (tokens, ended []*request) {
+func (a *prefillFirst) end(sched.Output) (tokens, ended []*request) {
 	for _, q := range a.step {
 		q.alone.tokens++
 		if tokens = append(tokens, q); q.alone.tokens == q.limit {

@@ -256,7 +256,7 @@ func (r *run) addEngines() error {
 				}
 			}
 			if o.PrefillAlone {
-				e.core = &alone{e: e}
+				e.core = &prefillFirst{e: e}
 				continue
 			}
 			v, err := newVLLM(e)

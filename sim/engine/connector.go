@@ -44,11 +44,11 @@ type kvConnector interface {
 // the connector's index.
 func (e *Engine) Collect(reg *metrics.Registry, labels map[string]string) {
 	for i, c := range e.conns {
-		c.collect(reg, with(labels, "connector", i))
+		c.collect(reg, withLabel(labels, "connector", i))
 	}
 }
 
-func with(labels map[string]string, name string, value int) map[string]string {
+func withLabel(labels map[string]string, name string, value int) map[string]string {
 	out := maps.Clone(labels)
 	if out == nil {
 		out = make(map[string]string)

@@ -305,14 +305,14 @@ func (k *lmcacheConn) collect(reg *metrics.Registry, labels map[string]string) {
 	for i, cache := range k.caches {
 		of := labels
 		if len(k.caches) > 1 {
-			of = with(labels, "server", i)
+			of = withLabel(labels, "server", i)
 		}
 		metrics.AddWith(reg, of, cache.Stats)
 	}
 	for rank, w := range k.workers {
-		of := with(labels, "tp_rank", rank%k.e.o.KV.TPSize)
+		of := withLabel(labels, "tp_rank", rank%k.e.o.KV.TPSize)
 		if k.e.o.PPSize > 1 {
-			of = with(of, "pp_rank", rank/k.e.o.KV.TPSize)
+			of = withLabel(of, "pp_rank", rank/k.e.o.KV.TPSize)
 		}
 		metrics.AddWith(reg, of, w.Stats)
 	}

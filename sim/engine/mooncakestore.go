@@ -404,7 +404,7 @@ func (k *storeConn) collect(reg *metrics.Registry, labels map[string]string) {
 	metrics.AddWith(reg, labels, k.stats)
 	metrics.AddWith(reg, labels, k.sched.Stats)
 	for rank, w := range k.workers {
-		metrics.AddWith(reg, with(labels, "tp_rank", rank), w.Stats)
+		metrics.AddWith(reg, withLabel(labels, "tp_rank", rank), w.Stats)
 	}
 }
 

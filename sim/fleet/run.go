@@ -127,7 +127,7 @@ func play(ctx context.Context, o *Options, nodes int, withStore bool) (*run, err
 			err = cmp.Or(o.check(&q, r.p.Requests), r.bounded())
 		}
 		if err == nil {
-			err = r.until(ctx, q.Arrival)
+			err = r.advanceTo(ctx, q.Arrival)
 		}
 		if err != nil {
 			return nil, err
@@ -135,11 +135,11 @@ func play(ctx context.Context, o *Options, nodes int, withStore bool) (*run, err
 		r.now = max(r.now, q.Arrival)
 		r.arrive(&q)
 	}
-	return r, r.until(ctx, math.MaxInt64)
+	return r, r.advanceTo(ctx, math.MaxInt64)
 }
 
-// until lets everything happen that comes before a moment.
-func (r *run) until(ctx context.Context, moment time.Duration) error {
+// advanceTo lets everything happen that comes before a moment.
+func (r *run) advanceTo(ctx context.Context, moment time.Duration) error {
 	for len(r.events.list) > 0 && r.events.list[0].at < moment {
 		if r.happened++; r.happened%1024 == 0 && ctx.Err() != nil {
 			return ctx.Err()
@@ -264,7 +264,7 @@ func (r *run) readNext(n *node) {
 		}
 		if !r.store.Has(l.block) { // it went since the lookup
 			delete(n.loading, l.block)
-			r.land(l, false)
+			r.endLoad(l, false)
 			continue
 		}
 		n.begun = append(n.begun, r.now)
@@ -276,14 +276,14 @@ func (r *run) readNext(n *node) {
 			n.begun = n.begun[1:]
 			delete(n.loading, l.block)
 			n.ram.PutRun(1, func(int) int64 { return l.block })
-			r.land(l, true)
+			r.endLoad(l, true)
 			r.readNext(n)
 		})
 	}
 }
 
-// land lets the requests that wait for a block go on: it is there, or will not come.
-func (r *run) land(l *load, ok bool) {
+// endLoad lets the requests that wait for a block go on: it is there, or will not come.
+func (r *run) endLoad(l *load, ok bool) {
 	for _, w := range l.waiters {
 		w.q.hits[w.at] = ok
 		if w.q.pending--; w.q.pending == 0 {

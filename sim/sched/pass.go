@@ -195,7 +195,7 @@ func (p *pass) admit(r *Request) (skip, ok bool) {
 		if !r.arrived {
 			return true, true
 		}
-		s.land(r)
+		s.endLoad(r)
 	}
 	if r.stale > 0 && !r.dropStale {
 		return true, true
@@ -260,8 +260,8 @@ func (s *Scheduler) join(r *Request) {
 	s.prefills[r] = struct{}{}
 }
 
-// land ends r's load: what came counts as computed.
-func (s *Scheduler) land(r *Request) {
+// endLoad ends r's load: what came counts as computed.
+func (s *Scheduler) endLoad(r *Request) {
 	switch {
 	case !r.broken:
 		s.commit(r, r.done)

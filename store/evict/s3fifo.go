@@ -21,11 +21,11 @@ type S3FIFO struct {
 	ghosts   ghostQueue
 }
 
-// where says in which queue a slot is; aside from it while it was found busy.
-type where uint8
+// queueOf says in which queue a slot is; aside from it while it was found busy.
+type queueOf uint8
 
 const (
-	nowhere where = iota
+	nowhere queueOf = iota
 	small
 	main
 )
@@ -43,7 +43,7 @@ const maxWalk = 32
 // entry is the state of a slot.
 type entry struct {
 	older, newer uint32 // 1 + slot in the queue; 0 for its ends
-	of           where
+	of           queueOf
 	aside        bool  // out of its queue: busy when Victim looked
 	freq         uint8 // uses
 	weight       int64
@@ -147,7 +147,7 @@ func (p *S3FIFO) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool
 
 // Ascend implements Policy: the small queue first.
 func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
-	for _, of := range []where{small, main} {
+	for _, of := range []queueOf{small, main} {
 		for i := p.queues[of].oldest; i != 0; i = p.entry(i - 1).newer {
 			if !f(i - 1) {
 				return
@@ -157,7 +157,7 @@ func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
 }
 
 // enter puts a slot at the new end of a queue.
-func (p *S3FIFO) enter(slot uint32, e *entry, of where) {
+func (p *S3FIFO) enter(slot uint32, e *entry, of queueOf) {
 	p.clock++
 	e.of, e.came = of, p.clock
 	q := &p.queues[of]

@@ -91,7 +91,7 @@ func (t *Table) AddFormer(h *Hold, name uint64) {
 
 // FormerDue reports whether the time of a hold of an earlier server's worker is over.
 func (t *Table) FormerDue(now time.Time) bool {
-	return len(t.which(func(h *Hold) bool { return h.former && !now.Before(h.Deadline) })) > 0
+	return len(t.filter(func(h *Hold) bool { return h.former && !now.Before(h.Deadline) })) > 0
 }
 
 // AddLoan enters a hold that no commit ends: it lives until its deadline or its removal, and
@@ -248,7 +248,7 @@ func (t *Table) Commit(name Transfer, requestID []byte) (ended []*Hold, found, l
 
 // InProgress returns the holds with slots, oldest first.
 func (t *Table) InProgress() []*Hold {
-	return t.which(func(h *Hold) bool { return len(h.Slots) > 0 })
+	return t.filter(func(h *Hold) bool { return len(h.Slots) > 0 })
 }
 
 // Keeps reports whether h is in the table, with its slots.
@@ -259,8 +259,8 @@ func (t *Table) Keeps(h *Hold) bool {
 
 func older(a, b *Hold) int { return cmp.Compare(a.number, b.number) }
 
-// which returns the holds that f chooses, oldest first.
-func (t *Table) which(f func(*Hold) bool) (out []*Hold) {
+// filter returns the holds that f chooses, oldest first.
+func (t *Table) filter(f func(*Hold) bool) (out []*Hold) {
 	for _, o := range t.byPrepared {
 		for _, h := range o.holds {
 			if f(h) {
@@ -310,7 +310,7 @@ func (t *Table) Expire(now time.Time, keepFormer bool) (ended []*Hold) {
 			t.former[hash] = of
 		}
 	}
-	for _, h := range t.which(func(h *Hold) bool { return !now.Before(h.Deadline) && !(keepFormer && h.former) }) {
+	for _, h := range t.filter(func(h *Hold) bool { return !now.Before(h.Deadline) && !(keepFormer && h.former) }) {
 		if len(h.Slots) == 0 {
 			t.Remove(h)
 			continue

@@ -119,15 +119,15 @@ func (l *Log) Add(e *Ended) {
 // their requests from 0, so that several may have one id.
 func (l *Log) Of(request string, most int) []Ended {
 	id := maphash.String(seed, request)
-	return l.some(most, func(of uint64) bool { return of == id })
+	return l.latest(most, func(of uint64) bool { return of == id })
 }
 
 // Last returns the last lookups, the newest first, at most most.
 func (l *Log) Last(most int) []Ended {
-	return l.some(most, func(uint64) bool { return true })
+	return l.latest(most, func(uint64) bool { return true })
 }
 
-func (l *Log) some(most int, want func(id uint64) bool) []Ended {
+func (l *Log) latest(most int, want func(id uint64) bool) []Ended {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	out := []Ended{}

@@ -60,13 +60,13 @@ func NewMemory(p Sparse, rate int64, log *slog.Logger) *Memory {
 	}
 	m.provided.Store(p.Provided())
 	if err := p.Limit(m.provided.Load()); err != nil {
-		m.none(m.provided.Load(), err)
+		m.noteExhausted(m.provided.Load(), err)
 	}
 	return m
 }
 
-// none notes that the file system has no more than from bytes for the pool.
-func (m *Memory) none(from int64, err error) {
+// noteExhausted notes that the file system has no more than from bytes for the pool.
+func (m *Memory) noteExhausted(from int64, err error) {
 	why := fmt.Errorf("/dev/shm has no memory for the whole pool: %s of %s can be used (%w)",
 		kv.FormatBytes(from), kv.FormatBytes(m.pool.Bytes()), err)
 	if m.trouble.Swap(&why) == nil {
@@ -152,7 +152,7 @@ func (m *Memory) step(from int64) error {
 		err = m.pool.Limit(to)
 	}
 	if err != nil {
-		m.none(from, err)
+		m.noteExhausted(from, err)
 		return err
 	}
 	m.provided.Store(to)

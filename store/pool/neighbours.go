@@ -7,12 +7,12 @@ import "github.com/kvasir-kv/kvasir/internal/container"
 // regions lists the used slots of each stretch of the segment, so that what lies
 // near a place is found without a look at all.
 type regions struct {
-	bytes int64                        // of a region
-	heads []uint32                     // 1 + the first slot of each region, 0 for none
-	links container.PagedSlice[nearby] // by slot
+	bytes int64                            // of a region
+	heads []uint32                         // 1 + the first slot of each region, 0 for none
+	links container.PagedSlice[neighbours] // by slot
 }
 
-type nearby struct{ next, prev uint32 } // 1 + slot; 0 for none
+type neighbours struct{ next, prev uint32 } // 1 + slot; 0 for none
 
 // maxRegions bounds the number of regions; small pools have regions of 1 MiB.
 const maxRegions = 4096
@@ -25,7 +25,7 @@ func newRegions(poolBytes int64) regions {
 func (r *regions) add(s Slot, off int64) {
 	r.links.Grow(int(s) + 1)
 	head := &r.heads[off/r.bytes]
-	*r.links.At(int(s)) = nearby{next: *head}
+	*r.links.At(int(s)) = neighbours{next: *head}
 	if *head != 0 {
 		r.links.At(int(*head - 1)).prev = uint32(s) + 1
 	}

@@ -233,7 +233,7 @@ func (p *Pool) providing() {
 // Commit makes a staged slot resident and ends its writer's hold.
 func (p *Pool) Commit(s Slot) {
 	r := p.record(s)
-	p.must(s, r, Staged)
+	p.requireState(s, r, Staged)
 	p.account(Staged, r.offset(), r.length(), -1)
 	p.account(Resident, r.offset(), r.length(), 1)
 	r.set(Resident, 0)
@@ -304,7 +304,7 @@ func (p *Pool) account(state State, off, n int64, d int) {
 	p.count[state] += d
 }
 
-func (p *Pool) must(s Slot, r record, want State) {
+func (p *Pool) requireState(s Slot, r record, want State) {
 	if got := r.state(); got != want {
 		panic(fmt.Sprintf("BUG: pool: slot %d is in state %d, not %d", s, got, want))
 	}
@@ -347,7 +347,7 @@ func (p *Pool) Sum(s Slot) (uint64, bool) { return p.record(s).sum() }
 // restart.
 func (p *Pool) SetSum(s Slot, sum uint64) {
 	r := p.record(s)
-	p.must(s, r, Resident)
+	p.requireState(s, r, Resident)
 	off := headerBytes + int64(s)*recordBytes
 	p.index.Word(off + 104).Store(sum) // before the mark: a crash between leaves none
 	crashPoint()
@@ -365,7 +365,7 @@ func MarkOf(place string) uint32 {
 // place of that mark, or nowhere with 0.
 func (p *Pool) SetBelow(s Slot, mark uint32) {
 	r := p.record(s)
-	p.must(s, r, Resident)
+	p.requireState(s, r, Resident)
 	crashPoint()
 	p.index.Word(headerBytes + int64(s)*recordBytes + 112).Store(uint64(mark)<<belowShift | sumMark | uint64(r.generation()))
 }

@@ -88,7 +88,7 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 		}
 		seen[k] = true
 		for _, v := range []*float64{t.Value, t.Over} {
-			if v != nil && !t.Field.may(*v) {
+			if v != nil && !t.Field.isPossible(*v) {
 				return nil, fmt.Errorf("%s of tenant %q cannot be %g", t.Field, t.Salt, *v)
 			}
 		}
@@ -102,8 +102,8 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 	return d.Terms, nil
 }
 
-// may reports whether a field can have a value in some pool.
-func (f Field) may(v float64) bool {
+// isPossible reports whether a field can have a value in some pool.
+func (f Field) isPossible(v float64) bool {
 	if f == TTL {
 		return v == -1 || v >= 1 && v <= MaxTTL.Seconds()
 	}

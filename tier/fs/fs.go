@@ -195,8 +195,8 @@ func (d *Dir) setSum(fd int, a attr) error {
 	return nil
 }
 
-// once reports whether the warning what was not logged before.
-func (d *Dir) once(what string) bool {
+// firstWarning reports whether the warning what was not logged before.
+func (d *Dir) firstWarning(what string) bool {
 	_, said := d.warned.LoadOrStore(what, true)
 	return !said
 }
@@ -270,7 +270,7 @@ func (d *Dir) path(k kv.Key) (string, bool) {
 		return "", false
 	}
 	name, ok := FileName(n, k)
-	if !ok && d.once("name") {
+	if !ok && d.firstWarning("name") {
 		d.log.Warn("a model's chunks cannot be named as files, so they are not written; further models are not logged", "model", n.Model, "salt", n.Salt)
 	}
 	return filepath.Join(d.o.Path, name), ok

@@ -34,7 +34,7 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	if err != nil {
 		return fmt.Errorf("fs: %w", err)
 	}
-	if d.good(was, size, m.Len) {
+	if d.servesAll(was, size, m.Len) {
 		return nil
 	}
 	if was.Len == 0 && size > 0 && isLater(func(b []byte) (int, error) { return d.attrs.at(path, b) }) {
@@ -63,9 +63,9 @@ func (d *Dir) fileBytes(n int64) int64 {
 	return n
 }
 
-// good reports whether a file of size bytes serves all readers: it has an object of n bytes, and is padded
+// servesAll reports whether a file of size bytes serves all readers: it has an object of n bytes, and is padded
 // if Options.Pad asks for it.
-func (d *Dir) good(m tier.Meta, size, n int64) bool {
+func (d *Dir) servesAll(m tier.Meta, size, n int64) bool {
 	return m.Fits(n) && (size == n && !d.o.Pad || size == tier.Padded(n))
 }
 

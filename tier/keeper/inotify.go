@@ -101,12 +101,12 @@ func (w *inotify) read(out []event) ([]event, error) {
 		}
 		name, _, _ := bytes.Cut(b[unix.SizeofInotifyEvent:unix.SizeofInotifyEvent+length], []byte{0})
 		b = b[unix.SizeofInotifyEvent+length:]
-		out = w.one(watch, mask, string(name), out)
+		out = w.decodeEvent(watch, mask, string(name), out)
 	}
 	return out, nil
 }
 
-func (w *inotify) one(watch int32, mask uint32, name string, out []event) []event {
+func (w *inotify) decodeEvent(watch int32, mask uint32, name string, out []event) []event {
 	w.mu.Lock()
 	p, known := w.mu.dirs[watch]
 	if mask&unix.IN_IGNORED != 0 {

@@ -335,7 +335,7 @@ func (k *Keeper) applyEvents(batch []event) {
 			signal(k.again)
 			continue
 		}
-		k.one(e, sizes[i], now)
+		k.applyEvent(e, sizes[i], now)
 	}
 	k.wakeIfFull()
 }
@@ -348,8 +348,8 @@ func sizeOf(r *rootDir, name string) int64 {
 	return s.Size
 }
 
-// one applies an event. Callers hold k.mu.
-func (k *Keeper) one(e event, size, now int64) {
+// applyEvent applies an event. Callers hold k.mu.
+func (k *Keeper) applyEvent(e event, size, now int64) {
 	rank, leaf, _ := strings.Cut(e.dir, "/")
 	key, ok := idIn(rank, leaf, e.name)
 	if !ok || e.act == opened && (e.own || e.thread == 0 && k.lock.helping()) {
@@ -392,7 +392,7 @@ func (k *Keeper) one(e event, size, now int64) {
 		k.reserve.file = max(k.reserve.file, size)
 	}
 	if k.arranged {
-		k.books.touch(n, e.thread, now)
+		k.books.recordUse(n, e.thread, now)
 	} else {
 		k.books.file(n).usedAt = now
 	}

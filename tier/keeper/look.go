@@ -103,12 +103,12 @@ func (w *walker) in(parent int, dir string, ok func(name string) bool, f func(na
 		if w.ctx.Err() != nil {
 			return w.ctx.Err()
 		}
-		err = cmp.Or(err, w.one(parent, dir, name, f))
+		err = cmp.Or(err, w.readDirectory(parent, dir, name, f))
 	}
 	return err
 }
 
-func (w *walker) one(parent int, dir, name string, f func(name string, fd int) error) error {
+func (w *walker) readDirectory(parent int, dir, name string, f func(name string, fd int) error) error {
 	if w.made != nil {
 		w.made(path.Join(dir, name))
 	}
@@ -135,7 +135,7 @@ func (w *walker) rank(rank string, fd int) error {
 	for range min(4, runtime.GOMAXPROCS(0)) {
 		wg.Go(func() {
 			for top := range next {
-				if err := w.one(fd, rank, top, func(_ string, at int) error { return w.top(rank, top, at) }); err != nil {
+				if err := w.readDirectory(fd, rank, top, func(_ string, at int) error { return w.top(rank, top, at) }); err != nil {
 					errs <- err
 				}
 			}
@@ -256,7 +256,7 @@ func (k *Keeper) enterFiles(r *rootDir, rank string, files []found, number uint3
 			}
 			n = k.books.add(dir, e.id, e.name, e.size, e.usedAt)
 			if k.arranged { // the file was written since the last look
-				k.books.touch(n, 0, e.usedAt)
+				k.books.recordUse(n, 0, e.usedAt)
 				k.books.file(n).counted = true
 				k.books.dirs[dir].wrote(1, e.size)
 				came = append(came, *e)
@@ -269,7 +269,7 @@ func (k *Keeper) enterFiles(r *rootDir, rank string, files []found, number uint3
 			if !future && e.usedAt > f.usedAt+int64(time.Second/time.Microsecond) { // a read that no event reported
 				k.books.dirs[dir].reads++
 				k.books.dirs[dir].readBytes += e.size
-				k.books.touch(n, 0, e.usedAt)
+				k.books.recordUse(n, 0, e.usedAt)
 			}
 		}
 		k.books.file(n).look = number

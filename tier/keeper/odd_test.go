@@ -142,7 +142,7 @@ func TestClockStepsBack(t *testing.T) {
 	at := time.Now()
 	add := func(i byte) uint32 {
 		n := b.add(0, id{hash: [32]byte{i}, bytes: 32}, "", 1, at.UnixMicro())
-		b.touch(n, 7, at.UnixMicro())
+		b.recordUse(n, 7, at.UnixMicro())
 		return n
 	}
 	first := add(1)

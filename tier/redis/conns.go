@@ -143,9 +143,9 @@ func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Con
 	}
 	result := unknown // if f panics
 	defer func() { s.settle(trial, result) }()
-	reused, err := s.once(ctx, p, bytes, false, trial, f)
+	reused, err := s.tryOnce(ctx, p, bytes, false, trial, f)
 	if reused && isGone(err) && ctx.Err() == nil {
-		_, err = s.once(ctx, p, bytes, true, trial, f)
+		_, err = s.tryOnce(ctx, p, bytes, true, trial, f)
 	}
 	result = judge(ctx, err)
 	return err
@@ -161,8 +161,8 @@ func isGone(err error) bool {
 	return !refused && !(ok && timeout.Timeout()) && !isOurs(err) && !errors.Is(err, syscall.EFAULT)
 }
 
-// once calls f with one connection and reports whether the connection was an idle one.
-func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
+// tryOnce calls f with one connection and reports whether the connection was an idle one.
+func (s *server) tryOnce(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
 	c, reused, err := p.take(ctx, fresh, func() error {
 		if trial {
 			return nil

@@ -102,7 +102,7 @@ func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 		t.memory.put(addr, u)
 	}
 	if !u.known {
-		if t.once("memory") {
+		if t.firstWarning("memory") {
 			t.log.Warn("Redis does not report its memory, so nothing is written: let the user call INFO", "addr", addr)
 		}
 		return fmt.Errorf("%w: %s does not report its memory", tier.ErrNotKept, addr)
@@ -111,7 +111,7 @@ func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 		return fmt.Errorf("%w: %w: %s uses %d bytes of %d", tier.ErrNotKept, tier.ErrFull, addr, u.used, t.o.Limit)
 	}
 	if t.o.Layout == RESP && u.limit > 0 && float64(u.used+bytes) > respShare*float64(u.limit) {
-		if t.once("full") {
+		if t.firstWarning("full") {
 			t.log.Warn("Redis is nearly full: nothing is added, because LMCache's resp adapter does not survive a full one", "addr", addr, "used", u.used, "limit", u.limit)
 		}
 		return fmt.Errorf("%w: %w: %s uses %d bytes of its %d", tier.ErrNotKept, tier.ErrFull, addr, u.used, u.limit)
@@ -163,7 +163,7 @@ func (t *Tier) look(ctx context.Context) error {
 			continue
 		}
 		of[s.addr] = u
-		if t.o.Layout == RESP && u.limit > 0 && u.evicts && t.once("evicts") {
+		if t.o.Layout == RESP && u.limit > 0 && u.evicts && t.firstWarning("evicts") {
 			t.log.Warn("Redis evicts objects when it is full: LMCache's resp adapter (0.5.6) may then hang", "addr", s.addr, "limit", u.limit)
 		}
 	}

@@ -154,8 +154,8 @@ func Open(o Options) (*Tier, error) {
 	return t, nil
 }
 
-// once reports whether the warning what was not logged before.
-func (t *Tier) once(what string) bool {
+// firstWarning reports whether the warning what was not logged before.
+func (t *Tier) firstWarning(what string) bool {
 	_, said := t.warned.LoadOrStore(what, true)
 	return !said
 }
@@ -199,7 +199,7 @@ func (t *Tier) refusal(err error) error {
 		if code == "READONLY" {
 			t.refresh()
 		}
-		if t.once(code) {
+		if t.firstWarning(code) {
 			t.log.Warn("Redis refuses writes: its objects are served, and none is added", "err", err)
 		}
 		why := tier.ErrReadOnly
@@ -221,7 +221,7 @@ func (t *Tier) lmcacheName(k kv.Key) (string, bool) {
 		return "", false
 	}
 	name, ok := n.LMCache(k)
-	if !ok && t.once("name "+n.Model) {
+	if !ok && t.firstWarning("name "+n.Model) {
 		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return t.before() + name, ok

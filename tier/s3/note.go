@@ -71,7 +71,7 @@ func (t *Tier) SetNote(ctx context.Context, text []byte) error {
 	if hidden {
 		fields = append(fields, aws.Field{Name: "if-none-match", Value: "*"})
 	}
-	err := t.do(ctx, &request{kind: kindPut, name: t.o.Prefix + tier.NoteName, fields: fields, body: text}, nothing)
+	err := t.do(ctx, &request{kind: kindPut, name: t.o.Prefix + tier.NoteName, fields: fields, body: text}, discardAnswer)
 	if hidden && status(err) == http.StatusPreconditionFailed {
 		return errHidden
 	}

@@ -68,7 +68,7 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 	if t.noList.on() && status(refused) == http.StatusForbidden {
 		return nil
 	}
-	err := t.do(ctx, &request{kind: kindGet, name: name, fields: header(nil, "range", "bytes=0-0")}, nothing)
+	err := t.do(ctx, &request{kind: kindGet, name: name, fields: header(nil, "range", "bytes=0-0")}, discardAnswer)
 	switch {
 	case err == nil && status(refused) == http.StatusNotFound: // another client wrote it meanwhile
 		return nil
@@ -271,7 +271,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 
 // deleteNamed deletes the object of a name. A missing object is no error.
 func (t *Tier) deleteNamed(ctx context.Context, name string) error {
-	err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
+	err := t.do(ctx, &request{kind: kindDelete, name: name}, discardAnswer)
 	if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {
 		err = nil
 	}

@@ -234,8 +234,8 @@ func (e *Error) read(body []byte) {
 	}
 }
 
-// nothing reads an answer and ignores its content.
-func nothing(a *http1.Response) error {
+// discardAnswer reads an answer and ignores its content.
+func discardAnswer(a *http1.Response) error {
 	_, err := a.ReadAll(maxDocument)
 	return err
 }

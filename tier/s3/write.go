@@ -53,7 +53,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		var was object
 		was, err = t.look(ctx, name)
 		has := t.known(k, was.length, was.meta)
-		if err != nil || t.keeps(m, has) {
+		if err != nil || t.isStored(m, has) {
 			return err
 		}
 		if isLater(was.meta) {
@@ -80,9 +80,9 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return fmt.Errorf("%w: other clients write or delete it, or it exists and cannot be read: %w", tier.ErrNotKept, err)
 }
 
-// keeps reports whether an object m need not be written, because the bucket has an object of the same length
+// isStored reports whether an object m need not be written, because the bucket has an object of the same length
 // under its name that does not live longer.
-func (t *Tier) keeps(m, has tier.Meta) bool {
+func (t *Tier) isStored(m, has tier.Meta) bool {
 	return has.Len == m.Len && has.Seal == m.Seal && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }
 
@@ -131,7 +131,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		if l.length > t.o.Upload {
 			return t.upload(ctx, name, fields, condition, src, part)
 		}
-		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src, flow: tier.FlowOf(ctx)}, nothing)
+		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src, flow: tier.FlowOf(ctx)}, discardAnswer)
 	}
 	err := write(condition)
 	if condition != nil && (status(err) == http.StatusNotImplemented || hasCode(err, "NotImplemented")) {
@@ -176,7 +176,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 		if err != nil {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortTime)
 			defer cancel()
-			_ = t.do(ctx, &request{kind: kindDelete, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID})}, nothing)
+			_ = t.do(ctx, &request{kind: kindDelete, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID})}, discardAnswer)
 		}
 	}()
 	size, flow := int64(len(src)), tier.FlowOf(ctx)
@@ -187,7 +187,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 			if tags[i] = a.Field("Etag"); tags[i] == "" {
 				return fmt.Errorf("%w: a part without an ETag", errAnswer)
 			}
-			return nothing(a)
+			return discardAnswer(a)
 		})
 	})
 	if err != nil {

@@ -223,8 +223,8 @@ func (o *opening) begin(m tier.Meta) {
 	}
 }
 
-// got records that src[from:to] was read.
-func (o *opening) got(from, to int64) {
+// recordRead records that src[from:to] was read.
+func (o *opening) recordRead(from, to int64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.mu.useless || !o.mu.begun || from >= to {

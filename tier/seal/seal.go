@@ -268,7 +268,7 @@ func (t *Tier) readSealedOnce(ctx context.Context, k kv.Key, dst []byte) (tier.M
 	buf := takeBuffer(sealedBytes(int64(len(dst))))
 	defer giveBuffer(buf)
 	o := newOpening(t.keys.ring(), &k, dst, buf.b)
-	m, err := t.of.Read(tier.WithFlow(ctx, &tier.Flow{Begin: o.begin, Got: o.got}), k, buf.b)
+	m, err := t.of.Read(tier.WithFlow(ctx, &tier.Flow{Begin: o.begin, Got: o.recordRead}), k, buf.b)
 	opened := o.end(err == nil, m)
 	if e, ok := errors.AsType[*tier.CorruptError](err); ok {
 		got := tier.Meta{Len: plainBytes(e.Got.Len)}

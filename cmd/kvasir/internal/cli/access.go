@@ -153,8 +153,8 @@ func (f *accessFlags) check(exposed []exposure, listeners ...string) error {
 	return err
 }
 
-// of returns the options of the gate of an HTTP listener.
-func (a *access) of(listener string) auth.Options {
+// gateOptions returns the options of the gate of an HTTP listener.
+func (a *access) gateOptions(listener string) auth.Options {
 	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Certificates: a.listed, Unlisted: a.unlisted, Log: a.log}
 }
 

@@ -131,7 +131,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 		return err
 	}
 	defer a.watch()()
-	o.Log, o.Access, o.TLS, o.Version = e.log, a.of("http"), a.tls, Version()
+	o.Log, o.Access, o.TLS, o.Version = e.log, a.gateOptions("http"), a.tls, Version()
 	r, err := bootstrap.Open(o)
 	if err != nil {
 		return err

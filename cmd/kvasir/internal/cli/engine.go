@@ -282,7 +282,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 		return errors.Join(err, listener.Close())
 	}
 	defer func() { err = errors.Join(err, eng.Close()) }()
-	guards := a.of("http")
+	guards := a.gateOptions("http")
 	guards.Need = engineNeed
 	gate := auth.New(guards)
 	figures := func(r *metrics.Registry) {

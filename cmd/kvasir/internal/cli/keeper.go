@@ -154,7 +154,7 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 		if err != nil {
 			return takeover.ExplainListen(err, "--host", "--http-port")
 		}
-		web := httpserver.NewServer(keeperPages(k, a.of("http"), figures))
+		web := httpserver.NewServer(keeperPages(k, a.gateOptions("http"), figures))
 		go func() { ended <- a.serve(web, httpserver.Limit(l, httpserver.MaxConns)) }()
 		defer func() {
 			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)

@@ -286,7 +286,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	registry := metrics.New(Version())
 	metrics.Add(registry, p.Stats)
 	so := proxytool.Server{
-		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, TLS: a.tls, Gate: proxytool.Gate(a.of("api")), AdminGate: proxytool.AdminGate(a.of("admin"), c.AdminToken),
+		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, TLS: a.tls, Gate: proxytool.Gate(a.gateOptions("api")), AdminGate: proxytool.AdminGate(a.gateOptions("admin"), c.AdminToken),
 		AllowHosts: c.AllowHost, Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
 	metrics.AddWith(registry, map[string]string{"listener": "api"}, so.Gate.Stats)

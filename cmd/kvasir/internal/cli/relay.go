@@ -127,7 +127,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	registry := metrics.New(Version())
 	metrics.Add(registry, pushes.Stats)
 	metrics.Add(registry, r.Stats)
-	guards := a.of("http")
+	guards := a.gateOptions("http")
 	guards.Need = relayNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)

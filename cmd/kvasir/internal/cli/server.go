@@ -484,7 +484,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if err != nil {
 		return err
 	}
-	gate := c.access.of("http")
+	gate := c.access.gateOptions("http")
 	gate.Keys, gate.Tenants = keys, c.tenants
 	defer c.access.watch()()
 	defer watchTenants(c.tenants, e.log)()

@@ -135,7 +135,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	}
 	registry := metrics.New(Version())
 	metrics.Add(registry, node.Stats)
-	guards := a.of("http")
+	guards := a.gateOptions("http")
 	guards.Need = pagesNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)

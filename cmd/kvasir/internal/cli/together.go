@@ -30,7 +30,7 @@ func runTogether(ctx context.Context, log *slog.Logger, parts ...runPart) error 
 	var started []*runningPart
 	var errs []error
 	for i := range parts {
-		if ctx.Err() != nil || slices.ContainsFunc(started, (*runningPart).over) {
+		if ctx.Err() != nil || slices.ContainsFunc(started, (*runningPart).hasEnded) {
 			break
 		}
 		r, ready := startPart(&parts[i], ended)
@@ -74,8 +74,8 @@ type runningPart struct {
 	err    error
 }
 
-// over reports whether the part has ended.
-func (r *runningPart) over() bool {
+// hasEnded reports whether the part has ended.
+func (r *runningPart) hasEnded() bool {
 	select {
 	case <-r.done:
 		return true

@@ -46,7 +46,7 @@ type checking struct {
 	faults  []string // the sentences about what does not work
 }
 
-func (c *checking) say(format string, args ...any) {
+func (c *checking) printf(format string, args ...any) {
 	fmt.Fprintf(c.w, format+"\n", args...)
 }
 
@@ -54,7 +54,7 @@ func (c *checking) say(format string, args ...any) {
 func (c *checking) fault(v Verdict, format string, args ...any) {
 	c.verdict = max(c.verdict, v)
 	c.faults = append(c.faults, fmt.Sprintf(format, args...))
-	c.say(format, args...)
+	c.printf(format, args...)
 }
 
 // CheckTier tries every operation that a server needs of a tier, with objects of its own that it removes: it asks, writes, reads,
@@ -68,10 +68,10 @@ func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Sou
 func TierFaults(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) (Verdict, []string) {
 	c := &checking{w: w}
 	if place, err := adapter.PlaceOf(text); err == nil {
-		c.say("Objects go to %s.", printable(safelog.HideLogin(place)))
+		c.printf("Objects go to %s.", printable(safelog.HideLogin(place)))
 	}
 	names := tier.NewNames()
-	err := with(text, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(t tier.Tier) error {
+	err := withTier(text, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(t tier.Tier) error {
 		c.t = t
 		c.run(ctx, names, size, objects)
 		return nil
@@ -106,7 +106,7 @@ func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objec
 		c.fault(Useless, "The tier does not answer: %s.", printable(oneLine(err)))
 		return
 	}
-	c.say("The tier answers: a lookup of one chunk takes %s.", took.Round(10*time.Microsecond))
+	c.printf("The tier answers: a lookup of one chunk takes %s.", took.Round(10*time.Microsecond))
 	b := make([]byte, size)
 	_, _ = rand.Read(b)
 	m := tier.Meta{Len: size, Sum: xxh3.Hash(b)}
@@ -125,7 +125,7 @@ func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objec
 	if written == 0 {
 		return
 	}
-	c.say("This user may write: %d objects of %s at %s.", written, kv.FormatBytes(size), speed(int64(written)*size, writing))
+	c.printf("This user may write: %d objects of %s at %s.", written, kv.FormatBytes(size), speed(int64(written)*size, writing))
 	got, unsummed := make([]byte, size), false
 	for _, k := range keys[:written] {
 		var meta tier.Meta
@@ -141,11 +141,11 @@ func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objec
 		}
 		reading, unsummed = reading+took, unsummed || meta.NoSum
 	}
-	c.say("This user may read, and reads what was written, at %s.", speed(int64(written)*size, reading))
+	c.printf("This user may read, and reads what was written, at %s.", speed(int64(written)*size, reading))
 	if unsummed {
-		c.say("Objects have no checksum here: a damaged one of the right length is served.")
+		c.printf("Objects have no checksum here: a damaged one of the right length is served.")
 	} else {
-		c.say("Objects have checksums: a damaged one is a miss.")
+		c.printf("Objects have checksums: a damaged one is a miss.")
 	}
 }
 
@@ -187,7 +187,7 @@ func (c *checking) remove(ctx context.Context, keys []kv.Key, call func(func(con
 	case left > 0:
 		c.fault(Partial, "%d objects of model %s stay: nothing is deleted in this layout, or not by this user.", left, checkModel)
 	default:
-		c.say("This user may delete: the objects of the check are gone.")
+		c.printf("This user may delete: the objects of the check are gone.")
 	}
 }
 

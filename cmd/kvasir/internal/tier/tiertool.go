@@ -29,10 +29,10 @@ import (
 
 // With calls f with a tier that it opens and closes: TYPE:PATH, or an --l2-adapter.
 func With(text string, keys seal.Source, log *slog.Logger, f func(tier.Tier) error) error {
-	return with(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true, Keys: keys}, f)
+	return withTier(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true, Keys: keys}, f)
 }
 
-func with(text string, o adapter.Options, f func(tier.Tier) error) error {
+func withTier(text string, o adapter.Options, f func(tier.Tier) error) error {
 	t, err := adapter.OpenOne(text, o)
 	if err != nil {
 		return fmt.Errorf("%s: %s", adapter.Text(text), strings.ReplaceAll(err.Error(), "\n", "; "))
@@ -44,8 +44,8 @@ func with(text string, o adapter.Options, f func(tier.Tier) error) error {
 // when it is not there.
 func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, keys seal.Source, from, to string) error {
 	names := tier.NewNames()
-	return with(from, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(a tier.Tier) error {
-		return with(to, adapter.Options{Names: names, Log: log, Keys: keys}, func(b tier.Tier) error { return Copy(ctx, r, a, b, names) })
+	return withTier(from, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(a tier.Tier) error {
+		return withTier(to, adapter.Options{Names: names, Log: log, Keys: keys}, func(b tier.Tier) error { return Copy(ctx, r, a, b, names) })
 	})
 }
 
@@ -220,7 +220,7 @@ type verified struct {
 }
 
 func (n *verified) err() error {
-	return errors.Join(several(ErrDamaged, n.Damaged-n.Removed), several(ErrUnread, n.Unread))
+	return errors.Join(errorOfObjects(ErrDamaged, n.Damaged-n.Removed), errorOfObjects(ErrUnread, n.Unread))
 }
 
 // verify calls fault for each object that is damaged, or was not read.
@@ -278,8 +278,8 @@ func isCorrupt(err error) bool {
 	return ok
 }
 
-// several is an error of n objects, nil for none.
-func several(err error, n int64) error {
+// errorOfObjects is an error of n objects, nil for none.
+func errorOfObjects(err error, n int64) error {
 	if n == 0 {
 		return nil
 	}
@@ -497,7 +497,7 @@ func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Nam
 		return nil
 	})
 	r.so(&n, err == nil)
-	return errors.Join(err, several(ErrUnread, n.Unread), several(ErrNotTaken, n.Refused))
+	return errors.Join(err, errorOfObjects(ErrUnread, n.Unread), errorOfObjects(ErrNotTaken, n.Refused))
 }
 
 // isThere reports whether a tier has an object of the same length and checksum; false if the tier does not answer.

@@ -33,7 +33,7 @@ func (r *run) cold(ctx context.Context, g *group) {
 		r.failed(name, err)
 		return
 	}
-	r.apart(name, r.first, g, got)
+	r.checkSalts(name, r.first, g, got)
 }
 
 // warm checks the engine's second answers, when it has the prompts in its own cache.
@@ -114,7 +114,7 @@ func (r *run) second(ctx context.Context, g, below *group, salt string) error {
 		r.failed(otherSalt, err)
 	} else {
 		r.learn(ctx, e, g, other)
-		r.apart(otherSalt, e, g, computed)
+		r.checkSalts(otherSalt, e, g, computed)
 	}
 	if cached := e.cached(got); cached < 0 {
 		r.notTested(name, saysNothing)

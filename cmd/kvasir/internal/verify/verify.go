@@ -135,7 +135,7 @@ func Run(ctx context.Context, o Options) (*Report, *Kept, error) {
 	if o.Kept != nil {
 		err = r.expect(ctx, o.Kept)
 	} else {
-		kept, err = r.all(ctx)
+		kept, err = r.runSteps(ctx)
 	}
 	if kept == nil {
 		r.cleanUp(context.WithoutCancel(ctx))
@@ -263,8 +263,8 @@ func (r *run) check(name string, g *group, got []Answer, restored int, none stri
 	r.step(s)
 }
 
-// apart checks that an engine computes prompts under a salt that never sent them, and measures the noise of cold runs by the answers.
-func (r *run) apart(name string, e *engine, g *group, got []Answer) {
+// checkSalts checks that an engine computes prompts under a salt that never sent them, and measures the noise of cold runs by the answers.
+func (r *run) checkSalts(name string, e *engine, g *group, got []Answer) {
 	s := Step{Name: name, Status: Passed, Prompts: len(got)}
 	cached := e.cached(got)
 	switch {
@@ -286,8 +286,8 @@ func (r *run) apart(name string, e *engine, g *group, got []Answer) {
 
 const saysNothing = "the engine does not report cached_tokens (vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report)"
 
-// all makes every step that can be made.
-func (r *run) all(ctx context.Context) (*Kept, error) {
+// runSteps makes every step that can be made.
+func (r *run) runSteps(ctx context.Context) (*Kept, error) {
 	salt, err := r.newSalt()
 	if err != nil {
 		return nil, err
