@@ -329,10 +329,10 @@ func TestCommandOfKeysMustSayTwiceThatAKeyIsGone(t *testing.T) {
 			t.Errorf("after %q: %v, want %v", text, k.IDs(), ids)
 		}
 	}
-	reload(one, one+two, "something else", one, two) // the first output was incomplete
-	reload(two+one, "", "", two, one)                // only the order changes
-	reload(two, "", "", two)                         // a key is gone
-	reload(one+two, "", "", one, two)                // a key comes
+	reload(one, one+two, "another text", one, two) // the first output was incomplete
+	reload(two+one, "", "", two, one)              // only the order changes
+	reload(two, "", "", two)                       // a key is gone
+	reload(one+two, "", "", one, two)              // a key comes
 	reload("# none\n", "", "no key", one, two)
 	if text, err := os.ReadFile(runs); err != nil || len(text) != 1+2+1+2+1+1 {
 		t.Errorf("the command ran %d times, %v", len(text), err)
@@ -369,7 +369,7 @@ func TestKeysAreReadAgain(t *testing.T) {
 	reload(two[:40], 1, "line 1")
 	reload(two+one[:64], 1, "last line") // otherwise a rekey with the former key would report that all is done
 	reload("# none\n", 1, "no entry")
-	reload(two, 1, "1 of the keys") // a key would be gone: only Watch accepts that
+	reload(two, 1, "1 keys in use") // a key would be gone: only Watch accepts that
 	if k.IDs()[0] != first {
 		t.Error("a key is gone at once")
 	}
