@@ -72,7 +72,7 @@ type needs struct {
 	tried   []*backend
 }
 
-// need is the part of want that decides which engines can take a request. Requests of one need wait for each other; requests of another
+// need is the part of needs that decides which engines can take a request. Requests of one need wait for each other; requests of another
 // need do not wait behind them.
 type need struct {
 	kind                 kind

@@ -226,7 +226,7 @@ func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error 
 // observe sets f as the function that is called with the end of each lookup, read and write of the tier itself.
 func (b *Bounding) observe(f func(write bool, err error)) { b.onCall = f }
 
-// seen reports the end of a call to b.saw. If the tier itself rests, as a Redis tier does after failures, the
+// seen reports the end of a call to b.onCall. If the tier itself rests, as a Redis tier does after failures, the
 // observer sees its error, although the caller sees a miss.
 func (b *Bounding) seen(write bool, err error) error {
 	if b.onCall != nil {

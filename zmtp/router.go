@@ -40,7 +40,7 @@ type RouterOptions struct {
 	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
 	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
 
-	// Identify is called once for each connection, before the first read. Peer.Who returns its result.
+	// Identify is called once for each connection, before the first read. Peer.Identity returns its result.
 	Identify func(net.Conn) any
 
 	// Share returns, from the result of Identify, the name under which a connection counts

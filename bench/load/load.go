@@ -350,7 +350,7 @@ func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) 
 // turns are the last turns of conversations so far: each has a channel that is closed when the turn has ended.
 type turns struct {
 	last  map[int]chan struct{}
-	check int // number of conversations at which next replaces the channels of ended turns by over
+	check int // number of conversations at which next replaces the channels of ended turns by closedChannel
 }
 
 // closedChannel is one closed channel for all ended turns, so that their own channels can be freed.

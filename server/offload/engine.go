@@ -37,7 +37,7 @@ type engine struct {
 	groups     *object.Groups
 	keys       []vllm.Key            // memory of the last Ask
 	namespaces map[space]named       // of the goroutine that reads
-	tenants    map[string]struct{}   // of spaces
+	tenants    map[string]struct{}   // of namespaces
 	stores     map[uint64][]transfer // of the goroutine that reads, by id
 	pending    sync.WaitGroup        // lookups that wait for the tier below or for checksums
 	figures    struct {

@@ -15,7 +15,7 @@ package evict
 type S3FIFO struct {
 	capacity int64 // bytes of the pool
 	pages    []*entryPage
-	queues   [3]queue // by where
+	queues   [3]queue // by queue
 	clock    uint64   // of the last entry into a queue
 	hint     uint32   // 1 + the slot that was put back last
 	ghosts   ghostQueue

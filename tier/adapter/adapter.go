@@ -76,7 +76,7 @@ func isSecret(key string) bool {
 // MarshalYAML returns the text for a file of flags, without secrets.
 func (t Text) MarshalYAML() (any, error) { return t.String(), nil }
 
-// ours are the adapter types that Kvasir serves. others are types of LMCache that it does not serve.
+// served are the adapter types that Kvasir serves. unserved are types of LMCache that it does not serve.
 var (
 	served   = []string{"fs", "fs_native", "redis", "resp", "valkey", "s3", "s3_native", mooncakeType}
 	unserved = strings.Fields(`aerospike bigtable dax fault_inject hf3fs hfbucket mock native_plugin nixl_native

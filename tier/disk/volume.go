@@ -57,7 +57,7 @@ type volume struct {
 	wake    chan struct{}  // wakes keep
 	full    chan struct{}  // wakes last
 	journal journal        // owned by the goroutine that has its turn
-	synced  time.Time      // owned by last: time of the last sync
+	synced  time.Time      // owned by runTending: time of the last sync
 	checked int64          // bytes ever written at the time of the last checkpoint
 	n       counters
 

@@ -157,7 +157,7 @@ func (d *doctor) okIfNone(mark int, noun, format string, args ...any) {
 	}
 }
 
-// mark returns the number of findings so far, for unlessFound.
+// mark returns the number of findings so far, for okIfNone.
 func (d *doctor) mark() int { return len(d.report.Findings) }
 
 // Worst returns the worst level.
