@@ -185,7 +185,7 @@ func metricsOf(command string, c *code) string {
 		return ""
 	}
 	var b strings.Builder
-	b.WriteString("\n## Metrics\n\nOf `/metrics`; beside them `go_*` and `process_*`. Some appear only with the flags that they belong to.\n\n| metric | labels | meaning |\n| --- | --- | --- |\n")
+	b.WriteString("\n## Metrics\n\n`/metrics` has these, and `go_*` and `process_*`. Some appear only when the flag is set that they belong to.\n\n| metric | labels | meaning |\n| --- | --- | --- |\n")
 	for _, name := range slices.Sorted(maps.Keys(rows)) {
 		m := rows[name]
 		fmt.Fprintf(&b, "| `%s` (%s) | %s | %s |\n", m.name, m.kind, strings.Join(m.labels, ", "), cell(m.help))
