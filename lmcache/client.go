@@ -200,7 +200,7 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 func (c *Client) announce() {
 	if n := c.connections.Load(); c.announced.Swap(n) != n {
 		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
-		if a := c.alignment.Load(); a > 0 {                                          // the server may be another process, which has not fixed the chunk size
+		if a := c.alignment.Load(); a > 0 {                                          // a new server process has no fixed size yet
 			_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpNegotiateChunkSize), AppendInt(nil, a))
 		}
 	}

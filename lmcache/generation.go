@@ -421,9 +421,8 @@ func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
 // PingsWithoutID reports whether no client of the set sends its id with a ping.
 func (s Generations) PingsWithoutID() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047) == 0 }
 
-// NeedsEvent reports whether every client of the set opens the event handle of each answer about
-// lent KV, also of a negative answer: a negative answer ends such a client. For KV on CPUs 0.5.3
-// has an event without meaning.
+// NeedsEvent reports whether every client of the set opens the event handle in each answer about lent KV, also in a negative answer. Such a
+// client ends when it gets a negative answer. onCPU says that the client's KV is in CPU memory: then 0.5.3 ignores the event.
 func (s Generations) NeedsEvent(onCPU bool) bool {
 	opens := Generations(1<<Gen046 | 1<<Gen047 | 1<<Gen050)
 	if !onCPU {

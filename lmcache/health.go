@@ -18,9 +18,8 @@ type HealthOptions struct {
 	// Ping asks the server whether it is well. False, without an error, means
 	// that it does not know the caller.
 	Ping func(context.Context) (bool, error)
-	// Recover, if set, prepares for a server that may have forgotten
-	// everything: a worker registers again. It runs when an unhealthy server
-	// answers true, and at once when a server answers false.
+	// Recover, if set, prepares for a server that may have forgotten everything, for example by registering a worker again. It runs when an
+	// unhealthy server answers true, and at once when a server answers false.
 	Recover func(context.Context) error
 	// Changed, if set, is called at each change of the state, on the goroutine that runs Run. why is the error that made the server
 	// unhealthy.

@@ -396,7 +396,7 @@ type PrepareRetrieve struct {
 	Success bool
 	Data    []byte // an envelope, or pickled tensors before 0.5.7; empty in shared-memory mode
 	Slots   []SlotAt
-	Indices []int // position in the range of each slot; Indices and Groups are nil with one object group
+	Indices []int // position in the range (Indices) and object group (Groups) of each slot; both nil with one object group
 	Groups  []int
 }
 

@@ -191,7 +191,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		if err == nil && len(p) > 2 {
 			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
 		}
-		if err == nil { // the range begins and ends at blocks of the engine, which may lie inside a chunk: the chunk in which it ends still has a reader
+		if err == nil { // the range may end inside a chunk: that chunk still has a reader
 			d.free.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
 			d.free.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.free.To)
 		}
