@@ -57,8 +57,8 @@ type Options struct {
 	// server may still touch stay out of use, because a stopped process may continue. Default: looks at /proc.
 	Stopped func() bool
 
-	// TrustUnsummed serves what an earlier server left without a checksum: what it stored
-	// in the seconds before it was killed. Else that is dropped.
+	// TrustUnsummed serves objects that an earlier server left without a checksum: those stored in the seconds before it was killed.
+	// Otherwise they are dropped.
 	TrustUnsummed bool
 
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
