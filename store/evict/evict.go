@@ -28,9 +28,8 @@ type Policy interface {
 	// Remove records that a slot has no content any more. It does nothing for a slot that is not in the policy.
 	Remove(slot uint32)
 
-	// Victim returns the slot to evict next of those for which busy answers false. It
-	// stays in the policy until Remove. ok is false when there is none, or, with
-	// more, when it has not looked at all of them: the next call goes on from there.
+	// Victim returns the slot to evict next, among those for which busy reports false. The slot stays in the policy until Remove. If ok is
+	// false there is none; with more, Victim has not looked at all slots yet, and the next call continues.
 	Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool)
 
 	// Ascend calls f for the slots that Victim did not find busy, about in the order in which they would be evicted, until f reports false.

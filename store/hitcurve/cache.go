@@ -101,7 +101,7 @@ func (c *cache) take(content slot) (at uint32) {
 	return uint32(len(c.slots) - 1)
 }
 
-// thin drops the chunks whose names have bits of mask, and half of the capacity.
+// thin removes the chunks whose names have a bit of mask, and halves the capacity.
 func (c *cache) thin(mask uint64) {
 	c.capacity = max(c.capacity/2, 1)
 	for at := range c.slots {
@@ -120,7 +120,7 @@ func (c *cache) drop(at uint32) {
 	c.free = append(c.free, at)
 }
 
-// makeRoom evicts until bytes fit. It reports false where all else is part of the prompt.
+// makeRoom evicts until `bytes` bytes fit. It reports false if all that is left is part of the prompt.
 func (c *cache) makeRoom(bytes int64, prompt uint32) bool {
 	if bytes > c.capacity {
 		return false // chunks of another model: nothing gives way to them

@@ -275,7 +275,7 @@ func (t *Table) Remove(slot uint32, why Cause) {
 	t.leave(slot, why == Evicted)
 }
 
-// leave takes a slot out of its policy.
+// leave removes a slot from its account and its policy.
 func (t *Table) leave(slot uint32, evicted bool) {
 	p := t.at(slot)
 	a := p.of()
@@ -298,7 +298,7 @@ func (t *Table) leave(slot uint32, evicted bool) {
 	*t.slots.At(int(slot)) = place{}
 }
 
-// at returns where a slot is.
+// at returns the account of a slot.
 func (t *Table) at(slot uint32) place {
 	if int(slot) >= t.slots.Len() {
 		return place{}
@@ -306,13 +306,13 @@ func (t *Table) at(slot uint32) place {
 	return *t.slots.At(int(slot))
 }
 
-// For sets the namespace that needs room, and how many bytes: Victim, Spared and Ascend are for its
+// For sets the namespace for which room is made, and how many bytes it needs. Victim, Spared and Ascend then work for the namespace's
 // tenant.
 func (t *Table) For(ns kv.Namespace, bytes int64) {
 	t.writer, t.need = place{in: t.owners.of[ns]}.of(), bytes
 }
 
-// over returns by how much an account passes its quota, with what the writer needs.
+// over returns by how many bytes an account exceeds its quota. The bytes that the writer needs count for the writer's account.
 func (t *Table) over(a *account) int64 {
 	n := a.Bytes - a.QuotaBytes
 	if a == t.writer {
@@ -321,8 +321,7 @@ func (t *Table) over(a *account) int64 {
 	return n
 }
 
-// byExcess calls f for the accounts above their quotas, the farthest first, until f answers
-// false.
+// byExcess calls f for the accounts above their quotas, the one with the largest excess first, until f reports false.
 func (t *Table) byExcess(f func(a *account) bool) bool {
 	last, tried := int64(0), -1
 	for {
@@ -375,14 +374,13 @@ func (t *Table) victimOf(a *account) (slot uint32, ok, more bool) {
 	return *a.slots.At(int(local)), true, false
 }
 
-// Spared reports whether a slot is not the writer's to evict: without its bytes another
-// tenant would be below its quota.
+// Spared reports whether the slot must not be evicted for the writer, because another tenant would then be below its quota.
 func (t *Table) Spared(slot uint32) bool {
 	a := t.at(slot).of()
 	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
 }
 
-// Ascend is evict.Policy's, for the tenant that For set.
+// Ascend is as in evict.Policy, for the tenant that For set.
 func (t *Table) Ascend(f func(slot uint32) bool) {
 	on, own := true, false
 	ascend := func(a *account) bool {
@@ -405,7 +403,7 @@ func (t *Table) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// List returns the usage of the tenants with a setting of their own, by salt.
+// List returns the usage of each tenant that has a quota, a TTL or a limit of pins of its own, by salt.
 func (t *Table) List() []Usage {
 	of := make(map[string]*Usage)
 	add := func(salt string) *Usage {
@@ -436,11 +434,10 @@ func (t *Table) List() []Usage {
 	return out
 }
 
-// Dropped is a tenant whose quota has ended and whose slots are still to be released.
+// Dropped is a tenant whose quota has ended and whose slots must be released.
 type Dropped struct{ account *account }
 
-// DropQuota ends a tenant's quota; ok is false where it has none. Until all slots are released
-// the tenant gets no other quota.
+// DropQuota ends a tenant's quota. ok is false if it has none. The tenant must not get another quota before all its slots are released.
 func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	a := t.accounts[salt]
 	if a == nil {
@@ -453,8 +450,8 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	return Dropped{a}, true
 }
 
-// Release moves a slot of a dropped tenant to the common policy, as the most recently used, or
-// out of the books while it is staged. Another slot is left alone.
+// Release moves a resident slot of a dropped tenant to the common policy, as the most recently used. It removes a staged slot from the
+// account. It does nothing for another slot.
 func (t *Table) Release(d Dropped, slot uint32, resident bool, id, parent uint64) {
 	if t.at(slot).of() != d.account {
 		return

@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// Field is one of what a tenant can have of its own, by its name in HTTP.
+// Field is a setting that a tenant can have of its own. Its value is the name in the HTTP interface.
 type Field string
 
 // The fields.
@@ -28,16 +28,16 @@ const (
 	PinLimit Field = "pin_limit_bytes"
 )
 
-// Value is what a tenant has of a field. The zero Value is nothing of its own.
+// Value is the value of a tenant's field. The zero Value means that the tenant has none of its own.
 type Value struct {
 	Set bool
 	N   float64 // bytes; seconds of a TTL, -1 for ever
 }
 
-// BytesValue is a value of Quota and PinLimit. 0 to be pinned is nothing.
+// BytesValue returns a value of Quota or PinLimit. A PinLimit of 0 means that nothing may be pinned.
 func BytesValue(n int64) Value { return Value{true, float64(n)} }
 
-// TimeValue is a value of TTL, or none for 0.
+// TimeValue returns a value of TTL. For 0 it returns no value.
 func TimeValue(ttl time.Duration) Value {
 	switch ttl {
 	case 0:
@@ -48,7 +48,7 @@ func TimeValue(ttl time.Duration) Value {
 	return Value{true, ttl.Seconds()}
 }
 
-// TermStore is where terms are in effect. Its methods are those of store.Store.
+// TermStore is the store in which the terms take effect. Its methods are those of store.Store.
 type TermStore interface {
 	SetQuota(salt string, bytes int64) error
 	DropQuota(salt string) bool
@@ -56,15 +56,15 @@ type TermStore interface {
 	SetPinLimit(salt string, bytes int64) error  // 0 takes it away
 }
 
-// MaxTerms bounds what is set while servers run, those that are in effect no more included: as many as tenants may have, and as
-// many flags as may be overruled. Each takes less than 1 KiB.
+// MaxTerms bounds the terms that are set while servers run, those that are not in effect included: as many as tenants may have, and as many
+// flags as may be overruled. Each takes less than 1 KiB.
 const MaxTerms = 6 * MaxQuotas
 
-// ErrTooManyTerms means that MaxTerms are set.
+// ErrTooManyTerms means that MaxTerms terms are set already.
 var ErrTooManyTerms = errors.New("tenant: too many settings of tenants are kept")
 
-// NotKeptError says that a term is in effect and that the file does not have it: it ends with the server, unless a
-// later write succeeds.
+// NotKeptError says that a term is in effect but the file does not have it. The term then ends with the server, unless a later write
+// succeeds.
 type NotKeptError struct{ Err error }
 
 func (e *NotKeptError) Error() string {

@@ -33,7 +33,7 @@ type ttls struct {
 
 // tenantTTL is the TTL of one tenant.
 type tenantTTL struct {
-	ttl     uint32 // 0: for ever
+	ttl     uint32 // 0: its slots do not expire
 	expired uint64 // number of slots that expired
 }
 

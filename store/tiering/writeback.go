@@ -114,7 +114,7 @@ func (b *WriteBack) take() (WriteItem, bool) {
 	}
 	it := b.removeLocked(first)
 	if b.mu.queue.Len() > 0 {
-		b.wake() // another one may wait for it
+		b.wake() // another goroutine may wait for the next one
 	}
 	return it, true
 }
