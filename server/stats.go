@@ -196,8 +196,8 @@ func (s *Server) LookedUp() (lookups, askedTokens, hitTokens uint64) {
 	return s.n.requests[lmcache.OpLookup].Load(), askedTokens, hitTokens
 }
 
-// askedAndHit returns the tokens that lookups with an answer asked for, and those of them that hit: never more than were asked for. The
-// hits are read first, since a lookup counts what it asked for first.
+// askedAndHit returns the tokens that answered lookups asked for, and how many of them hit. The hits are read first, and a lookup counts
+// what it asked for first, so the hits are never more.
 func (s *Server) askedAndHit() (asked, hit uint64) {
 	hit = s.n.hitTokens.Load()
 	return s.n.askedTokens.Load(), hit

@@ -21,19 +21,18 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// subscribe_kv_events opens a stream: batches of events under one uid, each after the client
-// acknowledged the one before. A stream begins with all that its model has in memory, because
-// clients ask from the beginning whenever they connect, and does so again, marked as
-// lost, where the records it needs next are not kept any more.
+// subscribe_kv_events opens a stream: batches of events under one uid, each sent after the client acknowledged the one before. A stream
+// begins with all chunks that its model has in memory, because clients ask from the beginning whenever they connect. If the records that it
+// needs next are no longer kept, it begins again with all chunks, and marks the batch as lost.
 
 // Limits on streams.
 const (
-	maxStreams    = 1024    // a user or address may have half of what others leave
-	streamBytes   = 4 << 20 // a user or address may have half of those that others leave free
-	bytesPerToken = 5       // about, per batch
+	maxStreams    = 1024    // a user or address may have half of those that others leave free
+	streamBytes   = 4 << 20 // about, per batch
+	bytesPerToken = 5       // at most
 )
 
-// streamKey names a subscriber: an instance id as one user or address means it.
+// streamKey identifies a subscriber: an instance id of one user or address.
 type streamKey struct {
 	by access.Principal
 	id int64
@@ -46,25 +45,25 @@ type stream struct {
 	uid, op []byte // frames of its replies
 	model   string
 	limit   int         // events per batch
-	tenants *auth.Limit // whose events it gets
+	tenants *auth.Limit // the tenants whose events it gets
 	credit  chan struct{}
 	cancel  context.CancelFunc
-	silent  atomic.Bool  // it ends without the message that says so
-	seen    atomic.Int64 // it ends without a message to the client
+	silent  atomic.Bool  // it ends without a message to the client
+	seen    atomic.Int64 // Unix nanoseconds of its last sign of life
 
 	book    *events.Book
-	cursor  uint64 // of the records, the last one that was sent
+	cursor  uint64 // number of the last record that was sent
 	chunks  []*events.Chunk
-	resume  uint64 // number of the last record that was sent
+	resume  uint64 // the cursor after chunks are sent
 	records []events.Record
 }
 
-// streams are the open ones.
+// streams has the open streams.
 type streams struct {
 	running sync.WaitGroup
-	some    atomic.Bool // there are, or were
+	some    atomic.Bool // there are streams, or were
 
-	mu struct { // there are streams, or were
+	mu struct { // a leaf
 		sync.Mutex
 		closed bool
 		of     map[streamKey]*stream
@@ -73,7 +72,7 @@ type streams struct {
 	}
 }
 
-// begin adds a stream, in the place of one of the same subscriber. It reports false when there are too many.
+// begin adds a stream, and replaces one of the same subscriber. It reports false when there are too many.
 func (l *streams) begin(st *stream) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

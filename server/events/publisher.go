@@ -19,12 +19,11 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher publishes the records of a Feed in vLLM's format on a PUB socket, and answers
-// subscribers that missed some on a ROUTER socket. Its methods are safe for concurrent use.
+// Publisher publishes the records of a Feed in vLLM's format on a PUB socket. On a ROUTER socket it answers subscribers that missed some
+// messages. Its methods are safe for concurrent use.
 //
-// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each
-// subscriber that comes later gets the same, for itself. The Publisher
-// begins anew for all when the Feed has dropped a record that was not published yet.
+// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each subscriber that comes later gets the same for
+// itself alone. The Publisher begins again for all subscribers when the Feed has dropped a record that was not published yet.
 type Publisher struct {
 	feed   Feed
 	o      PublisherOptions
@@ -32,30 +31,30 @@ type Publisher struct {
 	pub    *zmtp.Pub
 	replay *zmtp.Router
 	epoch  uint64
-	came   chan struct{} // capacity 1: a client subscribed
-	keeps  bool          // messages, for replays; set before Run
+	came   chan struct{} // has a value after a client subscribed; capacity 1
+	keeps  bool          // keeps messages for replays; set before Run
 
-	mu struct { // taken before that of the Feed
+	mu struct { // taken before the mutex of the Feed
 		sync.Mutex
-		cursor  uint64 // of the Feed's records, the last that was published
+		cursor  uint64 // number of the Feed's record that was published last
 		started bool
 		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
 		next    uint64              // sequence of the next message
-		history []message           // the last ones, oldest first
-		bytes   int                 // of their payloads
-		topic   []byte              // of the last one
-		models  map[string]struct{} // whose chunks readers may know, maxModels at most
-		news    []Announcement      // memory of the last read
+		history []message           // the last messages, oldest first
+		bytes   int                 // sum of their payloads
+		topic   []byte              // topic of the last message
+		models  map[string]struct{} // models whose chunks readers may know, maxModels at most
+		news    []Announcement      // memory of the last read, used again
 		events  []kvevent.Event
 		n       PublisherStats
 	}
 }
 
-// message is one that was published. It never changes.
+// message is a published message. It never changes.
 type message struct {
 	topic, payload []byte
 	sequence       uint64
-	salt           *string // of its chunks, where it is of one; nil: it has no chunks, or nobody is limited
+	salt           *string // the salt that its chunks are of; nil: it has no chunks, or no client is limited
 }
 
 // PublisherStats are the figures of a Publisher.
@@ -69,12 +68,12 @@ type PublisherStats struct {
 	Dropped     uint64 `counter:"kvasir_kv_event_dropped_total" help:"Messages dropped for subscribers that did not keep up."`
 }
 
-// NewPublisher returns a Publisher of a Book's chunks that does not listen yet.
+// NewPublisher returns a Publisher of a Book's chunks. It does not listen yet.
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
 	return NewFeedPublisher(bookFeed{book, o.withDefaults().ChunkTokens, o.Tenants != nil}, o)
 }
 
-// NewFeedPublisher returns a Publisher of any Feed that does not listen yet.
+// NewFeedPublisher returns a Publisher of any Feed. It does not listen yet.
 func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
 	p := &Publisher{feed: feed, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
@@ -85,7 +84,7 @@ func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
 	return p
 }
 
-// Listen binds the sockets; an empty endpoint is none. It returns the bound addresses.
+// Listen binds the sockets. An empty replay endpoint means no replay socket. It returns the bound addresses.
 func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt, replayAt string, err error) {
 	p.feed.Activate() // before anything is announced
 	p.keeps = replay != ""
@@ -115,9 +114,9 @@ func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 	}
 }
 
-// begin sends a new subscriber, and no other one, AllBlocksCleared and all chunks that are there. These
-// messages have the numbers before that of the next message that is published. It returns false when
-// more was published meanwhile than can be kept back for the subscriber: then it begins anew.
+// begin sends AllBlocksCleared and all present chunks to a new subscriber, and to no other one. These messages have the number before that
+// of the next message that is published. It returns false if more was published meanwhile than can be held back for the subscriber; the
+// caller must then call it again.
 func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	p.feed.Activate()
 	p.mu.Lock()
@@ -126,7 +125,7 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 		return !bytes.HasPrefix(topic, prefix) || p.pub.Covered(peer, topic, prefix)
 	})
 	if model, ok := p.o.modelOf(prefix); ok && len(whole) == 0 {
-		whole = []draft{{model: model}} // nothing of that model is there
+		whole = []draft{{model: model}} // that model has no chunks
 	}
 	for p.mu.next < uint64(len(whole)) {
 		p.sendLocked(p.mu.topic, nil, nil)
@@ -138,14 +137,14 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	for i, d := range whole {
 		m := p.message(d, first+uint64(i))
 		if peer.SendWaiting(m.topic, sequenceFrame(m.sequence), m.payload) != nil {
-			return true // it is gone
+			return true // the subscriber is gone
 		}
 	}
 	return p.pub.Release(peer)
 }
 
-// Run publishes until ctx ends. It does nothing without subscribers: the next subscriber, or the next
-// request for a replay, gets the records that the Feed still has.
+// Run publishes until ctx ends. While there are no subscribers it publishes nothing. The next subscriber, or the next request for a replay,
+// gets the records that the Feed still has.
 func (p *Publisher) Run(ctx context.Context) {
 	p.feed.Activate()
 	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
@@ -181,7 +180,7 @@ func (p *Publisher) Run(ctx context.Context) {
 	}
 }
 
-// Close ends the connections and returns after the last goroutine. Run has returned.
+// Close ends the connections and returns after the last goroutine. Run must have returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
 
 // publish publishes all new records. It reports whether there were some.
@@ -536,7 +535,7 @@ func (o *PublisherOptions) topic(model string) []byte {
 	return []byte(strings.ReplaceAll(o.Topic, ModelInTopic, model))
 }
 
-// modelOf returns the model whose topic a prefix is.
+// modelOf returns the model whose topic the prefix is. It reports false if there is none.
 func (o *PublisherOptions) modelOf(prefix []byte) (string, bool) {
 	before, after, ok := strings.Cut(o.Topic, ModelInTopic)
 	model, head := strings.CutPrefix(string(prefix), before)
@@ -544,5 +543,5 @@ func (o *PublisherOptions) modelOf(prefix []byte) (string, bool) {
 	return model, ok && head && tail && model != ""
 }
 
-// ModelInTopic stands in a topic for the model's name.
+// ModelInTopic is the part of Options.Topic that is replaced by the model's name.
 const ModelInTopic = "{model}"
