@@ -34,7 +34,7 @@ const (
 	commandSettle  = 5 * time.Second
 )
 
-// key is a master key, and what is derived from it.
+// key is a master key and the values that are derived from it.
 type key struct {
 	master [32]byte
 	id     [idBytes]byte
@@ -67,7 +67,7 @@ func (k *key) masked(sum uint64, name *kv.Key) uint64 {
 	return sum ^ binary.LittleEndian.Uint64(pad[:])
 }
 
-// ring has the keys in use. The first one encrypts, all of them decrypt.
+// ring has the keys in use. The first one encrypts; each of them decrypts.
 type ring struct {
 	list     []*key
 	byNumber map[uint16]*key
@@ -82,7 +82,7 @@ func (r *ring) has(id [idBytes]byte) bool {
 	return false
 }
 
-// Source says where keys come from. At most one of its fields may be set.
+// Source says where the keys come from. At most one of its fields may be set.
 type Source struct {
 	File    string // read again when it changes
 	Command string // prints the keys; for /bin/sh
