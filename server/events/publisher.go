@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher publishes the records of a Feed in vLLM's format on a PUB socket. On a ROUTER socket it answers subscribers that missed some
+// Publisher publishes the records of a Feed in vLLM's format on a PUB socket. On a ROUTER socket it answers subscribers that missed
 // messages. Its methods are safe for concurrent use.
 //
 // A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each subscriber that comes later gets the same for
@@ -38,13 +38,13 @@ type Publisher struct {
 		sync.Mutex
 		cursor  uint64 // number of the Feed's record that was published last
 		started bool
-		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
+		alone   bool                // no subscriber existed when records were last read, so none missed what was dropped since
 		next    uint64              // sequence of the next message
 		history []message           // the last messages, oldest first
 		bytes   int                 // sum of their payloads
 		topic   []byte              // topic of the last message
 		models  map[string]struct{} // models whose chunks readers may know, maxModels at most
-		news    []Announcement      // memory of the last read, used again
+		news    []Announcement      // memory of the last read, for reuse
 		events  []kvevent.Event
 		n       PublisherStats
 	}
@@ -54,7 +54,7 @@ type Publisher struct {
 type message struct {
 	topic, payload []byte
 	sequence       uint64
-	salt           *string // the salt that its chunks are of; nil: it has no chunks, or no client is limited
+	salt           *string // the salt of its chunks; nil: it has no chunks, or no client is limited
 }
 
 // PublisherStats are the figures of a Publisher.
@@ -114,9 +114,9 @@ func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 	}
 }
 
-// begin sends AllBlocksCleared and all present chunks to a new subscriber, and to no other one. These messages have the number before that
-// of the next message that is published. It returns false if more was published meanwhile than can be held back for the subscriber; the
-// caller must then call it again.
+// begin sends AllBlocksCleared and all present chunks to a new subscriber, and to no other one. The numbers of these messages are those
+// just before the number of the next published message. begin returns false if more was published meanwhile than can be held back for the
+// subscriber; the caller must then call it again.
 func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	p.feed.Activate()
 	p.mu.Lock()
@@ -236,7 +236,7 @@ func (p *Publisher) newsLocked(news []Announcement) {
 	}
 }
 
-// restartLocked makes subscribers forget what they know, and publishes all chunks that are there.
+// restartLocked makes subscribers forget what they know, and publishes all present chunks.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	all, last := p.feed.Everything()
@@ -298,7 +298,7 @@ type draft struct {
 	from, to int
 }
 
-// salt returns the salt of what the message is about; nil where it is about nothing.
+// salt returns the salt of what the message is about; nil if it is about nothing.
 func (d *draft) salt() *string {
 	if d.from == d.to {
 		return nil
@@ -336,7 +336,7 @@ func (p *Publisher) heartbeat() {
 	p.sendLocked(p.mu.topic, nil, nil)
 }
 
-// eventBytes is about what an event takes beside its tokens and salt.
+// eventBytes is about how many bytes an event takes in addition to its tokens and salt.
 const eventBytes = 240
 
 func (p *Publisher) payload(events []kvevent.Event) []byte {
@@ -368,7 +368,7 @@ func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string)
 		[][]byte{m.topic, sequenceFrame(m.sequence), m.payload}, [][]byte{other.topic, sequenceFrame(other.sequence), other.payload})
 }
 
-// keepLocked keeps a message for replays, where there may be some.
+// keepLocked keeps a message for replays, if there is a replay socket.
 func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
@@ -390,7 +390,7 @@ func sequenceFrame(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, 
 // endFrame is the sequence of the message that ends a replay.
 var endFrame = bytes.Repeat([]byte{0xff}, 8)
 
-// snapshotRequest asks for all that is there, in the place of a number.
+// snapshotRequest asks for all present chunks. It stands in the place of a number.
 const snapshotRequest = "snapshot"
 
 // answer answers a request of the replay socket: an empty frame, then a sequence number, big-endian, or "snapshot".
@@ -430,8 +430,8 @@ func number(b []byte) uint64 {
 	return binary.BigEndian.Uint64(full[:])
 }
 
-// messagesFrom returns the messages from number start on, without a gap. It returns none when the first of them is not kept any more, except for
-// number 0: then it returns as many messages as were published, which together have all that is there.
+// messagesFrom returns the messages from number start on, without a gap. It returns none if the first of them is no longer kept. For number
+// 0 it then returns as many messages as were published, at most maxCompacted, if they can contain all present chunks.
 func (p *Publisher) messagesFrom(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -454,8 +454,8 @@ func noMessages(func(message) bool) {}
 // maxCompacted bounds the messages of a replay from number 0 that are made for it.
 const maxCompacted = 1 << 18
 
-// compactedLocked returns a message for each number that was published. Together they have all that
-// is there, each as many events as fit; the last ones are empty.
+// compactedLocked returns a message for each number that was published. Together they contain all present chunks, each as many events as
+// fit; the last ones are empty.
 func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	whole := visible(p.snapshotLocked(), limit)
 	n, topic := p.mu.next, p.mu.topic
@@ -477,8 +477,8 @@ func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	}
 }
 
-// snapshot returns messages with all chunks that are there. All have the number of the next message that is published: a reader applies
-// that message, and those after it, on top of them. Each is made when its reader takes it.
+// snapshot returns messages with all present chunks. All have the number of the next message that is published: a reader applies that
+// message, and those after it, on top of them. Each is made when its reader takes it.
 func (p *Publisher) snapshot(limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -497,8 +497,8 @@ func (p *Publisher) message(d draft, sequence uint64) message {
 	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
 }
 
-// snapshotLocked returns all that is there, as drafts of contents that do not change: until messages are made of them they take no more
-// memory than the Feed gives them.
+// snapshotLocked returns all present chunks as drafts whose contents do not change. Until messages are made of them, they take no more
+// memory than what the Feed gives them.
 func (p *Publisher) snapshotLocked() (out []draft) {
 	all, last := p.feed.Everything()
 	p.catchUpLocked(last)

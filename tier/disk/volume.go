@@ -38,9 +38,9 @@ var (
 // volume is one directory: segments, and the index of what is in them.
 type volume struct {
 	dir     Dir
-	number  uint8 // in opts.Changes
+	number  uint8 // number of the directory in opts.Changes
 	opts    *Options
-	segment int64 // bytes of one
+	segment int64 // bytes of one segment
 	log     *slog.Logger
 	files   files
 	id      uint64 // of the directory
@@ -50,12 +50,12 @@ type volume struct {
 
 	life    context.Context
 	stop    context.CancelFunc
-	running sync.WaitGroup // in the background
-	calls   sync.WaitGroup // in progress
+	running sync.WaitGroup // goroutines in the background
+	calls   sync.WaitGroup // calls in progress
 	opened  chan struct{}  // closed when the index has been read
 	whole   atomic.Bool    // the indexes of all segments were read
-	wake    chan struct{}  // wakes keep
-	full    chan struct{}  // wakes last
+	wake    chan struct{}  // wakes provideSegments
+	full    chan struct{}  // wakes runTending
 	journal journal        // owned by the goroutine that has its turn
 	synced  time.Time      // owned by runTending: time of the last sync
 	checked int64          // bytes ever written at the time of the last checkpoint
@@ -442,7 +442,7 @@ func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, w
 	return s, at, nil, nil
 }
 
-// retireLocked ends the active segment; last seals it.
+// retireLocked ends the active segment. Then tend seals it.
 func (v *volume) retireLocked() {
 	if v.mu.active != nil {
 		v.mu.sealing = append(v.mu.sealing, v.mu.active)

@@ -42,7 +42,7 @@ func (r *rootDir) place() string { return *r.real.Load() }
 
 func (r *rootDir) join(dir string) string { return path.Join(r.path, dir) }
 
-// found is a file that a look saw.
+// found is a file that a look found.
 type found struct {
 	id     id
 	name   string // of an LMCache file

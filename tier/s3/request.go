@@ -38,7 +38,7 @@ type request struct {
 	query  string // escaped and in order
 	fields []aws.Field
 	body   []byte
-	flow   *tier.Flow // Flow of body, which is at byte at of its object; nil: all of body is ready
+	flow   *tier.Flow // Flow of body, which begins at byte at of its object; nil: all of body is ready
 	at     int64
 	bytes  int64 // about how many bytes the answer has
 }
@@ -50,7 +50,7 @@ func (k kind) method() string {
 	return kindNames[k]
 }
 
-// Error is an answer that refuses.
+// Error is an answer with which the store refuses a request.
 type Error struct {
 	Status          int
 	Code, Message   string // from the store's answer; Code may be empty
