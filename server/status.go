@@ -77,7 +77,7 @@ type LookupStatus struct {
 	Retrieves   uint64            `json:"retrieves"`     // loads of workers that succeeded
 	Stores      uint64            `json:"stores"`        // stores of workers that succeeded
 
-	Beginnings beginning.Found `json:"beginnings"` // prompts that repeat earlier text behind a changed beginning
+	Beginnings beginning.Found `json:"beginnings"` // prompts that repeat earlier text after a changed beginning
 }
 
 // RecentStatus has figures of the last Seconds: five minutes, or less if the server is younger.

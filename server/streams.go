@@ -346,7 +346,7 @@ func (st *stream) fromSnapshot() (out []lmcache.KVEventRecord) {
 	return out
 }
 
-// fitting returns the first records whose tokens fit into a batch, at least one. The stream then continues behind them.
+// fitting returns the first records whose tokens fit into a batch, at least one. The stream then continues with the next record.
 func (st *stream) fitting(records []events.Record) []events.Record {
 	room := int64(streamBytes)
 	for i, r := range records {

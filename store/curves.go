@@ -20,7 +20,7 @@ import (
 // curves reports the lookups and stores of a Store to a hitcurve.Curves. The name of a chunk is that of its object of the first group and
 // shard.
 //
-// At a lookup only the names of the chunks that it searched are known. The chunks behind the first missing one get their names when the
+// At a lookup only the names of the chunks that it searched are known. The chunks after the first missing one get their names when the
 // request stores them, so that a lookup hashes no more chunks than it needs.
 type curves struct {
 	*hitcurve.Curves

@@ -192,7 +192,7 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 }
 
 // writeOf looks at a batch of keys, from keys[*from] on. If one of them is being written to the tier, it returns a channel that is closed
-// when the next write ends. Otherwise it returns nil and moves *from behind the batch.
+// when the next write ends. Otherwise it returns nil and moves *from past the batch.
 func (s *Store) writeOf(from *int, keys []kv.Key) (ended chan struct{}) {
 	s.lock()
 	defer s.unlock()

@@ -158,7 +158,7 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 				s.pinForLocked(pf, slot)
 			case ok:
 				s.joinFlightLocked(pf, slot, c)
-			case pf.shard.Groups.Full(g): // the chunks behind it are of no use
+			case pf.shard.Groups.Full(g): // the chunks after it are of no use
 				more, to = false, c
 			}
 		}

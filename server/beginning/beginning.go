@@ -3,9 +3,9 @@
 // Package beginning finds prompts whose beginnings change before text that repeats, such as a date before a system prompt.
 //
 // A prompt hits as far as it equals an earlier one from its first token on. A Finder compares a sample of the prompts whose hit ended at a
-// chunk that was never stored. It hashes each window of 16 tokens behind the miss, and keeps one window in 32, chosen by its hash: equal
+// chunk that was never stored. It hashes each window of 16 tokens after the miss, and keeps one window in 32, chosen by its hash: equal
 // text gives equal anchors at any position (U. Manber, USENIX 1994). If several anchors follow each other as in an earlier prompt, but
-// behind other text, their text was computed again only because the text before it has changed.
+// after other text, their text was computed again only because the text before it has changed.
 //
 // Only hashes are stored, computed with a secret of the process. Prompts of different models or salts are never compared.
 package beginning
@@ -27,7 +27,7 @@ import (
 const (
 	window     = 16   // tokens per anchor
 	anchorBits = 5    // one window in 32 is an anchor
-	maxTokens  = 8192 // tokens behind the miss
+	maxTokens  = 8192 // tokens after the miss
 	maxAnchors = 512  // only text that repeats itself has more
 
 	// Text counts as repeated if it has minAnchors in a row, over minTokens and a chunk.
@@ -118,7 +118,7 @@ type buffer struct {
 // Found has the results since the start.
 type Found struct {
 	Compared      uint64 `json:"compared_prompts"` // a sample of the prompts whose next chunk was never stored
-	Changed       uint64 `json:"changed_prompts"`  // of them, prompts with text that earlier prompts have behind another beginning
+	Changed       uint64 `json:"changed_prompts"`  // of them, prompts with text that earlier prompts have after another beginning
 	LostTokens    uint64 `json:"lost_tokens"`      // tokens that all prompts asked for and did not find for that reason; estimated from the sample
 	DifferTokens  uint64 `json:"differ_tokens"`    // upper bound of the changed tokens before that text; mean of the changed prompts
 	SameTokens    uint64 `json:"same_tokens"`      // tokens of that text; mean of the changed prompts
@@ -297,7 +297,7 @@ type run struct {
 	at       uint16
 }
 
-// compareLocked finds text of a prompt that earlier prompts have behind another beginning. all is how many tokens behind the miss the
+// compareLocked finds text of a prompt that earlier prompts have after another beginning. all is how many tokens after the miss the
 // prompt asked for. Text of fewer than `least` tokens does not count.
 func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash, p *prompt, all, least int) {
 	var r run
@@ -317,7 +317,7 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 		}
 		// At each end the text is longer, on average by the distance of two anchors.
 		got.Tokens += r.to - r.from + min(1<<anchorBits, r.from)
-		if last && len(b.tokens) < all { // the text continues behind the compared tokens
+		if last && len(b.tokens) < all { // the text continues after the compared tokens
 			got.Tokens += all - r.to
 		} else {
 			got.Tokens += min(1<<anchorBits, len(b.tokens)-r.to)
@@ -339,7 +339,7 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 	end(true)
 }
 
-// elsewhereLocked returns the entry of an anchor, and the entry's prompt if that has the anchor behind another beginning; else nil.
+// elsewhereLocked returns the entry of an anchor, and the entry's prompt if that has the anchor after another beginning; else nil.
 func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) {
 	set := f.setOf(a.id)
 	for i := range set {

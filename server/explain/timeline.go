@@ -69,7 +69,8 @@ type timelines struct {
 	model, salt string // of the last lookup
 }
 
-// A lookup after the end of a session begins another request with the same id. Workers may still store for the first one then.
+// lookupName and endName are names of operations. A lookup after the end of a session begins another request with the same id. Workers may
+// still store for the first one then.
 const lookupName, endName = "lookup", "end_session"
 
 // lineLocked returns the line of a request. It makes a new one if there is none, or if the request has ended and this is a lookup.

@@ -54,7 +54,7 @@ func (t Text) Hashes(n int) []kv.Hash {
 	return t.Key.Hashes
 }
 
-// Repeated is text of a prompt that earlier prompts have behind another beginning (package beginning). All fields are numbers of tokens.
+// Repeated is text of a prompt that earlier prompts have after another beginning (package beginning). All fields are numbers of tokens.
 type Repeated struct {
 	From   int // tokens before the part that was compared
 	At     int // tokens before the repeated text

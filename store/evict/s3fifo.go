@@ -171,7 +171,7 @@ func (p *S3FIFO) leave(slot uint32, e *entry) {
 	e.of, e.aside = nowhere, false
 }
 
-// insert links a slot behind the slot older-1 of its queue, or with 0 at the oldest end.
+// insert links a slot after the slot older-1 of its queue, or with 0 at the oldest end.
 func (p *S3FIFO) insert(slot uint32, e *entry, older uint32) {
 	q := &p.queues[e.of]
 	e.older, e.newer = older, q.oldest

@@ -127,7 +127,7 @@ func (c *Curves) Lookup(l *Lookup, now time.Duration) {
 }
 
 // Stored records the chunks that a request stores and that its Lookup did not name: chunks[from:]. Those within the first `prompt` chunks
-// belong to the prompt and were asked for; those behind it belong to the answer and were not.
+// belong to the prompt and were asked for; those after it belong to the answer and were not.
 func (c *Curves) Stored(chunks []uint64, from, prompt int, bytes int64, now time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -57,7 +57,7 @@ type Set struct {
 	ReadFiles time.Duration
 }
 
-// Intervals at which the notes of shared tiers are read. Each read of an S3 note costs money.
+// noteEvery and paidNoteEvery are the intervals at which the notes of shared tiers are read. Each read of an S3 note costs money.
 const noteEvery, paidNoteEvery = 250 * time.Millisecond, time.Second
 
 // noteOf returns the place where a tier keeps the generations for the servers that share it. It reports false for a tier that keeps none.
