@@ -63,7 +63,7 @@ type Options struct {
 	Names             *tier.Names           // the Server adds the namespaces that requests use; nil for none
 	Revisions         map[string]string     // revisions of the models' weights: chunks of another revision are not found
 	Contents          map[string]tier.Tier  // the tiers themselves, by name: for the removal of their objects
-	Seals             map[string]*seal.Tier // those of the Contents that can be encrypted, by name
+	Seals             map[string]*seal.Tier // tiers of Contents that can be encrypted, by name
 	Numbers           map[string]uint8      // numbers of the Contents in Changes; the disk records its removals itself and has none
 	SweepRate         int                   // objects per second that are removed from a tier after a clear; default 500
 	DropRate          int                   // objects per second that DropTier removes; default 20,000

@@ -274,7 +274,8 @@ func (t *peerLookups) lockedBy(by string) (tasks []*peerLookup) {
 	return tasks
 }
 
-// unlock ends the locks of a task that are in want, and subtracts them from want. It returns the loan of a task that has no more locks.
+// unlock ends those locks of the task k that want asks for, and subtracts them from want. It returns the loan of a task that has no more
+// locks.
 func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -158,7 +158,7 @@ func (s *Server) mixLayouts(in *workers.Worker) {
 	}
 }
 
-// makeRoom drops another worker if too many are registered, to make room for in.
+// makeRoom drops another worker if too many are registered, to make room for the worker `in`.
 func (s *Server) makeRoom(in *workers.Worker) {
 	if silent := s.registry.Crowd(in); silent != nil {
 		s.drop(silent, fmt.Sprintf("%d workers are registered, most of them by %v", s.opts.MaxInstances, silent.By))

@@ -20,7 +20,7 @@ func (s *Server) count() summary {
 	}
 }
 
-// summarize logs one line about the time since last, if anything happened, and returns the present counters.
+// summarize logs one line about the time since the summary `last`, if anything happened, and returns the present counters.
 func (s *Server) summarize(last summary) summary {
 	now := s.count()
 	s.recent.add(time.Now(), now)
@@ -66,7 +66,7 @@ func (r *recently) since(start time.Time) sample {
 	return r.ring[0]
 }
 
-// percent returns part as a percentage of whole, with one digit after the point; 0 if whole is 0.
+// percent returns part as a percentage of `whole`, with one digit after the point; 0 if `whole` is 0.
 func percent(part, whole uint64) float64 {
 	return math.Round(1000*float64(part)/float64(max(whole, 1))) / 10
 }

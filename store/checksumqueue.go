@@ -77,7 +77,7 @@ func (b *checksumQueue) Due() (at time.Time, ok bool) {
 // Suspects reports whether NextSuspect may have a slot to return.
 func (b *checksumQueue) Suspects() bool { return len(b.order) > 0 }
 
-// NextDue removes and returns the oldest object whose checksum is due at now.
+// NextDue removes and returns the oldest object whose checksum is due at the time `now`.
 func (b *checksumQueue) NextDue(now time.Time) (slot, generation uint32, ok bool) {
 	if b.due.Len() == 0 || now.Before(b.due.Front().at) {
 		return 0, 0, false

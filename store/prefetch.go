@@ -181,7 +181,7 @@ func (s *Store) landedLocked(pf *prefetch) {
 	}
 }
 
-// conclude gives a pending lookup its result, from what can be served now. late says that LoadTimeout was over.
+// conclude gives a pending lookup its result, from what can be served now. late means that LoadTimeout was over.
 func (s *Store) conclude(pf *prefetch, late bool) {
 	s.leaveFlights(pf)
 	var given []lease.Lease

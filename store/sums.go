@@ -85,7 +85,7 @@ func (s *Store) flyNext() bool {
 	return s.sum((*Store).nextCompareLocked) > 0
 }
 
-// sum does one task that next returns. It returns the bytes read, or 0 when there is no task.
+// sum does one task that `next` returns. It returns the bytes read, or 0 when there is no task.
 func (s *Store) sum(next func(*Store) (sumTask, bool)) int64 {
 	s.readers <- struct{}{}
 	defer func() { <-s.readers }()

@@ -47,7 +47,7 @@ type stage struct {
 
 	guard prefixGuard
 	limit int64 // bytes that may be staged by evicting; an own transfer has no limit, because it ends soon
-	first int64 // limit for the first chunk
+	first int64 // the same limit for the first chunk
 	most  int64 // bytes that may be staged while memory is free
 	used  int64
 	taken []heldObject

@@ -91,7 +91,7 @@ func (c *Changes) Watch(size int) {
 // News receives one value after one or more changes. Only one reader may use it.
 func (c *Changes) News() <-chan struct{} { return c.news }
 
-// Note records that the object k is in a tier (there) or is not. On nil Changes it does nothing.
+// Note records that the object k is in a tier (`there` is true) or is not. On nil Changes it does nothing.
 func (c *Changes) Note(tier uint8, k kv.Key, there bool) {
 	if c == nil || !c.watched.Load() {
 		return

@@ -71,7 +71,7 @@ func NewRemote(c *Coordinator, o RemoteOptions) *Remote {
 	return &Remote{c: c, opt: o, seen: make([]sighting, 2*len(c.sets))}
 }
 
-// Reset forgets the last prompt, and makes q the store to ask. It keeps the memory.
+// Reset forgets the last prompt, and makes q the store to ask. It keeps the allocated memory.
 func (r *Remote) Reset(q Querier) {
 	r.q, r.err, r.batches, r.asked = q, nil, 0, 0
 	for i := range r.seen {

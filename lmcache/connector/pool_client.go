@@ -290,14 +290,14 @@ func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, skip [][
 	return objects, nil
 }
 
-// Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the same request must have found. It calls take for each chunk i
-// of the range; take must read b before it returns. Retrieve reports false for a miss.
+// Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the same request must have found. It calls `take` for each chunk
+// i of the range; `take` must read b before it returns. Retrieve reports false for a miss.
 func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens int, take func(i int, b []byte)) (bool, error) {
 	return w.RetrieveGroups(ctx, k, chunkTokens, func(_, i int, b []byte) { take(i, b) })
 }
 
-// RetrieveGroups is Retrieve for the objects of several groups: take reads the object of chunk i and a group. For a group with a window it
-// is called only for the last chunks of the range.
+// RetrieveGroups is Retrieve for the objects of several groups: `take` reads the object of chunk i and a group. For a group with a window
+// `take` is called only for the last chunks of the range.
 func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTokens int, take func(group, i int, b []byte)) (bool, error) {
 	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
@@ -354,7 +354,7 @@ func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	return nil
 }
 
-// unpack calls take for each object of n chunks in a message.
+// unpack calls `take` for each object of n chunks in a message.
 func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte)) error {
 	e, err := lmcache.DecodeEnvelope(data, w.layouts, n)
 	if err != nil {

@@ -35,7 +35,7 @@ type History struct {
 	ring [historyPoints]point
 
 	encoded  []byte // all points as JSON, once a client asked for them
-	encodedN int    // n at that time
+	encodedN int    // n when encoded was made
 
 	tenants        tenantHours
 	encodedTenants []byte // the hours of tenants as JSON, once a client asked for them
@@ -102,7 +102,7 @@ func (h *History) takeDue() {
 	}
 }
 
-// addHours adds the tenants' point between the last counters and now.
+// addHours adds the tenants' point between the last counters and the counters `now`.
 func (h *History) addHours(at time.Duration, now map[string]tokens) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -121,7 +121,7 @@ func (h *History) look(at time.Duration) (now totals, used float64, times histog
 	return now, st.UsageRatio, times
 }
 
-// add adds the point between the last counters and now.
+// add adds the point between the last counters and the counters `now`.
 func (h *History) add(now totals, used float64, times histogram.Counts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -55,7 +55,7 @@ func (p *Parts) Add(name string, stats func() any) {
 	p.stats[name] = stats
 }
 
-// AddTransfers adds a part that sees single transfers: "relay" or "proxy". Each request for transfers calls last.
+// AddTransfers adds a part that sees single transfers: "relay" or "proxy". Each request for transfers calls `last`.
 func (p *Parts) AddTransfers(name string, last func() []transferlog.Transfer) {
 	if p == nil {
 		return

@@ -60,7 +60,7 @@ func totalsOf(st usage.Stats) map[string]tokens {
 // due reports whether a point is due. A tick of the History may come early.
 func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-historyEvery/2 }
 
-// add adds the point between the last counters and now.
+// add adds the point between the last counters and the counters `now`.
 func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	slot := t.n % hourPoints
 	for i := range t.ends {
@@ -144,7 +144,7 @@ type TenantHour struct {
 	HitRate Column `json:"hit_rate"`         // null if nothing was asked for
 }
 
-// shown returns the hour as it is at now. The tenant that asked for most comes first, the sum of the others last.
+// shown returns the hour as it is at the time `now`. The tenant that asked for most comes first, the sum of the others last.
 func (t *tenantHours) shown(now time.Duration) TenantHours {
 	out := TenantHours{At: Column{}, Took: Column{}, Tenants: []TenantHour{}}
 	var slots []int

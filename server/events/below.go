@@ -28,8 +28,8 @@ func (b *Book) applyTierChanges() {
 	}
 }
 
-// belowApply applies some changes of the tiers, up to number last. It stops after a change that makes a tier's earlier changes invalid, and
-// returns that one as forget.
+// belowApply applies some changes of the tiers, up to number `last`. It stops after a change that makes a tier's earlier changes invalid,
+// and returns that change as forget.
 func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()

@@ -317,7 +317,7 @@ func (b *Book) applyBatch() (more, lost bool) {
 // eventBatch is how many events are applied under the mutex at a time.
 const eventBatch = 1024
 
-// applyLocked applies some events of the store, up to number last.
+// applyLocked applies some events of the store, up to number `last`.
 func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	if b.mu.buffer == nil {
 		b.mu.buffer = make([]store.Event, eventBatch)

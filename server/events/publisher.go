@@ -192,7 +192,7 @@ func (p *Publisher) publish() bool {
 	return p.mu.next != before
 }
 
-// catchUpLocked publishes the records up to number last.
+// catchUpLocked publishes the records up to number `last`.
 func (p *Publisher) catchUpLocked(last uint64) {
 	alone := p.mu.alone
 	p.mu.alone = p.pub.Subscribers() == 0

@@ -25,8 +25,8 @@ type Checksums struct {
 	Layers  []int      // the worker's layer of each list; nil if the layers have one digest together
 }
 
-// Checksums computes the digests: with apart for each layer, otherwise for all layers together. It reads memory that the engine may be
-// writing. Errors wrap paged.ErrBlocks for ids that do not exist, ErrChecksums, and ctx's error.
+// Checksums computes the digests: one for each layer if `apart` is set, otherwise one for all layers together. It reads memory that the
+// engine may be writing. Errors wrap paged.ErrBlocks for ids that do not exist, ErrChecksums, and ctx's error.
 func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bool) (*Checksums, error) {
 	type layer struct {
 		*paged.Layer

@@ -29,7 +29,7 @@ type engine struct {
 	most  int // the largest number of workers that were the client's relatives at one time
 }
 
-// relatives returns the largest number of workers of a model's layout that were k's relatives at one time; now is the present number.
+// relatives returns the largest number of workers of a model's layout that were k's relatives at one time; `now` is the present number.
 func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
 	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {

@@ -124,8 +124,8 @@ func (l *engineLayout) splits(o *engineLayout) bool {
 // newest returns the worker that registered last.
 func (l *engineLayout) newest() *Worker { return l.workers[len(l.workers)-1] }
 
-// fitting returns a registered worker with that fingerprint whose object groups follow the same rules as those of in, so that both can load
-// the same hit. It returns nil if there is none.
+// fitting returns a registered worker with that fingerprint whose object groups follow the same rules as those of the worker `in`, so that
+// both can load the same hit. It returns nil if there is none.
 func (l *engineLayout) fitting(fingerprint string, in *Worker) *Worker {
 	for _, o := range l.workers {
 		if o.Fingerprint == fingerprint && o.Groups.Like(in.Groups) {
@@ -179,9 +179,9 @@ func (l *engineLayout) cutTwice() bool {
 	return false
 }
 
-// each returns, for each shard, a worker whose fingerprint the shard is looked up under. That is the shard's known fingerprint, if a
-// registered worker that fits has it, and if the newest registration is of a known fingerprint too. Otherwise it is the newest worker. each
-// returns nil if that is the newest worker for all shards.
+// each returns a worker for each shard; a lookup names the shard's objects by the fingerprint of that worker. For a shard with a known
+// fingerprint it is a registered worker with this fingerprint that fits, if there is one, otherwise the newest worker. each returns nil,
+// for the newest worker in all shards, if no shard has the newest worker's fingerprint, or if none has another known one.
 func (l *engineLayout) each() []*Worker {
 	newest := l.newest()
 	known, unlike := false, false
@@ -404,8 +404,8 @@ type Unlike struct {
 	Declined bool // lookups are declined if their connection has named no worker
 }
 
-// Unlike returns how the workers of in's model differ from in. For workers that are asleep only the bytes count, because their next request
-// wakes them.
+// Unlike returns how the workers of the model of `in` differ from `in`. For workers that are asleep only the bytes count, because their
+// next request wakes them.
 func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -482,7 +482,7 @@ func (c *clock) at(now time.Time) time.Duration { return now.Sub(c.epoch) }
 // run.
 const stoodStill = 10 * time.Second
 
-// gap reports whether this process did not run for a while before now.
+// gap reports whether this process did not run for a while before the time `now`.
 func (c *clock) gap(now time.Duration) bool {
 	gap := c.ticked && now-c.last > stoodStill
 	c.last, c.ticked = now, true

@@ -35,8 +35,8 @@ var maxMappings = sync.OnceValue(func() int {
 	return n / 4
 })
 
-// mayLendLocked checks the segments of in, which replaces old: no other worker may lend them, and there must not be too many. Errors:
-// access.ErrLender, with the other worker, and ErrMappings.
+// mayLendLocked checks the segments of the worker `in`, which replaces old: no other worker may lend them, and there must not be too many.
+// Errors: access.ErrLender, with the other worker, and ErrMappings.
 func (r *Registry) mayLendLocked(in, old *Worker) (lender *Worker, err error) {
 	if in.Lent == nil {
 		return nil, nil

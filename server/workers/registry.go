@@ -353,9 +353,9 @@ func (r *Registry) forgetUnknownLocked(who workerID) {
 	}
 }
 
-// Crowd returns the worker that must make room for in, if the table is full and in is not in it. If a worker of in's own user is asleep, it
-// is that one. Otherwise it is, of the user or address with the most workers, the worker that was silent for longest. It is nil if that is
-// in's own user.
+// Crowd returns the worker that must make room for the worker `in`, if the table is full and does not contain `in`. It is a sleeping worker
+// of the user of `in`, if there is one. Otherwise it is, of the user or address with the most workers, the worker that was silent for
+// longest. It is nil if the user of `in` has the most workers.
 func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -110,7 +110,7 @@ type Lookup struct {
 	Tokens int   // of a chunk
 }
 
-// Lookup records a lookup. now is the time since a fixed moment.
+// Lookup records a lookup. `now` is the time since a fixed moment.
 func (c *Curves) Lookup(l *Lookup, now time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -42,7 +42,7 @@ func (c *counts) add(o *counts) {
 	}
 }
 
-// stretch is a stretch of time: its counts, and sketches of the names of its chunks and of those of answers.
+// stretch has the figures of one period: its counts, a sketch of the names of its chunks, and one of the names of answers' chunks.
 type stretch struct {
 	counts
 	names    sketch
@@ -73,7 +73,7 @@ type windows struct {
 	long    [longs]*stretch
 }
 
-// at returns the counts for the time now. Calls may come a little out of order.
+// at returns the counts for the time `now`. Calls may come a little out of order.
 func (w *windows) at(now time.Duration) *counts {
 	switch passed := now - w.epoch; {
 	case !w.began || passed < -shortLength || passed > (longs+2)*midsPerLong*shortsPerMid*shortLength:

@@ -279,7 +279,7 @@ func (t *Table) Orphans(instance int64, now time.Time) []*Hold {
 	return of
 }
 
-// EndQuarantine ends the quarantine of an instance's transfers now. It returns how many.
+// EndQuarantine ends the quarantine of an instance's transfers at once, and returns the number of these transfers.
 func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 	for h := range t.byInstance[instance] {
 		if h.orphan && h.Transfer.own == 0 {

@@ -202,8 +202,8 @@ func (r record) key() (k kv.Key) {
 }
 
 // heldFor returns how long ago a starting server first found the slot held by a worker of an earlier server. If none has, it records the
-// present time. So a quarantine ends even if the server restarts often. now is the time since boot, which all processes share; a pool does
-// not outlive a boot.
+// present time. So a quarantine ends even if the server restarts often. `now` is the time since boot, which all processes share; a pool
+// does not outlive a boot.
 func (r record) heldFor(now time.Duration) time.Duration {
 	le := binary.LittleEndian
 	if at := le.Uint64(r.b[120:]); at > 0 && at <= uint64(now) {

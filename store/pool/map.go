@@ -43,8 +43,8 @@ const (
 	MaxOwners = 256
 )
 
-// NewMap returns an empty Map of a pool of `bytes` bytes, with at most `cells` cells of at least 4,096 bytes. AddSome fills it. most is how
-// many slots it looks at, 0 for the default.
+// NewMap returns an empty Map of a pool of `bytes` bytes, with at most `cells` cells of at least 4,096 bytes. AddSome fills it. `most` is
+// how many slots AddSome looks at, 0 for the default.
 func NewMap(bytes int64, cells, most int) Map {
 	parts := int64(min(max(cells, 1), maxMapCells))
 	cell := max((bytes+parts-1)/parts, 4096)
@@ -116,8 +116,8 @@ func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	}
 }
 
-// add adds n bytes at off, `times` times, to the cells that have them. A cell never gets more than its own size, even if the samples add up
-// to more.
+// add adds n bytes at offset off, `times` times, to the cells that have them. A cell never gets more than its own size, even if the samples
+// add up to more.
 func (m *Map) add(of []int64, off, n, times int64) {
 	for n > 0 {
 		i := off / m.CellBytes

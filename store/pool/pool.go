@@ -291,7 +291,7 @@ func (p *Pool) free(s Slot, r record) {
 	p.spare = append(p.spare, s)
 }
 
-// account adds the bytes of a slot at off, as far as they are below the pool's end, to those of a state; with d -1 it subtracts them.
+// account adds the n bytes of a slot at offset off, except those beyond the pool's end, to those of a state; with d -1 it subtracts them.
 func (p *Pool) account(state State, off, n int64, d int) {
 	p.bytes[state] += int64(d) * p.inside(off, n)
 	p.count[state] += d
@@ -365,8 +365,8 @@ func (p *Pool) SetBelow(s Slot, mark uint32) {
 // Below returns the mark of the tier that also has the slot's object, 0 for none.
 func (p *Pool) Below(s Slot) uint32 { return p.record(s).below() }
 
-// Hash returns the xxh3 of n bytes at off, which it reads through buf. It may run at the same time as every other method but Close. If the
-// slot is reused meanwhile, the result is the checksum of other bytes, and the slot has another Generation.
+// Hash returns the xxh3 of the n bytes at offset off, which it reads through buf. It may run at the same time as every other method but
+// Close. If the slot is reused meanwhile, the result is the checksum of other bytes, and the slot has another Generation.
 func (p *Pool) Hash(off, n int64, buf []byte) (uint64, error) {
 	h := xxh3.New()
 	for n > 0 {
@@ -386,11 +386,11 @@ func (p *Pool) View(s Slot) []byte {
 	return p.segment.Bytes(r.offset(), r.length())
 }
 
-// At returns the n bytes of the segment at off.
+// At returns the n bytes of the segment at offset off.
 func (p *Pool) At(off, n int64) []byte { return p.segment.Bytes(off, n) }
 
-// Populate makes the kernel provide n bytes of the segment at off, up to the segment's end, without a change of their content. With keep
-// they stay mapped into this process. It may run at the same time as every other method.
+// Populate makes the kernel provide the n bytes of the segment at offset off, up to the segment's end, without a change of their content.
+// With keep they stay mapped into this process. It may run at the same time as every other method.
 func (p *Pool) Populate(off, n int64, keep bool) error {
 	p.providing()
 	return p.segment.Populate(off, min(n, p.opts.Bytes-off), keep)

@@ -207,7 +207,7 @@ func (p *Pool) giveBackBeyond() {
 // span is a range of bytes.
 type span struct{ from, to int64 }
 
-// punchExcept gives back the memory of a segment from off on, except that of the spans in kept.
+// punchExcept gives back the memory of a segment from offset off on, except that of the spans in kept.
 func punchExcept(s *shm.Segment, off int64, kept []span) error {
 	slices.SortFunc(kept, func(a, b span) int { return cmp.Compare(a.from, b.from) })
 	for _, k := range kept {

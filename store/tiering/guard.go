@@ -29,7 +29,7 @@ type Guard struct {
 	after   time.Duration
 	maxHeld int64
 	log     *slog.Logger
-	slow    atomic.Int32 // calls that run and have taken longer than after
+	slow    atomic.Int32 // running calls that have taken longer than `after`
 	held    atomic.Int64 // bytes that these calls may write to
 	failed  failures
 }

@@ -88,7 +88,7 @@ func (s *Probe) Needs(i, hit int) bool {
 }
 
 // Find finds the longest hit that pool and tier have together, and calls take with its number of chunks. If all groups have full attention,
-// it also calls take with each shorter hit as soon as it is found. It ends when ctx ends or take reports false.
+// it also calls take with each shorter hit as soon as it is found. It ends when ctx ends or `take` reports false.
 func (s *Probe) Find(ctx context.Context, take func(hit int) (more bool)) {
 	begun := take
 	if s.shard.Groups.Windows() {

@@ -28,7 +28,7 @@ type admissionRule struct{ written, hits int64 }
 // not keep it.
 type playedKey struct{ first, second int64 }
 
-// has reports whether the rule still has an object that it kept when written was at.
+// has reports whether the rule still has an object that it kept when r.written was `at`.
 func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
 // Observe records that an object of n bytes was offered or read. h is the hash of its key, capacity how many bytes the disk can hold.

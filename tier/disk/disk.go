@@ -224,8 +224,8 @@ func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 	return tier.Meta{}, tier.ErrMissing
 }
 
-// Write implements tier.Tier. It appends to the first disk in the order of the key, or, if that
-// takes nothing now, to the next one. It returns tier.ErrNotKept for a first touch, without room, and beyond the budget.
+// Write implements tier.Tier. It appends to the first disk in the order of the key, or, if that takes nothing now, to the next one. It
+// returns tier.ErrNotKept for an object at its first offer, for lack of room, and beyond the write budget.
 func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -295,7 +295,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>33
 }
 
-// dropElsewhere drops a key that was written from all other volumes.
+// dropElsewhere drops a key from all volumes except `but`, to which it was just written.
 func (d *Disk) dropElsewhere(k kv.Key, but *volume) {
 	for _, v := range d.volumes {
 		if v != but {

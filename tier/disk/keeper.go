@@ -384,7 +384,7 @@ func (v *volume) live(s *segment, records []record) []record {
 	return out
 }
 
-// writes adds by to the number of running writes of an object.
+// writes adds `by` to the number of running writes of an object.
 func (v *volume) writes(k kv.Key, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -104,7 +104,7 @@ func (e *entry) meta() tier.Meta {
 	return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over, Seal: e.seal}
 }
 
-// newer reports whether e's place was reserved after than's; both are records of one key.
+// newer reports whether e's place was reserved after that of `than`; both are records of one key.
 func (e *entry) newer(than *entry) bool {
 	return e.seg > than.seg || e.seg == than.seg && e.block > than.block
 }
@@ -528,8 +528,8 @@ func writePiece(s *segment, r *record, at int64, body, ends []byte, extra bool) 
 	return s.file.writev(bufs, off)
 }
 
-// finish ends a reservation. The written record replaces the record that the key had. A copy does so only
-// if the key's record is still at from. A record with hot set stays hot if the replaced record is hot.
+// finish ends a reservation. The written record replaces the record that the key had. A copy does so only if the key's record is still at
+// `from`. A record with hot set stays hot if the replaced record is hot.
 func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

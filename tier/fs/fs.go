@@ -195,7 +195,7 @@ func (d *Dir) setSum(fd int, a attr) error {
 	return nil
 }
 
-// firstWarning reports whether the warning what was not logged before.
+// firstWarning reports whether the warning `what` was not logged before.
 func (d *Dir) firstWarning(what string) bool {
 	_, said := d.warned.LoadOrStore(what, true)
 	return !said

@@ -244,7 +244,7 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 	return b.committer(&next), err
 }
 
-// committer remembers next as the state written last, and returns the function that puts it into effect.
+// committer remembers `next` as the state written last, and returns the function that puts it into effect.
 func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)

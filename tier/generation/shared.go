@@ -203,8 +203,8 @@ func (b *Book) follow(next *state, commit func()) {
 	follow(commit)
 }
 
-// rewrite writes the files that differ from now, because another server of their directory has overwritten them, and reports whether
-// there was none.
+// rewrite writes the files that differ from the state `now`, because another server of their directory has overwritten them, and reports
+// whether there was none.
 func (b *Book) rewrite(now *state) (kept bool) {
 	kept = true
 	for _, path := range b.files {
@@ -314,8 +314,7 @@ func (b *Book) noteUnkept(err error) {
 	}
 }
 
-// spread writes the generations to the notes that differ, to all at once, within the time most. wrote reports whether a note was
-// written.
+// spread writes the generations to the notes that differ, to all at once, within the time `most`. wrote reports whether a note was written.
 func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) (wrote bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()

@@ -174,7 +174,7 @@ func (s shortage) take(r *rootDir, n int64) {
 	}
 }
 
-// look sets s.lacks, for least free bytes.
+// look sets s.lacks, if at least `least` bytes must be free.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
 	came := max(s.written-s.writtenBefore, s.before-s.free) // other programs write to it, too: at least this many bytes

@@ -348,9 +348,9 @@ func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 	return life
 }
 
-// writeFirst writes an object's first value and then removes the early end of life (strayLife) of the other
-// values. was is what find saw under the name. It returns what the write really replaced. If was is empty,
-// and another server has written the object meanwhile, that server's object stays.
+// writeFirst writes an object's first value and then removes the early end of life (strayLife) of the other values. `was` is what find saw
+// under the name. It returns what the write really replaced. If `was` is empty, and another server has written the object meanwhile, that
+// server's object stays.
 func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var options []string

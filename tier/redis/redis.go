@@ -154,7 +154,7 @@ func Open(o Options) (*Tier, error) {
 	return t, nil
 }
 
-// firstWarning reports whether the warning what was not logged before.
+// firstWarning reports whether the warning `what` was not logged before.
 func (t *Tier) firstWarning(what string) bool {
 	_, said := t.warned.LoadOrStore(what, true)
 	return !said

@@ -161,7 +161,7 @@ type warnings struct {
 	at map[string]time.Time
 }
 
-// now reports whether to log the warning what now, and records that it was logged.
+// now reports whether to log the warning `what` now, and records that it was logged.
 func (s *warnings) now(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

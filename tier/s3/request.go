@@ -74,8 +74,8 @@ func (e *Error) Error() string {
 // errAnswer means that an answer does not fit the request.
 var errAnswer = errors.New("s3: not the answer to the request")
 
-// do sends a request and calls take with the answer. It tries again if that may help and there
-// is time, so take may be called more than once.
+// do sends a request and calls `take` with the answer. It tries again if that may help and there is time, so `take` may be called more than
+// once.
 func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) error) error {
 	room := t.others
 	if int64(len(r.body))+r.bytes > 0 {

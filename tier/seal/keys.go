@@ -85,7 +85,7 @@ func (r *ring) has(id [idBytes]byte) bool {
 // Source says where the keys come from. At most one of its fields may be set.
 type Source struct {
 	File    string // read again when it changes
-	Command string // prints the keys; for /bin/sh
+	Command string // shell command (/bin/sh) that prints the keys
 	Text    string // the keys themselves, from the environment
 }
 
