@@ -165,7 +165,7 @@ func (m *Memo) entryLocked(i int) (*memoEntry, []byte) {
 	return &block.entries[i], block.raw[i*m.stride : (i+1)*m.stride]
 }
 
-// is reports whether the entry follows prev and is packed or not.
+// is reports whether the entry is a chunk after prev, and is packed exactly if `packed` is set.
 func (e *memoEntry) is(prev kv.Hash, packed bool) bool { return e.prev == prev && e.packed == packed }
 
 // learn adds the chunks that b begins with. Chunk i takes widths[i] bytes and has the hash k.Hashes[first+i].

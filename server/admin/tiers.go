@@ -103,7 +103,8 @@ func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
 	}
 }
 
-// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end; a client that leaves, or takes nothing, ends it.
+// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end. If the client leaves, or reads nothing, it
+// stops.
 func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
 		Tier string `json:"tier"`

@@ -28,7 +28,7 @@ const tagSweep = time.Minute
 // tags has the figures by tag.
 type tags struct {
 	of     map[pair]*tagCounts // by name and value
-	other  *tagCounts          // figures of all other tags; also in of
+	other  *tagCounts          // figures of all other tags; also in `of`
 	names  fair.Shares         // number of tags by name
 	owners fair.Shares         // number of tags by the user or address that sent them first
 	swept  time.Time

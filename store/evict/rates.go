@@ -53,8 +53,8 @@ func bucketOf(age uint64) int {
 	return min(2*exponent+int(age>>(exponent-1)&1), buckets-1)
 }
 
-// reindex computes the index of a class: at each age, the steepest fall, from that age on, of the part that was not used again, per time
-// that it takes up room. It may rise with age.
+// reindex computes the index of a class at each age: the largest ratio, over all later ages, of the part that is used again until then to
+// the time that it takes up room until then. The index may rise with age.
 func (h *LeafHazard) reindex(c int) {
 	rate, top := h.measure(c)
 	var left, spent [buckets + 1]float64 // by age: the part that is not used again until then; the time until then

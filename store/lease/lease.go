@@ -146,7 +146,8 @@ func (t *Table[N]) share(owner Owner) *share[N] {
 	return of
 }
 
-// heaviest returns a share by that measure: of the peer with the most, the connection with the most.
+// heaviest returns the heaviest share by `weight`: it picks the peer whose shares weigh most together, and then the heaviest share of that
+// peer.
 func (t *Table[N]) heaviest(weight func(*share[N]) int) (most *share[N]) {
 	peers := map[string]int{}
 	for owner, of := range t.shares {

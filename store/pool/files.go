@@ -213,7 +213,7 @@ func (e *ChangedError) Unwrap() error { return ErrChanged }
 type SpaceError struct {
 	Dir        string
 	Need, Free int64     // bytes, with the index
-	More       bool      // Need is how much more memory a pool takes that becomes larger
+	More       bool      // the pool becomes larger, and Need is the additional memory
 	Held       int64     // bytes of the existing pool of that name that stay in use after its removal
 	Holders    []int     // processes that map this existing pool
 	Removed    []Removed // removed pools that processes still map

@@ -4,9 +4,9 @@
 // to which chunk, and which a worker may still touch. It records this in an index file beside the segment; index.go gives the format.
 // Memory provides the segment's pages ahead of use.
 //
-// A slot is the place of one object. It goes free → staged (Reserve) → resident (Commit) → free (Drop). A hold says that a worker may touch
-// the slot's bytes. A slot that is dropped while held is condemned: its key is gone at once, and its memory becomes free when the last hold
-// ends.
+// A slot is the place of one object. It goes: free → staged (Reserve) → resident (Commit) → free (Drop). A hold says that a worker may
+// touch the slot's bytes. A slot that is dropped while held is condemned: its key is gone at once, and its memory becomes free when the
+// last hold ends.
 //
 // A Pool decides nothing: its owner decides what to evict and when a hold ends. A Pool is not safe for concurrent use, except Populate,
 // BackIndex, BackIndexFor and Hash; its owner locks.

@@ -232,7 +232,8 @@ func isTemporary(name string) bool {
 	return ok
 }
 
-// enterFiles puts the files of one directory into the books. It returns those that are new since the first look. It ignores times in the future.
+// enterFiles puts the files of one directory into the books. It returns the files that are new since the first look. It ignores times in
+// the future.
 func (k *Keeper) enterFiles(r *rootDir, rank string, files []found, number uint32) (came []found) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

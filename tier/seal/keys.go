@@ -101,9 +101,9 @@ type Keys struct {
 // ErrSource means that several sources of keys are given.
 var ErrSource = errors.New("keys of tiers are given in more than one way: choose a file, a command or the environment")
 
-// OpenKeys reads the keys: one on each line, 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
-// skipped. The first key encrypts, all of them decrypt. Without a source there are no keys, and Keys is nil. Errors: ErrSource, and why a key
-// cannot be used; errors never contain a key.
+// OpenKeys reads the keys, one on each line: 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
+// skipped. The first key encrypts, all of them decrypt. Without a source there are no keys, and Keys is nil. Errors: ErrSource, and why a
+// key cannot be used; errors never contain a key.
 func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 	given := 0
 	for _, text := range []string{s.File, s.Command, s.Text} {
