@@ -66,8 +66,8 @@ func ChunkHashes(tokens []uint32, chunkTokens int) []Hash {
 	return out
 }
 
-// SaltedHash returns a hash of a chunk that differs for each salt; h itself covers only
-// tokens. Without a salt it is h, else BLAKE3 of the salt's length (4 bytes, big-endian), the salt and h.
+// SaltedHash returns a hash of a chunk that is different for each salt, since h itself covers only tokens. Without a salt it is h, else
+// BLAKE3 of the salt's length (4 bytes, big-endian), the salt and h.
 func SaltedHash(salt string, h Hash) Hash {
 	if salt == "" {
 		return h

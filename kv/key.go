@@ -33,8 +33,8 @@ func (k Key) String() string {
 	return fmt.Sprintf("kv1/%s/%08x.%08x/%s", k.Namespace, uint32(k.Rank), k.Group, k.Chunk)
 }
 
-// Digest returns a checksum of the key. Tiers store it beside the checksum of an object's bytes,
-// so that they notice an object that lies under the name of another.
+// Digest returns a checksum of the key. Tiers store it beside the checksum of an object's bytes, to notice bytes that are stored under the
+// name of another object.
 func (k Key) Digest() uint64 {
 	var b [16 + 32 + 8]byte
 	copy(b[:], k.Namespace[:])
@@ -44,7 +44,7 @@ func (k Key) Digest() uint64 {
 	return xxh3.Hash(b[:])
 }
 
-// ParseKey reads what String writes, and nothing else. The error is ErrKey.
+// ParseKey parses a text of Key.String, and accepts no other text. The error is ErrKey.
 func ParseKey(s string) (k Key, err error) {
 	parts := strings.Split(s, "/")
 	if len(parts) != 4 || parts[0] != "kv1" || len(parts[2]) != 17 || parts[2][8] != '.' {

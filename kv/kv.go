@@ -35,10 +35,10 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 // MaxSaltBytes is the longest salt LMCache accepts.
 const MaxSaltBytes = 128
 
-// ErrSalt means that a salt is too long or holds one of @ / \ NUL.
+// ErrSalt means that a salt is too long or contains one of @ / \ NUL.
 var ErrSalt = errors.New("kv: salt longer than 128 characters or with one of @ / \\ NUL")
 
-// CheckSalt returns ErrSalt for a salt that may not enter a key.
+// CheckSalt returns ErrSalt for a salt that must not be in a key.
 func CheckSalt(salt string) error {
 	if len(salt) > MaxSaltBytes && len([]rune(salt)) > MaxSaltBytes || strings.ContainsAny(salt, "@/\\\x00") {
 		return ErrSalt
@@ -50,8 +50,8 @@ func CheckSalt(salt string) error {
 // decides what an object's bytes mean: model, salt and layout fingerprint.
 type Namespace [16]byte
 
-// NamespaceOf digests model, salt and a layout's fingerprint. The parts are
-// length-prefixed, so no two triples share an encoding.
+// NamespaceOf returns the digest of model, salt and a layout's fingerprint. Each part is preceded by its length, so different triples have
+// different encodings.
 func NamespaceOf(model, salt, fingerprint string) Namespace {
 	b := make([]byte, 0, 64+len(model)+len(salt)+len(fingerprint))
 	b = appendString(b, "kvasir namespace 1")

@@ -19,7 +19,7 @@ type Layout struct {
 	DType       string // torch name without the "torch." prefix
 }
 
-// ErrLayout means that a layout has no sensible byte length.
+// ErrLayout means that a layout has an unknown dtype, a size that is not positive, or more than MaxChunkBytes.
 var ErrLayout = errors.New("kv: unusable layout")
 
 // MaxChunkBytes bounds one chunk: 4 GiB.

@@ -19,9 +19,8 @@ import (
 )
 
 var (
-	// ErrDisconnected means that there is no connection, or that it was lost after a
-	// request was sent: then the request may or may not have been carried out. No later
-	// server will carry it out.
+	// ErrDisconnected means that there is no connection, or that the connection was lost after a request was sent. In the second case the
+	// server may or may not have carried out the request. A later server will not carry it out.
 	ErrDisconnected = errors.New("lmcache: connection lost before the reply")
 	// ErrClosed means that the client was closed.
 	ErrClosed = errors.New("lmcache: client closed")
@@ -36,10 +35,10 @@ type Client struct {
 	dealer      *zmtp.Dealer
 	connections atomic.Uint64
 	announced   atomic.Uint64 // value of connections when the announcing ping was last sent
-	packed      atomic.Bool   // the server is of 0.5.7: keys have packed tokens
+	packed      atomic.Bool   // the server is of 0.5.7: the client sends packed tokens in its keys
 	alignment   atomic.Int64  // alignment that was negotiated; 0: none
-	size        atomic.Int64  // tokens per chunk that the server answered then
-	wrongSize   atomic.Bool   // the server of the present connection has another size
+	size        atomic.Int64  // tokens per chunk in the server's answer to that negotiation
+	wrongSize   atomic.Bool   // the server of the present connection has another chunk size than size
 
 	mu struct {
 		sync.Mutex
@@ -57,8 +56,7 @@ type call struct {
 	err  error
 }
 
-// endpoint turns the URLs that LMCache clients take into a ZMQ endpoint: a bare
-// host:port is tcp.
+// endpoint turns a URL of an LMCache client into a ZMQ endpoint: a host:port without a scheme gets tcp://.
 func endpoint(url string) string {
 	if strings.Contains(url, "://") {
 		return url
@@ -66,7 +64,7 @@ func endpoint(url string) string {
 	return "tcp://" + url
 }
 
-// ClientOptions say how a client proves who it is; one of them at most.
+// ClientOptions say how a client proves its identity. At most one of them may be set.
 type ClientOptions struct {
 	Curve *zmtp.CurveClient // its key
 	Plain *zmtp.PlainClient // its password
@@ -76,13 +74,13 @@ type ClientOptions struct {
 // It does not wait for the connection; calls do.
 func NewClient(url string) (*Client, error) { return OpenClient(url, ClientOptions{}) }
 
-// OpenClient is NewClient for a server that asks who its clients are.
+// OpenClient is NewClient for a server that requires its clients to prove their identity.
 func OpenClient(url string, o ClientOptions) (*Client, error) {
 	c := &Client{}
 	c.mu.pending, c.mu.next = make(map[string]*call), make(chan struct{})
 	c.dealer = zmtp.NewDealer(endpoint(url), zmtp.DealerOptions{
 		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second, Curve: o.Curve, Plain: o.Plain,
-		NoWaiting: true, // a later server must not get calls that were given up: a store, for example, of blocks that the engine has reused since
+		NoWaiting: true, // a later server must not get a call that its caller gave up: for example a store of blocks that the engine has reused since
 	})
 	if err := c.dealer.Start(); err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", url, err)
@@ -112,11 +110,10 @@ func (c *Client) state(connected bool, err error) {
 	c.failAll(fmt.Errorf("%w: %w", ErrDisconnected, err))
 }
 
-// Connections counts the connections made so far. When it has grown, the server
-// may be another one, which knows nothing of this client.
+// Connections counts the connections made so far. After it has grown, the server may be another process, which does not know this client.
 func (c *Client) Connections() uint64 { return c.connections.Load() }
 
-// failAll ends every call in progress: replies cannot come any more.
+// failAll ends every call in progress with err, because its reply can no longer come.
 func (c *Client) failAll(err error) {
 	c.mu.Lock()
 	pending := c.mu.pending
@@ -198,13 +195,12 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	}
 }
 
-// announce sends a ping on a new connection and does not wait for an answer. A server derives the
-// client's generation from its first messages. A ping shows the generation where other messages do
-// not.
+// announce sends a ping on a new connection and does not wait for the answer. A server derives the client's generation from its first
+// messages, and a ping is the message that shows it.
 func (c *Client) announce() {
 	if n := c.connections.Load(); c.announced.Swap(n) != n {
 		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
-		if a := c.alignment.Load(); a > 0 {                                          // the server may be another one, which has not fixed the size
+		if a := c.alignment.Load(); a > 0 {                                          // a new server process has no fixed size yet
 			_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpNegotiateChunkSize), AppendInt(nil, a))
 		}
 	}
@@ -248,12 +244,12 @@ func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 	return int(n), err
 }
 
-// How long a server of 0.5.7 may take to answer negotiate_chunk_size, which earlier ones leave without an answer: the first
-// time, and once it has answered another call.
+// negotiateFirst and negotiateAgain are how long Negotiate waits for the answer to negotiate_chunk_size, which servers before 0.5.7 never
+// answer: at the first attempt, and at the attempt after the server has answered another call.
 const negotiateFirst, negotiateAgain = 2 * time.Second, 500 * time.Millisecond
 
-// Negotiate returns the server's tokens per chunk, a multiple of alignment, and finds out whether the server is of 0.5.7: only then the
-// client's keys have packed tokens. A size that is no multiple is an error.
+// Negotiate returns the server's tokens per chunk; a size that is no multiple of alignment is an error. It also finds out whether the
+// server is of 0.5.7: only then the client sends packed tokens in its keys.
 func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 	n, ok := c.negotiate(ctx, alignment, negotiateFirst)
 	if !ok {
@@ -261,7 +257,7 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 		if n, err = c.ChunkTokens(ctx); err != nil {
 			return 0, err
 		}
-		if now, again := c.negotiate(ctx, alignment, negotiateAgain); again { // it was slow
+		if now, again := c.negotiate(ctx, alignment, negotiateAgain); again { // the first answer was only slow
 			n, ok = now, true
 		}
 	}
@@ -279,7 +275,7 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 // ErrChunkSize means that the server, after a new connection, has another chunk size than was negotiated.
 var ErrChunkSize = errors.New("lmcache: the server restarted with another chunk size")
 
-// renegotiated records the answer to the negotiate_chunk_size that announce sent. It comes before the answers to later calls.
+// renegotiated records the answer to the negotiate_chunk_size that announce sent. This answer comes before the answers to later calls.
 func (c *Client) renegotiated(m zmtp.Message) {
 	if op, err := ParseOp(m[1]); err == nil && op == OpNegotiateChunkSize && len(m) == 3 {
 		n, err := DecodeInt(m[2])
@@ -294,14 +290,14 @@ func (c *Client) negotiate(ctx context.Context, alignment int, limit time.Durati
 	return int(v), err == nil && v > 0 && v <= MaxTokens
 }
 
-// key encodes a key as the server's release reads it.
+// key encodes a key in the form of the server's release: with packed tokens for 0.5.7.
 func (c *Client) key(k *Key) []byte {
 	own := *k
 	own.Packed = own.Packed || c.packed.Load()
 	return own.Append(nil)
 }
 
-// appendSince057 appends a payload that servers of 0.5.7 ask for: an empty list.
+// appendSince057 appends the payload `more` if the server is of 0.5.7: earlier servers do not take it.
 func (c *Client) appendSince057(payloads [][]byte, more []byte) [][]byte {
 	if c.packed.Load() {
 		payloads = append(payloads, more)
@@ -311,18 +307,17 @@ func (c *Client) appendSince057(payloads [][]byte, more []byte) [][]byte {
 
 var noExtraRanges, noSkippedChunks = []byte{0x90}, []byte{0x90}
 
-// Ping reports that a worker lives. False asks the worker to register again.
+// Ping tells the server that a worker lives. A result of false asks the worker to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
 }
 
-// PingServer asks whether the server answers, on behalf of no worker.
+// PingServer asks whether the server answers. It names no worker.
 func (c *Client) PingServer(ctx context.Context) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendNil(nil))
 }
 
-// ReportBlockAllocations reports which blocks requests got; the server only
-// observes them.
+// ReportBlockAllocations reports which engine blocks the requests got. The server only observes them.
 func (c *Client) ReportBlockAllocations(ctx context.Context, instanceID int64, model string, records []BlockAllocation) error {
 	return c.callNone(ctx, OpReportBlockAllocation, AppendInt(nil, instanceID), AppendString(nil, model), AppendBlockAllocations(nil, records))
 }
@@ -339,8 +334,8 @@ func (c *Client) UnregisterEngineDriven(ctx context.Context, instanceID int64) e
 	return c.callNone(ctx, OpUnregisterEngineDriven, AppendInt(nil, instanceID))
 }
 
-// Lookup asks for the longest stored prefix of k's tokens and pins it for the
-// request. It returns the hit in chunks. It polls while the server still looks.
+// Lookup asks for the longest stored prefix of k's tokens and pins it for the request. It returns the hit in chunks. It polls until the
+// server has a result.
 func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 	if err := c.callNone(ctx, OpLookup, c.key(k), AppendInt(nil, 1)); err != nil {
 		return 0, err
@@ -390,7 +385,7 @@ func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64, ski
 	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.appendSince057([][]byte{c.key(k), AppendInt(nil, instanceID)}, more)...)
 }
 
-// CommitStore says that the chunks of a PrepareStore with slots are written.
+// CommitStore tells the server that the worker has written the chunks into the slots that PrepareStore named.
 func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), AppendBytes(nil, nil))
 }
@@ -400,7 +395,7 @@ func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (boo
 func (c *Client) Enveloped() bool { return c.packed.Load() }
 
 // CommitEnvelope sends the objects of k's range to a server without shared memory. layouts has one layout for each object group. A message
-// carries less than 4 GiB: more is an error that wraps ErrEnvelope, and nothing is sent.
+// carries less than 4 GiB. For more it sends nothing and returns an error that wraps ErrEnvelope.
 func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, layouts []kv.Layout, e *Envelope) (bool, error) {
 	if n := EnvelopeBytes(layouts, e); n > math.MaxUint32 {
 		return false, fmt.Errorf("%w: the objects take %s, a message carries less than 4 GiB", ErrEnvelope, kv.FormatBytes(n))
@@ -414,36 +409,35 @@ func (c *Client) PrepareRetrieve(ctx context.Context, k *Key, instanceID int64) 
 	return result(ctx, c, DecodePrepareRetrieve, OpPrepareRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
-// CommitRetrieve says that the chunks of a PrepareRetrieve are read, or given up.
+// CommitRetrieve tells the server that the worker has read the chunks of a PrepareRetrieve, or has given them up.
 func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpCommitRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
-// Clear drops the chunks that no request needs, and with force all chunks.
+// Clear drops the chunks that no request has pinned or holds, and with force all chunks.
 func (c *Client) Clear(ctx context.Context, force bool) error {
 	return c.callNone(ctx, OpClear, AppendBool(nil, force))
 }
 
-// RegisterKVCache registers a worker whose KV the server copies. The protocol
-// has no negative answer: a refused worker's transfers are declined.
+// RegisterKVCache registers a worker whose KV the server copies. The protocol has no negative answer: the server accepts the call of a
+// worker that it refuses, and declines that worker's transfers.
 func (c *Client) RegisterKVCache(ctx context.Context, k *KVCache) error {
 	return c.callNone(ctx, OpRegisterKVCache, k.Frames()...)
 }
 
-// UnregisterKVCache ends such a registration.
+// UnregisterKVCache ends a registration of RegisterKVCache.
 func (c *Client) UnregisterKVCache(ctx context.Context, instanceID int64) error {
 	return c.callNone(ctx, OpUnregisterKVCache, AppendInt(nil, instanceID))
 }
 
-// StoreBlocks asks the server to copy the blocks of k's range out of the worker's memory. blocks
-// are by KV group.
+// StoreBlocks asks the server to copy the blocks of k's range out of the worker's memory. blocks has the block ids of each KV group.
 func (c *Client) StoreBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int) (Copied, error) {
 	return result(ctx, c, DecodeCopied, OpStore, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)))
 }
 
-// RetrieveBlocks asks the server to copy k's range into the worker's blocks, except for the first
-// skipTokens tokens of the range.
+// RetrieveBlocks asks the server to copy k's range into the worker's blocks, except for the first skipTokens tokens of the range. blocks
+// has the block ids of each KV group.
 func (c *Client) RetrieveBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int, skipTokens int) (Copied, error) {
 	return result(ctx, c, DecodeCopied, OpRetrieve, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)), AppendInt(nil, int64(skipTokens)))

@@ -23,8 +23,8 @@ func errOr(err, other error) error {
 	return other
 }
 
-// readInt reads a msgpack integer of any width, and a bool as 0 or 1: msgspec
-// coerces both ways at the top level.
+// readInt reads a msgpack integer of any width, and a bool as 0 or 1. msgspec converts between the two as well, at the top level of a
+// frame.
 func readInt(b []byte) (int64, []byte, error) {
 	switch msgp.NextType(b) {
 	case msgp.BoolType:
@@ -61,8 +61,8 @@ func readCount(b []byte, limit int) (int, []byte, error) {
 	return int(v), rest, nil
 }
 
-// readArray reads an array header. The elements must follow in b: a count above
-// the bytes left is refused before anything is sized by it.
+// readArray reads an array header and returns the number of elements. It refuses a number above the bytes left in b, so that no allocation
+// is sized by a false number.
 func readArray(b []byte) (int, []byte, error) {
 	n, rest, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil {
@@ -74,8 +74,8 @@ func readArray(b []byte) (int, []byte, error) {
 	return int(n), rest, nil
 }
 
-// readMap calls field for each entry of a map with string keys. field returns
-// what is left after the value; returning the value unread (same slice) skips it.
+// readMap calls field for each entry of a map with string keys, with b at the entry's value. field returns the bytes after the value. If it
+// returns b itself, readMap skips the value.
 func readMap(b []byte, field func(name, b []byte) ([]byte, error)) ([]byte, error) {
 	n, b, err := msgp.ReadMapHeaderBytes(b)
 	if err != nil {
@@ -114,7 +114,7 @@ func readList(b []byte, elem func(i int, b []byte) ([]byte, error)) ([]byte, err
 	return b, nil
 }
 
-// noRest returns an error where a frame has bytes left.
+// noRest returns err, or ErrTrailing if bytes are left after the value of a frame.
 func noRest(rest []byte, err error) error {
 	if err == nil && len(rest) != 0 {
 		return ErrTrailing
@@ -142,8 +142,8 @@ func boolInto(p *bool, b []byte) ([]byte, error) {
 	return rest, err
 }
 
-// intsInto reads a list of at most most integers. An element takes 8 bytes of memory
-// and may take one on the wire.
+// intsInto reads a list of integers into p. More than `most` of them are an error: an element takes 8 bytes of memory, but may take only
+// one byte in the message.
 func intsInto[T ~int | ~int64](p *[]T, most int, b []byte) ([]byte, error) {
 	n, _, err := readArray(b)
 	if err == nil && n > most {

@@ -22,19 +22,18 @@ const (
 	maxDims   = 16   // of a tensor
 )
 
-// EngineGroup is EngineGroupInfo: layers whose blocks go by the same ids and that
-// share an attention kind.
+// EngineGroup is LMCache's EngineGroupInfo: layers that share block ids and a kind of attention.
 type EngineGroup struct {
 	ID             int
 	Layers         []int // indices of descriptors
-	TokensPerBlock int   // 0 is unknown
-	WindowTokens   int   // -1 is no sliding window
-	ExtraTag       int   // not 0: a connector's own, no part of hits
-	Recurrent      bool  // states, not KV per token
+	TokensPerBlock int   // 0: unknown
+	WindowTokens   int   // -1: no sliding window
+	ExtraTag       int   // not 0: the group is a connector's own and does not count in hits
+	Recurrent      bool  // the layers keep states (Mamba), not KV per token
 }
 
-// Descriptor is how a worker lends one layer's memory: 0.5.6's msgpack ext of
-// code 1. Only cpu_shm has its fields here; of other types the name is kept.
+// Descriptor says how a worker lends the memory of one layer: 0.5.6's msgpack ext of code 1. Its fields are those of the type cpu_shm. Of a
+// descriptor of another type only the type is kept.
 type Descriptor struct {
 	Type    string // cpu_shm, cuda, cuda_raw, cuda_vmm, musa, npu; PickledDescriptor
 	ShmName string // POSIX name, with its slash
@@ -64,13 +63,12 @@ type KVCache struct {
 	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
 	ListLayout  string        // layout_hints of SGLang, kv_list_layout: unified, k_v; empty when not given
 	PageTokens  int           // layout_hints of SGLang, tokens_per_block: of a page, which the shape does not show; 0 when not given
-	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
-	Unread      UnreadFields  // layout_hints and group fields that have a value and that this package does not read
+	Groups      []EngineGroup // in the order of a transfer's block ids; empty: one group of all layers
+	Unread      UnreadFields  // names of layout_hints and group fields that have a value which this package does not read
 }
 
-// UnreadFields names the fields of a registration that have a value and that this
-// package does not read. They may change what the bytes mean, so a server refuses a
-// registration that has any. Of many the first maxUnread are named.
+// UnreadFields names the fields of a registration that have a value which this package does not read. Such a field may change what the
+// bytes mean, so a server refuses the registration. At most maxUnread fields are named.
 type UnreadFields []string
 
 const (
@@ -86,8 +84,7 @@ func (u UnreadFields) Err() error {
 	return fmt.Errorf("the registration has a value for %s, which this server does not read and which may change the meaning of its bytes", strings.Join(u, ", "))
 }
 
-// add notes the field name of the map in, unless its value b is nil, an empty list
-// or an empty map.
+// add adds the name of a field of the map `in`, unless the field's value b is nil, an empty list or an empty map.
 func (u *UnreadFields) add(in string, name, b []byte) {
 	if len(b) > 0 && (b[0] == 0xc0 || b[0] == 0x90 || b[0] == 0x80) || len(*u) == maxUnread {
 		return
@@ -98,7 +95,7 @@ func (u *UnreadFields) add(in string, name, b []byte) {
 	}
 }
 
-// OnCPU reports whether all of the KV is in the memory of CPUs.
+// OnCPU reports whether all of the worker's KV is in CPU memory.
 func (c *KVCache) OnCPU() bool {
 	return !slices.ContainsFunc(c.Descriptors, func(d Descriptor) bool { return d.Type != CPUShm && d.Device != "cpu" })
 }
@@ -152,9 +149,8 @@ func (d *Descriptor) append(b []byte) []byte {
 	return msgp.AppendString(msgp.AppendString(b, "device_uuid"), d.Device)
 }
 
-// decodeKVCache reads the seven payload frames of register_kv_cache; in 0.4.6
-// they were six, without groups. It accepts descriptors of an unknown type, such as
-// pickled ones.
+// decodeKVCache reads the seven payload frames of register_kv_cache. Clients of 0.4.6 send six, without groups. It accepts descriptors of
+// an unknown type, such as pickled ones.
 func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err := AllGenerations.CheckPayloads(OpRegisterKVCache, len(frames)); err != nil {
 		return c, err
@@ -233,7 +229,7 @@ const (
 
 var errLongName = errors.New("a name is too long")
 
-// withType gives ext the type of the extension at b: msgp wants it set before it reads.
+// withType sets the type of ext to that of the extension at b, because msgp requires it before it reads the extension.
 func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
 	switch {
 	case len(b) > 1 && b[0] >= 0xd4 && b[0] <= 0xd8: // fixext
@@ -246,9 +242,8 @@ func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
 	return ext
 }
 
-// decodeDescriptor reads the data of one ext. Of a type other than cpu_shm
-// nothing but the type is kept. Unknown fields of cpu_shm are refused, as LMCache
-// does: they could change what the others mean.
+// decodeDescriptor reads the data of one ext. It keeps only the type of a descriptor that is not cpu_shm. It refuses an unknown field of a
+// cpu_shm descriptor, as LMCache does, because such a field could change what the others mean.
 func decodeDescriptor(data []byte) (d Descriptor, err error) {
 	if len(data) > 1 && data[0] == 0x80 { // pickle's PROTO; as msgpack an empty map
 		d.Type = PickledDescriptor
@@ -367,8 +362,8 @@ func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, 
 	})
 }
 
-// decodeBlockIDs reads the third payload of store and retrieve: a list of engine
-// block ids for each KV group, MaxTokens ids in all.
+// decodeBlockIDs reads the third payload of store and retrieve: a list of engine block ids for each KV group. More than MaxTokens ids in
+// all are an error.
 func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
 	total := 0
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
@@ -395,13 +390,12 @@ func AppendBlockIDs(b []byte, ids [][]int) []byte {
 	return b
 }
 
-// StubEvent is the event handle of workers without a device: both sides send it,
-// neither reads it.
+// StubEvent is the event handle of workers without a device. Worker and server send it, and neither reads it.
 const StubEvent = "stub_ipc_handle"
 
 // Copied is the result of store and retrieve.
 type Copied struct {
-	Event string // to wait for; empty: nothing was tried
+	Event string // the event to wait for; empty: the server did not try the copy
 	OK    bool
 }
 

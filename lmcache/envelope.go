@@ -13,15 +13,15 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// ErrEnvelope means that an envelope is not one, or does not fit the registration.
+// ErrEnvelope means that bytes are not a tensor envelope, or that the envelope does not fit the worker's registration.
 var ErrEnvelope = errors.New("lmcache: bad tensor envelope")
 
-// Envelope is how 0.5.7 carries the objects of a transfer in a message: msgpack, where earlier releases had a pickle.
+// Envelope has the objects of a transfer that a message carries since 0.5.7. It is msgpack; earlier releases sent a pickle.
 //
 //	{"version": 1, "tensors": [{"dtype", "shape", "data"} ...]}                          one group: a tensor for each chunk
 //	{"version": 1, "groups": [{"chunk_indices": [...], "tensors": [...]} ...]}           several: an entry for each group
 type Envelope struct {
-	Groups []EnvelopeGroup // one where the registration has one object group
+	Groups []EnvelopeGroup // exactly one if the registration has one object group
 }
 
 // EnvelopeGroup has the objects of one group, in the order of their chunks.
@@ -32,8 +32,8 @@ type EnvelopeGroup struct {
 
 const envelopeVersion = 1
 
-// DecodeEnvelope reads an envelope for a range of chunks chunks. layouts has one layout for each object group. An envelope with any other
-// field, type, shape or length is an error.
+// DecodeEnvelope reads an envelope for a range of `chunks` chunks. layouts has one layout for each object group. An envelope with any other
+// field, type, shape or length is an error. The result aliases data.
 func DecodeEnvelope(data []byte, layouts []kv.Layout, chunks int) (e Envelope, err error) {
 	several := len(layouts) > 1
 	version, seen := 0, 0
@@ -107,7 +107,7 @@ func readEnvelopeGroup(b []byte, l *kv.Layout, chunks int, g *EnvelopeGroup) ([]
 	return rest, err
 }
 
-// readTensors reads at most most tensors of a layout.
+// readTensors reads a list of tensors of layout l into g.Data. More than `most` of them are an error.
 func readTensors(b []byte, l *kv.Layout, most int, g *EnvelopeGroup) ([]byte, error) {
 	want, err := l.Bytes()
 	if err != nil {
@@ -148,7 +148,7 @@ func readTensors(b []byte, l *kv.Layout, most int, g *EnvelopeGroup) ([]byte, er
 	})
 }
 
-// EnvelopeBytes bounds what AppendEnvelope appends.
+// EnvelopeBytes returns an upper bound of the bytes that AppendEnvelope appends.
 func EnvelopeBytes(layouts []kv.Layout, e *Envelope) (n int64) {
 	n = 64
 	for i, g := range e.Groups {
@@ -160,7 +160,7 @@ func EnvelopeBytes(layouts []kv.Layout, e *Envelope) (n int64) {
 	return n
 }
 
-// AppendEnvelope appends an envelope. Each object is one of its group's layout.
+// AppendEnvelope appends an envelope to b. Each object has the layout of its group.
 func AppendEnvelope(b []byte, layouts []kv.Layout, e *Envelope) []byte {
 	b = msgp.AppendMapHeader(b, 2)
 	b = appendInt(msgp.AppendString(b, "version"), envelopeVersion)
@@ -186,7 +186,8 @@ func appendTensors(b []byte, l *kv.Layout, all [][]byte) []byte {
 	return b
 }
 
-// AppendInline appends a bin value that write appends, less than 4 GiB. As msgspec does, it takes the shortest header.
+// AppendInline appends a msgpack bin value, whose bytes `write` appends; they must be fewer than 4 GiB. Like msgspec it uses the shortest
+// header.
 func AppendInline(b []byte, write func([]byte) []byte) []byte {
 	at := len(b)
 	b = write(append(b, 0xc6, 0, 0, 0, 0))

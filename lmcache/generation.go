@@ -10,11 +10,10 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// Generation is a range of lmcache releases that number and shape their
-// operations alike. Nothing on the wire names it.
+// Generation is a range of lmcache releases whose operations have the same numbers and payloads. No message names its sender's generation.
 type Generation uint8
 
-// The generations that are served. Earlier ones lend their KV by CUDA IPC only.
+// The generations that are served. Earlier releases can lend their KV only by CUDA IPC.
 const (
 	Gen046 Generation = iota // 0.4.6: chunks as pickled tensors only
 	Gen047                   // 0.4.7: the first with a pool in shared memory
@@ -26,7 +25,8 @@ const (
 	generations
 )
 
-// Latest is the generation that this package's Client and its encoders speak.
+// Latest is the generation whose messages this package's encoders and Client send. For a server of 0.5.7 the Client adds the payloads of
+// that release.
 const Latest = Gen056
 
 // Newest is the newest release that is served.
@@ -37,16 +37,16 @@ var generationNames = [generations]string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0
 // String returns the first release of the generation.
 func (g Generation) String() string { return generationNames[g] }
 
-// Generations is a set of generations: those that a client can be of.
+// Generations is a set of generations: those that a client may be of, judged by its messages so far.
 type Generations uint8
 
-// AllGenerations holds every one that is served.
+// AllGenerations is the set of all generations that are served.
 const AllGenerations Generations = 1<<generations - 1
 
-// modern are the generations that give the operations of their connectors the same numbers.
+// modern is the set of the generations that give the operations of connectors the same numbers.
 const modern = 1<<Gen053 | 1<<Gen055 | 1<<Gen056 | 1<<Gen057
 
-// Only is the set of one generation.
+// Only returns the set that holds only g.
 func Only(g Generation) Generations { return 1 << g }
 
 // Has reports whether g is in the set.
@@ -63,7 +63,7 @@ func (s Generations) String() string {
 	return strings.Join(names, " or ")
 }
 
-// ParseGenerations reads what String writes. An empty text is an empty set.
+// ParseGenerations parses a text of Generations.String. An empty text is an empty set.
 func ParseGenerations(text string) (s Generations, err error) {
 	if text == "" {
 		return 0, nil
@@ -81,24 +81,23 @@ next:
 	return s, nil
 }
 
-// Settled reports whether the generations of the set number the operations of
-// connectors alike, so that a message is read by its number alone.
+// Settled reports whether all generations of the set give the operations of connectors the same numbers. A message is then read by its
+// number alone.
 func (s Generations) Settled() bool { return s != 0 && (s&^modern == 0 || s&(s-1) == 0) }
 
 // operation is a row of the table of operations.
 type operation struct {
 	op       Op
 	name     string             // on the wire since 0.5.6
-	since    Generation         // of an operation that has a name only; 0: Gen056
-	ids      [generations]uint8 // its number by generation; 0: it does not exist there
-	payloads string             // a letter for each frame, see fits; "*" is anything, the operation is always refused
+	since    Generation         // first generation with the operation if the operation has only a name; 0: Gen056
+	ids      [generations]uint8 // the operation's number in each generation; 0: the generation does not have the operation
+	payloads string             // one letter for each frame, see fits; "*": any frames, for an operation that is always refused
 	older    map[Generation]string
-	unsent   Generation // clients of earlier generations have the operation but no release of them sends it
+	unsent   Generation // clients of generations before this one have the operation, but no release of them sends it
 }
 
-// The letters of payloads: i integer, o integer or nil, n number, y bool, s
-// string, b bytes, l list, m map, h map or nil, w key of a worker, k key of a
-// scheduler, which names no worker.
+// operations is the table of all operations. The letters of payloads: i integer, o integer or nil, n number, y bool, s string, b bytes, l
+// list, m map, h map or nil, w key of a worker, k key of a scheduler, which names no worker.
 //
 // Sources: the enumerations and protocol definitions of the lmcache packages
 // 0.4.6, 0.4.7, 0.5.0, 0.5.2 to 0.5.6, 0.5.7rc2. 0.5.7 numbers as 0.5.6 does. CacheBlend's operations are refused; of
@@ -145,14 +144,14 @@ var operations = []operation{
 	{op: OpServerModuleAffinityCall, name: "server_module_affinity_call", since: Gen057, payloads: "m"},
 }
 
-// early names the releases without a path for CPU tensors by what they number
-// get_chunk_size, the first call of every client.
+// early names the releases without a path for CPU tensors. The map's key is the number of get_chunk_size, the first call of every client,
+// in these releases.
 var early = map[int64]string{7: "0.3.11 to 0.3.13", 8: "0.3.14 to 0.3.15", 10: "0.4.1 to 0.4.2", 11: "0.4.3 to 0.4.5"}
 
-// ids are the numbers of an operation from 0.4.6 to 0.5.6. 0.5.7 has those of 0.5.6.
+// ids returns the numbers of an operation in each generation, from those of 0.4.6 to 0.5.6. 0.5.7 has the numbers of 0.5.6.
 func ids(n ...uint8) [generations]uint8 { return [generations]uint8(append(n, n[Gen056])) }
 
-// before gives the payloads of the generations before g.
+// before returns a map that gives `payloads` to each generation before g.
 func before(g Generation, payloads string) map[Generation]string {
 	m := make(map[Generation]string)
 	for o := range g {
@@ -161,7 +160,7 @@ func before(g Generation, payloads string) map[Generation]string {
 	return m
 }
 
-// payloadsOf returns the row's payloads in one generation.
+// payloadsOf returns the payload letters of the operation in generation g.
 func (o *operation) payloadsOf(g Generation) string {
 	if p, ok := o.older[g]; ok {
 		return p
@@ -174,7 +173,7 @@ const maxID = 40
 // index finds rows of the table.
 type index struct {
 	byOp   [256]*operation
-	takes  [256][generations]int // payloads of an operation by Op
+	takes  [256][generations]int // numbers of payloads that an operation (by Op) takes in each generation
 	byID   [generations][maxID + 1]*operation
 	byName map[string]Op
 }
@@ -202,14 +201,14 @@ var rows = func() *index {
 // ErrPayloads means that a request has the wrong number of payload frames.
 var ErrPayloads = errors.New("lmcache: wrong number of payload frames")
 
-// CheckPayloads returns an error that wraps ErrPayloads when n payload frames are
-// not what the operation takes from a client of one of the generations.
+// CheckPayloads returns an error that wraps ErrPayloads unless a client of one of the generations sends the operation with n payload
+// frames.
 func (s Generations) CheckPayloads(op Op, n int) error {
 	o := rows.byOp[op]
 	if o == nil || o.payloads == "*" {
 		return nil
 	}
-	if s&modern != 0 { // the payloads themselves show the release
+	if s&modern != 0 { // several generations share the numbers: the payloads show the release
 		s |= modern
 	}
 	for g := range generations {
@@ -223,7 +222,7 @@ func (s Generations) CheckPayloads(op Op, n int) error {
 	return fmt.Errorf("%w: %s takes %d, got %d", ErrPayloads, op, len(o.payloads), n)
 }
 
-// Reading is what a message says when its sender is of one of Generations.
+// Reading is one meaning of a message: an operation, and the generations in which the message means it.
 type Reading struct {
 	Op          Op
 	Generations Generations
@@ -305,8 +304,8 @@ func addReading(into []Reading, op Op, g Generation) []Reading {
 	return append(into, Reading{op, 1 << g})
 }
 
-// firstCall decides between get_chunk_size and other operations without payloads. Every client
-// counts its requests from 0, and its first request, only once, is get_chunk_size.
+// firstCall decides between get_chunk_size and other operations without payloads, by the uid. Every client counts its requests from 0. Its
+// first request, and no later one, is get_chunk_size.
 func firstCall(readings []Reading, uid []byte) []Reading {
 	first := IsFirst(uid)
 	n := 0
@@ -319,14 +318,14 @@ func firstCall(readings []Reading, uid []byte) []Reading {
 	return readings[:n]
 }
 
-// IsFirst reports whether a request has the number of a client's first one.
+// IsFirst reports whether uid is 0, the number of a client's first request.
 func IsFirst(uid []byte) bool {
 	n, rest, err := readInt(uid)
 	return err == nil && len(rest) == 0 && n == 0
 }
 
-// fits reports whether the frames are payloads of the operation as clients of
-// generation g send them. key remembers the form of the first frame's key.
+// fits reports whether the frames are payloads of the operation as clients of generation g send them. It sets *key to the form of the key
+// in the first frame, so that further calls need not read it.
 func (o *operation) fits(g Generation, frames [][]byte, key *keyForm) bool {
 	letters := o.payloadsOf(g)
 	if letters == "*" || len(letters) != len(frames) {
@@ -366,7 +365,7 @@ func (o *operation) fits(g Generation, frames [][]byte, key *keyForm) bool {
 
 func isInt(t msgp.Type) bool { return t == msgp.IntType || t == msgp.UintType }
 
-// keyForm distinguishes the keys of generations and roles.
+// keyForm is a set of bits that distinguish the keys of generations, and those of workers and schedulers.
 type keyForm uint8
 
 const (
@@ -377,7 +376,7 @@ const (
 	keyPacked   // it has token_bytes
 )
 
-// formOf reads the form of a key without its tokens.
+// formOf reads the form of a key. It does not read the tokens.
 func formOf(frame []byte) keyForm {
 	form, worker := keySeen, false
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
@@ -400,8 +399,7 @@ func formOf(frame []byte) keyForm {
 	return form
 }
 
-// Early names the releases, all without a path for CPU tensors, whose first request looks like m;
-// empty when there is none.
+// Early returns the releases without a path for CPU tensors whose first request looks like m, or "" if there are none.
 func Early(m [][]byte) string {
 	id, rest, err := readInt(m[1])
 	if err != nil || len(rest) != 0 || len(m) != 2 {
@@ -410,21 +408,21 @@ func Early(m [][]byte) string {
 	return early[id]
 }
 
-// SameNumbers reports whether a client of set s can also be of set o, or whether both sets number their operations alike.
+// SameNumbers reports whether one client can be of both sets, or whether both sets have generations of modern, which number their
+// operations alike.
 func (s Generations) SameNumbers(o Generations) bool {
 	return s&o != 0 || s&modern != 0 && o&modern != 0
 }
 
-// PickleOnly reports whether a client of the set may know no shared memory: its
-// registration has no result, and its chunks pass through the socket.
+// PickleOnly reports whether a client of the set may be of 0.4.6, which knows no shared memory: its registration has no result, and its
+// chunks pass through the socket.
 func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
 
 // PingsWithoutID reports whether no client of the set sends its id with a ping.
 func (s Generations) PingsWithoutID() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047) == 0 }
 
-// NeedsEvent reports whether every client of the set opens the event handle of each answer about
-// lent KV, also of a negative answer: a negative answer ends such a client. For KV on CPUs 0.5.3
-// has an event without meaning.
+// NeedsEvent reports whether every client of the set opens the event handle in each answer about lent KV, also in a negative answer. Such a
+// client ends when it gets a negative answer. onCPU says that the client's KV is in CPU memory: then 0.5.3 ignores the event.
 func (s Generations) NeedsEvent(onCPU bool) bool {
 	opens := Generations(1<<Gen046 | 1<<Gen047 | 1<<Gen050)
 	if !onCPU {
@@ -439,8 +437,7 @@ func (o Op) HasKey() bool {
 	return row != nil && row.payloads != "" && (row.payloads[0] == 'w' || row.payloads[0] == 'k')
 }
 
-// Names returns what the payloads of an operation name: a worker instance, 0 when
-// none, or a model with its world size.
+// Names returns the worker instance (0 for none), or the model and world size, that the payloads p of an operation name.
 func (o Op) Names(p [][]byte) (instance int64, model []byte, world int) {
 	row := rows.byOp[o]
 	switch {

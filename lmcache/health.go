@@ -13,23 +13,22 @@ import (
 
 // HealthOptions configures a Health. A zero field means its default.
 type HealthOptions struct {
-	Interval time.Duration // between pings, and how long each may take; default 10 s
+	Interval time.Duration // time between pings, and the longest time of each; default 10 s
 
 	// Ping asks the server whether it is well. False, without an error, means
 	// that it does not know the caller.
 	Ping func(context.Context) (bool, error)
-	// Recover, if set, prepares for a server that may have forgotten
-	// everything: a worker registers again. It runs when an unhealthy server
-	// answers true, and at once when a server answers false.
+	// Recover, if set, prepares for a server that may have forgotten everything, for example by registering a worker again. It runs when an
+	// unhealthy server answers true, and at once when a server answers false.
 	Recover func(context.Context) error
-	// Changed, if set, is called at each change, on the goroutine that runs Run.
+	// Changed, if set, is called at each change of the state, on the goroutine that runs Run. why is the error that made the server
+	// unhealthy.
 	Changed func(healthy bool, why error)
 }
 
-// Health is a heartbeat. A server is healthy until a ping fails, and again once a
-// ping and Recover succeed.
+// Health is a heartbeat. The server is healthy until a ping fails, and becomes healthy again when a ping and Recover succeed.
 //
-// The original waits for the next true after a false; this one recovers at once.
+// After an answer of false LMCache's client waits for the next true; Health recovers at once.
 type Health struct {
 	o       HealthOptions
 	healthy atomic.Bool
@@ -42,10 +41,10 @@ type Health struct {
 	}
 }
 
-// ErrUnhealthy is the cause with which Context ends.
+// ErrUnhealthy is the cause of the end of Health.Context after a failed ping.
 var ErrUnhealthy = errors.New("lmcache: server is unhealthy")
 
-// NewHealth returns a Health that is healthy and does not beat yet.
+// NewHealth returns a Health that counts as healthy and has not pinged yet.
 func NewHealth(o HealthOptions) *Health {
 	if o.Interval == 0 {
 		o.Interval = 10 * time.Second
@@ -56,18 +55,18 @@ func NewHealth(o HealthOptions) *Health {
 	return h
 }
 
-// Healthy reports the state.
+// Healthy reports whether the server is healthy.
 func (h *Health) Healthy() bool { return h.healthy.Load() }
 
-// Context returns a context that ends when the server turns unhealthy: calls that
-// must not outlive a broken server derive from it.
+// Context returns a context that ends when the server becomes unhealthy. Calls that must not outlive a broken server derive their context
+// from it.
 func (h *Health) Context() context.Context {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.mu.up
 }
 
-// Poke makes Run beat now instead of at the next tick.
+// Poke makes Run ping now instead of at the next tick.
 func (h *Health) Poke() {
 	select {
 	case h.poke <- struct{}{}:
@@ -75,7 +74,7 @@ func (h *Health) Poke() {
 	}
 }
 
-// Run beats until ctx ends, which ends Context too.
+// Run pings at each tick until ctx ends. The end of ctx also ends Context.
 func (h *Health) Run(ctx context.Context) {
 	tick := time.NewTicker(h.o.Interval)
 	defer tick.Stop()
@@ -93,8 +92,7 @@ func (h *Health) Run(ctx context.Context) {
 	}
 }
 
-// Beat pings once and updates the state. Only one goroutine may call it: the one that would call
-// Run.
+// Beat pings once and updates the state. Only one goroutine may call it: the one that runs Run, or calls Beat in place of Run.
 func (h *Health) Beat(ctx context.Context) {
 	err := h.beat(ctx)
 	if ctx.Err() != nil {

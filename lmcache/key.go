@@ -28,16 +28,16 @@ const (
 // prompt from token 0; the call concerns tokens [Start, End).
 type Key struct {
 	Model     string
-	WorldSize int // KV shards per chunk
-	Worker    int // shard, or AllWorkers
+	WorldSize int // number of KV shards per chunk
+	Worker    int // number of the shard, or AllWorkers
 	Tokens    []uint32
 	Start     int // multiple of the chunk size
 	End       int // exclusive; multiple of the chunk size except for lookup
 	RequestID string
 	Salt      string
-	Readers   int  // num_kv_readers: pins taken per object at lookup
-	Packed    bool // tokens go as token_bytes, for servers of 0.5.7; else as token_ids
-	SkipLoad  bool // the request is to find nothing: request_configs has lmcache.skip_load
+	Readers   int  // num_kv_readers: how many pins a lookup takes on each object
+	Packed    bool // tokens are sent as token_bytes, for servers of 0.5.7; else as token_ids
+	SkipLoad  bool // the lookup must find nothing: request_configs has lmcache.skip_load
 }
 
 // AllWorkers is the Worker of a scheduler's key: all shards (nil on the wire).
@@ -71,57 +71,54 @@ func (k *Key) Append(b []byte) []byte {
 	return appendInt(msgp.AppendString(b, "num_kv_readers"), k.Readers)
 }
 
-// KeyView is a decoded key. Its byte slices alias the frame; Hashes belongs to
-// the KeyView and is reused by the next decode.
+// KeyView is a decoded key. Its byte slices alias the frame. Hashes belongs to the KeyView; the next decode overwrites it.
 type KeyView struct {
 	Model     []byte
 	WorldSize int
 	Worker    int // or AllWorkers
 	NumTokens int
 	Chunks    int       // complete chunks of the token list
-	Hashes    []kv.Hash // of the leading chunks: those remembered, or asked for with Memo.Hash
+	Hashes    []kv.Hash // of the leading chunks: those that the Memo remembers, and those computed by Memo.Hash
 	Start     int       // in a lookup and a free_lookup_locks it may be above End; -1 stands for any negative number
 	End       int
 	Packed    bool // the tokens came as token_bytes, as 0.5.7 sends them
 	RequestID []byte
 	Salt      []byte
-	Readers   int  // or ReadersUnsaid
-	SkipSave  bool // request_configs has lmcache.skip_save: nothing of the request is to be stored
-	SkipLoad  bool // request_configs has lmcache.skip_load: the request is to find nothing
+	Readers   int  // num_kv_readers, or ReadersUnsaid
+	SkipSave  bool // request_configs has lmcache.skip_save: the server must store nothing of the request
+	SkipLoad  bool // request_configs has lmcache.skip_load: the server must find nothing for the request
 	Tags      []Tag
 
-	TTL    time.Duration // request_configs has lmcache.ttl: how long what the request stores is to be served; 0: for ever
-	BadTTL bool          // its lmcache.ttl is no time from MinTTL to MaxTTL, and is not in TTL
+	TTL    time.Duration // request_configs has lmcache.ttl: how long the objects that the request stores are served; 0: no limit
+	BadTTL bool          // request_configs has an lmcache.ttl that is no time from MinTTL to MaxTTL; TTL is 0
 
-	unasked  bool   // no hash will be needed
+	unasked  bool   // the caller needs no hash
 	unhashed []byte // the encoded tokens after Hashes
 	ends     []int  // where each chunk of Hashes ends in tokens
 	tokens   []byte // all encoded tokens, and what follows them
 }
 
-// Tag is an lmcache.tag.NAME of request_configs, whose value is a text.
+// Tag is an entry lmcache.tag.NAME of request_configs, whose value is a string.
 type Tag struct{ Name, Value []byte }
 
-// MaxTags bounds the tags of a request, and MaxTagBytes a name and a value; further ones are skipped.
+// MaxTags bounds the tags of a request, and MaxTagBytes the name and the value of a tag. Tags beyond these limits are skipped.
 const (
 	MaxTags     = 8
 	MaxTagBytes = 64
 )
 
-// MinTTL and MaxTTL bound an lmcache.ttl.
+// MinTTL and MaxTTL bound the value of lmcache.ttl.
 const (
 	MinTTL = time.Millisecond
 	MaxTTL = 10 * 365 * 24 * time.Hour
 )
 
-// ReadersUnsaid is the Readers of a key without num_kv_readers, as clients before
-// 0.5.5 send it.
+// ReadersUnsaid is KeyView.Readers for a key without num_kv_readers. Clients before 0.5.5 send such keys.
 const ReadersUnsaid = -1
 
-// ReadersOf returns how many pins per object a lookup takes, or a free_lookup_locks gives back.
-// Clients before 0.5.5 send the size of their tensor parallelism beside the key. That size counts
-// where the ranks of one shard share its objects: with a single plane (MLA), or when there are
-// fewer shards than ranks.
+// ReadersOf returns how many pins per object a lookup takes, or a free_lookup_locks releases. Clients before 0.5.5 send the size of their
+// tensor parallelism (tensorParallel) instead. That size is the number of pins if the ranks of one shard share its objects: with a single
+// plane (MLA), or when there are fewer shards than ranks. Otherwise the number is 1.
 func (k *KeyView) ReadersOf(tensorParallel int64, singlePlane bool) int {
 	if k.Readers != ReadersUnsaid {
 		return k.Readers
@@ -132,7 +129,7 @@ func (k *KeyView) ReadersOf(tensorParallel int64, singlePlane bool) int {
 	return 1
 }
 
-// ErrKey means that a key's fields contradict each other or pass a limit.
+// ErrKey means that the fields of a key contradict each other or exceed a limit.
 var ErrKey = errors.New("lmcache: bad key")
 
 // key fields seen, as bits
@@ -151,8 +148,8 @@ const (
 // chunks that the Memo remembers. Hash computes the other hashes that a caller needs.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error { return m.decodeKey(frame, k, true) }
 
-// decodeKey is DecodeKey; hashed says whether the caller needs hashes. Without them packed tokens are not compared with those that the Memo
-// remembers. Msgpack integers are compared: a comparison checks them at less cost than reading each.
+// decodeKey is DecodeKey. Without hashed, the caller needs no hashes, and packed tokens are not compared with those that the Memo
+// remembers. Msgpack integers are compared in any case: a comparison also checks them, and costs less than reading each.
 func (m *Memo) decodeKey(frame []byte, k *KeyView, hashed bool) error {
 	*k = KeyView{Hashes: k.Hashes[:0], ends: k.ends[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid, unasked: !hashed}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
@@ -196,7 +193,7 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 		k.Worker, rest, err = readCount(b, kv.MaxWorldSize)
 	case "token_ids":
 		bit = seenTokens
-		if k.Packed { // the key has both, and means the same by them
+		if k.Packed { // the key has token_bytes and token_ids, which mean the same tokens
 			rest, err = msgp.Skip(b)
 			break
 		}
@@ -225,17 +222,17 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 		k.Readers = int(min(max(n, 0), MaxKVReaders))
 	case "request_configs":
 		rest, err = readRequestConfigs(b, k)
-	default: // fields of later versions
+	default: // fields of later releases
 		rest, err = msgp.Skip(b)
 	}
 	return rest, bit, err
 }
 
-// tagPrefix is put before the name of a tag (lmcache 0.5.6, utils.py).
+// tagPrefix is the beginning of a tag's key in request_configs (lmcache 0.5.6, utils.py).
 const tagPrefix = "lmcache.tag."
 
-// readRequestConfigs reads the settings of a request, of which lmcache.skip_save, lmcache.skip_load, lmcache.ttl and tags count. Whatever
-// else there is, of any type, is passed over.
+// readRequestConfigs reads the settings of a request: lmcache.skip_save, lmcache.skip_load, lmcache.ttl and tags. It skips all other
+// entries, of any type.
 func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	rest, err := msgp.Skip(b)
 	if err != nil || msgp.NextType(b) != msgp.MapType {
@@ -271,10 +268,11 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	return rest, nil
 }
 
-// maxTTLText bounds the text of a TTL.
+// maxTTLText bounds the length of a TTL that is sent as a string, in bytes.
 const maxTTLText = 32
 
-// readTTL reads a number of seconds, or a text of one; nil is none. bad says that it is another value, or out of bounds.
+// readTTL reads a TTL in seconds: a number, or a number in a string. nil means no TTL. bad is true for any other type, and for a value
+// outside MinTTL to MaxTTL.
 func readTTL(b []byte) (ttl time.Duration, bad bool) {
 	var seconds float64
 	var err error

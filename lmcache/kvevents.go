@@ -11,35 +11,35 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// KVEventStream is what get_experimental lists where subscribe_kv_events is served.
+// KVEventStream is the name in the answer to get_experimental that says that subscribe_kv_events is served.
 const KVEventStream = "kv_event_stream"
 
 // MaxKVEvents bounds the events of one batch, as 0.5.6 does.
 const MaxKVEvents = 1024
 
-// What a client sends under a stream's uid: an empty operation frame, then one of these.
+// What a client sends on a stream, under the uid of its subscription: an empty operation frame, then one of these words.
 const (
-	StreamAck    = "ack"    // a batch was consumed: the next may come
-	StreamCancel = "cancel" // no more
+	StreamAck    = "ack"    // the client has consumed a batch: the server may send the next
+	StreamCancel = "cancel" // the client wants no more batches
 )
 
-// KVEventBatch is one message of the stream that subscribe_kv_events opens.
+// KVEventBatch is one message of a stream that subscribe_kv_events opened.
 type KVEventBatch struct {
 	Enabled     bool
-	Incarnation uint64 // of the server's life
+	Incarnation uint64 // number of the server's life: another one after each start
 	NextCursor  uint64
-	Lost        bool // events before those were lost: what was announced is void
+	Lost        bool // events before these were lost: the client must forget everything that was announced
 	Events      []KVEventRecord
 }
 
-// KVEventRecord is one event of a batch. The medium is CPU, always.
+// KVEventRecord is one event of a batch. The medium in the message is always CPU.
 type KVEventRecord struct {
 	Seq     uint64
 	Removed bool
 	Model   string
-	Hashes  []kv.Hash // of Stored: one
-	Parent  []byte    // of Stored: the hash before it; nil for the first
-	Tokens  []byte    // of Stored: an encoded array; nil is an empty one
+	Hashes  []kv.Hash // stored: exactly one
+	Parent  []byte    // stored: the hash of the chunk before; nil for the first chunk
+	Tokens  []byte    // stored: the chunk's tokens as an encoded array; nil: an empty array
 }
 
 // Append appends the result frame.

@@ -21,8 +21,8 @@ func (d Direction) String() string {
 	return "RETRIEVE"
 }
 
-// LoadStore is one operation that an engine's scheduler hands to its workers:
-// move the KV of tokens [Start, End), which lies in Blocks.
+// LoadStore is one operation that an engine's scheduler gives to its workers: to move the KV of the tokens [Start, End) between the
+// engine's Blocks and the cache.
 type LoadStore struct {
 	Direction Direction
 	RequestID string

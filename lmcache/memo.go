@@ -15,28 +15,26 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Memo remembers which encoded chunk of tokens, after which chunk, has which
-// hash. Prompts are sent whole in every call and conversations come back one
-// turn longer under a new request id, so most of a token list is bytes seen
-// before: comparing them costs a fortieth of decoding and hashing them.
+// Memo remembers the hashes of chunks of encoded tokens. A client sends the whole prompt in every call, and a conversation comes back one
+// turn longer under a new request id. So most bytes of a token list were seen before. Comparing them costs a fortieth of decoding and
+// hashing them.
 //
-// An entry is one chunk: the hash of the chunk before it, its msgpack or packed bytes and its own
-// hash. A walk compares all bytes of one entry per chunk, the one that followed last time or else
-// the one that a hash finds, until the first chunk without an entry. Entries are replaced by the
-// clock algorithm. Safe for concurrent use; the lock is a leaf.
+// An entry is one chunk: the hash of the chunk before it, its msgpack or packed bytes, and its own hash. A walk through a token list
+// compares the bytes of one entry per chunk: of the entry that followed last time, else of the entry found by a hash. It ends at the first
+// chunk without an entry. The clock algorithm replaces entries. A Memo is safe for concurrent use; its lock is a leaf.
 type Memo struct {
 	chunkTokens int
-	head        []byte // of a msgpack array of a chunk's tokens
+	head        []byte // the msgpack array header of a chunk's tokens
 	stride      int    // bytes kept per entry: 5 per token, the widest uint32 form
 	seed        uint64
 	scratch     sync.Pool // *memoScratch
 
 	mu      sync.RWMutex
-	buckets []int32 // 1 + entry index, 0 is empty; length a power of two
+	buckets []int32 // 1 + index of the first entry in the bucket, 0: empty; the length is a power of two
 	blocks  []*memoBlock
 	count   int // entries in use
 	max     int // entries at most
-	hand    int // of the clock
+	hand    int // index at which the clock algorithm continues
 }
 
 type memoEntry struct {
@@ -46,7 +44,7 @@ type memoEntry struct {
 	width      int32 // bytes of the encoded chunk
 	packed     bool  // four bytes per token, else msgpack integers
 	used       atomic.Bool
-	follower   atomic.Int32 // 1 + index of the entry that last came after this one; a hint
+	follower   atomic.Int32 // 1 + index of the entry that last followed this one; a hint
 }
 
 type memoScratch struct {
@@ -62,8 +60,8 @@ type memoBlock struct {
 	raw     []byte // stride bytes per entry
 }
 
-// NewMemo returns a Memo for chunks of chunkTokens tokens that takes at most
-// about maxBytes; with less than one block's worth it remembers nothing.
+// NewMemo returns a Memo for chunks of chunkTokens tokens that takes at most about maxBytes. If maxBytes is less than one allocation
+// (memoBlockEntries entries), the Memo remembers nothing.
 func NewMemo(chunkTokens int, maxBytes int64) *Memo {
 	m := &Memo{chunkTokens: chunkTokens, head: msgp.AppendArrayHeader(nil, uint32(chunkTokens)), stride: 5 * chunkTokens, seed: rand.Uint64()}
 	m.scratch.New = func() any { return &memoScratch{chain: kv.NewChain(chunkTokens)} }
@@ -88,7 +86,7 @@ func (m *Memo) bucketOf(prev kv.Hash, b []byte, packed bool) uint32 {
 	return uint32(h) & uint32(len(m.buckets)-1)
 }
 
-// least is how many bytes a chunk's encoding has at least.
+// least returns the smallest number of bytes that the encoding of a chunk can have.
 func (m *Memo) least(packed bool) int {
 	if packed {
 		return 4 * m.chunkTokens
@@ -96,8 +94,8 @@ func (m *Memo) least(packed bool) int {
 	return m.chunkTokens
 }
 
-// known appends to k the hashes of the leading chunks of b that are remembered, at
-// most chunks of them, and returns the bytes after them.
+// known appends the hashes of the leading chunks of b that are remembered to k.Hashes, `chunks` of them at most. It returns the bytes of b
+// after these chunks.
 func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 	if m.max == 0 || chunks == 0 {
 		return b
@@ -123,8 +121,8 @@ func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 	return b
 }
 
-// afterLocked is findLocked that first tries the entry that followed last time: most chunks have
-// one successor, which then needs no hash.
+// afterLocked returns the entry of the chunk that b begins with, as findLocked does. It first tries the entry that followed `before` last
+// time: most chunks have one successor, and this one needs no hash.
 func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte, packed bool) *memoEntry {
 	if before != nil {
 		if i := int(before.follower.Load()); i != 0 {
@@ -160,18 +158,17 @@ func (m *Memo) findLocked(prev kv.Hash, b []byte, packed bool) int {
 	return 0
 }
 
-// entryLocked returns entry i and the room for its bytes.
+// entryLocked returns entry i and the memory for the bytes of its chunk.
 func (m *Memo) entryLocked(i int) (*memoEntry, []byte) {
 	block := m.blocks[i/memoBlockEntries]
 	i %= memoBlockEntries
 	return &block.entries[i], block.raw[i*m.stride : (i+1)*m.stride]
 }
 
-// is reports whether the entry follows prev and is packed or not.
+// is reports whether the entry is a chunk after prev, and is packed exactly if `packed` is set.
 func (e *memoEntry) is(prev kv.Hash, packed bool) bool { return e.prev == prev && e.packed == packed }
 
-// learn adds the chunks that b begins with, widths[i] bytes each, with hashes
-// k.Hashes[first:].
+// learn adds the chunks that b begins with. Chunk i takes widths[i] bytes and has the hash k.Hashes[first+i].
 func (m *Memo) learn(b []byte, widths []int, k *KeyView, first int) {
 	if m.max == 0 {
 		return
@@ -202,8 +199,8 @@ func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash, packed bool) {
 	m.buckets[e.bucket] = int32(i + 1) // last: a reader never finds an entry that is not whole
 }
 
-// slotLocked returns a free entry: a new one while there is room, else the next
-// that was not used since the hand passed it.
+// slotLocked returns the index of a free entry: a new one while there are fewer than max, else the next one that was not used since the
+// clock's hand last passed it.
 func (m *Memo) slotLocked() int {
 	if i := m.count; i < m.max {
 		if i%memoBlockEntries == 0 {
@@ -224,7 +221,7 @@ func (m *Memo) slotLocked() int {
 	}
 }
 
-// unlinkLocked takes entry e, number id, out of its bucket.
+// unlinkLocked removes entry e from its bucket. id is 1 + the entry's index.
 func (m *Memo) unlinkLocked(e *memoEntry, id int32) {
 	p := &m.buckets[e.bucket]
 	for *p != id {

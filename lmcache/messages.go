@@ -15,8 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// EngineDriven is RegisterEngineDrivenContextPayload: what a worker that copies
-// its own KV registers.
+// EngineDriven is LMCache's RegisterEngineDrivenContextPayload: the registration of a worker that copies its own KV.
 type EngineDriven struct {
 	InstanceID    int64 // random, 63 bits, one per worker process
 	Model         string
@@ -26,20 +25,20 @@ type EngineDriven struct {
 	Hidden        int
 	DType         string
 	SinglePlane   bool // use_mla on the wire
-	PhysicalSlots int  // token slots per chunk; 0 is nil on the wire: one per token
+	PhysicalSlots int  // token slots per chunk; 0 (nil on the wire): one per token
 	Groups        []GroupLayout
 	HasGroups     bool // the message has group_layouts, as 0.5.7 sends it; an empty list and a list of one are one group
 	Unread        UnreadFields
 }
 
-// GroupLayout is EngineDrivenGroupLayout: what the objects of one object group look like, and which a hit needs.
+// GroupLayout is EngineDrivenGroupLayout: the shape of the objects of one object group, and how many of them a hit needs.
 type GroupLayout struct {
 	Layers, Hidden int
 	DType          string
 	TokensPerBlock int
-	WindowTokens   int // kept of a chunk; 0 is all
-	Planes         int // 2 for K and V, 1 for one plane; 0 is as the registration says
-	WindowChunks   int // the last chunks that a hit needs; 0 is all
+	WindowTokens   int // number of a chunk's last tokens that an object keeps; 0: all
+	Planes         int // 2 for K and V, 1 for one plane; 0: as SinglePlane of the registration says
+	WindowChunks   int // number of last chunks that a hit needs; 0: all
 	Recurrent      bool
 }
 
@@ -222,13 +221,13 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 	return p, nil
 }
 
-// Pool is RegisterEngineDrivenContextResponse: the shared-memory object that
-// holds every slot. The zero Pool makes a client pickle instead.
+// Pool is LMCache's RegisterEngineDrivenContextResponse: the shared-memory object that has all slots. A client that gets the zero Pool
+// sends its objects in messages instead.
 type Pool struct {
 	ShmName string // under /dev/shm, without a slash
 	Bytes   int64
 
-	HasNullBlock bool // the message names the engine's block that has no KV, as in 0.5.7
+	HasNullBlock bool // the message names NullBlock, the engine's block that has no KV, as in 0.5.7
 	NullBlock    int
 }
 
@@ -264,19 +263,19 @@ func DecodePool(frame []byte) (p Pool, err error) {
 	return p, noRest(rest, err)
 }
 
-// Slots names the place of some objects in the pool.
+// Slots says where some objects are in the pool.
 type Slots struct {
 	Layouts []kv.Layout // by object group
 	Lengths []int64     // bytes per slot, by object group
 	Offsets []int64     // bytes from the pool's start, one per slot
-	Indices []int       // position of each slot's chunk inside [start, end); of loads of one group not needed
-	Groups  []int       // object group of each slot; not needed for one group
+	Indices []int       // position of each slot's chunk inside [start, end); a load with one group does not need them
+	Groups  []int       // object group of each slot; not needed with one group
 }
 
-// hasGroups reports whether the objects are of several groups: then the answer names the group of each slot.
+// hasGroups reports whether there are several object groups. The answer then names the group of each slot.
 func (s *Slots) hasGroups() bool { return len(s.Layouts) > 1 }
 
-// Len and the like sort slots by group, then by chunk, as clients expect them.
+// Len, Less and Swap sort the slots by group, then by chunk, which is the order that clients expect.
 func (s *Slots) Len() int { return len(s.Offsets) }
 
 // Less implements sort.Interface.
@@ -311,9 +310,8 @@ func (s *Slots) append(b []byte) []byte {
 	return b
 }
 
-// AppendPrepareStore appends the result frame of prepare_store. No slots mean
-// that there is nothing to store: the client then sends no commit. A nil s asks
-// for pickled tensors with the commit.
+// AppendPrepareStore appends the result frame of prepare_store. If s has no slots, there is nothing to store and the client sends no
+// commit. A nil s asks the client to send the objects with its commit.
 func AppendPrepareStore(b []byte, s *Slots) []byte {
 	b = msgp.AppendString(msgp.AppendMapHeader(b, 1), "context")
 	if s == nil {
@@ -346,8 +344,7 @@ func AppendPrepareRetrieve(b []byte, s *Slots) []byte {
 	return appendInts(msgp.AppendString(b, "chunk_indices"), s.Indices)
 }
 
-// AppendPickled appends the result frame of a prepare_retrieve that is a hit,
-// with the pickled tensors that write appends, less than 4 GiB.
+// AppendPickled appends the result frame of a prepare_retrieve that is a hit. write appends the pickled tensors, less than 4 GiB.
 func AppendPickled(b []byte, write func([]byte) []byte) []byte {
 	b = msgp.AppendMapHeader(b, 3)
 	b = msgp.AppendBool(msgp.AppendString(b, "success"), true)
@@ -366,15 +363,14 @@ func AppendEnveloped(b []byte, layouts []kv.Layout, e *Envelope) []byte {
 	return msgp.AppendMapHeader(msgp.AppendString(b, "context"), 0)
 }
 
-// SlotAt is one slot as a client receives it.
+// SlotAt is one slot as a client receives it, with its place in the pool in bytes.
 type SlotAt struct {
 	Offset, Length int64
 	Shape          []int
 	DType          string
 }
 
-// PrepareStore is the result of prepare_store. Slots is nil, not empty, when
-// the server wants pickled tensors.
+// PrepareStore is the result of prepare_store. Slots is nil, not empty, when the server wants the objects in the commit message.
 type PrepareStore struct {
 	Slots   []SlotAt
 	Indices []int
@@ -400,7 +396,7 @@ type PrepareRetrieve struct {
 	Success bool
 	Data    []byte // an envelope, or pickled tensors before 0.5.7; empty in shared-memory mode
 	Slots   []SlotAt
-	Indices []int // positions in the range, and object groups, of each slot; nil with one object group
+	Indices []int // position in the range (Indices) and object group (Groups) of each slot; both nil with one object group
 	Groups  []int
 }
 
@@ -471,9 +467,8 @@ type BlockAllocation struct {
 	NewTokens []int
 }
 
-// AppendNegative appends the result frame with which a server declines op: the
-// value that the 0.5.6 client survives (the protocol has no error frame). ok is
-// false when the right answer is no result frame at all.
+// AppendNegative appends the result frame with which a server declines op. The protocol has no error frame, so this is a value that the
+// 0.5.6 client survives. ok is false when the right answer has no result frame.
 func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	switch op {
 	case OpStore, OpRetrieve, OpStoreQ: // no event to wait for, not done
@@ -490,7 +485,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 		return msgp.AppendBool(b, false), true
 	case OpGetExperimental:
 		return msgp.AppendArrayHeader(b, 0), true
-	case OpP2PLookupAndLock: // an unknown task
+	case OpP2PLookupAndLock: // the answer about an unknown task
 		return appendInt(b, -1), true
 	case OpSubscribeKVEvents: // ends the client's use of the stream for good
 		b = msgp.AppendMapHeader(b, 5)
@@ -508,13 +503,12 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	return b, false
 }
 
-// maxReason bounds the reason of AppendFailure, bytes.
+// maxReason bounds the reason of AppendFailure in bytes.
 const maxReason = 512
 
-// AppendFailure appends the operation frame of an answer that declines a request whose normal
-// answer has no result. op is the operation frame of the request. A client of 0.5.6 fails when the
-// answer names another operation than its request, and logs both names. ok is false for earlier
-// clients, which take any answer for success: they must get no answer.
+// AppendFailure appends the operation frame of an answer that declines a request whose normal answer has no result. op is the operation
+// frame of the request. A client of 0.5.6 fails when the answer names another operation than its request, and logs both names. ok is false
+// for earlier clients. They take any answer for success, so they must get no answer.
 func AppendFailure(b, op []byte, reason string) (_ []byte, ok bool) {
 	name, _, err := msgp.ReadStringZC(op)
 	if err != nil {
@@ -524,9 +518,8 @@ func AppendFailure(b, op []byte, reason string) (_ []byte, ok bool) {
 	return msgp.AppendString(b, string(name)+" failed: "+reason), true
 }
 
-// AppendAmbiguous appends a result frame that declines a message with several readings and that the
-// clients of all of them can decode. safe is false when no such frame exists. result is false when
-// the right answer has no result frame.
+// AppendAmbiguous appends a result frame that declines a message with several readings, in a form that the clients of all readings can
+// decode. safe is false when no such frame exists. result is false when the right answer has no result frame.
 func AppendAmbiguous(b []byte, readings []Reading) (_ []byte, result, safe bool) {
 	prepares, others := 0, 0
 	for _, r := range readings {

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lmcache speaks the LMCache multiprocess protocol: its operations, as
-// the releases 0.4.6 to 0.5.7 number them, the messages of each in both
-// directions, the token-list decoder that turns a prompt into chunk hashes, and a
-// client of 0.5.6.
+// Package lmcache speaks the LMCache multiprocess protocol: its operations, as the releases 0.4.6 to 0.5.7 number them, the messages of
+// each in both directions, the token-list decoder that turns a prompt into chunk hashes, and a client for servers of 0.5.6 and 0.5.7.
 //
 // A request is the ZMQ message [uid, operation, payload ...], a reply is
 // [uid, operation, result]; each frame is one msgpack value, and a missing result
@@ -20,8 +18,8 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// Op is an operation. Operations up to 33 carry LMCache's frozen integer id. Those that
-// LMCache only names have internal ids above 200, which never appear on the wire.
+// Op is an operation. Operations up to 33 have LMCache's frozen integer id. Operations for which LMCache has only a name have internal ids
+// above 200, which are never sent.
 type Op uint8
 
 // The operations, by their numbers in lmcache 0.5.6, where 11 is retired. generation.go
@@ -85,9 +83,8 @@ func (o Op) String() string {
 // Known reports whether the operation is one of the protocol's, or OpUnknown.
 func (o Op) Known() bool { return o == OpUnknown || rows.byOp[o] != nil }
 
-// ParseOp reads an operation frame of the Latest generation: a msgpack integer id
-// or a msgpack string name. An id or name that is not in the table gives OpUnknown
-// and no error.
+// ParseOp reads an operation frame of the Latest generation: a msgpack integer id or a msgpack string name. For an id or a name that is not
+// in the table it returns OpUnknown and no error.
 func ParseOp(frame []byte) (Op, error) {
 	var one [1]Reading
 	r, err := Only(Latest).Read([][]byte{nil, frame}, one[:0])
@@ -97,7 +94,7 @@ func ParseOp(frame []byte) (Op, error) {
 	return r[0].Op, nil
 }
 
-// NameOfOp returns the name in an operation frame, also of an unknown operation; empty where the frame has a number.
+// NameOfOp returns the name in an operation frame, also that of an unknown operation. It returns "" if the frame has a number.
 func NameOfOp(frame []byte) string {
 	name, _, _ := msgp.ReadStringBytes(frame)
 	return name

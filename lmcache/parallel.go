@@ -12,8 +12,8 @@ import (
 // ErrParallel means that the sizes of a Parallel contradict each other.
 var ErrParallel = errors.New("lmcache: bad parallel sizes")
 
-// Parallel is one worker's place in its engine. It decides which KV shard the
-// worker keeps, and who stores and who reads it. A zero size means 1.
+// Parallel is one worker's place in its engine. It decides which KV shard the worker keeps, and which workers store and read that shard. A
+// zero size means 1.
 //
 // Follows ParallelStrategy of lmcache 0.5.6. With Servers and DCP 1 it agrees
 // with vLLM's own adapter, which has neither.
@@ -23,14 +23,13 @@ type Parallel struct {
 	TP      int  // tensor-parallel size, divides World
 	DCP     int  // decode-context-parallel size, divides TP
 	Servers int  // cache servers that share the workers, divides World
-	MLA     bool // every layer keeps one KV for all heads: TP peers hold the same bytes
+	MLA     bool // every layer keeps one KV for all heads: the workers of a TP group hold the same bytes
 
-	// EveryRankStores lets each MLA rank store what its peers store too, as
-	// vLLM 0.18 to 0.20 did.
+	// EveryRankStores makes each MLA rank store its shard, although its peers store the same bytes, as vLLM 0.18 to 0.20 did.
 	EveryRankStores bool
 }
 
-// Check fills in defaults and reports sizes that do not divide.
+// Check sets sizes of 0 to 1. It returns an error for sizes that do not divide each other.
 func (p Parallel) Check() (Parallel, error) {
 	for _, n := range []*int{&p.World, &p.TP, &p.DCP, &p.Servers} {
 		if *n == 0 {
@@ -81,8 +80,7 @@ func (p Parallel) Readers() int {
 	return 1
 }
 
-// Stores reports whether this worker stores its shard. Of MLA peers with equal
-// bytes, the first on each server does.
+// Stores reports whether this worker stores its shard. Of MLA workers with equal bytes, only the first on each server stores.
 func (p Parallel) Stores() bool {
 	if !p.MLA || p.EveryRankStores {
 		return true

@@ -33,8 +33,8 @@ func (k *ObjectKey) Append(b []byte) []byte {
 	return msgp.AppendStringFromBytes(msgp.AppendString(b, "cache_salt"), k.Salt)
 }
 
-// decodeObjectKeys reads a list of ObjectKey, the first payload of the peer-to-peer
-// operations. A key takes 88 bytes of memory, and more than that on the wire.
+// decodeObjectKeys reads a list of ObjectKey, the first payload of the peer-to-peer operations. A key takes 88 bytes of memory, and more
+// than 88 in the message.
 func decodeObjectKeys(frame []byte) ([]ObjectKey, error) {
 	n, _, err := readArray(frame)
 	if err != nil {
@@ -99,11 +99,11 @@ func readUint32(b []byte) (int64, []byte, error) {
 	return n, rest, err
 }
 
-// PeerPlace is where a peer finds an object: bytes from the pool's start. For an object that the
-// pool does not have, Offset is -1 and Size 0.
+// PeerPlace is where a peer finds an object: Offset bytes from the pool's start, Size bytes long. For an object that the pool does not
+// have, Offset is -1 and Size 0.
 type PeerPlace struct{ Offset, Size int64 }
 
-// NotHeld is the place of an object that is not held.
+// NotHeld is the PeerPlace of an object that the pool does not have.
 var NotHeld = PeerPlace{Offset: -1}
 
 // AppendPeerPlaces appends the result of p2p_query_lookup_results, one place for each key

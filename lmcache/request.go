@@ -14,7 +14,7 @@ import (
 // KVCache or one of the Request types below.
 type Request interface{ Op() Op }
 
-// KeyRange is what the calls of a worker begin with: [key, instance_id].
+// KeyRange is the beginning of each request about a worker's chunks: [key, instance_id].
 type KeyRange struct {
 	Key        *KeyView // its Hashes are those of [0, To)
 	InstanceID int64
@@ -34,8 +34,8 @@ type (
 	PrepareRetrieveRequest struct{ KeyRange }
 	CommitRetrieveRequest  struct{ KeyRange }
 
-	// StoreRequest asks the server to copy blocks out of the memory that a worker lends. The event
-	// handle that follows is of devices and is not read.
+	// StoreRequest asks the server to copy blocks out of the memory that a worker lends. The event handle that follows in the message has a
+	// meaning only for devices and is not read.
 	StoreRequest struct {
 		KeyRange
 		Blocks [][]int // engine block ids by KV group
@@ -44,39 +44,37 @@ type (
 	RetrieveRequest struct {
 		KeyRange
 		Blocks     [][]int
-		SkipTokens int64 // leading tokens of the range that stay as they are; any number
+		SkipTokens int64 // leading tokens of the range that the copy must not overwrite; not checked, any number
 	}
 )
 
-// The requests of a scheduler.
+// The requests that a scheduler sends.
 type (
-	// LookupRequest asks for the longest prefix. Only the hashes of remembered
-	// chunks are in Key: Memo.Hash computes more.
+	// LookupRequest asks for the longest stored prefix. Key has only the hashes of remembered chunks: Memo.Hash computes more.
 	LookupRequest struct {
 		Key            *KeyView
 		TensorParallel int64 // see KeyView.ReadersOf
-		From           int   // chunks that the engine has itself; at most To
-		To             int   // whole chunks that are asked for
+		From           int   // leading chunks that the engine has itself; at most To
+		To             int   // number of whole chunks in the range that the client asks for
 	}
-	// PrefetchStatusRequest asks how far a lookup came, and with Wait for its end.
+	// PrefetchStatusRequest asks for the result of a lookup. With Wait the server answers when the lookup ends, or after Timeout.
 	PrefetchStatusRequest struct {
 		RequestID []byte
 		Wait      bool
-		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a negative or absurd one
+		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a number that is not above 0
 	}
-	// FreeLookupLocksRequest gives back the pins of a range of chunks. The key's range ends at a block of the engine. A chunk that the
-	// key's range covers only in part, at its end, is not in From to To. A key with packed tokens has no Hashes: the session knows its
-	// pins.
+	// FreeLookupLocksRequest releases the pins of a range of chunks. The key's range ends at a block of the engine; a chunk that it covers
+	// only in part, at its end, is not in From to To. A key with packed tokens has no Hashes, because the server's session knows its pins.
 	FreeLookupLocksRequest struct {
 		Key            *KeyView
 		TensorParallel int64
 		From, To       int         // chunks
-		Abandoned      []ChunkSpan // what earlier lookups of the request found and the engine gave up. Since 0.5.7
+		Abandoned      []ChunkSpan // chunks that earlier lookups of the request found and the engine gave up. Since 0.5.7
 	}
 	EndSessionRequest struct{ RequestID []byte }
 )
 
-// ChunkSpan is a run of chunks.
+// ChunkSpan is the chunks From up to, but without, To.
 type ChunkSpan struct{ From, To int }
 
 // The other requests.
@@ -86,8 +84,8 @@ type (
 		InstanceID int64
 		op         Op
 	}
-	// PingRequest is a heartbeat. Clients before 0.5.0 send no payload, which is
-	// Bare; schedulers send nil, which is neither Bare nor OfWorker.
+	// PingRequest is a heartbeat. Bare: it has no payload, as from clients before 0.5.0. OfWorker: it names a worker's instance. Schedulers
+	// send nil, which is neither.
 	PingRequest struct {
 		InstanceID int64
 		OfWorker   bool
@@ -95,14 +93,13 @@ type (
 	}
 	ClearRequest        struct{ Force bool }
 	GetChunkSizeRequest struct{}
-	// NegotiateRequest asks for a chunk size that is a multiple of Alignment; any number.
+	// NegotiateRequest asks for a chunk size that is a multiple of Alignment. Alignment is not checked: it may be any number.
 	NegotiateRequest       struct{ Alignment int64 }
 	GetExperimentalRequest struct{}
 	NoopRequest            struct{}
 
-	// ReportBlockAllocationRequest is an observation. Its records are not read: a
-	// server has no use for them, and a list that is short on the wire is long in
-	// memory.
+	// ReportBlockAllocationRequest reports the blocks of requests. Its records are not read: the server does not need them, and a list that
+	// is short in the message can be long in memory.
 	ReportBlockAllocationRequest struct{}
 
 	// P2PLookupRequest and P2PUnlockRequest name objects by their keys, which alias the frames.
@@ -110,7 +107,7 @@ type (
 	P2PUnlockRequest struct{ Keys []ObjectKey }
 	P2PResultRequest struct{ Task int64 }
 
-	// SubscribeRequest asks for KV events: the records after Cursor, MaxEvents at a time.
+	// SubscribeRequest asks for the KV events after Cursor, at most MaxEvents in each batch.
 	SubscribeRequest struct {
 		InstanceID int64
 		Model      []byte
@@ -118,7 +115,7 @@ type (
 		MaxEvents  int
 	}
 
-	// OtherRequest is an operation that is never served: its payloads are not read.
+	// OtherRequest is an operation that the server never serves. Its payloads are not read.
 	OtherRequest struct{ op Op }
 )
 
@@ -155,8 +152,7 @@ func (r *PrefetchStatusRequest) Op() Op {
 	return OpQueryPrefetchStatus
 }
 
-// Decoder decodes requests, one after the other: what Decode returns is valid until
-// its next call, and as long as the frames are.
+// Decoder decodes one request after the other. The result of Decode is valid until the next call of Decode, and only while the frames are.
 type Decoder struct {
 	key             KeyView
 	prepareStore    PrepareStoreRequest
@@ -170,9 +166,8 @@ type Decoder struct {
 	ping            PingRequest
 }
 
-// Decode decodes the payloads p of an operation as a client of one of the
-// generations sends it, keys with memo. A request that is not well-formed is an
-// error, which wraps ErrPayloads, ErrKey or ErrRange where it is about them.
+// Decode decodes the payloads p of an operation that a client of one of the generations `of` sent. It hashes keys with memo. The error for
+// a malformed request wraps ErrPayloads, ErrKey or ErrRange if one of them is the cause.
 func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request, error) {
 	if err := of.CheckPayloads(op, len(p)); err != nil {
 		return nil, err
@@ -196,7 +191,7 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		if err == nil && len(p) > 2 {
 			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
 		}
-		if err == nil { // both ends are multiples of the engine's block and may lie inside a chunk: the chunk of the end still has a reader
+		if err == nil { // the range may end inside a chunk: that chunk still has a reader
 			d.free.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
 			d.free.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.free.To)
 		}
@@ -289,7 +284,7 @@ func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err erro
 	return &OtherRequest{op}, nil
 }
 
-// keyRange decodes [key, instance_id] and hashes the key's chunks up to its end.
+// keyRange decodes [key, instance_id] and computes the hashes of the chunks up to the key's End.
 func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
 	*r = KeyRange{Key: &d.key}
 	if err = memo.DecodeKey(p[0], r.Key); err != nil {
@@ -308,7 +303,7 @@ func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
 	return nil
 }
 
-// readers decodes [key, tp_size]; hashed is that of Memo.decodeKey.
+// readers decodes [key, tp_size]. hashed says whether the caller needs hashes, as in Memo.decodeKey.
 func (d *Decoder) readers(memo *Memo, p [][]byte, tensorParallel *int64, hashed bool) (err error) {
 	if err = memo.decodeKey(p[0], &d.key, hashed); err == nil {
 		*tensorParallel, err = named("tp_size", DecodeInt, p[1])
@@ -351,7 +346,7 @@ func (r *PrefetchStatusRequest) decode(p [][]byte) (err error) {
 // maxSpans bounds the extra ranges of a free_lookup_locks.
 const maxSpans = 1024
 
-// decodeSpans reads extra_ranges: pairs of tokens, which are made into chunks. Empty ones are left out.
+// decodeSpans reads extra_ranges: pairs of token positions, which it turns into ranges of chunks. It leaves out empty ranges.
 func decodeSpans(frame []byte, chunkTokens int) (spans []ChunkSpan, err error) {
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
 		if i >= maxSpans {
@@ -382,7 +377,7 @@ func decodeSpans(frame []byte, chunkTokens int) (spans []ChunkSpan, err error) {
 // ErrSkipped means that skipped_chunks does not fit the range or the registration.
 var ErrSkipped = errors.New("lmcache: bad skipped_chunks")
 
-// decodeSkipped reads skipped_chunks: none, or for each object group positions in a range of chunks chunks.
+// decodeSkipped reads skipped_chunks: an empty list, or for each object group a list of positions in a range of `chunks` chunks.
 func decodeSkipped(frame []byte, chunks int) (skipped [][]int, err error) {
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
 		if i >= maxGroups {
@@ -404,7 +399,7 @@ func decodeSkipped(frame []byte, chunks int) (skipped [][]int, err error) {
 	return skipped, nil
 }
 
-// named decodes one payload; an error says which.
+// named decodes one payload. Its error begins with the payload's name.
 func named[T any](name string, decode func([]byte) (T, error), frame []byte) (T, error) {
 	v, err := decode(frame)
 	if err != nil {

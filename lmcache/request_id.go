@@ -2,8 +2,8 @@
 
 package lmcache
 
-// KeyOf returns the key of a request about chunks of one prompt; nil for the other requests. Requests of peers name objects by keys of
-// another kind, ObjectKey.
+// KeyOf returns the key of a request about chunks of one prompt, or nil for any other request. A request of a peer has keys of another
+// type, ObjectKey.
 func KeyOf(r Request) *KeyView {
 	switch r := r.(type) { // not by an interface: a type assertion that fails takes a microsecond
 	case *LookupRequest:
@@ -26,8 +26,7 @@ func KeyOf(r Request) *KeyView {
 	return nil
 }
 
-// RequestID returns the id of the engine's request, as it lies in the frame; nil where the
-// operation has none.
+// RequestID returns the id of the engine's request; it aliases the frame. It returns nil for an operation without such an id.
 func RequestID(r Request) []byte {
 	switch r := r.(type) {
 	case *PrefetchStatusRequest:

@@ -17,9 +17,8 @@ import (
 // 2^32-1, or ends early.
 var errToken = errors.New("lmcache: token list holds no uint32 or ends early")
 
-// tokenForm says how to take a token out of the eight bytes that begin with its
-// msgpack type byte: (word >> shift) & mask, width bytes in all. width 0 marks a
-// type byte that the fast loop leaves to slowToken.
+// tokenForm says how to read a token from the eight bytes that begin with its msgpack type byte: (word >> shift) & mask. The token takes
+// width bytes. A width of 0 marks a type byte that slowToken reads instead of the fast loop.
 type tokenForm struct {
 	mask  uint32
 	shift uint8
@@ -36,7 +35,7 @@ var tokenForms = func() (t [256]tokenForm) {
 	return t
 }()
 
-// tokenWidths are the widths of tokenForms, in a table of four cache lines.
+// tokenWidths has the width of each tokenForm, in a table of four cache lines.
 var tokenWidths = func() (t [256]uint8) {
 	for c, f := range tokenForms {
 		t[c] = f.width
@@ -67,10 +66,9 @@ func readTokens(dst, b []byte, n int) (int, error) {
 	return p, nil
 }
 
-// skipTokens checks n tokens at the start of b and returns how many bytes they
-// take. Where a token ends decides where the next begins, so the loop is bound by
-// latency: it takes two tokens out of each load, as long as two of the widest
-// (5 bytes each) fit into what is left. A long list goes through skipInLanes first.
+// skipTokens checks n tokens at the start of b and returns how many bytes they take. The end of a token decides where the next begins, so
+// latency bounds the loop. It therefore takes two tokens from each load, as long as two tokens of the widest form (5 bytes) fit into the
+// rest. A long list goes through skipInLanes first.
 func skipTokens(b []byte, n int) (int, error) {
 	p := 0
 	if n >= laneTokens {
@@ -104,15 +102,11 @@ const (
 	laneTail   = 512  // bytes at the end of a frame where other fields may be
 )
 
-// skipInLanes checks the first tokens of a list of n tokens and returns how many bytes and how many
-// tokens that were. skipTokens checks the rest.
+// skipInLanes checks the first tokens of a list of n tokens. It returns how many bytes and tokens it checked. skipTokens checks the rest.
 //
-// Four lanes go through a quarter of b each, so that four loads are under way
-// instead of one. Each lane but the first begins where a token probably does:
-// laneSettle tokens after any byte. This is only a guess. The tokens of a lane
-// count when the lane before it ends at exactly the byte where this one began,
-// since that byte is the end of a token then, and all that follows it is read
-// as the plain loop reads it.
+// Four lanes go through a quarter of b each, so that four loads run at the same time instead of one. Each lane but the first begins at a
+// guess of where a token begins: laneSettle tokens after an arbitrary byte. The tokens of a lane count only if the lane before it ends at
+// exactly the byte where this lane began. That byte is then the end of a token, so both lanes agree with the plain loop.
 func skipInLanes(b []byte, n int) (skipped, tokens int) {
 	b = b[:min(len(b), 5*n+laneTail)] // what follows the list may be long
 	quarter := (len(b) - laneTail) / 4
@@ -157,8 +151,7 @@ func skipInLanes(b []byte, n int) (skipped, tokens int) {
 	return skipped, tokens
 }
 
-// slowToken reads one token near the end of the frame, or in a wider form than
-// it needs.
+// slowToken reads one token near the end of the frame, or one in a wider form than its value needs.
 func slowToken(b []byte) (uint32, int, error) {
 	if t := msgp.NextType(b); t != msgp.IntType && t != msgp.UintType {
 		return 0, 0, errToken
@@ -200,9 +193,8 @@ func appendTokens(b []byte, tokens []uint32) []byte {
 	return b
 }
 
-// readKeyTokens reads an encoded token list, header included: it hashes the
-// chunks that are remembered, checks the others, and leaves them to Hash. It
-// returns the bytes that follow the list.
+// readKeyTokens reads an encoded token list, header included. It looks up the hashes of the chunks that the Memo remembers, checks the
+// other tokens, and leaves their hashes to Hash. It returns the bytes after the list.
 func (m *Memo) readKeyTokens(b []byte, k *KeyView) (rest []byte, err error) {
 	n, b, err := readArray(b)
 	if err != nil {
@@ -238,8 +230,8 @@ func (m *Memo) readPackedTokens(b []byte, k *KeyView) (rest []byte, err error) {
 	return rest, nil
 }
 
-// Hash extends k.Hashes to the first n chunks of its token list, or to all when
-// there are fewer. k must come from m's DecodeKey, and its frame be unchanged.
+// Hash extends k.Hashes to the first n chunks of the key's token list, or to all chunks if there are fewer. k must come from DecodeKey of
+// m, and its frame must be unchanged.
 func (m *Memo) Hash(k *KeyView, n int) {
 	n = min(n, k.Chunks)
 	known := len(k.Hashes)
@@ -272,9 +264,9 @@ func (m *Memo) Hash(k *KeyView, n int) {
 	m.learn(start, s.widths, k, known)
 }
 
-// Tokens returns the tokens of the chunks in k.Hashes as msgpack integers, one after the other. They are as the client wrote them, unless
-// they are packed or a chunk takes more than 5 bytes per token. Chunk i ends at ends[i]; head and a chunk together are a msgpack array. The
-// results may alias k and its frame. k must come from m's DecodeKey, and its frame be unchanged.
+// Tokens returns the tokens of the chunks in k.Hashes as msgpack integers. text[:ends[0]] is the first chunk, and chunk i ends at ends[i];
+// head and a chunk together are a msgpack array. The integers are as the client wrote them, unless the tokens are packed or a chunk takes
+// more than 5 bytes per token. The results may alias k and its frame. k must come from DecodeKey of m, and its frame must be unchanged.
 func (m *Memo) Tokens(k *KeyView) (head, text []byte, ends []int) {
 	from := 0
 	for _, end := range k.ends {
@@ -306,8 +298,8 @@ func (m *Memo) narrow(k *KeyView) (text []byte, ends []int) {
 	return text, ends
 }
 
-// AppendTokens appends to dst at most most tokens of whole chunks, from chunk on. It hashes the chunks before that where that was not done.
-// k must come from m's DecodeKey, and its frame be unchanged.
+// AppendTokens appends the tokens of whole chunks to dst, from chunk number `chunk` on, `most` tokens at most. It first hashes the chunks
+// before that one if they have no hash yet. k must come from DecodeKey of m, and its frame must be unchanged.
 func (m *Memo) AppendTokens(dst []uint32, k *KeyView, chunk, most int) []uint32 {
 	n := min(most, (k.Chunks-chunk)*m.chunkTokens)
 	if chunk < 0 || n <= 0 {

@@ -19,16 +19,16 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// BelowStatus is about what lies below the pool, since the start.
+// BelowStatus is the state of the tiers below the pool, with counts since the start.
 type BelowStatus struct {
 	Tiers         []TierStatus `json:"tiers"` // in the order in which they are asked
 	Chunks        uint64       `json:"chunks_loaded"`
-	LateLookups   uint64       `json:"late_lookups"` // that were answered with what was there when their time was over
+	LateLookups   uint64       `json:"late_lookups"` // lookups that ended by LoadTimeout with what was resident then
 	WaitingBytes  int64        `json:"waiting_bytes"`
-	SkippedChunks uint64       `json:"skipped_chunks"` // not offered because too much waited
-	LostChunks    uint64       `json:"lost_chunks"`    // evicted before they were below
+	SkippedChunks uint64       `json:"skipped_chunks"` // chunks that were not queued for the tiers because too many bytes waited
+	LostChunks    uint64       `json:"lost_chunks"`    // chunks that were evicted before they were written to the tiers
 
-	Estimate tiering.RateStats `json:"estimate"` // is loading faster than computing?
+	Estimate tiering.RateStats `json:"estimate"` // compares loading with computing
 }
 
 // TierStatus is one tier.
@@ -36,14 +36,14 @@ type TierStatus struct {
 	Name       string  `json:"name"`
 	State      string  `json:"state"`                 // ok, unreachable, full, over_budget, read_only, nameless
 	Since      string  `json:"state_since,omitempty"` // RFC 3339
-	LastError  string  `json:"last_error,omitempty"`  // that showed the state
+	LastError  string  `json:"last_error,omitempty"`  // the error that showed the state
 	Hits       uint64  `json:"hits"`
 	Misses     uint64  `json:"misses"`
 	ReadBytes  uint64  `json:"read_bytes"`
 	WriteBytes uint64  `json:"write_bytes"`
-	ReadRate   float64 `json:"read_gb_per_s"`  // of one read
-	WriteRate  float64 `json:"write_gb_per_s"` // of one write
-	Calls      int64   `json:"calls"`          // that go on
+	ReadRate   float64 `json:"read_gb_per_s"`  // of a single read
+	WriteRate  float64 `json:"write_gb_per_s"` // of a single write
+	Calls      int64   `json:"calls"`          // calls that are running
 	Unsummed   uint64  `json:"reads_without_checksum"`
 	Lost       uint64  `json:"lost"`
 	Corrupt    uint64  `json:"corrupt"`
@@ -56,22 +56,22 @@ type TierStatus struct {
 	FreeBytes  int64   `json:"free_bytes"`
 
 	Encrypted    bool              `json:"encrypted"`               // at rest
-	SealedMisses map[string]uint64 `json:"sealed_misses,omitempty"` // objects that were there and could not be opened, by reason
+	SealedMisses map[string]uint64 `json:"sealed_misses,omitempty"` // by reason: objects that were there and could not be decrypted
 }
 
-// Tiers are those that lie below the pool.
+// Tiers returns the tiers below the pool.
 func (s *Server) Tiers() []*tier.Counting { return s.opts.Tiers }
 
-// Disk is the one among the Tiers; nil for none.
+// Disk returns the disk among the Tiers, or nil.
 func (s *Server) Disk() *disk.Disk { return s.opts.Disk }
 
-// Seals are the tiers that are encrypted where the server has keys, by their names.
+// Seals returns the tiers that are encrypted if the server has keys, by name.
 func (s *Server) Seals() map[string]*seal.Tier { return s.opts.Seals }
 
-// Clusters are the tiers that are clusters of Mooncake Store, by their names.
+// Clusters returns the tiers that are clusters of Mooncake Store, by name.
 func (s *Server) Clusters() map[string]*mooncakestore.Tier { return s.opts.Clusters }
 
-// below returns the part of the status about what lies below the pool.
+// below returns the part of the status about the tiers below the pool.
 func (s *Server) below(st *store.Stats) BelowStatus {
 	out := BelowStatus{
 		Tiers: []TierStatus{}, Chunks: st.BelowChunks, LateLookups: st.LateLookups, WaitingBytes: st.Outbox.WaitingBytes, SkippedChunks: st.Outbox.Skipped, LostChunks: st.LostChunks,
@@ -104,7 +104,7 @@ func tierStatus(name string, n tier.Stats) TierStatus {
 
 func (t *TierStatus) works() bool { return t.State == "" || t.State == string(tier.Works) }
 
-// Text is the tier in one line for people.
+// Text describes the tier in one line for people.
 func (t *TierStatus) Text() string {
 	out := ""
 	if !t.works() {
@@ -129,7 +129,7 @@ func (t *TierStatus) Text() string {
 	return out
 }
 
-// rate returns gigabytes a second.
+// rate returns a speed in GB per second.
 func rate(bytes uint64, in time.Duration) float64 {
 	if in <= 0 {
 		return 0
@@ -137,7 +137,7 @@ func rate(bytes uint64, in time.Duration) float64 {
 	return float64(bytes) / in.Seconds() / 1e9
 }
 
-// stateAdvice says what to do about the states of a tier.
+// stateAdvice says, for each state of a tier, what to do about it.
 var stateAdvice = map[tier.State]string{
 	tier.Unreachable: "see its address, its credentials and its own log; engines compute what it has until it answers",
 	tier.Full:        "its objects are served and none is added: give it room, or an eviction (docs/operate/tiers.md)",
@@ -146,7 +146,7 @@ var stateAdvice = map[tier.State]string{
 	tier.Nameless:    "chunks of that model are not written there: serve it under a shorter name (--served-model-name), or take a layout of Kvasir's own",
 }
 
-// sealedAdvice says what to do about objects that cannot be opened, by reason.
+// sealedAdvice says, for each reason, what to do about objects that cannot be decrypted.
 var sealedAdvice = []struct{ reason, what, do string }{
 	{"missing_key", "encrypted with a key that this server does not have", "add that key as a later line of --tier-key-file, or drop the tier (kvasir tier drop)"},
 	{"plain", "not encrypted, from before the tier had a key", "they are replaced when engines store them again; kvasir tier drop removes them now"},
@@ -154,7 +154,7 @@ var sealedAdvice = []struct{ reason, what, do string }{
 	{"newer", "encrypted by a newer build", "start that build"},
 }
 
-// findings explains what the tiers keep away.
+// findings calls add for each problem of the tiers that keeps hits away.
 func (b *BelowStatus) findings(add func(what, do string)) {
 	for i := range b.Tiers {
 		t := &b.Tiers[i]
@@ -191,11 +191,10 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 	}
 }
 
-// TierEnds returns the lookups that the tier with that name ended.
+// TierEnds returns the figures of lookups whose hit ended because of the tier with that name.
 func (s *Server) TierEnds(name string) explain.TierEnds { return s.n.tierMisses.Stats(name) }
 
-// TierNames are the names for TierEnds: those of the tiers, and explain.AnyTier where there are
-// several.
+// TierNames returns the names for TierEnds: those of the tiers and, if there are several, explain.AnyTier.
 func (s *Server) TierNames() (out []string) {
 	for _, t := range s.opts.Tiers {
 		out = append(out, t.Name())

@@ -25,8 +25,7 @@ type blockCopy struct {
 	took     time.Duration
 }
 
-// blockCopyOf checks what store and retrieve have in common. in is nil when the
-// worker is not known: then nothing was tried.
+// blockCopyOf checks what store and retrieve requests have in common. in is nil if the worker is not known; nothing was tried then.
 func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int, load bool) (in *workers.Worker, c blockCopy, err error) {
 	c.key, c.worker, c.chunk = r.Key, r.InstanceID, sc.chunk
 	in, c.transfer, err = s.transferOf(sc, r, false)
@@ -36,15 +35,14 @@ func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int, l
 	if c.kv = in.Lent; c.kv == nil {
 		return in, c, errMode
 	}
-	if !load && s.draining.Load() { // a lookup has promised the load
+	if !load && s.draining.Load() { // a load goes on, because a lookup has promised it
 		return in, c, errDraining
 	}
 	c.Blocks, err = c.kv.Blocks(blocks, r.To-r.From)
 	return in, c, err
 }
 
-// run copies, with the worker's memory kept mapped meanwhile. Whatever happens
-// the caller ends the Transfer, so a panic comes back as an error, too.
+// run copies, while the worker's memory stays mapped. A panic becomes an error, because the caller must end the Transfer in any case.
 func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) error {
 	began := time.Now()
 	defer func() { c.took = time.Since(began) }()
@@ -57,8 +55,7 @@ func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) 
 	})
 }
 
-// copyDone ends a copy that this process made, with err where it failed: then
-// nothing of it becomes visible and its slots are given back.
+// copyDone ends a copy of this process. err is the copy's error: nothing of a failed copy becomes visible, and its slots are freed.
 func (s *Server) copyDone(key *lmcache.KeyView, cp *store.Transfer, err error) error {
 	if done := cp.Done(key.Hashes, err == nil); err == nil && done.Late {
 		return errLate
@@ -66,7 +63,7 @@ func (s *Server) copyDone(key *lmcache.KeyView, cp *store.Transfer, err error) e
 	return err
 }
 
-// storeBlocks answers store: the chunks are visible before the reply is sent.
+// storeBlocks answers store. The chunks are visible before the reply is sent.
 func (s *Server) storeBlocks(sc *scratch, r *lmcache.StoreRequest) error {
 	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks, false)
 	if err == nil {
@@ -86,7 +83,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 	if err != nil {
 		return err
 	}
-	if got.NoRoom > 0 { // the worker need not hear of it: the chunks are absent
+	if got.NoRoom > 0 { // the worker need not know: the chunks are absent
 		s.refuse(lmcache.OpStore, noRoom(got, c.transfer, c.kv.Bytes))
 	}
 	if len(cp.Parts) == 0 {
@@ -102,8 +99,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 	return nil
 }
 
-// retrieveBlocks answers retrieve: the worker's blocks are written before the
-// reply is sent.
+// retrieveBlocks answers retrieve. The worker's blocks are written before the reply is sent.
 func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
 	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks, true)
 	if err == nil {
@@ -131,8 +127,7 @@ func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
 	return nil
 }
 
-// copied answers store and retrieve. A worker that is known gets the event handle
-// of workers without a device, as LMCache answers.
+// copied answers store and retrieve. A known worker gets the event handle of workers without a device, as in LMCache's answer.
 func (s *Server) copied(sc *scratch, op lmcache.Op, in *workers.Worker, err error) error {
 	if in == nil || in.Lent == nil {
 		return err
@@ -144,7 +139,7 @@ func (s *Server) copied(sc *scratch, op lmcache.Op, in *workers.Worker, err erro
 	return nil
 }
 
-// logCopied counts and says what was copied, and returns its chunks.
+// logCopied counts and logs a copy, and returns its number of chunks.
 func (s *Server) logCopied(verb string, cp *store.Transfer, c *blockCopy) (chunks int) {
 	bytes, last := int64(0), map[int]bool{}
 	for _, p := range cp.Parts {

@@ -13,35 +13,35 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// A connection has one chunk size. It is the server's own (--chunk-size), that of the listener, or a multiple of the
-// client's blocks that a client of 0.5.7 has negotiated. Chunks of all sizes share the pool; their namespaces differ.
+// Each connection has one chunk size: the server's own (--chunk-size), that of the listener, or a multiple of the client's blocks that a
+// client of 0.5.7 has negotiated. Chunks of all sizes share the pool, but never a namespace.
 
-// chunking is a chunk size, and what is remembered of token lists in chunks of it.
+// chunking is a chunk size and the Memo for token lists in chunks of that size.
 type chunking struct {
 	tokens int
 	memo   *lmcache.Memo
 }
 
-// maxSizes bounds the chunk sizes whose token lists are remembered. Others work as well, and hash each prompt whole.
+// maxSizes bounds the chunk sizes that have a Memo. Other sizes work as well, but each prompt is hashed whole.
 const maxSizes = 8
 
-// sizes are the chunk sizes in use. The zero value is empty.
+// sizes has the chunk sizes in use other than the server's own. The zero value is empty.
 type sizes struct {
 	mu struct { // a leaf
 		sync.Mutex
 		of        map[int]*chunking
 		former    []int // sizes that earlier servers announced to engines
-		announced []int // sizes that this server announced, besides its own
+		announced []int // sizes other than the server's own that this server announced
 	}
 }
 
-// bases are the chunk sizes of listeners.
+// bases has the chunk sizes of listeners.
 type bases struct {
 	sync.Mutex // a leaf
 	of         map[string]int
 }
 
-// listenerOf names a listener: by its port, since connections have other local addresses where it listens on all.
+// listenerOf returns a name for a listener: its port. Where it listens on all addresses, connections have different local addresses.
 func listenerOf(a net.Addr) string {
 	if t, ok := a.(*net.TCPAddr); ok {
 		return strconv.Itoa(t.Port)
@@ -49,14 +49,14 @@ func listenerOf(a net.Addr) string {
 	return a.String()
 }
 
-// get returns the size of the listener that a connection came over; 0 is the server's.
+// get returns the chunk size of the listener that a connection came over; 0: the server's own.
 func (b *bases) get(local net.Addr) int {
 	b.Lock()
 	defer b.Unlock()
 	return b.of[listenerOf(local)]
 }
 
-// chunking returns a chunk size.
+// chunking returns the chunking of a chunk size.
 func (s *Server) chunking(tokens int) *chunking {
 	if tokens == s.own.tokens {
 		return s.own
@@ -90,7 +90,7 @@ func (x *sizes) add(tokens int) bool {
 	return true
 }
 
-// announced returns the sizes that engines of this server and of earlier ones may use, besides the server's own.
+// announced returns the sizes, other than the server's own, that engines of this server and of earlier ones may use.
 func (x *sizes) announced() []int {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -99,7 +99,7 @@ func (x *sizes) announced() []int {
 	return slices.Compact(all)
 }
 
-// remember notes the sizes that an earlier server announced to engines.
+// remember records the sizes that an earlier server announced to engines.
 func (x *sizes) remember(former []int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -112,7 +112,7 @@ func (x *sizes) anyFormer() bool {
 	return len(x.mu.former) > 0
 }
 
-// base returns the size of a connection that has not asked for one: that of its listener.
+// base returns the chunk size of a connection that has not asked for one: that of its listener.
 func (s *Server) base(c *connection) *chunking {
 	if c.base > 0 {
 		return s.chunking(c.base)
@@ -120,7 +120,7 @@ func (s *Server) base(c *connection) *chunking {
 	return s.own
 }
 
-// current returns the size of a connection, that of its listener while its own is not known.
+// current returns the chunk size of a connection. While that is not known, it returns that of the listener.
 func (s *Server) current(c *connection) *chunking {
 	if c.chunk != nil {
 		return c.chunk
@@ -128,10 +128,11 @@ func (s *Server) current(c *connection) *chunking {
 	return s.base(c)
 }
 
-// chunkOf returns the size of a connection whose request names a worker, or a model and a world size. A connection that has not asked for
-// its size may belong to an engine that asked an earlier server, or this one over a connection that broke. Its size is that of its worker's
-// registration, or that of its model's workers where an earlier server knew one of them. If these have several, it is that of the workers
-// of the client's own process and its relatives. Otherwise it is an error: the engine would count hits in chunks of another size.
+// chunkOf returns the chunk size of a connection whose request names a worker, or a model and a world size. A connection that has not asked
+// for its size may belong to an engine that asked an earlier server, or asked this one over a connection that broke. Its size is then that
+// of its worker's registration, or that of its model's workers if an earlier server knew one of them. If these have several sizes, it is
+// that of the workers of the client's own process or its relatives. Otherwise the request is an error, because the engine would count hits
+// in chunks of another size.
 func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (*chunking, error) {
 	c := sc.conn
 	if c.chunk != nil {
@@ -143,13 +144,13 @@ func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (
 		return base, nil
 	}
 	known, sure := s.registry.ChunksOf(instance, sc.caller().By, model, world, c.base)
-	certain := c.base > 0 || !s.sizes.anyFormer() // that an engine of an unknown worker goes by the size of its listener
+	certain := c.base > 0 || !s.sizes.anyFormer() // whether an engine of an unknown worker surely uses the size of its listener
 	switch {
 	case len(known) == 1 && (sure || known[0] == base.tokens && certain):
 		c.chunk = s.chunking(known[0])
 		return c.chunk, nil
 	case len(known) == 0 && certain:
-		return base, nil // of no consequence: nothing is registered
+		return base, nil // without effect: no worker is registered
 	}
 	if instance == 0 {
 		s.findClient(sc.caller())
@@ -167,8 +168,8 @@ func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (
 		errChunkSize, model, known)
 }
 
-// mustRefuseHeartbeat reports, once, whether the connection's heartbeat must be answered false: its requests were declined because it has not asked
-// for its chunk size. A client of 0.5.7 asks after the next heartbeat that is answered true.
+// mustRefuseHeartbeat reports, once, whether the connection's heartbeat must be answered false, because requests were declined as it has
+// not asked for its chunk size. A client of 0.5.7 asks for the size after the next heartbeat that is answered true.
 func (c *connection) mustRefuseHeartbeat() bool {
 	if !c.mustAsk || c.refusedHeartbeat || c.fixed || !c.generations.Has(lmcache.Gen057) {
 		return false
@@ -197,7 +198,7 @@ func (c *connection) opened(r lmcache.Request) {
 	}
 }
 
-// fix notes that the client knows its chunk size now.
+// fix records that the client knows its chunk size from now on.
 func (s *Server) fix(c *connection, to *chunking) {
 	c.chunk, c.fresh, c.fixed, c.sessions = to, true, true, nil
 	if to != s.own && s.sizes.add(to.tokens) {
@@ -207,8 +208,8 @@ func (s *Server) fix(c *connection, to *chunking) {
 }
 
 // negotiate answers negotiate_chunk_size with the connection's size. While nothing has fixed that size and no request is open, the size
-// becomes the next multiple of the alignment, not below the listener's size. An alignment that cannot be met is answered with the
-// connection's size: the client sees that it does not fit, and reports that.
+// becomes the smallest multiple of the alignment that is not below the listener's size. If the alignment cannot be met, the answer is the
+// connection's present size: the client sees that it does not fit, and reports that.
 func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	c := sc.conn
 	now, base := s.current(c), s.base(c).tokens
@@ -228,8 +229,8 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 		answer(fmt.Sprintf("the alignment is outside 1 to %d", limit))
 		return
 	}
-	up := (base + a - 1) / a * a         // the answer to an engine with such blocks over this listener
-	presumed := !c.fixed && size != base // from registrations, of this engine or of another one
+	up := (base + a - 1) / a * a         // the answer for an engine with such blocks over this listener
+	presumed := !c.fixed && size != base // the size comes from registrations, of this engine or of another one
 	switch {
 	case size%a == 0 && (!presumed || size == up || len(s.former.sizes) > 0):
 		s.fix(c, now)
@@ -249,10 +250,10 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	answer("")
 }
 
-// maxMisfits bounds the alignments that did not fit and are logged.
+// maxMisfits is how many pairs of alignment and chunk size that do not fit are logged, each once.
 const maxMisfits = 100
 
-// sizeFor returns the chunk size that a request is read by.
+// sizeFor returns the chunk size with which a request must be read.
 func (s *Server) sizeFor(sc *scratch, op lmcache.Op, p [][]byte) (*chunking, error) {
 	if sc.conn.chunk != nil || !op.HasKey() {
 		return s.current(sc.conn), nil
@@ -265,7 +266,7 @@ func (s *Server) sizeFor(sc *scratch, op lmcache.Op, p [][]byte) (*chunking, err
 		if in := s.registry.Departed(instance, sc.caller().By); in != nil {
 			return s.chunking(in.Chunk), nil
 		}
-		return s.current(sc.conn), nil // an unknown worker: it is declined
+		return s.current(sc.conn), nil // an unknown worker: its request is declined
 	}
 	return s.chunkOf(sc, 0, model, world)
 }

@@ -8,20 +8,19 @@ import (
 	"time"
 )
 
-// An engine asks for the chunk size when it starts and counts hits in such chunks for life. When a
-// server takes over whose chunks have another size, an engine that asked the earlier server would
-// take each chunk that hits for one of the old size: tokens that were never stored. So as long as
-// such engines may be there, only connections that asked this server are served.
+// An engine asks for the chunk size when it starts, and counts hits in such chunks for life. After another server with another chunk size
+// has taken over, an engine that asked the earlier server would count each chunk of a hit as one of the old size, and so count tokens that
+// were never stored. So while such engines may exist, only connections that asked this server are served.
 
 // formerSizes has the chunk sizes that earlier servers of this pool announced to engines.
 type formerSizes struct {
-	sizes  []int // immutable; empty: nothing to look for
+	sizes  []int // immutable; empty: no such sizes
 	active atomic.Bool
-	heard  atomic.Int64 // time of the last request from a connection that did not ask, since the start
+	heard  atomic.Int64 // time, since the start, of the last request from a connection that did not ask
 }
 
-// forgetAfter is how long no request may come from engines of earlier servers until they count as
-// gone. Engines send heartbeats every 10 s.
+// forgetAfter is the time without a request from engines of earlier servers after which they count as gone. Engines send heartbeats every
+// 10 s.
 const forgetAfter = 10 * time.Minute
 
 func (s *Server) recallSizes() {

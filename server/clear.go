@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// ClearTier says which copies a clear makes absent.
+// ClearTier says in which tiers a clear makes chunks absent.
 type ClearTier string
 
 // The tiers of a clear, as LMCache names them.
@@ -24,7 +24,7 @@ const (
 	ClearAll ClearTier = "all" // both
 )
 
-// ParseClearTier reads a ClearTier.
+// ParseClearTier parses the name of a ClearTier.
 func ParseClearTier(text string) (ClearTier, error) {
 	t := ClearTier(text)
 	if t != ClearL1 && t != ClearL2 && t != ClearAll {
@@ -33,31 +33,30 @@ func ParseClearTier(text string) (ClearTier, error) {
 	return t, nil
 }
 
-// Clear is a request to forget.
+// Clear is a request to clear the cache.
 type Clear struct {
 	Tier   ClearTier
-	Force  bool     // also drop from the pool what requests in progress keep
-	Models []string // of the tiers: those only; nil is all. The pool is cleared whole
+	Force  bool     // also drop chunks that requests in progress pin or hold
+	Models []string // clear only these models in the tiers; nil: all. The pool is always cleared whole
 	By     string   // who asks, for the log
 }
 
 // Cleared is what a clear did.
 type Cleared struct {
-	Chunks int    // dropped from the pool
-	Stays  string // the places that still have objects, for people; empty where all are gone
+	Chunks int    // chunks that were dropped from the pool
+	Stays  string // names of the places that still have objects, for people; empty: none has
 }
 
-// Clear drops every chunk of the pool that nothing needs, and with Force every chunk. Without
-// Force the chunks that lookups have pinned stay until the next clear, as with LMCache.
-// With the tiers, nothing that was stored before is found by a lookup that begins after
-// it returned: not in the tiers, not on its way to or from them, and not in the pool.
-// An error means that a restart may find it again.
+// Clear drops every chunk of the pool that no request pins or holds, and with Force every chunk. Without Force, chunks that lookups have
+// pinned stay until the next clear, as with LMCache. If the tiers are cleared too, no lookup that begins after Clear has returned finds
+// anything that was stored before: not in the tiers, not on its way to or from them, and not in the pool. An error means that lookups may
+// find it again after a restart.
 func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	var stays []string
 	if c.Tier == ClearAll {
 		s.store.BeginForget()
 	}
-	s.clearing.Lock() // one clear at a time: an object stored between two that overlap would belong to the generation of neither
+	s.clearing.Lock() // one clear at a time: an object that is stored between two overlapping clears would belong to the generation of neither
 	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
 		var commit func()
 		if commit, err = below.Prepare(c.Models); err != nil {
@@ -105,7 +104,8 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	return out, err
 }
 
-// unusedModels says which of some models no engine has registered or used since the start: a name that is misspelt clears nothing.
+// unusedModels returns a message for each of the models that no engine has registered or used since the start. A misspelt name clears
+// nothing.
 func (s *Server) unusedModels(models []string) (out []string) {
 	used := make(map[string]bool)
 	s.names.Each(func(_ kv.Namespace, n tier.Name) { used[n.Model] = true })
@@ -120,8 +120,8 @@ func (s *Server) unusedModels(models []string) (out []string) {
 	return out
 }
 
-// followClear makes a generation count that another server began with a clear. What this server
-// has in memory may be older, so it is forgotten, too.
+// followClear applies a generation that another server began with a clear. Objects in this server's memory may be older, so it makes them
+// outdated, too.
 func (s *Server) followClear(commit func()) {
 	s.store.BeginForget()
 	s.clearing.Lock()
@@ -137,9 +137,8 @@ func (s *Server) followClear(commit func()) {
 	s.log.Warn("the cache was cleared", "by", "another server that shares a tier", "tier", string(ClearAll), "chunks", n)
 }
 
-// clearFor clears for a client: the pool, and in the tiers the models whose workers its user
-// registered. It fails if the user has registered none, as just after a start of the server, while
-// the tiers may have objects.
+// clearFor clears for a client: the pool, and in the tiers the models whose workers the client's user registered. If the user has
+// registered none, as just after a start of the server, it returns an error when the tiers may have objects.
 func (s *Server) clearFor(who *caller, force bool) error {
 	models := []string{}
 	for _, in := range s.registry.List() {
@@ -157,9 +156,8 @@ func (s *Server) clearFor(who *caller, force bool) error {
 	return nil
 }
 
-// DeleteObjects drops objects from the pool and from the tiers, as far as the tier of
-// the request says: inPool are their keys there, and below those that they may have in
-// the tiers. What is pinned or in transfer is skipped in the pool.
+// DeleteObjects drops objects from the pool, the tiers or both, as `from` says. inPool are their keys in the pool, below the keys that they
+// may have in the tiers. In the pool it skips objects that are pinned or in transfer.
 func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted, skipped int, err error) {
 	if from == ClearL1 {
 		deleted, skipped = s.store.Drop(inPool)
@@ -168,7 +166,7 @@ func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted,
 	if err = s.store.DeleteBelow(below); err == nil && from == ClearL2 {
 		deleted = len(below)
 	}
-	if from == ClearAll { // after the tiers: what comes from there until then is dropped, too
+	if from == ClearAll { // after the tiers: objects that come from there meanwhile are dropped, too
 		deleted, skipped = s.store.Drop(slices.Concat(inPool, below))
 	}
 	if err != nil {
@@ -177,7 +175,7 @@ func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted,
 	return deleted, skipped, err
 }
 
-// KeysBelow returns the keys that an object of that name may have in the tiers.
+// KeysBelow returns the keys that the object k of a model and salt may have in the tiers.
 func (s *Server) KeysBelow(model, salt string, k kv.Key) (out []kv.Key) {
 	for _, ns := range s.names.Namespaces(model, salt) {
 		k.Namespace = ns

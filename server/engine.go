@@ -26,9 +26,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// transferOf returns the transfer that a worker's call names. A commit may come
-// from a worker that was dropped in between: it still means that the worker is
-// done with the slots.
+// transferOf returns the transfer that a worker's request means. A commit may come from a worker that was dropped meanwhile: it still means
+// that the worker does not touch the slots any more.
 func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*workers.Worker, hold.Transfer, error) {
 	if err := s.sameChunks(sc); err != nil {
 		return nil, hold.Transfer{}, err
@@ -75,8 +74,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	return in, t, nil
 }
 
-// slotsOf is transferOf for a worker that copies itself: only such a worker may learn
-// offsets.
+// slotsOf is transferOf for a worker that copies itself. Only such a worker may learn offsets in the pool.
 func (s *Server) slotsOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*workers.Worker, hold.Transfer, error) {
 	in, t, err := s.transferOf(sc, r, commit)
 	if err == nil && in.Lent != nil {
@@ -93,8 +91,7 @@ func noRoom(got store.Reserved, t hold.Transfer, chunkBytes int64) error {
 	return fmt.Errorf("%w: %d of %d chunks of %d bytes; %s", errRoom, got.NoRoom, t.To-t.From, chunkBytes, why)
 }
 
-// nothingToStore answers a prepare_store that stores nothing: the worker takes
-// it as "all cached" and sends no commit.
+// nothingToStore answers a prepare_store that stores nothing. The worker takes the answer as "all cached" and sends no commit.
 func nothingToStore(sc *scratch, in *workers.Worker) {
 	sc.out = lmcache.AppendPrepareStore(sc.out[:0], &lmcache.Slots{Layouts: in.Objects})
 }
@@ -110,7 +107,8 @@ func (sc *scratch) placed(in *workers.Worker) {
 	}
 }
 
-// skipped returns which objects a worker does not store, from the positions by object group that it sent; nil: it stores all.
+// skipped returns a function that reports which objects a worker does not store. by has the positions that it sent, by object group. A nil
+// function means that it stores all.
 func skipped(in *workers.Worker, by [][]int) (func(group, chunk int) bool, error) {
 	switch {
 	case len(by) == 0:
@@ -153,7 +151,7 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		nothingToStore(sc, in)
 		return nil
 	}
-	if pickles { // the chunks come with the commit
+	if pickles { // the objects come with the commit
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
@@ -166,7 +164,7 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 	if got.NoRoom > 0 {
 		s.refuse(lmcache.OpPrepareStore, noRoom(got, t, in.Bytes))
 	}
-	if len(sc.place.Offsets) == 0 { // no commit will come
+	if len(sc.place.Offsets) == 0 { // no commit will follow
 		s.n.storesFinished.Add(false)
 		nothingToStore(sc, in)
 		return nil
@@ -176,8 +174,8 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 	return nil
 }
 
-// ttlOf returns how long what a request stores is served; 0: without an end. A TTL that cannot be used is counted, and the first of them
-// is logged.
+// ttlOf returns how long the objects that a request stores are served; 0: without an end. A TTL that cannot be used is counted, and the
+// first one is logged.
 func (s *Server) ttlOf(k *lmcache.KeyView) time.Duration {
 	if k.BadTTL && s.n.badTTLs.Add(1) == 1 {
 		s.log.Warn("a request's lmcache.ttl is ignored: it is not a number of seconds, or a text of one, from 0.001 to ten years. What the request stores has no end. "+
@@ -219,9 +217,9 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 
 func (s *Server) prepareRetrieve(sc *scratch, r *lmcache.PrepareRetrieveRequest) error {
 	in, t, err := s.slotsOf(sc, &r.KeyRange, false)
-	t.Load = true // also while the server stops: a lookup has promised it
+	t.Load = true // also while the server shuts down: a lookup has promised the load
 	if err != nil {
-		if t.Shard.Namespace != (kv.Namespace{}) { // stock workers send the commit of a refused prepare, too
+		if t.Shard.Namespace != (kv.Namespace{}) { // LMCache's own workers send the commit of a refused prepare, too
 			s.store.Refuse(r.Key.RequestID, t)
 		}
 		return err
@@ -246,7 +244,7 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 	t.Load = true
 	got := s.store.CommitLoad(t, r.Key.RequestID)
 	switch {
-	case !got.Found && in.Side() == workers.Pickle: // the worker has learned no places
+	case !got.Found && in.Side() == workers.Pickle: // the worker was given no places
 		sc.out = lmcache.AppendBool(sc.out, true)
 		return nil
 	case !got.Found:
@@ -256,7 +254,7 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 	}
 	sc.out = lmcache.AppendBool(sc.out, true)
 	if got.Chunks == 0 {
-		return nil // the commit that clients send after a refused prepare, too
+		return nil // also for the commit that clients send after a refused prepare
 	}
 	s.n.retrievesFinished.Add(false)
 	s.tally.Loaded(in.Model, r.Key.Salt, in.ID, got.Chunks)
@@ -298,22 +296,22 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
 		ended.LookupResult, ended.Searched, ended.Text = got, true, lookup.Text{Memo: sc.chunk.memo, Key: k}
 		s.lookupEnded(&ended)
-	} else { // the request for its result will name neither model nor salt
+	} else { // the request for the lookup's result will name neither model nor salt
 		s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	}
 	s.announceFound(sc.chunk, k, &sh)
 	return nil
 }
 
-// promptNote is what a lookup notes of its prompt until it ends.
+// promptNote is what a lookup remembers about its prompt until it ends.
 type promptNote struct {
 	tags     *usage.Tagged
 	repeated *lookup.Repeated
 }
 
-// noteOf returns the note of a lookup that begins. Where tiers lie below the pool a miss is pending, and the tokens of the prompt are gone
-// when the lookup ends. So noteOf compares the prompt now, from the first chunk that the memo does not remember: if the prompt misses
-// there, that chunk is new.
+// noteOf returns the note of a lookup that begins. If there are tiers below the pool, the reason of a miss is known only later, when the
+// prompt's tokens are gone. So noteOf compares the prompt with earlier ones now, from the first chunk that the memo does not remember: if
+// the lookup misses there, that chunk is new.
 func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked, from int) any {
 	tags := s.tally.Tagged(sc.caller().Name, k.Tags)
 	if fresh := max(len(k.Hashes), from); s.store.AsksBelow() && fresh < asked {
@@ -324,11 +322,10 @@ func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked,
 	return tags
 }
 
-// mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
-// error is nil for a prompt that is too short and for one that is to load nothing: its hit is 0.
-// loaders is how many workers can load what is found, unknown why no shard is known to look in.
+// mayLookUp returns why a lookup must not search; miss.None: it may. The error is nil for a prompt that is too short, and for one that must
+// load nothing: their hit is 0. loaders is how many workers can load the hit. unknown is the error if no shard is known to search in.
 func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, unknown error) (miss.Reason, error) {
-	same := s.sameChunks(sc) // it notes who asks
+	same := s.sameChunks(sc) // it records who asks
 	need := k.WorldSize * k.Readers
 	switch {
 	case sc.denied == errTenant:
@@ -355,8 +352,7 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, 
 	return miss.None, nil
 }
 
-// Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most most lookups.
+// Explain returns why the last lookups of a request id found no more, or those of all requests if request is empty; `most` lookups at most.
 func (s *Server) Explain(request string, most int) explain.Explanation {
 	var st *Status
 	return s.ended.Explain(request, most, func(why miss.Reason) string {
@@ -368,13 +364,13 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 	})
 }
 
-// ExplainTo is Explain for a reader who may know of some tenants alone.
+// ExplainTo is Explain for a reader who may see only the tenants of limit.
 func (s *Server) ExplainTo(request string, most int, limit *auth.Limit) explain.Explanation {
 	return s.ended.ExplainTo(request, most, limit.Allows)
 }
 
-// nameSpace records the model and salt of a namespace in the server's names, and its tenant in the
-// store. It allocates nothing for a known namespace.
+// nameSpace records the model and salt of a namespace in the server's names, and its tenant in the store. It allocates nothing for a known
+// namespace.
 func (s *Server) nameSpace(ns kv.Namespace, model, salt []byte) {
 	s.store.NameTenant(ns, salt)
 	if _, ok := s.names.Of(ns); !ok {
@@ -382,8 +378,8 @@ func (s *Server) nameSpace(ns kv.Namespace, model, salt []byte) {
 	}
 }
 
-// nameShard tells the tiers below by which model and salt others name the chunks of a shard, and
-// the store the tenant of that shard.
+// nameShard records for the tiers the model and salt by which other programs name the chunks of a shard, and for the store the tenant of
+// that shard.
 func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	if s.opts.Names == nil && !s.store.NamesTenants() {
 		return
@@ -396,8 +392,8 @@ func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	}
 }
 
-// ChunksOf returns the chunk sizes of the workers of a model and world size, the server's own first if it is among them;
-// where there are none, the server's own.
+// ChunksOf returns the chunk sizes of the workers of a model and world size. The server's own size comes first if it is among them; it is
+// the only one if there are no such workers.
 func (s *Server) ChunksOf(model string, world int) []int {
 	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world, workers.AnyBase)
 	if len(sizes) == 0 {
@@ -409,8 +405,8 @@ func (s *Server) ChunksOf(model string, world int) []int {
 	return sizes
 }
 
-// ShardsOf returns the shards under which a client that is not a worker looks up the chunks of a model, salt,
-// world size and chunk size: of each layout of the model. There are none when no worker of that model is registered.
+// ShardsOf returns the shards in which a client that is not a worker looks up the chunks of a model, salt, world size and chunk size: one
+// for each layout of the model. There are none if no worker of the model is registered.
 func (s *Server) ShardsOf(model, salt string, world, chunk int) []object.Shard {
 	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}
 	list := s.registry.EachShardsOf(&workers.Query{Model: k.Model, Salt: k.Salt, World: world, Chunk: chunk})
@@ -420,13 +416,13 @@ func (s *Server) ShardsOf(model, salt string, world, chunk int) []object.Shard {
 	return list
 }
 
-// Registry has the registered workers.
+// Registry returns the registry of workers.
 func (s *Server) Registry() *workers.Registry { return s.registry }
 
-// Options are those that the server was started with, defaults filled in.
+// Options returns the options with which the server was started, defaults filled in.
 func (s *Server) Options() Options { return s.opts }
 
-// lookupEnded passes the end of a lookup to all that read it.
+// lookupEnded passes the outcome of a lookup to everything that records outcomes.
 func (s *Server) lookupEnded(o *lookup.Outcome) {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, o.Tokens, s.opts.ChunkTokens)
 	if n, ok := o.Note.(*promptNote); ok {
@@ -461,10 +457,10 @@ func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest)
 	}
 }
 
-// Store is what the Server answers from.
+// Store returns the store from which the Server answers.
 func (s *Server) Store() *store.Store { return s.store }
 
-// logMoved says at debug level what a request moved.
+// logMoved logs, at debug level, how many chunks and bytes a request moved.
 func (s *Server) logMoved(msg string, chunks int, of *chunking, bytes int64, request []byte) {
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
 		s.log.Debug(msg, "request", string(request), "tokens", chunks*of.tokens, "chunks", chunks, "bytes", bytes)

@@ -15,17 +15,17 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// Finding is something that keeps hits away, and what to do about it.
+// Finding is something that keeps hits away, and the advice about it.
 type Finding struct {
 	What   string `json:"what"`
 	Do     string `json:"do"`
-	Normal bool   `json:"normal,omitempty"` // nothing needs to be done as long as it is expected
+	Normal bool   `json:"normal,omitempty"` // expected in normal use: nothing need be done
 }
 
-// normally begins the advice of a finding that is normal.
+// normally is the beginning of the advice of a finding that is normal.
 const normally = "normal "
 
-// findings explains a Status: what comes first in the way of a hit comes first.
+// findings returns the findings of a Status. Problems that hinder every hit come first.
 func (st *Status) findings() []Finding {
 	out := []Finding{}
 	add := func(what, do string) { out = append(out, Finding{what, do, strings.HasPrefix(do, normally)}) }
@@ -81,7 +81,7 @@ func (st *Status) findings() []Finding {
 	return out
 }
 
-// vllmFindings explains what engines of vLLM's tiered offloading left.
+// vllmFindings adds what engines of vLLM's tiered offloading left behind.
 func (st *Status) vllmFindings(add func(what, do string)) {
 	if st.VLLM == nil {
 		return
@@ -95,7 +95,7 @@ func (st *Status) vllmFindings(add func(what, do string)) {
 	}
 }
 
-// lookupFindings explains what lookups did not find.
+// lookupFindings adds why lookups did not find chunks.
 func (st *Status) lookupFindings(add func(what, do string)) {
 	l := &st.Lookup
 	if l.Short > 0 && l.Short*2 >= l.Lookups {
@@ -120,7 +120,7 @@ func (st *Status) lookupFindings(add func(what, do string)) {
 	}
 }
 
-// missFindings explains the reasons of misses, the most frequent first.
+// missFindings adds a finding for each reason of misses, the most frequent first.
 func (st *Status) missFindings(add func(what, do string)) {
 	type reason struct {
 		why string
@@ -164,7 +164,7 @@ func (st *Status) adviceFor(why string) string {
 	if do := explain.Do(why); do != "" {
 		return do
 	}
-	if _, of, named := strings.Cut(why, ": "); named { // which tier
+	if _, of, named := strings.Cut(why, ": "); named { // of is the tier's part of the reason
 		why = of
 	}
 	switch why {
@@ -180,7 +180,7 @@ func (st *Status) adviceFor(why string) string {
 	return "see docs/operate/server.md"
 }
 
-// times writes a number with what it counts.
+// times returns a number and what it counts.
 func times(n uint64, one, many string) string {
 	if n == 1 {
 		return "1 " + one

@@ -15,31 +15,29 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// connection is the state of the client behind one socket. It is used on
-// the goroutine that reads the socket.
+// connection is the state of the client behind one socket. Only the goroutine that reads the socket uses it.
 type connection struct {
-	generations      lmcache.Generations // that the client can be of
-	early            string              // releases that are not served, once it is known to be of them
-	fresh            bool                // it asked for the chunk size: it was made in this server's life
-	base             int                 // the chunk size of its listener; 0 is the server's
+	generations      lmcache.Generations // those that the client may be of
+	early            string              // the releases that the client is of, if they are not served
+	fresh            bool                // it asked for the chunk size, so it was made in this server's life
+	base             int                 // chunk size of its listener; 0: the server's own
 	chunk            *chunking           // its chunk size; nil while that is not known
 	fixed            bool                // the client knows its chunk size
 	mustAsk          bool                // requests were declined because it has not asked for its chunk size
-	refusedHeartbeat bool                // its heartbeat was answered false for that
-	sessions         map[string]struct{} // open requests, while the size is not fixed; some where there are many
-	worker           int64               // the worker that it named last; lookups are in its layout
+	refusedHeartbeat bool                // its heartbeat was answered false for that reason
+	sessions         map[string]struct{} // open requests, while the size is not fixed; if there are many, only some
+	worker           int64               // the worker that it named last; its lookups are in that worker's layout
 	named            bool
 	asksAsPeer       bool // it belongs to another node
 	local            net.Addr
-	limit            *auth.Limit // of tenants; nil until it is asked for
+	limit            *auth.Limit // the tenants that it may use; nil until the first use
 	doubted          bool        // its ping without an id was answered false
 }
 
-// errHeld means that a message is kept until its client shows its generation.
+// errHeld means that a message is held until its client's generation is known.
 var errHeld = errors.New("held until the client shows its generation")
 
-// connection returns what is known of the client behind the caller's socket.
-// In-process callers are of the latest generation.
+// connection returns what is known of the caller's client. A caller in this process is of the latest generation.
 func (c *caller) connection() *connection {
 	if c.conn == nil {
 		return &connection{generations: lmcache.Only(lmcache.Latest)}
@@ -47,13 +45,11 @@ func (c *caller) connection() *connection {
 	return c.conn
 }
 
-// read returns the operation of a message. It also recognises the connection's client:
-// by its first request, get_chunk_size, else by what the registry has for the worker or
-// model that the message names, else by its payloads. An ambiguous message is
-// declined. A guess could do what was not asked for, and a
-// reply of the wrong type ends the thread that serves all sockets of an early
-// client: a message without an answer that is right for all its readings is held
-// until another one shows what the client is. A heartbeat does.
+// read returns the operation of a message. It also finds out the client's generation: by its first request, get_chunk_size; else by what
+// the registry has for the worker or model that the message names; else by the message's payloads. An ambiguous message is declined,
+// because a guess could do what was not asked for. A reply of the wrong type ends the thread that serves all sockets of an early client. So
+// a message without an answer that is right for all its readings is held until another message, such as a heartbeat, shows the client's
+// generation.
 func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 	c := sc.conn
 	if c.early != "" {
@@ -80,15 +76,15 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 	}
 	s.narrowGenerations(c, of)
 	ambiguous := &ambiguousError{readings: append([]lmcache.Reading(nil), readings...)}
-	// Connectors ask for the chunk size first. So an ambiguous message with the number of a first
-	// request is not of a client that outlived another server, and is not held.
+	// Connectors ask for the chunk size first. So an ambiguous message with the number of a first request is not from a client of an
+	// earlier server, and is not held.
 	if _, _, safe := lmcache.AppendAmbiguous(nil, readings); !safe && !lmcache.IsFirst(m[0]) && s.hold(sc.peer, m) {
 		return lmcache.OpUnknown, errHeld
 	}
 	return lmcache.OpUnknown, ambiguous
 }
 
-// ambiguousError is errAmbiguous with what the message can be.
+// ambiguousError is errAmbiguous with the possible readings of the message.
 type ambiguousError struct{ readings []lmcache.Reading }
 
 func (e *ambiguousError) Unwrap() error { return errAmbiguous }
@@ -101,8 +97,8 @@ func (e *ambiguousError) Error() string {
 	return fmt.Sprintf("%v: %s", errAmbiguous, strings.Join(each, ", "))
 }
 
-// ofWorker keeps the readings of which the generation is that of the worker that
-// the message names, or of the workers of its model.
+// ofWorker returns the readings whose generation is that of the worker that the message names, or of the workers of its model. If there are
+// none it returns all readings.
 func (s *Server) ofWorker(by principal, p [][]byte, readings []lmcache.Reading) []lmcache.Reading {
 	kept := readings[:0:0]
 	for _, r := range readings {
@@ -118,7 +114,7 @@ func (s *Server) ofWorker(by principal, p [][]byte, readings []lmcache.Reading) 
 	return kept
 }
 
-// narrowGenerations narrows what the client can be of.
+// narrowGenerations sets the generations that the client may still be of.
 func (s *Server) narrowGenerations(c *connection, g lmcache.Generations) {
 	if g == c.generations {
 		return
@@ -130,8 +126,7 @@ func (s *Server) narrowGenerations(c *connection, g lmcache.Generations) {
 	}
 }
 
-// refuseEarly notices clients that lend their KV by CUDA IPC and have no other
-// way. One line for each of their generations says so.
+// refuseEarly recognizes clients that can lend their KV only by CUDA IPC. It logs one line for each of their generations.
 func (s *Server) refuseEarly(c *connection, m [][]byte) {
 	if c.generations.Settled() {
 		return
@@ -145,8 +140,7 @@ func (s *Server) refuseEarly(c *connection, m [][]byte) {
 	}
 }
 
-// warnNewer logs, at most once a minute, that a client asks for an operation that no served release
-// has.
+// warnNewer logs, at most once a minute, that a client asks for an operation that is in no release which this server serves.
 func (s *Server) warnNewer(sc *scratch) {
 	name := lmcache.NameOfOp(sc.frames[1])
 	now := time.Now().Unix()
@@ -157,14 +151,13 @@ func (s *Server) warnNewer(sc *scratch) {
 		"operation", safelog.Text(name, safelog.MaxText), "served", "0.4.6 to "+lmcache.Newest)
 }
 
-// decline appends the negative answer to a request that failed with err. ok is
-// false when it is to have no result.
+// decline appends the negative answer to a request that failed with err. ok is false if the answer must have no result.
 func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 	if a, is := errors.AsType[*ambiguousError](err); is {
 		sc.out, ok, _ = lmcache.AppendAmbiguous(sc.out[:0], a.readings)
 		return ok
 	}
-	if op == lmcache.OpNegotiateChunkSize { // a client takes no answer for a number, too
+	if op == lmcache.OpNegotiateChunkSize { // a client takes any answer for a chunk size
 		sc.out = lmcache.AppendInt(sc.out[:0], int64(s.current(sc.conn).tokens))
 		return true
 	}
@@ -180,13 +173,13 @@ func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 	return ok
 }
 
-// name notes that a message of the connection names worker id.
+// name records that a message of the connection names worker id.
 func (c *connection) name(id int64) { c.worker, c.named = id, true }
 
-// pinger returns the worker that a heartbeat without an id speaks for: the one
-// that the connection registered or moved KV for. Without such a worker answer is the reply. A client that came over from an earlier server, whose registration may be
-// lost, is answered false once: a worker then registers again. So is a scheduler,
-// which looks the same; it makes no lookups until the next heartbeat.
+// pinger returns the worker for which a heartbeat without an id speaks: the one that the connection registered or moved KV for. Without
+// such a worker, answer is the reply. A client that was connected to an earlier server, and whose registration may be lost, gets false
+// once: a worker then registers again. A scheduler cannot be told from a worker, so it also gets false, and makes no lookups until its next
+// heartbeat.
 func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
 	switch {
 	case c.named:
@@ -198,9 +191,8 @@ func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
 	return 0, false, false
 }
 
-// registerPickleOnly takes a worker that knows of no shared memory. Its
-// registration has no result, so one that cannot be served is remembered and its
-// transfers are declined.
+// registerPickleOnly registers a worker of a release without shared memory. Its registration has no result, so a worker that cannot be
+// served is remembered, and its transfers are declined.
 func (s *Server) registerPickleOnly(sc *scratch, in *workers.Worker) error {
 	in.TakeSide(workers.Pickle)
 	if s.opts.Pickle != PickleOff {
@@ -219,10 +211,9 @@ func (s *Server) registerPickleOnly(sc *scratch, in *workers.Worker) error {
 	return nil
 }
 
-// refuseEvents refuses a worker that lends device memory and whose client opens
-// a device event with every answer, also with a negative one. A declined store
-// would end it in the middle of its work, so its registration gets no answer: its
-// start ends with lmcache.mp.mq_timeout.
+// refuseEvents refuses a worker that lends device memory and whose client opens a device event with every answer, even a negative one. A
+// declined store would end that client in the middle of its work. So its registration gets no answer, and its start ends after
+// lmcache.mp.mq_timeout.
 func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
 	s.log.Error("a worker is refused: it lends its KV by CUDA IPC; its protocol has no reply for a refusal, so its start ends after lmcache.mp.mq_timeout; "+
 		"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config (0.4.7: data), or with 0.4.6 upgrade its lmcache",
@@ -231,7 +222,7 @@ func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
 	return nil
 }
 
-// settleReaders gives a key of a client before 0.5.5 its number of readers.
+// settleReaders sets the number of readers in the key of a client before 0.5.5, which does not send it.
 func (s *Server) settleReaders(sc *scratch, k *lmcache.KeyView, tensorParallel int64) {
 	if k.Readers != lmcache.ReadersUnsaid {
 		return

@@ -2,11 +2,11 @@
 
 package server
 
-// Healthy reports whether the server can serve a hit and take what is stored: it is
-// not shutting down, new workers can map the pool, and the pool has its memory.
+// Healthy reports whether the server can serve hits and take stores: it is not shutting down, new workers can map the pool, and the pool
+// has its memory.
 func (s *Server) Healthy() bool { return len(s.Unhealthy()) == 0 }
 
-// Unhealthy says why not; it is empty for a healthy server.
+// Unhealthy returns the reasons why the server is not healthy; none for a healthy server.
 func (s *Server) Unhealthy() []string {
 	why := []string{}
 	if s.draining.Load() {
@@ -21,8 +21,8 @@ func (s *Server) Unhealthy() []string {
 	return why
 }
 
-// Awake returns how many workers can load a hit now: they are neither refused nor asleep.
+// Awake returns how many workers can load a hit now: they are registered, neither refused nor asleep.
 func (s *Server) Awake() int { return s.registry.Awake() }
 
-// Version is that of the options.
+// Version returns Options.Version.
 func (s *Server) Version() string { return s.opts.Version }

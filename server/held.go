@@ -9,11 +9,10 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Messages that could mean several things are held until their clients show what they
-// are: a heartbeat, every 10 s, does. They are a client's calls in flight when its server
-// was replaced: keys of prompts, never chunks.
+// Messages that could mean several operations are held until their clients' generation is known; a heartbeat, sent every 10 s, shows it.
+// They are the calls that a client had in flight when its server was replaced: keys of prompts, never chunks.
 
-// hold keeps a copy of an ambiguous message; false when there are too many.
+// hold keeps a copy of an ambiguous message. It reports false if too many are held.
 func (s *Server) hold(p *zmtp.Peer, m [][]byte) bool {
 	kept := p != nil && s.held.Keep(p, whoIs(p).By, m)
 	if kept {
@@ -22,8 +21,8 @@ func (s *Server) hold(p *zmtp.Peer, m [][]byte) bool {
 	return kept
 }
 
-// release answers the messages that were held, now that more is known of their
-// sender than before. One that is still ambiguous is held again.
+// release answers the held messages of a client whose generation is better known than `before`. A message that is still ambiguous is held
+// again.
 func (s *Server) release(p *zmtp.Peer, before lmcache.Generations) {
 	c := whoIs(p).connection()
 	for c.generations != before {
@@ -34,7 +33,7 @@ func (s *Server) release(p *zmtp.Peer, before lmcache.Generations) {
 	}
 }
 
-// expireHeld declines, without a result, what has been held for too long.
+// expireHeld declines, without a result, messages that were held for too long.
 func (s *Server) expireHeld(now time.Time) {
 	for p, messages := range s.held.Late(now) {
 		for _, m := range messages {

@@ -15,12 +15,11 @@ const (
 	maxHeldBytes      = 2 << 20  // of one connection
 	maxHeldBytesOfOne = 16 << 20 // of all connections of one owner
 	maxHeldBytesInAll = 64 << 20
-	maxHeldTime       = 15 * time.Second // of the oldest
+	maxHeldTime       = 15 * time.Second // of a connection's oldest message
 )
 
-// heldMessages keeps messages of connections C for a short time: until it is known what they mean. What it keeps is bounded
-// for each connection, for each owner O of connections, and in all. The zero value is empty; its methods are safe for
-// concurrent use.
+// heldMessages keeps messages of connections C for a short time, until their meaning is known. It bounds them for each connection, for each
+// owner O of connections, and in all. The zero value is empty; its methods are safe for concurrent use.
 type heldMessages[C, O comparable] struct {
 	time  time.Duration // maxHeldTime if 0; under mu
 	mu    sync.Mutex    // a leaf
@@ -29,15 +28,15 @@ type heldMessages[C, O comparable] struct {
 	of    map[C]*heldConnection[O]
 }
 
-// heldConnection is what is kept of one connection.
+// heldConnection has the held messages of one connection.
 type heldConnection[O comparable] struct {
 	owner    O
 	messages [][][]byte // oldest first
 	bytes    int64
-	since    time.Time // of the oldest
+	since    time.Time // when the oldest came
 }
 
-// Keep keeps a copy of a message of a connection; false when there are too many.
+// Keep keeps a copy of a message of a connection. It reports false if there are too many.
 func (h *heldMessages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 	own, n := make([][]byte, len(m)), int64(0)
 	for i, frame := range m {
@@ -63,7 +62,7 @@ func (h *heldMessages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 	return true
 }
 
-// Take returns what a connection has held, oldest first, and forgets it.
+// Take removes and returns the held messages of a connection, oldest first.
 func (h *heldMessages[C, O]) Take(conn C) [][][]byte {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -83,7 +82,7 @@ func (h *heldMessages[C, O]) takeLocked(conn C) [][][]byte {
 	return c.messages
 }
 
-// Late takes what has been held for too long, by connection; nil when there is none.
+// Late removes and returns the messages that were held for too long, by connection; nil if there are none.
 func (h *heldMessages[C, O]) Late(now time.Time) (late map[C][][][]byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -14,26 +14,26 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// principal names who may speak for a worker.
+// principal is the user or address that may speak for a worker.
 type principal = access.Principal
 
 // caller is who is behind a connection, and what is known of its client.
 type caller struct {
 	access.Caller
-	pid  int // of its process, once it was looked for; used by its reading goroutine
+	pid  int // id of its process, once it was looked for; only the goroutine that reads the connection uses it
 	conn *connection
 
-	client *workers.Client // once it has looked up; used by its reading goroutine
+	client *workers.Client // set once it has looked something up; only the goroutine that reads the connection uses it
 }
 
-// findClient begins to look for the process of a connection's client: its lookups are for the layout of that process's workers.
+// findClient begins to look for the client's process. The connection's lookups then use the layout of that process's workers.
 func (s *Server) findClient(c *caller) {
 	if c.client == nil && c != self {
 		c.client = s.registry.NewClient(&c.Caller)
 	}
 }
 
-// query returns what a lookup asks the registry.
+// query returns the registry's query for a lookup.
 func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
 	c := sc.caller()
 	s.findClient(c)
@@ -42,7 +42,7 @@ func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
 	}
 }
 
-// mark keeps the connection open when a new connection needs its place.
+// mark protects the connection from being closed when a new connection needs its place.
 func (sc *scratch) mark() {
 	if sc.peer != nil {
 		sc.peer.Mark()
@@ -52,15 +52,14 @@ func (sc *scratch) mark() {
 // self is the caller of requests that come from this process.
 var self = &caller{Caller: access.Self()}
 
-// identify finds out who is behind a connection.
+// identify returns the caller behind a connection.
 func (s *Server) identify(c net.Conn) any {
 	who := s.callerOf(peercred.Of(c))
 	who.conn = &connection{generations: s.opts.ClientGenerations, base: s.bases.get(c.LocalAddr()), local: c.LocalAddr()}
 	return who
 }
 
-// shareOf names the user for whom a connection counts; empty where only its address is
-// known.
+// shareOf returns the user to whose share a connection counts; empty if only its address is known.
 func shareOf(who any) string {
 	if c, ok := who.(*caller); ok && c.By.User {
 		return c.Name
@@ -72,7 +71,7 @@ func (s *Server) callerOf(p peercred.Peer) *caller {
 	return &caller{Caller: access.New(p, s.opts.Trust, s.n.callers.Add(1))}
 }
 
-// callerAgain is the caller that a worker of the note registered as.
+// callerAgain returns the caller as which a worker of the note registered.
 func (s *Server) callerAgain(by principal) *caller {
 	if by.User {
 		return &caller{Caller: access.Caller{Peer: peercred.Peer{UID: by.UID}, By: by}}
@@ -80,7 +79,7 @@ func (s *Server) callerAgain(by principal) *caller {
 	return s.callerOf(peercred.Peer{Addr: by.Addr, Err: peercred.ErrNotHere})
 }
 
-// caller returns who sent the request.
+// caller returns the sender of the request.
 func (sc *scratch) caller() *caller {
 	if sc.peer == nil {
 		return cmp.Or(sc.inProcess, self)
@@ -88,7 +87,7 @@ func (sc *scratch) caller() *caller {
 	return whoIs(sc.peer)
 }
 
-// whoIs returns who is behind a connection.
+// whoIs returns the caller behind a connection.
 func whoIs(p *zmtp.Peer) *caller {
 	c, ok := p.Identity().(*caller)
 	if !ok {
@@ -97,8 +96,8 @@ func whoIs(p *zmtp.Peer) *caller {
 	return c
 }
 
-// seesPool reports why the process behind c does not see this pool's file under its
-// name; nil when it does, or when the server cannot find out.
+// seesPool returns an error if the process behind c does not see this pool's file under its name. It returns nil if the process does, or if
+// the server cannot find out.
 func (s *Server) seesPool(c *caller) error {
 	if c.pid == 0 {
 		if c.pid = s.finder.Process(&c.Caller); c.pid == 0 {
@@ -108,7 +107,7 @@ func (s *Server) seesPool(c *caller) error {
 	return access.SameFile(c.pid, s.store.Files().Path())
 }
 
-// logTrust says at the start what trusted addresses mean.
+// logTrust logs at the start what trusted addresses mean.
 func (s *Server) logTrust() {
 	for _, p := range s.opts.Trust {
 		s.log.Warn("--trust-address: every peer that connects from there counts as this server's user: it learns the pool's name and may lend this user's memory",

@@ -4,7 +4,7 @@ package server
 
 import "golang.org/x/sys/unix"
 
-// systemMemory is the machine's, bytes; 0 where it is unknown.
+// systemMemory returns the bytes of the machine's memory; 0: not known.
 func systemMemory() int64 {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {

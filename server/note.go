@@ -18,20 +18,18 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// noteEvery is the least time between two writes of the note. A write that takes long makes the
-// next one wait longer.
+// noteEvery is the least time between two writes of the note. After a write that takes long the next one waits longer.
 const noteEvery = 100 * time.Millisecond
 
-// noteState is the outcome of the last write of the note, so that the next one logs only what is
-// new; guarded by Server.saving, which never writes twice at a time.
+// noteState is the outcome of the last write of the note, so that the next one logs only what is new. Only Server.saving, which never runs
+// two writes at the same time, uses it.
 type noteState struct {
 	failed bool
-	left   int // workers that did not fit
+	left   int // workers for which the note had no room
 }
 
-// save keeps the registrations beside the pool, so that a server that takes over
-// after this one knows the workers that map it: now, or soon when that was done
-// just now.
+// save writes the registrations beside the pool, now or shortly after the last write. A server that takes over then knows the workers that
+// map the pool.
 func (s *Server) save() { s.saving.Changed() }
 
 // writeNote writes the registrations beside the pool. Only saving calls it.
@@ -53,8 +51,8 @@ func (s *Server) writeNote() {
 	s.noted = noteState{err != nil, left}
 }
 
-// restore registers the workers that an earlier server knew, as far as they
-// still make sense. The others are asked to register again by their next ping.
+// restore registers the workers of an earlier server's note that are still valid. The others are asked to register again at their next
+// ping.
 func (s *Server) restore() {
 	b, err := s.store.Files().Note()
 	var n workers.Note
@@ -84,13 +82,13 @@ func (s *Server) restore() {
 			s.registry.NotTaken(w, cmp.Or(w.Chunk, s.opts.ChunkTokens))
 			if errors.Is(err, errGrown) {
 				s.registry.PinsOther(w.ID, w.By)
-				defer s.save() // the next server could not find this out: it finds the pool at its present size
+				defer s.save() // the next server could not find this out, because it finds the pool at its present size
 			}
 			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
 		}
-		// A heartbeat without an id counts once the worker has named itself.
+		// A heartbeat without an id counts only after the worker has named itself.
 		in.Base = w.Base
 		in.Pinged.Store(w.Pinged && !in.Generations.PingsWithoutID())
 		in.BelongsTo(w.By)
@@ -125,11 +123,11 @@ func (s *Server) restore() {
 	}
 }
 
-// errGrown means that a worker maps the pool as it was before it became larger.
+// errGrown means that a worker's mapping is of the pool before it became larger.
 var errGrown = errors.New("the pool is larger now than what the worker maps")
 
-// revive makes a saved worker's instance again. The memory it lent must still be
-// the same: under the name of a segment there may be another process' by now.
+// revive makes a Worker of a saved registration. The memory that the worker lent must be unchanged, because a segment of another process
+// may have its name by now.
 func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 	if w.World < 1 || w.World > kv.MaxWorldSize {
 		return nil, fmt.Errorf("world size %d", w.World)
@@ -144,7 +142,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		return nil, fmt.Errorf("chunks of %d tokens", chunk)
 	}
 	if w.KV == nil {
-		if why := s.callerAgain(w.By).MayOpen(); why != nil || s.opts.Pickle == PickleOnly { // by the flags of now
+		if why := s.callerAgain(w.By).MayOpen(); why != nil || s.opts.Pickle == PickleOnly { // judged by the present flags
 			if w.Side == workers.Places {
 				return nil, cmp.Or(why, access.ErrMayNotOpen)
 			}

@@ -31,51 +31,52 @@ import (
 type Options struct {
 	ChunkTokens       int                   // tokens per chunk; default 256
 	WorkerReap        time.Duration         // silence after which a worker that has pinged is dropped; default 120 s
-	KeepSilent        bool                  // such a worker is never dropped for silence
-	RegistrationGrace time.Duration         // the same for one that never pinged; default 3600 s
-	KeepNeverPinged   bool                  // such a worker is never dropped for silence
+	KeepSilent        bool                  // a worker that has pinged is never dropped for silence
+	RegistrationGrace time.Duration         // silence after which a worker that never pinged is dropped; default 3600 s
+	KeepNeverPinged   bool                  // a worker that never pinged is never dropped for silence
 	MemoBytes         int64                 // token-list memo; default 64 MiB
 	NoMemo            bool                  // no token-list memo
 	MaxInstances      int                   // registered workers; default 4096
-	DrainTimeout      time.Duration         // for transfers in progress at shutdown; default 10 s
-	RefuseDriven      bool                  // workers whose KV the server would copy (lmcache_driven)
-	RefuseEngine      bool                  // workers that copy themselves (engine_driven)
-	SeparateGroups    bool                  // an object per kind of attention and chunk, not one for all
+	DrainTimeout      time.Duration         // longest wait for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool                  // refuse workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool                  // refuse workers that copy themselves (engine_driven)
+	SeparateGroups    bool                  // one object for each kind of attention of a chunk, instead of one object for all
 	SGLangCPUViews    bool                  // see lent.Options.CPUViews
 	CopyWorkers       int                   // goroutines per copy; default: the processors
-	Pickle            PickleMode            // chunks that pass through the socket; default none
-	PickleBytes       int64                 // of such a message; default and limit MaxPickleBytes
-	Trust             []netip.Prefix        // addresses whose peers are taken for this server's user; see package access
+	Pickle            PickleMode            // whose chunks may pass through the socket; default none
+	PickleBytes       int64                 // size of a message with chunks; default and limit MaxPickleBytes
+	Trust             []netip.Prefix        // addresses whose peers count as this server's user; see package access
 	ShmDir            string                // where workers' segments are; default shm.Dir
 	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
-	Clients           zmtp.Authentication   // how they prove who they are; the clients of LMCache cannot
-	Salts             *auth.SaltSecrets     // that sign salts: a signed salt counts as its tenant, another is refused (but see CountUnsigned); without a memo. nil: any salt
-	Tenants           *auth.TenantLimits    // that clients may use, by their listener, user, key or token; without a memo. nil: all
-	CountUnsigned     bool                  // requests without such a signature are counted and served under the salt that they have
+	Clients           zmtp.Authentication   // how clients of the ZMQ ports prove their identity; LMCache's own clients cannot
+	Salts             *auth.SaltSecrets     // a salt that these sign counts as its tenant, another is refused (but see CountUnsigned); without a memo. nil: any salt
+	Tenants           *auth.TenantLimits    // tenants that clients may use, by their listener, user, key or token; without a memo. nil: all
+	CountUnsigned     bool                  // requests whose salts have no such signature are counted, and served under their salt
 	Log               *slog.Logger          // nil discards
-	ClientGenerations lmcache.Generations   // that clients can be of; default all that are served
+	ClientGenerations lmcache.Generations   // those that clients may be of; default all that are served
 	Version           string                // reported in Status
-	Events            *events.Book          // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
-	Publisher         *events.Publisher     // publishes Events on sockets of its own; nil for none. The Server runs and closes it
-	Generations       *generation.Book      // of what is in the tiers; nil without tiers
-	Places            []string              // what a clear says of the tiers that other servers may share
-	Changes           *tier.Changes         // of the tiers; nil for none
-	Names             *tier.Names           // learns the namespaces that requests use; nil for none
-	Revisions         map[string]string     // of the weights of models: chunks of another revision are not found
-	Contents          map[string]tier.Tier  // the tiers themselves, by their names: for what leaves them
-	Seals             map[string]*seal.Tier // those of the Contents that can be encrypted, by their names
-	Numbers           map[string]uint8      // of the Contents in Changes; the disk notes its removals itself and has none
-	SweepRate         int                   // objects a second that leave a tier after a clear; default 500
-	DropRate          int                   // objects a second that DropTier removes; default 20,000
-	Tiers             []*tier.Counting      // that lie below the pool, for Status
-	ProbeTiers        func(context.Context) // asks them once at the start; nil for none
+	Events            *events.Book          // records what is stored and removed, for subscribe_kv_events; nil: no events. The Server runs it
+	Publisher         *events.Publisher     // publishes Events on its own sockets; nil: none. The Server runs and closes it
+	Generations       *generation.Book      // generations of the objects in the tiers; nil without tiers
+	Places            []string              // for each tier that other servers may share: what a clear reports about it
+	Changes           *tier.Changes         // changes in the tiers; nil: not recorded
+	Names             *tier.Names           // the Server adds the namespaces that requests use; nil for none
+	Revisions         map[string]string     // revisions of the models' weights: chunks of another revision are not found
+	Contents          map[string]tier.Tier  // the tiers themselves, by name: for the removal of their objects
+	Seals             map[string]*seal.Tier // tiers of Contents that can be encrypted, by name
+	Numbers           map[string]uint8      // numbers of the Contents in Changes; the disk records its removals itself and has none
+	SweepRate         int                   // objects per second that are removed from a tier after a clear; default 500
+	DropRate          int                   // objects per second that DropTier removes; default 20,000
+	Tiers             []*tier.Counting      // tiers below the pool, for Status
+	ProbeTiers        func(context.Context) // asks the tiers once, at the start; nil: not done
 	Lifetimes         *evict.Lifetimes      // of the store's policies, for metrics; nil for none
-	Disk              *disk.Disk            // among them, for its own figures; nil for none
+	Disk              *disk.Disk            // the disk among the tiers, for its own figures; nil for none
 
-	// UsesDevice reports whether a process uses an accelerator that copies, and whether that was seen; nil is peercred.UsesDevice.
+	// UsesDevice reports whether a process uses an accelerator that copies (uses), and whether that could be seen (seen). nil:
+	// peercred.UsesDevice.
 	UsesDevice func(pid int) (uses, seen bool)
 
-	// Clusters are those of the Tiers that are a Mooncake Store, by their names, for their own figures.
+	// Clusters are those of the Tiers that are a Mooncake Store, by name, for their own figures.
 	Clusters map[string]*mooncakestore.Tier
 }
 
@@ -102,7 +103,7 @@ func (o Options) Validate() error {
 // usesDevice is the default of Options.UsesDevice.
 var usesDevice = peercred.UsesDevice
 
-// withDefaults fills in what is zero.
+// withDefaults returns the options with defaults in place of zero fields.
 func (o Options) withDefaults() Options {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
@@ -123,8 +124,8 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// silences returns after how long workers are dropped, 0 for never: those that have
-// pinged, and those that never did.
+// silences returns the times of silence after which workers are dropped, 0 for never: of those that have pinged, and of those that never
+// did.
 func (o *Options) silences() (pinged, never time.Duration) {
 	if !o.KeepSilent {
 		pinged = o.WorkerReap

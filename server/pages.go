@@ -9,17 +9,18 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// errOtherPages is why a worker that comes back is not offered the pool.
+// errOtherPages is the reason why a worker that registers again is not offered the pool.
 var errOtherPages = errors.New("its engine ran before this pool was made, or before the pool became larger, or with another server, and its GPU may have the pages of the earlier one pinned; " +
 	"restart the engine to have it copy to the pool again")
 
-// mayPin reports whether a device of a process may copy to and from the pool: not where it is seen that the process uses none.
+// mayPin reports whether a device of a process may copy to and from the pool. It is false only if the server sees that the process uses no
+// such device.
 func (s *Server) mayPin(pid int) bool {
 	uses, seen := s.opts.UsesDevice(pid)
 	return uses || !seen
 }
 
-// pinsOther reports why a worker that registers is not offered the pool: its device may have other pages pinned.
+// pinsOther returns an error if a worker that registers must not be offered the pool, because its device may have other pages pinned.
 func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 	if !in.Pins {
 		return nil
@@ -31,7 +32,7 @@ func (s *Server) pinsOther(in *workers.Worker, pid int) error {
 	return nil
 }
 
-// copiesElsewhere drops a worker whose commits leave the pool as it was: it is asked to register again, and its chunks then pass
+// copiesElsewhere drops a worker whose commits leave the pool unchanged. The worker is asked to register again, and its chunks then pass
 // through the socket.
 func (s *Server) copiesElsewhere(in *workers.Worker) {
 	s.registry.PinsOther(in.ID, in.By)

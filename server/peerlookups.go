@@ -13,45 +13,43 @@ import (
 )
 
 const (
-	// peerLookupLife is how long objects wait to be unlocked, as LMCache's read locks do.
+	// peerLookupLife is how long objects wait to be unlocked, as long as LMCache's read locks.
 	peerLookupLife = 300 * time.Second
 
 	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys.
 	maxPeerLookups = 1024
 
-	// peerLoans and allLoans bound what one peer, and all peers, may have locked, of the pool's bytes.
+	// peerLoans and allLoans bound the bytes that one peer, and all peers, may have locked, as parts of the pool.
 	peerLoans, allLoans = 0.25, 0.5
 
 	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB.
 	maxPeerKeys = 1 << 20
 )
 
-// keyFinder finds the name of an object that a peer names; false for what this node cannot have.
+// keyFinder returns the key of an object that a peer names. It reports false for an object that this node cannot have.
 type keyFinder func(*lmcache.ObjectKey) (kv.Key, bool)
 
-// peerLookups answers LMCache's peer-to-peer operations: a peer names objects, learns where in the pool they are, reads
-// them and says so. Until then, or for the life of a read lock, they stay in place.
+// peerLookups answers LMCache's peer-to-peer operations: a peer names objects, learns where in the pool they are, reads them and unlocks
+// them. Until then, or for the life of a read lock, they stay in place.
 //
-// The operations are p2p_lookup_and_lock, p2p_query_lookup_results and p2p_unlock_objects of lmcache 0.5.6. Its servers
-// read one another's pools by a transfer engine of their own; this one runs none, so places are for peers that map the
-// pool.
+// The operations are p2p_lookup_and_lock, p2p_query_lookup_results and p2p_unlock_objects of lmcache 0.5.6. LMCache's servers read each
+// other's pools with a transfer engine. This server runs none, so its places are for peers that map the pool.
 //
-// It holds the lookups whose objects are not all unlocked, or whose results were not fetched
-// yet. Beyond 1,024 lookups it forgets the oldest one of the peer with the most, beyond a million
-// keys that of the peer with the most keys, and unlocks its objects: no peer can end another's
-// locks by asking often. Methods are safe for concurrent use.
+// It has the lookups whose objects are not all unlocked, or whose results were not fetched yet. Beyond 1,024 lookups it forgets the oldest
+// lookup of the peer with the most lookups, and unlocks its objects; beyond a million keys, that of the peer with the most keys. So no peer
+// can end another's locks by asking often. Methods are safe for concurrent use.
 type peerLookups struct {
 	store *store.Store
 	share struct{ peer, all float64 } // immutable: peerLoans and allLoans; tests have others
 
-	locking sync.Mutex // held from the look at the shares to the lookup's entry; before the store's mutex and mu
+	locking sync.Mutex // held from the check of the shares until the lookup is added; taken before the store's mutex and mu
 	mu      struct {   // a leaf
 		sync.Mutex
 		last  int64
 		tasks []*peerLookup  // oldest first
 		keys  int            // of all of them
 		lent  int64          // bytes of all loans
-		conns map[string]int // connections of each peer that asks
+		conns map[string]int // number of connections of each peer that asks
 	}
 }
 
@@ -59,14 +57,14 @@ type peerLookup struct {
 	id     int64
 	by     string
 	began  time.Time
-	places []lmcache.PeerPlace // nil once they were asked for
-	locked map[kv.Key]int      // how often
-	loan   *store.Loan         // nil where nothing is locked
-	bytes  int64               // of the loan
+	places []lmcache.PeerPlace // nil after the peer has asked for them
+	locked map[kv.Key]int      // number of locks by object
+	loan   *store.Loan         // nil: nothing is locked
+	bytes  int64               // bytes of the loan
 	keys   int
 }
 
-// newPeerLookups returns the lookups of a store.
+// newPeerLookups returns an empty peerLookups over a store.
 func newPeerLookups(s *store.Store) *peerLookups {
 	t := &peerLookups{store: s}
 	t.share.peer, t.share.all = peerLoans, allLoans
@@ -88,14 +86,14 @@ func (t *peerLookups) mayLock(by string) int64 {
 	return max(0, min(int64(t.share.peer*pool)-own, int64(t.share.all*pool)-t.mu.lent))
 }
 
-// Join notes a connection of a peer that asks.
+// Join records a connection of a peer.
 func (t *peerLookups) Join(by string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.mu.conns[by]++
 }
 
-// Leave notes that a connection of a peer ended. With its last one all that it locked is unlocked.
+// Leave records the end of a peer's connection. With the last one all locks of the peer end.
 func (t *peerLookups) Leave(by string) {
 	for _, loan := range t.leave(by) {
 		loan.GiveBack()
@@ -120,7 +118,7 @@ func (t *peerLookups) leave(by string) (loans []*store.Loan) {
 	return loans
 }
 
-// endLocked takes a task's loan from it; nil where it has none.
+// endLocked removes and returns a task's loan; nil if it has none.
 func (t *peerLookups) endLocked(k *peerLookup) (loan *store.Loan) {
 	if loan, k.loan = k.loan, nil; loan != nil {
 		t.mu.lent -= k.bytes
@@ -128,9 +126,8 @@ func (t *peerLookups) endLocked(k *peerLookup) (loan *store.Loan) {
 	return loan
 }
 
-// Lookup locks, of each shard and object group, the objects before the first that is not
-// there, and returns the id by which by asks for their places. Ids count from 0. Where too
-// many transfers are in progress nothing is locked.
+// Lookup locks, in each shard and object group, the objects before the first missing one. It returns an id by which the peer `by` asks for
+// their places. Ids count from 0. If too many transfers are in progress it locks nothing.
 func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinder) (id int64) {
 	k := peerLookup{by: by, began: time.Now(), keys: len(names), places: make([]lmcache.PeerPlace, len(names)), locked: make(map[kv.Key]int)}
 	keys, at := make([]kv.Key, 0, len(names)), make([]int, 0, len(names))
@@ -146,10 +143,10 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 	return k.id
 }
 
-// lock locks the objects of a lookup, within the shares of its peer and of all, and adds the lookup. It returns the loans of those
-// that had to go.
+// lock locks the objects of a lookup, within the shares of its peer and of all peers, and adds the lookup. It returns the loans of lookups
+// that were forgotten for it.
 func (t *peerLookups) lock(k *peerLookup, keys []kv.Key, at []int) (forgotten []*store.Loan) {
-	t.locking.Lock() // others may not lock what this one may
+	t.locking.Lock() // no other lookup may lock the bytes that this one may
 	defer t.locking.Unlock()
 	places, loan, err := t.store.Lend(k.by, keys, peerLookupLife, t.mayLock(k.by))
 	if err == nil {
@@ -165,7 +162,7 @@ func (t *peerLookups) lock(k *peerLookup, keys []kv.Key, at []int) (forgotten []
 	return t.add(k)
 }
 
-// Len is how many lookups there are whose places were not asked for yet.
+// Len returns how many lookups there are whose places were not asked for yet.
 func (t *peerLookups) Len() (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -177,7 +174,7 @@ func (t *peerLookups) Len() (n int) {
 	return n
 }
 
-// add returns the loans of those that had to go.
+// add adds a lookup. It returns the loans of lookups that were forgotten for it.
 func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -207,8 +204,8 @@ func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 	return forgotten
 }
 
-// oldestOfMostLocked returns the oldest task of the peer whose tasks cost most together; of
-// equal peers the one with the oldest.
+// oldestOfMostLocked returns the index of the oldest task of the peer whose tasks have the highest cost together; of equal peers, the one
+// with the oldest task.
 func (t *peerLookups) oldestOfMostLocked(cost func(*peerLookup) int) (at int) {
 	sums, most := make(map[string]int), 0
 	for _, k := range t.mu.tasks {
@@ -223,8 +220,8 @@ func (t *peerLookups) removeLocked(i int) {
 	t.mu.tasks = slices.Delete(t.mu.tasks, i, i+1)
 }
 
-// Result returns the places of by's lookup, one for each key, once; ok is false for a lookup
-// that is unknown or older than peerLookupLife, or whose result was returned before.
+// Result returns the places of a lookup of the peer `by`, one for each key. ok is false for an unknown lookup, for one older than
+// peerLookupLife, and if the result was returned before.
 func (t *peerLookups) Result(by string, id int64) (places []lmcache.PeerPlace, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -242,9 +239,9 @@ func (t *peerLookups) Result(by string, id int64) (places []lmcache.PeerPlace, o
 	return places, !late
 }
 
-// Unlock ends one lock of by on each of the objects, that of its oldest lookup. What a lookup
-// locked stays in place until all of it is unlocked. It takes a map access for each name, and
-// at most one for each object that by has locked; others wait for one lookup's at most.
+// Unlock ends one lock of the peer `by` on each of the objects, that of the peer's oldest lookup. All objects of a lookup stay in place
+// until all of its locks have ended. It takes one map access for each name, and at most one for each object that the peer has locked; other
+// calls wait for the objects of one lookup at most.
 func (t *peerLookups) Unlock(by string, names []lmcache.ObjectKey, find keyFinder) {
 	want := make(map[kv.Key]int)
 	for i := range names {
@@ -265,7 +262,7 @@ func (t *peerLookups) Unlock(by string, names []lmcache.ObjectKey, find keyFinde
 	}
 }
 
-// lockedBy returns by's tasks that have locks, oldest first.
+// lockedBy returns the tasks of the peer `by` that have locks, oldest first.
 func (t *peerLookups) lockedBy(by string) (tasks []*peerLookup) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -277,8 +274,8 @@ func (t *peerLookups) lockedBy(by string) (tasks []*peerLookup) {
 	return tasks
 }
 
-// unlock ends those locks of a task that are wanted, and takes them from want. It returns the
-// loan of a task that has no locks any more.
+// unlock ends those locks of the task k that want asks for, and subtracts them from want. It returns the loan of a task that has no more
+// locks.
 func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -305,7 +302,7 @@ func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.L
 	return ended
 }
 
-// takeCount takes n from a count, which goes with the last one.
+// takeCount subtracts n from the count of key, and removes a count that becomes 0.
 func takeCount(counts map[kv.Key]int, key kv.Key, n int) {
 	if counts[key] -= n; counts[key] == 0 {
 		delete(counts, key)

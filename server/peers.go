@@ -10,8 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// answerPeer answers a request of another node. A peer that may not open the pool gets the
-// answer that the server holds nothing.
+// answerPeer answers a request of another node. A peer that may not open the pool gets the answer that the server has nothing.
 func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	by := sc.caller().Name
 	if sc.conn != nil && !sc.conn.asksAsPeer {
@@ -34,16 +33,16 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 }
 
-// keysFor returns the function that finds an object by the name that a peer uses. It finds objects of models that have one layout of each
-// chunk size, layouts whose workers are asleep included: the name of an object does not say its layout. A hash is of one chunk size, so of
-// several sizes it takes the one that has the object in the pool.
+// keysFor returns the function that finds an object by a peer's name for it. It finds only objects of models with one layout in each chunk
+// size, layouts of sleeping workers included, because the name of an object does not tell its layout. A hash belongs to one chunk size; of
+// several sizes the function takes the one whose object is in the pool.
 func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 	c, limit, foreign := sc.caller(), s.limitOf(sc), false
 	may := c.MayOpen() == nil
-	var of struct { // the last name's
+	var of struct { // for the last name
 		model string
 		world int
-		sizes []int // in which it has one layout
+		sizes []int // chunk sizes in which it has one layout
 	}
 	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
 		world, shard := int(name.Rank>>24), int(name.Rank>>16&0xff)
@@ -57,7 +56,7 @@ func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 			}
 		}
 		if !limit.Allows(string(salt)) {
-			if !foreign { // once for the request
+			if !foreign { // once for each request
 				foreign = true
 				s.refuse(op, errTenant)
 			}

@@ -15,19 +15,17 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// A lookup is acknowledged at once, though its result may be pending for up to the
-// store's LoadTimeout. query_prefetch_status is answered at once, too: without a result
-// frame while the lookup is pending, which clients take as "not yet", and with the hit
-// once. wait_prefetch_status of a pending lookup is answered later, by a goroutine,
-// while its connection goes on.
+// A lookup is acknowledged at once, although its result may be pending for up to the store's LoadTimeout. query_prefetch_status is also
+// answered at once: while the lookup is pending without a result frame, which clients take as "not yet", and then once with the hit. A
+// wait_prefetch_status of a pending lookup is answered later by a goroutine, while its connection continues.
 
 // Limits on requests that wait.
 const (
-	maxWaits   = 1024 // a user or address may have half of what others leave
+	maxWaits   = 1024 // a user or address may have half of those that others leave free
 	maxWaitFor = 5 * time.Minute
 )
 
-// waits are the requests that are answered later.
+// waits has the requests that are answered later.
 type waits struct {
 	running sync.WaitGroup
 
@@ -40,7 +38,7 @@ type waits struct {
 	}
 }
 
-// wait is a request that is answered later. It has its own copy of what it needs of the request.
+// wait is a request that is answered later. It has its own copy of the parts of the request that it needs.
 type wait struct {
 	peer    *zmtp.Peer
 	owner   lease.Owner
@@ -49,8 +47,8 @@ type wait struct {
 	timeout time.Duration
 }
 
-// begin counts a wait; its context ends with the connection, with stop and with its
-// timeout. It reports false when there are too many, or after stop.
+// begin adds a wait and returns its context, which ends with the connection, with stop and with the wait's timeout. It reports false if
+// there are too many, or after stop.
 func (w *waits) begin(of *wait) (context.Context, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -94,7 +92,7 @@ func (w *waits) detach(p *zmtp.Peer) {
 	}
 }
 
-// stop ends all waits, which are answered, and lets no other begin.
+// stop ends all waits, which are then answered, and allows no more to begin.
 func (w *waits) stop() {
 	w.mu.Lock()
 	w.mu.closed = true
@@ -121,7 +119,7 @@ func (s *Server) prefetchStatus(sc *scratch, r *lmcache.PrefetchStatusRequest) e
 	case got.State != store.Pending || !r.Wait || r.Timeout <= 0:
 	case sc.peer != nil:
 		return s.waitForLookup(sc, r)
-	default: // a caller in this process waits itself
+	default: // a caller in this process waits here
 		ctx, cancel := context.WithTimeout(context.Background(), min(r.Timeout, maxWaitFor))
 		defer cancel()
 		got = s.store.Await(ctx, r.RequestID, owner)
@@ -130,7 +128,7 @@ func (s *Server) prefetchStatus(sc *scratch, r *lmcache.PrefetchStatusRequest) e
 	return nil
 }
 
-// appendHit appends the hit of a lookup, or nothing while it is pending.
+// appendHit appends the hit of a lookup, or nothing while the lookup is pending.
 func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 	if got.State == store.Pending {
 		return b
@@ -144,8 +142,7 @@ func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 	return lmcache.AppendInt(b, int64(got.Hit))
 }
 
-// waitForLookup answers a wait_prefetch_status from a goroutine, when the lookup has its result or
-// the time that the client gave is over.
+// waitForLookup answers a wait_prefetch_status from a goroutine, when the lookup has its result or the client's time is over.
 func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) error {
 	w := &wait{
 		peer: sc.peer, owner: sc.caller().Owner(), timeout: r.Timeout,
@@ -180,8 +177,8 @@ func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) er
 	return nil
 }
 
-// connectionEnded forgets what was held of a connection that has ended, what it waits for, and
-// what it looked up and did not ask for.
+// connectionEnded releases everything of a connection that has ended: its held messages, its waits, its streams, and lookups whose results
+// it did not ask for.
 func (s *Server) connectionEnded(p *zmtp.Peer, _ error) {
 	s.held.Take(p)
 	if c := whoIs(p); c.connection().asksAsPeer {

@@ -16,41 +16,39 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// PickleMode says whose chunks may pass through the socket, as pickled lists of
-// tensors, instead of shared memory.
+// PickleMode says which workers' chunks may pass through the socket, as pickled lists of tensors, instead of through shared memory.
 type PickleMode uint8
 
 // The modes.
 const (
-	PickleOff  PickleMode = iota // of no worker: a worker that cannot map the pool is declined
+	PickleOff  PickleMode = iota // no worker's: a worker that cannot map the pool is declined
 	PickleOn                     // those of workers on other hosts, and of workers that could not map the pool
-	PickleOnly                   // of all workers: no worker is offered shared memory
+	PickleOnly                   // all workers': no worker is offered shared memory
 )
 
-// MaxPickleBytes is what the protocol can carry in one message.
+// MaxPickleBytes is the size of the largest message that the protocol can carry.
 const MaxPickleBytes = 1<<32 - 1
 
-// routerLimits makes room for tensors in messages: for those of mayPickle only.
+// routerLimits raises the limits on messages so that they may carry tensors, for peers of mayPickle only.
 func (o *Options) routerLimits(r *zmtp.RouterOptions) {
-	const message = 128 << 20 // without them
+	const message = 128 << 20 // the limit of a message without tensors
 	r.MaxFrameBytes = max(plainFrame, o.PickleBytes+5)
 	r.MaxMessageBytes = r.MaxFrameBytes + message - plainFrame
 	all := max(r.MaxMessageBytes, min(4*r.MaxMessageBytes, systemMemory()/4))
 	r.MaxReceiveBytes, r.MaxUnsentBytes = all, all
 }
 
-// plainFrame is the longest frame, bytes, of a peer that has no worker whose chunks
-// pass through the socket.
+// plainFrame is the longest frame, in bytes, of a peer without a worker whose chunks pass through the socket.
 const plainFrame = 64 << 20
 
-// mayPickle reports whether a peer may send more than plainFrame at once.
+// mayPickle reports whether a peer may send frames longer than plainFrame.
 func (s *Server) mayPickle(p *zmtp.Peer) bool {
 	c, ok := p.Identity().(*caller)
 	return ok && s.registry.Pickles(c.By)
 }
 
-// pickles notes that in sends its chunks with a commit: pickled, or in an envelope. It reports false for a worker that
-// has stored in the pool itself.
+// pickles records that the worker in sends its chunks with its commits: pickled, or in an envelope (enveloped). It reports false for a
+// worker that has stored in the pool itself.
 func (s *Server) pickles(in *workers.Worker, enveloped bool) bool {
 	first, ok := in.TakeSide(workers.Pickle)
 	if !ok || !first {
@@ -67,7 +65,7 @@ func (s *Server) pickles(in *workers.Worker, enveloped bool) bool {
 	return true
 }
 
-// logNotOffered logs at the registration why a worker does not learn the pool's name.
+// logNotOffered logs, at a registration, why a worker is not given the pool's name.
 func (s *Server) logNotOffered(in *workers.Worker, why error) {
 	if s.opts.Pickle == PickleOff && !in.Envelopes {
 		s.log.Warn("a worker is declined; start the server with --pickle on to take its chunks through the socket", "worker", in.ID, "model", in.Model, "err", why)
@@ -76,17 +74,16 @@ func (s *Server) logNotOffered(in *workers.Worker, why error) {
 	s.log.Info("a worker's chunks pass through the socket", "worker", in.ID, "model", in.Model, "why", why)
 }
 
-// inline are the objects of a commit_store, as its message carries them.
+// inline gives access to the objects that the message of a commit_store carries.
 type inline struct {
 	at func(group, chunk int) []byte // nil: the message has no such object
 }
 
-// commitInline answers a commit_store that carries the chunks of [start, end), in an envelope since 0.5.7 and pickled before.
-// They are visible before the reply is sent.
+// commitInline answers a commit_store that carries the chunks of [start, end): in an envelope since 0.5.7, pickled before. They are visible
+// before the reply is sent.
 func (s *Server) commitInline(sc *scratch, in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) error {
 	ok := s.pickles(in, r.Key.Packed)
-	// The worker may have taken places in the pool, if it was offered the pool. It has not written
-	// them.
+	// If the worker was offered the pool, it may have taken places there. It has not written them.
 	s.store.CommitStore(t, r.Key.RequestID, r.Key.Hashes, false)
 	if !ok && !r.Key.Packed {
 		return errSide
@@ -135,7 +132,7 @@ func (s *Server) commitInline(sc *scratch, in *workers.Worker, t hold.Transfer, 
 	return nil
 }
 
-// inlineOf reads what a commit_store carries.
+// inlineOf decodes the objects that a commit_store carries.
 func (s *Server) inlineOf(in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) (inline, error) {
 	if !r.Key.Packed {
 		tensors, err := s.tensorsOf(in, t, r.Data)
@@ -154,7 +151,7 @@ func (s *Server) inlineOf(in *workers.Worker, t hold.Transfer, r *lmcache.Commit
 	}}, err
 }
 
-// tensorsOf reads one tensor for each chunk of t, all of the worker's layout.
+// tensorsOf decodes one tensor for each chunk of t. All must have the worker's layout.
 func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]pickle.Tensor, error) {
 	if int64(len(data)) > s.opts.PickleBytes {
 		return nil, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", errTensors, kv.FormatBytes(int64(len(data))), kv.FormatBytes(s.opts.PickleBytes))
@@ -174,8 +171,8 @@ func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]
 	return tensors, nil
 }
 
-// retrieveInline answers prepare_retrieve with the chunks themselves: in an envelope for keys of 0.5.7, else pickled. The
-// commit_retrieve that follows has nothing left to end.
+// retrieveInline answers prepare_retrieve with the chunks themselves: in an envelope for keys of 0.5.7, otherwise pickled. The
+// commit_retrieve that follows has nothing to end.
 func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer, key *lmcache.KeyView) error {
 	if s.opts.Pickle == PickleOff && !key.Packed {
 		return errPickle
@@ -224,19 +221,19 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	return nil
 }
 
-// overhead bounds what a message takes besides the bytes of a chunk, for each chunk and once more.
+// overhead bounds the bytes of a message other than those of chunks: once for each chunk, and once for the message.
 func overhead(in *workers.Worker) int64 {
 	return int64(pickle.Overhead) * int64(max(1, len(in.Objects)))
 }
 
 // inlineChunks returns how many chunks of a worker fit into one message.
 func (s *Server) inlineChunks(in *workers.Worker) int {
-	over := overhead(in) // a quotient, since the product might not fit
+	over := overhead(in) // divided, because the product might overflow
 	return int(max(s.opts.PickleBytes-over, 0) / (in.Bytes + over))
 }
 
-// loadable returns how many chunks a lookup may find so that its engine can load them: where chunks pass through the socket, a load is
-// one message.
+// loadable returns how many chunks a lookup may find so that its engine can load them: if a worker's chunks pass through the socket, a load
+// is one message.
 func (s *Server) loadable(in *workers.Worker, r *lmcache.LookupRequest) int {
 	if in != nil {
 		return min(r.To, r.From+s.inlineChunks(in))
@@ -244,22 +241,22 @@ func (s *Server) loadable(in *workers.Worker, r *lmcache.LookupRequest) int {
 	return r.To
 }
 
-// envelopeOf returns the objects of a load by group and chunk.
+// envelopeOf returns the objects of a load, by group and in the order of chunks.
 func envelopeOf(in *workers.Worker, parts []store.Part) *lmcache.Envelope {
 	e := &lmcache.Envelope{Groups: make([]lmcache.EnvelopeGroup, len(in.Objects))}
-	for _, part := range parts { // of each group in the order of its chunks
+	for _, part := range parts { // for each group in the order of its chunks
 		g := &e.Groups[part.Group]
 		g.Chunks, g.Data = append(g.Chunks, part.Chunk), append(g.Data, part.Bytes)
 	}
 	return e
 }
 
-// keepLarge is the largest reply whose memory is kept for the next one.
+// keepLarge is the largest reply whose memory is used again for the next one.
 const keepLarge = 1 << 20
 
-// sendLarge sends a reply without copying its result: the memory goes with it.
+// sendLarge sends a reply without a copy of its result: the memory is given away.
 func (sc *scratch) sendLarge(p *zmtp.Peer, reply [][]byte) error {
-	own := [][]byte{slices.Clone(reply[0]), slices.Clone(reply[1]), reply[2]} // the first two are the request's
+	own := [][]byte{slices.Clone(reply[0]), slices.Clone(reply[1]), reply[2]} // the first two belong to the request
 	sc.out, sc.frames = nil, [3][]byte{}
 	return p.SendOwned(own...)
 }

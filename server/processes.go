@@ -9,9 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// A killed engine sends nothing, and silence proves nothing for minutes. But the server sees when a
-// process ends that it knows: the one that made the segments that a worker lends (package lent),
-// and the one that has the connection open over which the worker registered.
+// A killed engine sends no message, and silence proves nothing for minutes. But the server sees the end of a process that it knows: the one
+// that made the segments that a worker lends (package lent), and the one that has the connection over which the worker registered.
 
 // dropDead drops the workers whose process has ended.
 func (s *Server) dropDead(now time.Time) {
@@ -25,8 +24,8 @@ func (s *Server) dropDead(now time.Time) {
 	}
 }
 
-// reclaim frees the slots of a dead worker at once where it is proved that no process
-// can touch them any more; else they wait in quarantine.
+// reclaim frees the slots of a dead worker at once if it is proved that no process can touch them any more. Otherwise they wait in
+// quarantine.
 func (s *Server) reclaim(in *workers.Worker) {
 	if !s.registry.LeftAlone(in, s.store.Files().Name(), s.store.Files().Inode()) {
 		return

@@ -11,9 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// contain calls f, which answers one request, and turns its panic into errPanic. Builds with -tags
-// invariants let the panic go on. A panic while the store's books change never arrives here: it
-// ends the process.
+// contain calls f, which answers one request, and turns a panic of f into errPanic. Builds with -tags invariants do not catch the panic. A
+// panic while the store's books change never arrives here, because it ends the process.
 func (s *Server) contain(op lmcache.Op, f func() error) (err error) {
 	if !invariant.Enabled {
 		defer func() {
@@ -25,8 +24,8 @@ func (s *Server) contain(op lmcache.Op, f func() error) (err error) {
 	return f()
 }
 
-// panicked counts a contained panic and logs it. The stack is shown once per
-// operation: a peer that repeats the request must not fill the log.
+// panicked counts a caught panic and logs it. It logs the stack once per operation, so that a peer that repeats the request cannot fill the
+// log.
 func (s *Server) panicked(op lmcache.Op, v any) error {
 	s.n.panics.Add(1)
 	err := fmt.Errorf("%w: %v", errPanic, v)
@@ -37,8 +36,8 @@ func (s *Server) panicked(op lmcache.Op, v any) error {
 	return err
 }
 
-// guardCopy calls f, a part of a copy that may run on a goroutine of its own. The
-// fault of memory that a peer has cut off is shm.ErrFault.
+// guardCopy returns a function that calls f, a part of a copy, and turns its panics into errors. A fault of memory that a peer has
+// truncated becomes shm.ErrFault. f may run on its own goroutine.
 func (s *Server) guardCopy(op lmcache.Op) func(f func()) error {
 	return func(f func()) error {
 		return s.contain(op, func() error { return shm.Guard(f) })

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// refusal is a reason to decline a request: an error, and its label in metrics.
+// refusal is an error for which a request is declined, with its label in metrics.
 type refusal struct{ text, label string }
 
 func (r *refusal) Error() string { return r.text }
@@ -38,7 +38,7 @@ var (
 	errRoom        = &refusal{"no room in the pool", "no_room"}
 	errAmbiguous   = &refusal{"operations of several client generations look like this one", "ambiguous"}
 	errGeneration  = &refusal{"clients of this generation are not served", "generation"}
-	errPanic       = &refusal{"internal error", "internal_error"} // a request met a bug of this server. It costs that request
+	errPanic       = &refusal{"internal error", "internal_error"} // a bug of this server made the request panic. Only that request fails
 	errChunkSize   = &refusal{"the engine may go by another chunk size", "chunk_size"}
 	errUnread      = &refusal{"replies that their clients have not read hold too much memory", "unread_replies"}
 	errUID         = &refusal{"request uid is too long", "request_uid"}
@@ -50,13 +50,13 @@ var (
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
-// refusals are all reasons of this package.
+// refusals lists all reasons of this package.
 var refusals = []*refusal{
 	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide, errElsewhere,
 	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTenant, errTokens,
 }
 
-// reasonsElsewhere are the reasons of other packages.
+// reasonsElsewhere lists the reasons that other packages define.
 var reasonsElsewhere = []struct {
 	err   error
 	label string
@@ -75,10 +75,10 @@ var reasonsElsewhere = []struct {
 	{lmcache.ErrPayloads, "payload_count"},
 }
 
-// malformed labels everything else: a frame that does not decode.
+// malformed is the label of all other errors: a frame that does not decode.
 const malformed = "malformed"
 
-// refusalLabel returns the label of a reason.
+// refusalLabel returns the label of an error.
 func refusalLabel(err error) string {
 	if r, ok := errors.AsType[*refusal](err); ok {
 		return r.label
@@ -91,7 +91,7 @@ func refusalLabel(err error) string {
 	return malformed
 }
 
-// refuse counts and logs a declined request, with a limit of lines per second and reason.
+// refuse counts and logs a declined request. It limits the lines per second and reason.
 func (s *Server) refuse(op lmcache.Op, err error) {
 	label := refusalLabel(err)
 	s.n.refusals[label].Add(1)

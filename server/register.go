@@ -19,7 +19,7 @@ import (
 
 func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 	id, ok := r.InstanceID, r.OfWorker
-	answer, news := true, false // without a worker: true
+	answer, news := true, false // without a worker the answer is true
 	if r.Bare {
 		id, ok, answer = s.pinger(sc.conn)
 	}
@@ -32,7 +32,7 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 	if answer && sc.conn.mustRefuseHeartbeat() {
 		answer = false
 	}
-	if r.OfWorker { // a client that came over from an earlier server names its worker so
+	if r.OfWorker { // a client that was connected to an earlier server names its worker by this
 		sc.conn.name(id)
 	}
 	if ok {
@@ -102,8 +102,8 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	return nil
 }
 
-// admit adds a worker and settles what an earlier registration left. If it fails it closes the
-// worker's memory: the worker was never registered.
+// admit adds a worker to the registry and settles what its earlier registration left. On an error it closes the memory that the worker
+// lends, because the worker was never registered.
 func (s *Server) admit(in *workers.Worker) error {
 	s.makeRoom(in)
 	old, lender, err := s.registry.Add(in)
@@ -136,7 +136,7 @@ func (s *Server) admit(in *workers.Worker) error {
 	return nil
 }
 
-// logLayouts logs what follows when the model of a worker that has registered has other layouts, too.
+// logLayouts logs the consequences if the model of a newly registered worker also has other layouts.
 func (s *Server) logLayouts(in *workers.Worker) {
 	u := s.registry.Unlike(in)
 	switch {
@@ -151,23 +151,22 @@ func (s *Server) logLayouts(in *workers.Worker) {
 	}
 }
 
-// mixLayouts keeps chunks of a worker's model out of tiers that do not tell its layouts apart.
+// mixLayouts excludes the chunks of a worker's model from tiers that cannot tell its layouts apart.
 func (s *Server) mixLayouts(in *workers.Worker) {
 	if s.registry.Unlike(in).Equal {
 		s.names.Mix(in.Model)
 	}
 }
 
-// makeRoom drops another worker to make room for in, where too many are registered.
+// makeRoom drops another worker if too many are registered, to make room for the worker `in`.
 func (s *Server) makeRoom(in *workers.Worker) {
 	if silent := s.registry.Crowd(in); silent != nil {
 		s.drop(silent, fmt.Sprintf("%d workers are registered, most of them by %v", s.opts.MaxInstances, silent.By))
 	}
 }
 
-// registerKVCache takes a worker whose KV the server copies. The protocol has no
-// negative reply to it, so a refused worker is remembered and its transfers are
-// declined.
+// registerKVCache registers a worker whose KV the server copies. The protocol has no negative reply to it, so a refused worker is
+// remembered, and its transfers are declined.
 func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) {
 	if s.draining.Load() {
 		return errDraining
@@ -205,7 +204,7 @@ func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) 
 	return nil
 }
 
-// newDrivenInstance opens the memory of a worker whose transfers are served.
+// newDrivenInstance opens the memory that a worker lends, and returns the worker.
 func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int) (*workers.Worker, error) {
 	d, err := lent.Open(reg, lent.Options{ChunkTokens: chunk, Separate: s.opts.SeparateGroups, Dir: s.opts.ShmDir, CPUViews: s.opts.SGLangCPUViews}, &who.Caller)
 	if err != nil {
@@ -263,7 +262,7 @@ func (s *Server) reap(now time.Time) {
 // drop ends the registration of a worker that can no longer end it itself.
 func (s *Server) drop(in *workers.Worker, why string) {
 	if !s.registry.RemoveThis(in) {
-		return // it has registered anew meanwhile, or another goroutine has dropped it
+		return // it has registered again meanwhile, or another goroutine has dropped it
 	}
 	s.n.reaped.Add(1)
 	s.log.Warn("a worker was dropped", "worker", in.ID, "model", in.Model, "why", why)
@@ -271,7 +270,7 @@ func (s *Server) drop(in *workers.Worker, why string) {
 	s.save()
 }
 
-// detachWorker settles what a worker leaves behind when its registration has ended.
+// detachWorker settles what a worker leaves when its registration has ended.
 func (s *Server) detachWorker(in *workers.Worker, how string) {
 	if n := s.store.Detach(in.Key); n > 0 {
 		s.log.Warn("a worker left transfers in progress: their slots are in quarantine", "worker", in.ID, "how", how, "transfers", n)
@@ -286,8 +285,8 @@ func (s *Server) detachWorker(in *workers.Worker, how string) {
 	}
 }
 
-// sweep removes what dead engines left in shared memory. Only segments that a
-// worker had registered with this server, and that its process made, are touched.
+// sweep removes the shared memory that dead engines left. It touches only segments that a worker had registered with this server and that
+// the worker's process made.
 func (s *Server) sweep() {
 	inUse := func(l lent.Segment) bool {
 		for _, in := range s.registry.List() {
@@ -306,7 +305,7 @@ func (s *Server) sweep() {
 	}
 }
 
-// logGroups logs a worker's object groups, where it has several or lends its KV.
+// logGroups logs the object groups of a worker that has several or lends its KV.
 func (s *Server) logGroups(in *workers.Worker) {
 	for i, g := range in.GroupLayouts {
 		s.log.Info("a worker's object group", "worker", in.ID, "group", i, "window_chunks", g.WindowChunks, "recurrent", g.Recurrent,
@@ -323,7 +322,7 @@ func (s *Server) logGroups(in *workers.Worker) {
 	}
 }
 
-// newEngineDriven makes a worker that copies itself, with chunks of chunk tokens.
+// newEngineDriven returns a worker that copies itself, for chunks of `chunk` tokens.
 func (s *Server) newEngineDriven(reg *lmcache.EngineDriven, chunk int) (*workers.Worker, error) {
 	layouts, err := reg.Layouts(chunk)
 	if err != nil {
@@ -361,7 +360,7 @@ func (s *Server) newEngineDriven(reg *lmcache.EngineDriven, chunk int) (*workers
 	return in, nil
 }
 
-// tooLarge says that a chunk does not fit the pool.
+// tooLarge returns the error for a chunk that is larger than the pool.
 func (s *Server) tooLarge(bytes int64) error {
 	return fmt.Errorf("a chunk takes %s, the pool has %s: raise --l1-size-gb", kv.FormatBytes(bytes), kv.FormatBytes(s.store.Files().Bytes()))
 }

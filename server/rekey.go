@@ -11,14 +11,15 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Rates of RekeyTier, bytes a second, read and written.
+// Rates of RekeyTier: bytes per second, read and written together.
 const (
 	DefaultRekeyRate = 128 << 20
 	MaxRekeyRate     = 1 << 40
 )
 
-// RekeyTier encrypts the objects of a tier anew that an older key encrypted, at most rate bytes a second; 0 for the default. so is called after
-// each object. It ends with ctx, or when the server stops: what was done stays, and another call goes on. Errors: ErrNoTier, those of seal.Tier.Rekey.
+// RekeyTier encrypts those objects of a tier again that were encrypted with an older key, `rate` bytes per second at most; 0 for the
+// default. It calls so after each object. It ends with ctx, or when the server stops: objects that are done stay so, and another call
+// continues. Errors: ErrNoTier, those of seal.Tier.Rekey.
 func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by string, so func(seal.RekeyStats)) (seal.RekeyStats, error) {
 	t, ok := s.opts.Seals[name]
 	if !ok {
@@ -43,10 +44,10 @@ func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by stri
 	return n, err
 }
 
-// bytePace keeps a rate of bytes a second.
+// bytePace limits a rate of bytes per second.
 type bytePace struct {
 	rate int64
-	next time.Time // from then on more bytes may be moved
+	next time.Time // more bytes may be moved from then on
 }
 
 // wait waits until n more bytes may be moved.

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// takeTenant replaces the signed salt of a request by its tenant, where salts must be signed, and checks whether the client may use that
+// takeTenant replaces the signed salt of a request by its tenant, if salts must be signed, and checks whether the client may use that
 // tenant. A lookup that is not allowed becomes a miss with that reason; every other request is refused.
 func (s *Server) takeTenant(sc *scratch, r lmcache.Request) error {
 	sc.denied = nil
@@ -43,8 +43,8 @@ func (s *Server) takeTenant(sc *scratch, r lmcache.Request) error {
 	return denied
 }
 
-// tenantOf returns the tenant that signed salts keep KV by; false: the salt has no valid signature, and the request may use no KV.
-// With Options.CountUnsigned such a salt is its own tenant, and is counted.
+// tenantOf returns the tenant under which the KV of a signed salt is stored. ok is false if the salt has no valid signature, and the
+// request may use no KV. With Options.CountUnsigned such a salt is its own tenant, and is counted.
 func (s *Server) tenantOf(op lmcache.Op, salt []byte) (tenant []byte, ok bool) {
 	if tenant, ok = s.opts.Salts.Tenant(salt); ok {
 		return tenant, true
@@ -57,13 +57,13 @@ func (s *Server) tenantOf(op lmcache.Op, salt []byte) (tenant []byte, ok bool) {
 	return salt, true
 }
 
-// limitOf returns which tenants the client of a request may use. Requests of this process may use all.
+// limitOf returns the tenants that the client of a request may use; nil: all. Requests of this process may use all.
 func (s *Server) limitOf(sc *scratch) *auth.Limit {
 	c := sc.caller()
 	if s.opts.Tenants == nil || c.conn == nil {
 		return nil
 	}
-	if c.conn.limit == nil { // now the client has proved who it is, where it must
+	if c.conn.limit == nil { // by now the client has proved its identity, if it must
 		of := append(listenerSubjects(c.conn.local), userSubject(c))
 		if sc.peer != nil && sc.peer.Client() != "" {
 			kind := auth.KindToken
@@ -77,7 +77,7 @@ func (s *Server) limitOf(sc *scratch) *auth.Limit {
 	return c.conn.limit
 }
 
-// userSubject is the user behind a connection.
+// userSubject returns the user behind a connection as a subject of limits.
 func userSubject(c *caller) auth.Subject {
 	if c.Trusted {
 		return auth.UserSubject(os.Geteuid(), true)
@@ -85,7 +85,7 @@ func userSubject(c *caller) auth.Subject {
 	return auth.UserSubject(c.Peer.UID, c.Peer.Known())
 }
 
-// listenerSubjects are the names of the listener at an address: zmq and zmq:PORT, or ipc.
+// listenerSubjects returns the names of the listener at an address: zmq and zmq:PORT, or ipc.
 func listenerSubjects(at net.Addr) []auth.Subject {
 	if a, ok := at.(*net.TCPAddr); ok {
 		return []auth.Subject{{Kind: auth.KindListener, Name: "zmq"}, {Kind: auth.KindListener, Name: "zmq:" + strconv.Itoa(a.Port)}}

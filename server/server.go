@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package server is the node: it answers LMCache clients, and engines of vLLM with tiered
-// offloading, over a store whose chunks live in shared memory.
+// Package server is the node: it answers LMCache clients, and engines of vLLM with tiered offloading, from a store whose chunks are in
+// shared memory.
 //
-// Every request gets an answer. What cannot be done is declined with the value that the client
-// survives, counted and logged with its reason; the protocol has no error frame. Mostly only names
-// and offsets pass through here, and workers copy chunk bytes in and out of the pool themselves.
-// The server copies for workers that lend their KV, and chunks of workers that cannot map the pool
-// may pass through the socket.
+// Every request gets an answer. A request that cannot be served is declined with a value that the client survives, because the protocol has
+// no error frame; it is counted and logged with its reason. Mostly only names and offsets pass through here: workers copy chunk bytes in
+// and out of the pool themselves. The server copies for workers that lend their KV, and the chunks of workers that cannot map the pool may
+// pass through the socket.
 //
-// Requests are answered on the goroutine that read them. None waits, but for copies
-// that the server makes itself; what a lookup waits for is asked for again, or answered
-// later by a goroutine.
+// Requests are answered on the goroutine that reads them. None waits, except for copies that the server makes itself. The client asks again
+// for the result of a pending lookup, or a goroutine answers later.
 package server
 
 import (
@@ -44,9 +42,9 @@ import (
 type Server struct {
 	opts     Options
 	store    *store.Store
-	own      *chunking // the chunk size of --chunk-size
-	sizes    sizes     // the other ones
-	bases    bases     // of listeners
+	own      *chunking // chunk size of --chunk-size
+	sizes    sizes     // other chunk sizes
+	bases    bases     // chunk sizes of listeners
 	log      *slog.Logger
 	started  time.Time
 	registry *workers.Registry
@@ -54,37 +52,36 @@ type Server struct {
 	scratch  sync.Pool // *scratch
 
 	draining      atomic.Bool
-	lost          atomic.Bool   // the pool's name is gone
+	lost          atomic.Bool   // the pool's name was removed
 	sweeps        chan struct{} // see sweepSoon; capacity 1
 	clearing      sync.Mutex    // orders the generations that clears begin
 	clears        atomic.Uint64
-	lastMalformed atomic.Pointer[string] // why the last request could not be read
+	lastMalformed atomic.Pointer[string] // why the last unreadable request could not be read
 	n             counters
 	p2p           *peerLookups
 	former        formerSizes
 	finder        access.Finder
-	held          heldMessages[*zmtp.Peer, principal] // until their clients show what they are
+	held          heldMessages[*zmtp.Peer, principal] // messages that wait until their clients' generation is known
 	waits         waits
 	streams       streams
-	saving        *statefile.PacedWriter // of the note
-	strangers     bool                   // owned by Tick: it has logged that workers without a registration send heartbeats
+	saving        *statefile.PacedWriter // writes the note
+	strangers     bool                   // used only by Tick: it has logged that workers without a registration send heartbeats
 	noted         noteState
 	leftovers     lent.Leftovers
 	recent        recently
 	turnedAway    explain.Refusals
-	names         *tier.Names   // of the namespaces that were transferred
+	names         *tier.Names   // of the namespaces that requests used
 	ended         *explain.Book // lookups that found less than they asked for
 	beginnings    *beginning.Finder
 	slow          *slowLog
 	tally         *usage.Tally
 	offload       *offload.Server
-	vllmTier      bool // its socket is served; set before Run
+	vllmTier      bool // the tier socket is served; set before Run
 	complete      bool // every worker of the earlier server was taken over; set by New
 }
 
-// New returns a Server over st that does not listen yet; o is as Validate wants it. It takes over the
-// workers whose registrations an earlier server kept beside the pool. The caller
-// closes st after the Server.
+// New returns a Server over st that does not listen yet. o must pass Validate. The Server takes over the workers whose registrations an
+// earlier server stored beside the pool. The caller must close st after the Server.
 func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
@@ -112,8 +109,8 @@ func New(st *store.Store, o Options) *Server {
 	return s
 }
 
-// Look returns a map of the pool in cells cells, and the slowest requests of ten minutes
-// that took at least a millisecond from their last byte to their answer; waits for pending lookups are not in it.
+// Look returns a map of the pool with `cells` cells, and the slowest requests of the last ten minutes that took at least a millisecond from
+// their last byte to their answer. Waits for pending lookups are not among them.
 func (s *Server) Look(cells int) (pool.Map, []SlowRequest) {
 	return s.store.Map(cells, 0), s.slow.Latest(time.Now())
 }
@@ -124,13 +121,12 @@ func (s *Server) Listen(ctx context.Context, endpoint string) (string, error) {
 	return s.ListenChunks(ctx, endpoint, 0)
 }
 
-// ListenChunks is Listen for clients with chunks of chunkTokens tokens; 0 is Options.ChunkTokens. A client of 0.5.7 may
-// negotiate a multiple.
+// ListenChunks is Listen for clients with chunks of chunkTokens tokens; 0: Options.ChunkTokens. A client of 0.5.7 may negotiate a multiple.
 func (s *Server) ListenChunks(ctx context.Context, endpoint string, chunkTokens int) (string, error) {
 	if chunkTokens < 0 || chunkTokens > kv.MaxChunkTokens {
 		return "", fmt.Errorf("chunks of %d tokens for %s: outside 1 to %d", chunkTokens, endpoint, kv.MaxChunkTokens)
 	}
-	s.bases.Lock() // until the first connection may ask for it
+	s.bases.Lock() // held until the listener's size is recorded, before the first connection asks for it
 	defer s.bases.Unlock()
 	addr, err := s.router.Listen(ctx, endpoint)
 	if err != nil {
@@ -143,8 +139,7 @@ func (s *Server) ListenChunks(ctx context.Context, endpoint string, chunkTokens 
 	return addr.String(), nil
 }
 
-// Run does the Server's background work until ctx ends: expiry once a second,
-// and the preparation of pool memory.
+// Run does the Server's background work until ctx ends: among others it calls Tick once a second, and provides pool memory.
 func (s *Server) Run(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -180,14 +175,14 @@ func (s *Server) Run(ctx context.Context) {
 	}
 }
 
-// Publisher returns the publisher of KV events on sockets of its own; nil for none.
+// Publisher returns the publisher of KV events on its own sockets; nil for none.
 func (s *Server) Publisher() *events.Publisher { return s.opts.Publisher }
 
-// NameOf returns the model and the salt of a namespace; false where no request has named it since the start.
+// NameOf returns the model and the salt of a namespace. It reports false if no request has named the namespace since the start.
 func (s *Server) NameOf(ns kv.Namespace) (tier.Name, bool) { return s.names.Of(ns) }
 
-// Tick does once what Run does every second: expiry of pins and holds, dropping
-// of dead and silent workers, removal of what dead engines left.
+// Tick does once what Run does every second: it ends held messages that are too old, drops dead and silent workers, and removes what dead
+// engines left.
 func (s *Server) Tick(now time.Time) {
 	s.dropDead(now)
 	s.reap(now)
@@ -197,17 +192,15 @@ func (s *Server) Tick(now time.Time) {
 	s.offload.Tick()
 }
 
-// checkName notices that the pool's name was removed: workers that have mapped the pool go
-// on, new ones could not map it.
+// checkName notices that the pool's name was removed. Workers that have mapped the pool continue; new ones could not map it.
 func (s *Server) checkName() {
 	if s.store.Files().NameLost() && !s.lost.Swap(true) {
 		s.log.Error("the pool's shared-memory name was removed; new workers cannot map it: restart the server", "shm", s.store.Files().Name())
 	}
 }
 
-// Shutdown stops serving: new transfers are declined at once, those in progress
-// may commit until the drain timeout or ctx ends, then the sockets close. It
-// returns after the last reply is sent.
+// Shutdown stops serving. New transfers are declined at once. Those in progress may commit until the drain timeout or ctx ends; then the
+// sockets close. It returns after the last reply is sent.
 func (s *Server) Shutdown(ctx context.Context) error {
 	s.draining.Store(true)
 	s.waits.stop()
@@ -249,14 +242,14 @@ func (s *Server) Close() error {
 	return err
 }
 
-// scratch is what answering one request needs; reused.
+// scratch is the memory for answering one request. It is used again.
 type scratch struct {
-	peer      *zmtp.Peer // who asks; nil in-process
-	inProcess *caller    // for a nil peer: the caller that a test sets; nil is this process
+	peer      *zmtp.Peer // the sender; nil for a caller in this process
+	inProcess *caller    // if peer is nil: the caller that a test sets; nil: this process
 	conn      *connection
-	chunk     *chunking // of the request
+	chunk     *chunking // the request's chunk size
 	silent    bool      // the request gets no answer
-	denied    *refusal  // the request is a lookup that may not be under its salt, and why; else nil
+	denied    *refusal  // why a lookup must not search under its salt; else nil
 	readings  [4]lmcache.Reading
 	decoder   lmcache.Decoder
 	out       []byte
@@ -288,19 +281,17 @@ func (s *Server) reply(p *zmtp.Peer, m [][]byte) {
 	s.send(p, reply...)
 }
 
-// send writes one reply.
+// send sends one reply.
 func (s *Server) send(p *zmtp.Peer, frames ...[]byte) { s.sent(p.Send(frames...)) }
 
-// sent counts a reply that could not be written: its client is gone, or too slow.
+// sent counts a reply that could not be sent because its client is gone or too slow.
 func (s *Server) sent(err error) {
 	if err != nil {
 		s.n.dropped.Add(1)
 	}
 }
 
-// Answer returns the frames that answer message m, or nil for a message that
-// gets no answer. The frames are valid until the next call with the same
-// goroutine's scratch; tests and in-process clients use it.
+// Answer returns the frames of the answer to message m, or nil for a message without an answer. Tests and clients in this process use it.
 func (s *Server) Answer(m [][]byte) [][]byte {
 	return s.answer(new(scratch), m)
 }
@@ -365,7 +356,7 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	return sc.frames[:3]
 }
 
-// took notes that a request is answered.
+// took records how long the answer to a request took.
 func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
 	took := time.Since(began)
 	now := began.Add(took)
@@ -374,15 +365,15 @@ func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
 	s.ended.Took(op.String(), request, began, now)
 }
 
-// maxUID bounds the first frame of a request, bytes; clients send 16.
+// maxUID bounds the first frame of a request, in bytes. LMCache's clients send 16.
 const maxUID = 1024
 
 func isStreamControl(b []byte) bool {
 	return string(b) == lmcache.StreamAck || string(b) == lmcache.StreamCancel
 }
 
-// handle answers one request: it appends the result frame to sc.out, or leaves it
-// empty for None. An error is answered with the operation's negative value.
+// handle answers one request: it appends the result frame to sc.out, or leaves sc.out empty for None. The caller answers an error with the
+// operation's negative value.
 func (s *Server) handle(sc *scratch, r lmcache.Request) error {
 	switch r := r.(type) {
 	case *lmcache.NoopRequest:
@@ -409,14 +400,14 @@ func (s *Server) handle(sc *scratch, r lmcache.Request) error {
 		return s.storeBlocks(sc, r)
 	case *lmcache.RetrieveRequest:
 		return s.retrieveBlocks(sc, r)
-	case *lmcache.ReportBlockAllocationRequest: // an observation that this server does not use
+	case *lmcache.ReportBlockAllocationRequest: // information that this server does not use
 	default:
 		return s.handleRare(sc, r)
 	}
 	return nil
 }
 
-// handleRare answers what engines ask for once, or never.
+// handleRare answers operations that engines call once, or never.
 func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 	switch r := r.(type) {
 	case *lmcache.GetChunkSizeRequest:
@@ -430,7 +421,7 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		return nil
 	case *lmcache.GetExperimentalRequest:
 		var features []string
-		if sc.conn.generations != lmcache.Only(lmcache.Gen057) { // later clients do not look for the event stream
+		if sc.conn.generations != lmcache.Only(lmcache.Gen057) { // clients of 0.5.7 do not look for the event stream
 			features = s.features()
 		}
 		sc.out = lmcache.AppendExperimental(sc.out, features...)

@@ -11,15 +11,15 @@ import (
 	"time"
 )
 
-// SlowRequest is a request that took long to be answered.
+// SlowRequest is a request whose answer took long.
 type SlowRequest struct {
 	Operation string  `json:"operation"`
-	Request   string  `json:"request_id,omitempty"` // of the engine, where the operation has one
+	Request   string  `json:"request_id,omitempty"` // id of the engine's request, if the operation has one
 	Seconds   float64 `json:"seconds"`
-	At        string  `json:"at"` // of the answer, RFC 3339
+	At        string  `json:"at"` // time of the answer, RFC 3339
 }
 
-// Limits of a slowLog: maxSlowRequests of them, with maxSlowID bytes of each id, take less than 8 KiB.
+// Limits of a slowLog. maxSlowRequests requests, with maxSlowID bytes of each id, take less than 8 KiB.
 const (
 	maxSlowRequests = 32
 	maxSlowID       = 128
@@ -35,24 +35,24 @@ type slowEntry struct {
 
 // slowLog remembers the slowest requests of ten minutes, in bounded memory. Methods are safe for concurrent use.
 type slowLog struct {
-	from  atomic.Int64 // ns: what took less is not slow
-	floor atomic.Int64 // ns: what took less has no place
+	from  atomic.Int64 // ns: a request that took less is not slow
+	floor atomic.Int64 // ns: a request that took less is not among the slowest
 	mu    sync.Mutex
 	list  []slowEntry // the slowest first
 }
 
-// newSlowLog returns a slowLog of requests that took at least from.
+// newSlowLog returns a slowLog of requests that took at least `from`.
 func newSlowLog(from time.Duration) *slowLog {
 	l := new(slowLog)
 	l.SetFrom(from)
 	return l
 }
 
-// SetFrom sets what counts as slow.
+// SetFrom sets the time from which on a request counts as slow.
 func (l *slowLog) SetFrom(from time.Duration) { l.from.Store(int64(from)) }
 
-// Note takes a request that was received at began; at is the time of its answer. A request that is not slow costs two atomic loads. The id
-// is copied.
+// Note records a request that was received at began and answered at `at`. A request that is not slow costs two atomic loads. The id is
+// copied.
 func (l *slowLog) Note(operation fmt.Stringer, id []byte, began, at time.Time) {
 	took := at.Sub(began)
 	if int64(took) < l.from.Load() || int64(took) < l.floor.Load() {
@@ -64,7 +64,7 @@ func (l *slowLog) Note(operation fmt.Stringer, id []byte, began, at time.Time) {
 	l.pruneLocked(at)
 }
 
-// pruneLocked forgets what is old, and the fastest of too many.
+// pruneLocked removes requests that are too old, and the fastest beyond maxSlowRequests.
 func (l *slowLog) pruneLocked(now time.Time) {
 	l.list = slices.DeleteFunc(l.list, func(e slowEntry) bool { return now.Sub(e.at) > slowFor })
 	slices.SortStableFunc(l.list, func(a, b slowEntry) int { return cmp.Compare(b.took, a.took) })
@@ -76,8 +76,7 @@ func (l *slowLog) pruneLocked(now time.Time) {
 	l.floor.Store(floor)
 }
 
-// Latest returns what is remembered, the slowest first. It also removes requests that are too old:
-// until then they keep faster ones out.
+// Latest returns the remembered requests, the slowest first. It first removes those that are too old, which would keep faster ones out.
 func (l *slowLog) Latest(now time.Time) []SlowRequest {
 	l.mu.Lock()
 	defer l.mu.Unlock()

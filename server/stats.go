@@ -19,11 +19,11 @@ import (
 type counters struct {
 	requests           [256]atomic.Uint64        // by lmcache.Op
 	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
-	unsigned           [256]atomic.Uint64        // by lmcache.Op: requests that signed salts would refuse
+	unsigned           [256]atomic.Uint64        // by lmcache.Op: requests that would be refused because of their unsigned salts
 	tierMisses         explain.TierMisses
 	times              [256]*histogram.Histogram // by lmcache.Op; immutable
 	otherTimes         *histogram.Histogram
-	dropped            atomic.Uint64 // replies whose client was gone or too slow
+	dropped            atomic.Uint64 // replies that could not be sent: the client was gone or too slow
 	askedTokens        atomic.Uint64
 	hitTokens          atomic.Uint64
 	badTTLs            atomic.Uint64 // stores whose lmcache.ttl was ignored
@@ -38,18 +38,17 @@ type counters struct {
 	reaped             atomic.Uint64
 	swept              atomic.Uint64 // segments of dead engines
 	noteFailures       atomic.Uint64
-	held               atomic.Uint64 // requests that waited for their client's generation
+	held               atomic.Uint64 // requests that were held until their client's generation was known
 	panics             atomic.Uint64
-	callers            atomic.Uint64    // connections identified
-	misfits            sync.Map         // alignments and chunk sizes that did not fit, and were logged
-	misfitCount        atomic.Int64     // of them
-	newer              atomic.Int64     // when a client of a later release was last logged, Unix seconds
-	earlyClients       sync.Map         // releases that are not served and were seen
+	callers            atomic.Uint64    // connections that were identified
+	misfits            sync.Map         // pairs of alignment and chunk size that did not fit, and were logged
+	misfitCount        atomic.Int64     // number of misfits
+	newer              atomic.Int64     // when a client of a later release was logged last, Unix seconds
+	earlyClients       sync.Map         // releases that are not served and whose clients were logged
 	stackShown         [256]atomic.Bool // by lmcache.Op
 }
 
-// timed are the operations of which the time is kept: those of a prompt's way
-// through the cache. The others share one histogram.
+// timed are the operations that have a histogram of their times: those that a prompt needs. The others share one histogram.
 var timed = []lmcache.Op{
 	lmcache.OpLookup, lmcache.OpQueryPrefetchStatus, lmcache.OpWaitPrefetchStatus, lmcache.OpPrepareStore, lmcache.OpCommitStore,
 	lmcache.OpPrepareRetrieve, lmcache.OpCommitRetrieve, lmcache.OpStore, lmcache.OpRetrieve, lmcache.OpEndSession,
@@ -160,7 +159,7 @@ type Stats struct {
 	Durations   map[string]histogram.Counts `histogram:"kvasir_request_duration_seconds" label:"operation" help:"Time from a request's last byte to its answer, without the way through the network."`
 }
 
-// CurveStats are what other amounts of memory would have found, in the last 24 hours.
+// CurveStats has the estimates of what other amounts of memory would have found.
 type CurveStats struct {
 	Ceiling  map[string]float64    `gauge:"kvasir_hit_rate_ceiling" label:"window" help:"Hit rate, of chunks asked for, that a memory without end would have had in a window of time (15m, 1h, 24h). Far above kvasir_hit_rate_measured: kvasir advise says what to buy or change."`
 	Measured map[string]float64    `gauge:"kvasir_hit_rate_measured" label:"window" help:"Hit rate, of chunks asked for, that the pool and the tiers had in that window."`
@@ -168,7 +167,7 @@ type CurveStats struct {
 	Tiers    map[string]float64    `gauge:"kvasir_tier_hit_rate_estimate" label:"tier" help:"The same of the pool and all tiers up to this one."`
 }
 
-// CurveStats returns the figures; empty where nothing is estimated.
+// CurveStats returns the estimates; empty if nothing is estimated.
 func (s *Server) CurveStats() CurveStats {
 	out := CurveStats{map[string]float64{}, map[string]float64{}, map[[2]string]float64{}, map[string]float64{}}
 	windows := s.store.Curves()
@@ -190,15 +189,15 @@ func (s *Server) CurveStats() CurveStats {
 	return out
 }
 
-// LookedUp returns the number of lookups since the start, and of those that have their answer the tokens that they asked for and
-// the tokens that hit.
+// LookedUp returns the number of lookups since the start. Of those that have their answer it also returns the tokens that they asked for,
+// and the tokens that hit.
 func (s *Server) LookedUp() (lookups, askedTokens, hitTokens uint64) {
 	askedTokens, hitTokens = s.askedAndHit()
 	return s.n.requests[lmcache.OpLookup].Load(), askedTokens, hitTokens
 }
 
-// askedAndHit returns the tokens that lookups with an answer asked for, and those of them that hit: never more than were asked for. The
-// hits are read first, since a lookup counts what it asked for first.
+// askedAndHit returns the tokens that answered lookups asked for, and how many of them hit. The hits are read first, and a lookup counts
+// what it asked for first, so the hits are never more.
 func (s *Server) askedAndHit() (asked, hit uint64) {
 	hit = s.n.hitTokens.Load()
 	return s.n.askedTokens.Load(), hit

@@ -16,10 +16,10 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// Status is a snapshot for people and tools: what GET /status answers.
+// Status is a snapshot for people and tools: the answer to GET /status.
 type Status struct {
 	Healthy   bool     `json:"healthy"`
-	Unhealthy []string `json:"unhealthy"` // why not
+	Unhealthy []string `json:"unhealthy"` // why the server is not healthy
 	Version   string   `json:"version"`
 	PID       int      `json:"pid"`
 	Started   string   `json:"started"` // RFC 3339
@@ -45,7 +45,7 @@ type Status struct {
 	Findings   []Finding         `json:"findings"`                 // why hits are missing, the most important first
 }
 
-// PoolStatus is the pool's part of a Status.
+// PoolStatus is the part of a Status about the pool.
 type PoolStatus struct {
 	Name             string  `json:"shm_name"` // under /dev/shm
 	TotalBytes       int64   `json:"total_bytes"`
@@ -59,28 +59,28 @@ type PoolStatus struct {
 	ResidentChunks   int     `json:"resident_chunks"`
 	EvictableChunks  int     `json:"evictable_chunks"`
 	EvictedChunks    uint64  `json:"evicted_chunks"`
-	Failures         uint64  `json:"allocation_failures"` // stores that did not fit whole
+	Failures         uint64  `json:"allocation_failures"` // stores for which the pool had no room for all chunks
 	Transfers        int     `json:"transfers"`
 	Quarantined      int     `json:"transfers_in_quarantine"`
 }
 
-// LookupStatus is about lookups since the start.
+// LookupStatus has figures of the lookups since the start.
 type LookupStatus struct {
 	Lookups     uint64            `json:"lookups"`
 	AskedTokens uint64            `json:"asked_tokens"`
 	HitTokens   uint64            `json:"hit_tokens"`
-	MissReasons map[string]uint64 `json:"miss_reasons"`  // those that occurred
-	LostTokens  map[string]uint64 `json:"lost_tokens"`   // of prompts that were not found, by the label of why the hit ended (as in /explain)
+	MissReasons map[string]uint64 `json:"miss_reasons"`  // lookups that were not whole hits, by reason; only reasons that occurred
+	LostTokens  map[string]uint64 `json:"lost_tokens"`   // tokens of prompts that were not found, by the label of why the hit ended (as in /explain)
 	Hits        uint64            `json:"hits"`          // lookups that found at least one chunk
 	Short       uint64            `json:"short_prompts"` // lookups of less than a chunk; not among the lookups
 	Salted      uint64            `json:"salted"`        // lookups with a cache salt
-	Retrieves   uint64            `json:"retrieves"`     // loads by workers that ended well
-	Stores      uint64            `json:"stores"`        // the same of stores
+	Retrieves   uint64            `json:"retrieves"`     // loads of workers that succeeded
+	Stores      uint64            `json:"stores"`        // stores of workers that succeeded
 
-	Beginnings beginning.Found `json:"beginnings"` // prompts that repeat text behind a beginning that changes
+	Beginnings beginning.Found `json:"beginnings"` // prompts that repeat earlier text after a changed beginning
 }
 
-// RecentStatus is about the last Seconds, five minutes where the server is older.
+// RecentStatus has figures of the last Seconds: five minutes, or less if the server is younger.
 type RecentStatus struct {
 	Seconds        float64 `json:"seconds"`
 	Lookups        uint64  `json:"lookups"`
@@ -98,7 +98,7 @@ type RefusedStatus = explain.Refused
 // WorkerStatus is one registered worker.
 type WorkerStatus struct {
 	Instance     int64   `json:"instance_id"`
-	Peer         string  `json:"peer"` // who may speak for it
+	Peer         string  `json:"peer"` // the user or address that may speak for it
 	Model        string  `json:"model_name"`
 	World        int     `json:"world_size"`
 	Mode         string  `json:"mode,omitempty"`
@@ -109,9 +109,9 @@ type WorkerStatus struct {
 	ChunkBytes   int64   `json:"chunk_bytes"`
 	SilentFor    float64 `json:"silent_s"`
 	Asleep       bool    `json:"asleep,omitempty"`  // silent for too long: no lookup counts on it before its next request
-	Refused      string  `json:"refused,omitempty"` // why
+	Refused      string  `json:"refused,omitempty"` // why it is refused
 	CannotMapShm bool    `json:"cannot_map_shm,omitempty"`
-	Client       string  `json:"client_generation"` // the first lmcache release of it; several when they act alike
+	Client       string  `json:"client_generation"` // the first lmcache release of its generation; several if they send the same messages
 }
 
 // Status returns a snapshot.
@@ -176,7 +176,7 @@ func (s *Server) recentStatus() RecentStatus {
 	}
 }
 
-// usedRatio is the share of the pool in use.
+// usedRatio returns which part of the pool is in use.
 func usedRatio(st *store.Stats) float64 {
 	if st.Bytes == 0 {
 		return 0

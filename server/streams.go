@@ -21,19 +21,18 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// subscribe_kv_events opens a stream: batches of events under one uid, each after the client
-// acknowledged the one before. A stream begins with all that its model has in memory, because
-// clients ask from the beginning whenever they connect, and does so again, marked as
-// lost, where the records it needs next are not kept any more.
+// subscribe_kv_events opens a stream: batches of events under one uid, each sent after the client acknowledged the one before. A stream
+// begins with all chunks that its model has in memory, because clients ask from the beginning whenever they connect. If the records that it
+// needs next are no longer kept, it begins again with all chunks, and marks the batch as lost.
 
 // Limits on streams.
 const (
-	maxStreams    = 1024    // a user or address may have half of what others leave
-	streamBytes   = 4 << 20 // about, of a batch
+	maxStreams    = 1024    // a user or address may have half of those that others leave free
+	streamBytes   = 4 << 20 // about, per batch
 	bytesPerToken = 5       // at most
 )
 
-// streamKey names a subscriber: an instance id as one user or address means it.
+// streamKey identifies a subscriber: an instance id of one user or address.
 type streamKey struct {
 	by access.Principal
 	id int64
@@ -46,23 +45,23 @@ type stream struct {
 	uid, op []byte // frames of its replies
 	model   string
 	limit   int         // events per batch
-	tenants *auth.Limit // whose events it gets
+	tenants *auth.Limit // the tenants whose events it gets
 	credit  chan struct{}
 	cancel  context.CancelFunc
-	silent  atomic.Bool  // it ends without the message that says so
-	seen    atomic.Int64 // unix nanoseconds of its last sign of life
+	silent  atomic.Bool  // it ends without a message to the client
+	seen    atomic.Int64 // Unix nanoseconds of its last sign of life
 
 	book    *events.Book
-	cursor  uint64 // of the records, the last one that was sent
+	cursor  uint64 // number of the last record that was sent
 	chunks  []*events.Chunk
-	resume  uint64 // the cursor once chunks are sent
+	resume  uint64 // the cursor after chunks are sent
 	records []events.Record
 }
 
-// streams are the open ones.
+// streams has the open streams.
 type streams struct {
 	running sync.WaitGroup
-	some    atomic.Bool // there are, or were
+	some    atomic.Bool // there are streams, or were
 
 	mu struct { // a leaf
 		sync.Mutex
@@ -73,7 +72,7 @@ type streams struct {
 	}
 }
 
-// begin adds a stream, in the place of one of the same subscriber. It reports false when there are too many.
+// begin adds a stream, and replaces one of the same subscriber. It reports false when there are too many.
 func (l *streams) begin(st *stream) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -125,7 +124,7 @@ func (l *streams) remove(st *stream) {
 	l.removeLocked(st)
 }
 
-// control handles an ack or a cancel. Those of no stream of that connection are ignored.
+// control handles an ack or a cancel. It ignores those that belong to no stream of the connection.
 func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
 	if p == nil || !l.some.Load() {
 		return
@@ -143,7 +142,7 @@ func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
 	}
 	select {
 	case st.credit <- struct{}{}:
-	default: // one batch is in flight at most
+	default: // at most one batch is in flight
 	}
 }
 
@@ -159,7 +158,7 @@ func (l *streams) notePing(key streamKey) {
 	}
 }
 
-// end ends the streams that which chooses; with silent, without telling their clients.
+// end ends the streams for which `which` reports true. With silent their clients get no message about it.
 func (l *streams) end(silent bool, which func(*stream) bool) {
 	if !l.some.Load() {
 		return
@@ -174,8 +173,8 @@ func (l *streams) end(silent bool, which func(*stream) bool) {
 	}
 }
 
-// stop ends all streams and lets no other begin. Clients notice by the end of their connections:
-// a client that knew sooner would subscribe again at once.
+// stop ends all streams and allows no more to begin. Clients notice by the end of their connections: a client that knew sooner would
+// subscribe again at once.
 func (l *streams) stop() {
 	l.mu.Lock()
 	l.mu.closed = true
@@ -195,20 +194,20 @@ func (s *Server) subscribe(sc *scratch, r *lmcache.SubscribeRequest) error {
 	if s.opts.Events == nil {
 		return errUnsupported
 	}
-	if err := sc.caller().MayOpen(); err != nil { // who may open the pool can read all of it anyway
+	if err := sc.caller().MayOpen(); err != nil { // a caller that may open the pool can read all of it anyway
 		return fmt.Errorf("%w: %w", errTokens, err)
 	}
 	if sc.peer == nil { // a stream needs a connection
 		return errUnsupported
 	}
-	sc.silent = true // whatever comes is sent by the stream
+	sc.silent = true // the stream sends all answers
 	if s.draining.Load() {
 		return nil
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	st := &stream{
 		key: streamKey{sc.caller().By, r.InstanceID}, peer: sc.peer, uid: bytes.Clone(sc.frames[0]), op: bytes.Clone(sc.frames[1]),
-		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)), // chunks of other sizes: see fitting
+		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)), // for chunks of other sizes see fitting
 		credit: make(chan struct{}, 1), cancel: cancel, book: s.opts.Events, cursor: r.Cursor,
 	}
 	st.tenants = s.limitOf(sc)
@@ -246,7 +245,7 @@ func (s *Server) runStream(ctx context.Context, st *stream) {
 	}
 }
 
-// features are the optional ones, as get_experimental lists them.
+// features returns the optional features for the answer to get_experimental.
 func (s *Server) features() []string {
 	if s.opts.Events == nil {
 		return nil
@@ -254,7 +253,7 @@ func (s *Server) features() []string {
 	return []string{lmcache.KVEventStream}
 }
 
-// sendBatch sends a batch and waits until its client has consumed it; false means that the stream ends.
+// sendBatch sends a batch and waits until its client has consumed it. It reports false if the stream ends.
 func (s *Server) sendBatch(ctx context.Context, st *stream, batch []byte) bool {
 	for errors.Is(st.peer.SendOwned(st.uid, st.op, batch), zmtp.ErrQueueFull) {
 		select {
@@ -271,11 +270,10 @@ func (s *Server) sendBatch(ctx context.Context, st *stream, batch []byte) bool {
 	}
 }
 
-// Incarnation names this life of the server.
+// Incarnation returns a number that is different for each start of the server.
 func (s *Server) Incarnation() uint64 { return uint64(s.started.UnixNano()) }
 
-// next waits until there is something to send; ok is false when the stream ends. The first batch
-// comes at once.
+// next waits until there is something to send. ok is false if the stream ends. The first batch is returned at once.
 func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (batch lmcache.KVEventBatch, ok bool) {
 	batch = lmcache.KVEventBatch{Enabled: true, Incarnation: incarnation}
 	for {
@@ -311,10 +309,10 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	}
 }
 
-// isVisible reports whether the client gets a record. A client that is limited to some tenants gets the records of each of them, and must not
-// learn from one that another tenant has the chunk, too.
+// isVisible reports whether the client gets a record. A client that is limited to some tenants gets the records of each of these tenants.
+// It must not learn from a record that another tenant has the chunk, too.
 func (st *stream) isVisible(r *events.Record) bool {
-	if r.Medium != events.InPool || r.Model != st.model || r.Group >= 0 { // engines with LMCache look for no rows of vLLM
+	if r.Medium != events.InPool || r.Model != st.model || r.Group >= 0 { // engines with LMCache do not use the rows of vLLM
 		return false
 	}
 	if st.tenants.Limited() {
@@ -323,7 +321,7 @@ func (st *stream) isVisible(r *events.Record) bool {
 	return r.OfModel
 }
 
-// snapshot reads all that the stream's model has in memory, a chunk of several salts once.
+// snapshot reads all chunks that the stream's model has in memory; a chunk of several salts once.
 func (st *stream) snapshot() {
 	limited := st.tenants.Limited()
 	st.chunks, st.resume = st.book.Snapshot(st.model, !limited)
@@ -334,8 +332,8 @@ func (st *stream) snapshot() {
 	st.chunks = slices.CompactFunc(st.chunks, func(a, c *events.Chunk) bool { return a.Hash == c.Hash })
 }
 
-// fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a
-// client that asks again from there gets the snapshot again.
+// fromSnapshot returns the next chunks of the snapshot. While some are left, the cursor stays: a client that asks again from there gets the
+// snapshot again.
 func (st *stream) fromSnapshot() (out []lmcache.KVEventRecord) {
 	n := 0
 	for room := int64(streamBytes); n < min(st.limit, len(st.chunks)) && (n == 0 || room > 0); n++ {
@@ -348,7 +346,7 @@ func (st *stream) fromSnapshot() (out []lmcache.KVEventRecord) {
 	return out
 }
 
-// fitting returns the first of some records whose tokens fit a batch, one at least. The stream then resumes behind them.
+// fitting returns the first records whose tokens fit into a batch, at least one. The stream then continues with the next record.
 func (st *stream) fitting(records []events.Record) []events.Record {
 	room := int64(streamBytes)
 	for i, r := range records {
@@ -363,7 +361,7 @@ func (st *stream) fitting(records []events.Record) []events.Record {
 	return records
 }
 
-// fromRecords translates records; chunks that went one after the other share an event.
+// fromRecords returns records as events. Chunks that were removed one after the other share an event.
 func fromRecords(records []events.Record) (out []lmcache.KVEventRecord) {
 	for _, r := range records {
 		last := len(out) - 1
@@ -387,7 +385,7 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 	return r
 }
 
-// announce describes the first chunks of a prompt to the Book. A worker has stored those from number from on.
+// announce describes the first `chunks` chunks of a prompt to the Book. A worker has stored those from number `from` on.
 func (s *Server) announce(chunk *chunking, k *lmcache.KeyView, sh *object.Shard, from, chunks int) {
 	if book := s.opts.Events; book != nil && book.Active() {
 		hashes := k.Hashes[:min(chunks, len(k.Hashes))]
@@ -397,8 +395,8 @@ func (s *Server) announce(chunk *chunking, k *lmcache.KeyView, sh *object.Shard,
 	}
 }
 
-// announceFound is announce for a lookup. Only chunks that an earlier server kept, or that were
-// stored before anybody subscribed, and shards with unlike layouts are news.
+// announceFound is announce for a lookup. It has news only for chunks of an earlier server, chunks that were stored before the first
+// subscription, and shards with different layouts.
 func (s *Server) announceFound(chunk *chunking, k *lmcache.KeyView, sh *object.Shard) {
 	if book := s.opts.Events; book != nil && book.Active() && (book.HasUnannounced() || sh.Each != nil) {
 		s.announce(chunk, k, sh, len(k.Hashes), len(k.Hashes))

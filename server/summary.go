@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// summary is the state of the counters at the last summary line.
+// summary has the counters at the time of a summary line.
 type summary struct{ lookups, asked, hit, stored, loaded, evicted, evictedBytes uint64 }
 
 func (s *Server) count() summary {
@@ -20,7 +20,7 @@ func (s *Server) count() summary {
 	}
 }
 
-// summarize logs one line about the time since last, if anything happened.
+// summarize logs one line about the time since the summary `last`, if anything happened, and returns the present counters.
 func (s *Server) summarize(last summary) summary {
 	now := s.count()
 	s.recent.add(time.Now(), now)
@@ -36,7 +36,7 @@ func (s *Server) summarize(last summary) summary {
 	return now
 }
 
-// recently keeps the counters of the last five minutes.
+// recently has the counters of the last five minutes.
 type recently struct {
 	mu   sync.Mutex
 	ring []sample // the oldest first
@@ -56,7 +56,7 @@ func (r *recently) add(now time.Time, n summary) {
 	r.ring = append(r.ring[max(0, len(r.ring)+1-maxSamples):], sample{now, n})
 }
 
-// since returns the oldest sample, that of the start while there is none.
+// since returns the oldest sample. While the server is younger than five minutes, that is the start with zero counters.
 func (r *recently) since(start time.Time) sample {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -66,7 +66,7 @@ func (r *recently) since(start time.Time) sample {
 	return r.ring[0]
 }
 
-// percent is part of whole, with one digit after the point; 0 of nothing.
+// percent returns part as a percentage of `whole`, with one digit after the point; 0 if `whole` is 0.
 func percent(part, whole uint64) float64 {
 	return math.Round(1000*float64(part)/float64(max(whole, 1))) / 10
 }

@@ -16,11 +16,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// defaultSweepRate is how many objects a second leave a tier after a clear: no more than that, so that lookups and
-// stores go on.
+// defaultSweepRate is how many objects per second are removed from a tier after a clear. It is low, so that lookups and stores go on.
 const defaultSweepRate = 500
 
-// paced returns a Pace of that many objects a second.
+// paced returns a Pace of `rate` objects per second.
 func paced(rate int) tier.Pace {
 	return func(ctx context.Context, n int) error {
 		wait := time.NewTimer(time.Duration(n) * time.Second / time.Duration(rate))
@@ -34,7 +33,7 @@ func paced(rate int) tier.Pace {
 	}
 }
 
-// sweepSoon starts the removal of objects that the last clear made absent.
+// sweepSoon starts the removal of the objects that the last clear made absent.
 func (s *Server) sweepSoon() {
 	select {
 	case s.sweeps <- struct{}{}:
@@ -48,7 +47,7 @@ func (s *Server) runSweeps(ctx context.Context) {
 	if book == nil {
 		return
 	}
-	if book.HasStale() { // an earlier server may not have come to the end
+	if book.HasStale() { // an earlier server may not have finished
 		s.sweepSoon()
 	}
 	for {
@@ -72,15 +71,15 @@ func (s *Server) runSweeps(ctx context.Context) {
 // ErrNoTier means that a server has no tier of that name.
 var ErrNoTier = errors.New("there is no such tier")
 
-// noTier is the error for a name that no tier has.
+// noTier returns the error for a name that no tier has.
 func (s *Server) noTier(name string) error {
 	return fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
 }
 
-// DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It returns how many
-// objects it removed, also with an error. Subscribers of KV events learn that the tier has none of those chunks; any that stay are
-// announced again when they are seen. Then the store asks the tier for the chunks of the pool that were recorded as being there. A chunk
-// that the tier lacks is written there again when an engine loads it.
+// DropTier removes all objects of a tier or, with a model, those of the model if the tier names objects by models. It returns how many it
+// removed, also with an error. Subscribers of KV events learn that the tier has none of those chunks; chunks that stay are announced again
+// when they are seen. Then the store asks the tier for the chunks of the pool that were recorded as being there. A chunk that the tier
+// lacks is written there again when an engine loads it.
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {
@@ -95,7 +94,7 @@ func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed 
 	if removed > 0 {
 		if number := s.opts.Numbers[name]; number > 0 {
 			forget := model
-			if strings.Contains(model, "~") { // a revision or a generation: requests name the model alone
+			if strings.Contains(model, "~") { // a revision or a generation: requests name only the model
 				forget = ""
 			}
 			s.opts.Changes.ForgetTier(number, forget)
@@ -109,8 +108,8 @@ func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed 
 	return removed, err
 }
 
-// belongsTo returns a function that reports whether a name of a model in a tier stands for this model: in any revision and generation, and
-// as a digest where a request has used the model since the start.
+// belongsTo returns a function that reports whether a tier's name of a model stands for this model: in any revision and generation, and as
+// a digest if a request has used the model since the start.
 func (s *Server) belongsTo(model string) func(name string) bool {
 	digests := make(map[string]bool)
 	s.names.Each(func(_ kv.Namespace, n tier.Name) {
@@ -121,5 +120,5 @@ func (s *Server) belongsTo(model string) func(name string) bool {
 	return func(name string) bool { return tier.IsOf(name, model) || digests[name] }
 }
 
-// defaultDropRate is how many objects a second DropTier removes: an operator waits for it.
+// defaultDropRate is how many objects per second DropTier removes. It is high, because an operator waits for it.
 const defaultDropRate = 20_000

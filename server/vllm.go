@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/offload"
 )
 
-// newOffload makes what serves engines of vLLM whose tiered offloading has a Kvasir tier: the same store, books and figures as
-// for LMCache clients.
+// newOffload returns the server of the tier socket, for engines of vLLM whose tiered offloading has a Kvasir tier. It uses the same store,
+// books and figures as the server for LMCache clients.
 func (s *Server) newOffload() *offload.Server {
 	return offload.New(s.store, offload.Options{
 		Version: s.opts.Version, Dir: s.opts.ShmDir, Log: s.log, Revisions: s.opts.Revisions, Draining: s.draining.Load,
@@ -45,22 +45,22 @@ func (s *Server) newOffload() *offload.Server {
 	})
 }
 
-// ListenVLLM serves the tier socket for engines of vLLM with tiered offloading at a path, until Shutdown or Close.
+// ListenVLLM serves the tier socket at a path, for engines of vLLM with tiered offloading, until Shutdown or Close.
 func (s *Server) ListenVLLM(ctx context.Context, path string) error {
 	s.vllmTier = true
 	return s.offload.Listen(ctx, path)
 }
 
-// Offload serves the engines of vLLM whose tiered offloading has a Kvasir tier.
+// Offload returns the server of the tier socket.
 func (s *Server) Offload() *offload.Server { return s.offload }
 
-// VLLMStatus is about engines of vLLM with a Kvasir tier.
+// VLLMStatus is the state of engines of vLLM with a Kvasir tier.
 type VLLMStatus struct {
-	Engines []offload.Engine `json:"engines"` // that are connected
-	Left    []offload.Region `json:"left"`    // regions in /dev/shm of engines that are gone
+	Engines []offload.Engine `json:"engines"` // connected engines
+	Left    []offload.Region `json:"left"`    // regions in /dev/shm that engines left
 }
 
-// vllmStatus returns nil where no tier socket is served.
+// vllmStatus returns nil if no tier socket is served.
 func (s *Server) vllmStatus() *VLLMStatus {
 	if !s.vllmTier {
 		return nil

@@ -12,22 +12,22 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// AnswerPolicy says when chunks that hold generated tokens are written to the tier below. An engine looks a prompt up
-// before it stores under the same request id: chunks beyond the prompt's last whole one hold tokens of the answer.
+// AnswerPolicy says when chunks with generated tokens are written to the tier below. An engine looks a prompt up before it stores under the
+// same request id. So chunks beyond the prompt's last whole chunk have tokens of the answer.
 type AnswerPolicy uint8
 
 // The policies.
 const (
-	AnswersAsPrompts AnswerPolicy = iota // as WritePolicy says
-	AnswersAfterHit                      // once a lookup found them in the pool
+	AnswersAsPrompts AnswerPolicy = iota // written as WritePolicy says
+	AnswersAfterHit                      // written once a lookup found them in the pool
 	AnswersNever
 )
 
-// answerMark stands in the pool's index in the place of a tier's mark, so that a later server does not write an answer
-// either.
+// answerMark is the value that the pool's index has for an answer, in place of the mark of the tier that has the object. A later server
+// then does not write the answer either.
 var answerMark = pool.MarkOf("\x00answer")
 
-// maxPrompts bounds the requests whose prompts are known.
+// maxPrompts bounds the requests of which promptLengths remembers the prompt's length.
 const maxPrompts = 1 << 16
 
 // promptNote is how many chunks the prompt of a request has.
@@ -38,8 +38,8 @@ type promptNote struct {
 	ended  bool // the session ended; its last stores may follow
 }
 
-// promptLengths remembers how long the prompts of requests are. When it is full, the peer with most requests loses its
-// oldest one; chunks of a forgotten request count as a prompt's. Its mutex is a leaf.
+// promptLengths remembers how many chunks the prompts of requests have. When it is full, it forgets the oldest request of the peer with the
+// most requests; all chunks of a forgotten request count as chunks of its prompt. Its mutex is a leaf.
 type promptLengths struct {
 	seed  maphash.Seed
 	limit int
@@ -63,8 +63,8 @@ func newPromptLengths(limit int) *promptLengths {
 	return p
 }
 
-// note records a lookup. A preempted request looks its answer up too, so the shortest prompt counts until the session
-// ends.
+// note records that a request looked up a prompt of `chunks` chunks. A preempted request looks up its answer too, so the shortest prompt
+// counts until the session ends.
 func (p *promptLengths) note(peer string, request []byte, chunks int) {
 	id := maphash.Bytes(p.seed, request)
 	p.mu.Lock()
@@ -88,7 +88,7 @@ func (p *promptLengths) note(peer string, request []byte, chunks int) {
 	}
 }
 
-// forgetLocked forgets the oldest request of the peer with most.
+// forgetLocked forgets the oldest request of the peer that has the most requests.
 func (p *promptLengths) forgetLocked() {
 	var most *promptsOf
 	for _, of := range p.mu.peers {
@@ -103,12 +103,12 @@ func (p *promptLengths) forgetLocked() {
 	}
 }
 
-// end records that a session ended.
+// end records that the session of a request ended.
 func (p *promptLengths) end(peer string, request []byte) {
 	p.with(peer, request, func(n *promptNote) { n.ended = true })
 }
 
-// chunks returns how many chunks the prompt of a request has, math.MaxInt where that is not known.
+// chunks returns how many chunks the prompt of a request has; math.MaxInt if the request is not known.
 func (p *promptLengths) chunks(peer string, request []byte) int {
 	chunks := math.MaxInt
 	p.with(peer, request, func(n *promptNote) { chunks = n.chunks })
@@ -126,15 +126,14 @@ func (p *promptLengths) with(peer string, request []byte, f func(*promptNote)) {
 	}
 }
 
-// NotePrompt records how many whole chunks the prompt of a request has: what the request stores beyond them is an
-// answer.
+// NotePrompt records how many whole chunks the prompt of a request has. Chunks that the request stores beyond them belong to the answer.
 func (s *Store) NotePrompt(request []byte, owner lease.Owner, chunks int) {
 	if s.prompts != nil {
 		s.prompts.note(owner.Peer, request, chunks)
 	}
 }
 
-// promptOf returns how many chunks of what a request stores are its prompt's.
+// promptOf returns how many leading chunks of a request belong to its prompt; math.MaxInt if that is not known.
 func (s *Store) promptOf(peer string, request []byte) int {
 	if s.prompts == nil {
 		return math.MaxInt
@@ -142,7 +141,7 @@ func (s *Store) promptOf(peer string, request []byte) int {
 	return s.prompts.chunks(peer, request)
 }
 
-// markAnswerLocked notes of a staged slot whether it will hold tokens of an answer.
+// markAnswerLocked records whether the object of a slot has tokens of an answer.
 func (s *Store) markAnswerLocked(slot pool.Slot, answer bool) {
 	if s.prompts != nil {
 		s.mu.answers.Grow(int(slot) + 1)
@@ -154,7 +153,8 @@ func (s *Store) answerLocked(slot pool.Slot) bool {
 	return int(slot) < s.mu.answers.Len() && *s.mu.answers.At(int(slot))
 }
 
-// hitLocked notes that a lookup found a resident slot: with AnswersAfterHit its object is a prompt's from then on.
+// hitLocked records that a lookup found the object of a resident slot. With AnswersAfterHit an object of an answer is treated as one of a
+// prompt from then on.
 func (s *Store) hitLocked(slot pool.Slot) {
 	if s.opts.WriteAnswers == AnswersAfterHit && s.answerLocked(slot) {
 		s.markAnswerLocked(slot, false)

@@ -16,24 +16,23 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Where a tier lies below the pool, a lookup that the pool cannot serve whole is pending while the
-// tier is asked for the rest and objects are read, head first, straight into their slots. Each
-// object that is read, and each that must be compared, has one flight for all lookups that want it.
-// An object that differs from the tier's checksum is dropped. An object that comes after
-// LoadTimeout stays.
+// With a tier below the pool, a lookup that the pool cannot serve whole is pending while the tier is asked for the missing objects. They
+// are read straight into their slots, head first. Each object that is read, and each whose checksum must be compared, has one flight for
+// all lookups that want it. An object that differs from the tier's checksum is dropped. An object that arrives after LoadTimeout stays in
+// the pool.
 
 const (
-	maxLoads = 32 // reads at once; a user or address has half of what others leave
+	maxLoads = 32 // reads at once; a user or address may have at most half of those that others leave free
 
 	// loadLife is how many times LoadTimeout a read may take before it is canceled.
 	loadLife = 10
 )
 
-// AsksBelow reports whether lookups may ask the tier for what the pool lacks: they do without it while it does not
-// answer.
+// AsksBelow reports whether lookups may ask the tier for objects that the pool lacks. It is false without a tier, and while the tier does
+// not answer.
 func (s *Store) AsksBelow() bool { return s.below != nil && s.below.Answers() }
 
-// Go starts a goroutine that Close waits for. It returns false when s is closed.
+// Go starts a goroutine that Close waits for. It returns false if s is closed.
 func (s *Store) Go(f func()) bool {
 	s.lock()
 	defer s.unlock()
@@ -44,22 +43,22 @@ func (s *Store) Go(f func()) bool {
 	return true
 }
 
-// search is the search of a pending lookup for what the tier can add to the pool.
+// search looks for objects that the tier can add to those of the pool, for one pending lookup.
 type search struct {
 	*Store
 	*tiering.Probe
 	pf   *prefetch
-	next int // object; those before it were taken
+	next int // the first object that was not taken yet
 }
 
-// fetch waits for what a pending lookup needs: objects of the pool that are not ready, and objects
-// of the tier.
+// fetch gets the objects that a pending lookup needs and that cannot be served yet: objects of the pool that have a flight, and objects of
+// the tier.
 func (s *Store) fetch(pf *prefetch) {
 	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, pf.prompt.From, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
 }
 
-// places are the store as a search of a pending lookup sees it.
+// places implements tiering.Places for the search of a pending lookup.
 type places struct {
 	*Store
 	pf *prefetch
@@ -88,8 +87,7 @@ func (p places) Failed(err error) { p.belowFailed(p.pf, miss.BelowFailed, tier.N
 // Differs implements tiering.Places.
 func (p places) Differs(kv.Key) { p.belowFailed(p.pf, miss.BelowCorrupt, "") }
 
-// belowFailed notes why the tier did not help, and which if that is known, for the reason
-// of a miss.
+// belowFailed records, as the reason of a miss, why the tier did not help. tier is the name of the tier that failed, or "".
 func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.lock()
 	defer s.unlock()
@@ -97,8 +95,8 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.mu.n.BelowFailures++
 }
 
-// take takes the objects of a hit that the lookup has not taken yet, head first. It pins objects in the pool, or joins their flights, and
-// begins a flight for each object in the tier. It reports false where the prefix cannot get longer.
+// take takes the objects of a hit of `hit` chunks that the lookup has not taken yet, head first. It pins objects in the pool, or joins
+// their flights, and begins a flight for each object in the tier. It reports false if the prefix cannot get longer.
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
 	for i := x.next; i < hit*x.Rows(); i++ {
@@ -118,8 +116,8 @@ func (x *search) take(hit int) (more bool) {
 	return x.pf.ctx.Err() == nil
 }
 
-// takeSome takes the objects in the pool from object i on. It returns the object that is next,
-// and whether that is to be loaded; more is false where the prefix ends.
+// takeSome takes objects of the pool from object i on. next is the object at which it stopped; load says that this one must be read from
+// the tier. more is false if the prefix ends there.
 func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	x.lock()
 	defer x.unlock()
@@ -139,7 +137,8 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	return i, false, true
 }
 
-// takeLocked pins an object of a chunk, if it may be served, or joins its flight.
+// takeLocked pins the object of k for a pending lookup if it may be served, or else joins its flight. It reports false if the object is
+// neither.
 func (s *Store) takeLocked(pf *prefetch, k *kv.Key, chunk int) bool {
 	slot, ready, ok := s.servableLocked(k)
 	switch {
@@ -151,14 +150,14 @@ func (s *Store) takeLocked(pf *prefetch, k *kv.Key, chunk int) bool {
 	return ok
 }
 
-// load begins to read object i from the tier. It waits for its turn. It reports false
-// when there is no room in the pool, or no time left.
+// load begins to read object i from the tier, once a read may begin. It reports false if the pool has no room, or the lookup's time is
+// over.
 func (x *search) load(i int) bool {
 	return x.Store.load(x.pf, x.Key(i), x.Bytes(i), i/x.Rows())
 }
 
-// load begins to read an object of n bytes from the tier for a pending lookup. It waits for its turn. It reports false
-// when there is no room in the pool, or no time left.
+// load begins to read an object of n bytes from the tier for a pending lookup, once a read may begin. It reports false if the pool has no
+// room, or the lookup's time is over.
 func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 	for {
 		fl, wait, err := s.beginLoad(pf, &k, n, chunk)
@@ -170,7 +169,7 @@ func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 			case <-pf.ctx.Done():
 				return false
 			}
-		case fl == nil: // another search loads it, or the pool is full
+		case fl == nil: // another search reads it already, or the pool is full
 			return err == nil
 		case s.Go(func() { s.read(fl, k) }):
 			return true
@@ -181,9 +180,8 @@ func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 	}
 }
 
-// beginLoad makes a slot and its flight for an object. The flight is nil with an error and
-// when another search has begun the load meanwhile. wait is non-nil when too many loads are in
-// flight: the caller waits for it and tries again.
+// beginLoad makes a slot and its flight for an object. The flight is nil with an error, and if another search has begun to read the object
+// meanwhile. wait is not nil if too many reads are running: the caller waits until it is closed and tries again.
 func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *flight, wait chan struct{}, err error) {
 	s.lock()
 	defer s.unlock()
@@ -197,7 +195,7 @@ func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *fligh
 	}
 	slot, err := s.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: s, by: peer, on: true})
 	if err != nil {
-		if errors.Is(err, pool.ErrFull) { // all is pinned, being written or within others' quotas
+		if errors.Is(err, pool.ErrFull) { // everything is pinned, being written or within the quotas of other tenants
 			pf.belowWhy = cmp.Or(pf.belowWhy, miss.NoRoom)
 		}
 		return nil, nil, err
@@ -205,14 +203,14 @@ func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *fligh
 	s.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer, fl.removals = true, true, peer, s.mu.removals
-	if chunk <= len(pf.hashes) { // else the chunk before it is not known
+	if chunk <= len(pf.hashes) { // else the hash of the chunk before it is not known
 		s.continuesLocked(slot, k, pf.hashes, chunk)
 	}
 	s.joinFlightLocked(pf, slot, chunk)
 	return fl, nil, nil
 }
 
-// read reads an object into its slot. The slot is held until the tier has returned.
+// read reads an object from the tier into its slot. The slot is not reused until the tier has returned.
 func (s *Store) read(fl *flight, k kv.Key) {
 	ctx, cancel := context.WithTimeout(s.life, loadLife*min(s.opts.LoadTimeout, forever/loadLife))
 	defer cancel()
@@ -234,8 +232,8 @@ func (s *Store) view(fl *flight) []byte {
 	return s.mu.pool.View(fl.slot)
 }
 
-// endTierRead ends the flight of an object from the tier: it becomes resident, with its
-// checksum, or goes.
+// endTierRead ends the flight of an object that was read from the tier. With why None the object becomes resident with the checksum sum,
+// otherwise it is dropped.
 func (s *Store) endTierRead(fl *flight, sum uint64, why miss.Reason, tier string) {
 	s.lock()
 	defer s.unlock()
@@ -280,7 +278,7 @@ func (s *Store) endTierRead(fl *flight, sum uint64, why miss.Reason, tier string
 	s.endFlightLocked(fl, staged && why == miss.None)
 }
 
-// dropMoving forgets what is on its way from the tier, or to it.
+// dropMoving drops the objects that are being read from the tier or written to it.
 func (s *Store) dropMoving() {
 	s.lock()
 	defer s.unlock()
@@ -296,7 +294,7 @@ func (s *Store) dropMoving() {
 	}
 }
 
-// fromBelowLocked counts the chunks of a hit that came from the tier for it, and their objects.
+// fromBelowLocked counts the chunks of a hit, and their objects, that were read from the tier for this lookup.
 func (pf *prefetch) fromBelowLocked(hit int) (chunks, objects int) {
 	slices.Sort(pf.fromBelow)
 	for i, c := range pf.fromBelow {

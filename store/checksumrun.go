@@ -8,15 +8,14 @@ import (
 	"time"
 )
 
-// checksumWork is what runChecksums runs.
+// checksumWork has the functions that runChecksums calls.
 type checksumWork struct {
-	next    func() int64         // does one object and returns the bytes read, 0 when there is nothing to do yet
-	idle    func() time.Duration // until there may be something to do
-	corrupt func() uint64        // how many objects differed so far
+	next    func() int64         // processes one object and returns the bytes read; 0 when there is nothing to do yet
+	idle    func() time.Duration // how long to wait until there may be work
+	corrupt func() uint64        // how many objects have differed from their checksums so far
 }
 
-// runChecksums computes and compares checksums by work.next until ctx ends, at no more than rate bytes per second, several small objects at
-// a time.
+// runChecksums calls work.next until ctx ends, several times in a row for small objects. It reads no more than rate bytes per second.
 func runChecksums(ctx context.Context, rate int64, work checksumWork, log *slog.Logger) {
 	const burst = 16 << 20
 	differed := uint64(0)

@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// crew runs a few goroutines that work while there is something to do, and sleep otherwise. newCrew makes one.
+// crew runs a few goroutines that work while there is something to do and sleep otherwise. newCrew makes one.
 type crew struct{ work chan struct{} }
 
 // newCrew returns a crew that sleeps.
@@ -21,8 +21,8 @@ func (c crew) Wake() {
 	}
 }
 
-// Run starts n goroutines. Each sleeps until it is woken, and then calls do until do reports that
-// there is nothing to do. Run returns when ctx and all of them have ended.
+// Run starts n goroutines. Each sleeps until Wake, and then calls do until do reports false: there is nothing to do. Run returns when ctx
+// and all its goroutines have ended.
 func (c crew) Run(ctx context.Context, n int, do func() bool) {
 	var wg sync.WaitGroup
 	defer wg.Wait()

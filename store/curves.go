@@ -17,38 +17,39 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// curves show the lookups of a store to a hitcurve.Curves. A chunk has the name of its object of the first group and shard.
+// curves reports the lookups and stores of a Store to a hitcurve.Curves. The name of a chunk is that of its object of the first group and
+// shard.
 //
-// A lookup knows the names of the chunks that it searched. Those behind the first missing chunk get their names when the request
-// stores them, so that a lookup hashes no more than it needs.
+// At a lookup only the names of the chunks that it searched are known. The chunks after the first missing one get their names when the
+// request stores them, so that a lookup hashes no more chunks than it needs.
 type curves struct {
 	*hitcurve.Curves
 	seed  maphash.Seed
 	began time.Time
 
-	// A goroutine that holds this mutex takes no other but that of the hitcurve.Curves.
+	// While a goroutine has this mutex, it takes no other one than that of the hitcurve.Curves.
 	mu struct {
 		sync.Mutex
-		prompts [maxNamedPrompts / promptsPerSet][promptsPerSet]namedPrompt // by request; of each set the newest first
-		names   []uint64                                                    // what namesLocked returned last; its memory is used again
+		prompts [maxNamedPrompts / promptsPerSet][promptsPerSet]namedPrompt // by request; the newest of each set first
+		names   []uint64                                                    // the last result of namesLocked, whose memory the next call reuses
 	}
 }
 
-// namedPrompt is a prompt that was looked up.
+// namedPrompt is a prompt that a request looked up.
 type namedPrompt struct {
 	request uint64 // hash of its id; 0: none
 	asked   int    // chunks
-	named   int    // leading chunks whose names are noted
+	named   int    // leading chunks whose names were reported
 }
 
-// maxNamedPrompts bounds the prompts that are remembered from their lookup to their store: in sets, so that a lookup neither allocates
-// nor changes a map. A full set forgets its oldest.
+// maxNamedPrompts bounds the prompts that are remembered from their lookup to their store. They are in sets, so that a lookup neither
+// allocates nor changes a map. A full set forgets its oldest prompt.
 const (
 	maxNamedPrompts = 1 << 12
 	promptsPerSet   = 8
 )
 
-// newCurves returns what Options.Curves asks for.
+// newCurves returns the curves for Options.Curves, or nil if that is nil.
 func (s *Store) newCurves() *curves {
 	if s.opts.Curves == nil {
 		return nil
@@ -65,8 +66,8 @@ func (s *Store) newCurves() *curves {
 	return &curves{Curves: hitcurve.New(o), seed: maphash.MakeSeed(), began: s.began}
 }
 
-// Curves returns what lookups of the last 15 minutes, hour and 24 hours found, and what they would have found with other amounts of
-// memory; nil without Options.Curves. Lookups by LookupEach are not in it.
+// Curves returns what lookups of the last 15 minutes, hour and 24 hours found, and what they would have found with other amounts of memory.
+// It returns nil without Options.Curves. Lookups by LookupEach are not counted.
 func (s *Store) Curves() []hitcurve.Window {
 	if s.curves == nil {
 		return nil
@@ -74,7 +75,7 @@ func (s *Store) Curves() []hitcurve.Window {
 	return s.curves.Estimate(time.Since(s.began))
 }
 
-// namesLocked returns the names of chunks, valid until the next call.
+// namesLocked returns the names of chunks. They are valid until the next call.
 func (c *curves) namesLocked(sh object.Shard, hashes []kv.Hash) []uint64 {
 	var k kv.Key
 	sh.Key(&k, 0, 0, kv.Hash{})
@@ -83,13 +84,13 @@ func (c *curves) namesLocked(sh object.Shard, hashes []kv.Hash) []uint64 {
 	for i := range hashes {
 		out[i] = base ^ binary.LittleEndian.Uint64(hashes[i][:])
 	}
-	if len(out) <= batch { // the memory of more is not kept
+	if len(out) <= batch { // the memory of a longer list is freed
 		c.mu.names = out
 	}
 	return out
 }
 
-// bytesOf returns the bytes of a chunk in all groups and shards.
+// bytesOf returns the bytes of one chunk in all groups and shards.
 func bytesOf(sh object.Shard) (n int64) {
 	for g := range sh.Groups.Len() {
 		n += sh.Groups.Bytes(g)
@@ -97,7 +98,7 @@ func bytesOf(sh object.Shard) (n int64) {
 	return n * int64(sh.World)
 }
 
-// lookup notes the end of a lookup. hashes are those of the leading chunks that are known.
+// lookup reports the end of a lookup. hashes are those of the leading chunks whose hashes are known.
 func (c *curves) lookup(q *query, hashes []kv.Hash, out *LookupResult) {
 	if c == nil || out.Asked <= out.From {
 		return
@@ -113,7 +114,8 @@ func (c *curves) lookup(q *query, hashes []kv.Hash, out *LookupResult) {
 	}, time.Since(c.began))
 }
 
-// stored notes that a request stores chunks[name.From:name.To], of which taken were missing. The first shard speaks for all.
+// stored reports that a request stores the chunks [name.From, name.To). taken are the objects of them that the pool lacked. Only the first
+// shard's stores are reported.
 func (c *curves) stored(name *hold.Transfer, request []byte, hashes []kv.Hash, taken []heldObject) {
 	if c == nil || name.Shard.Index != 0 {
 		return
@@ -127,7 +129,7 @@ func (c *curves) stored(name *hold.Transfer, request []byte, hashes []kv.Hash, t
 	}
 	from := max(name.From, p.named)
 	p.named = max(p.named, name.To)
-	to := min(name.To, p.asked) // chunks beyond the prompt are the answer's, and count only where one of them is new
+	to := min(name.To, p.asked) // chunks beyond the prompt belong to the answer; they count only if one of them is new
 	if len(taken) > 0 {
 		to = name.To
 	}
@@ -136,10 +138,10 @@ func (c *curves) stored(name *hold.Transfer, request []byte, hashes []kv.Hash, t
 	}
 }
 
-// id returns namedPrompt.request.
+// id returns the value of namedPrompt.request for a request id.
 func (c *curves) id(request []byte) uint64 { return maphash.Bytes(c.seed, request) | 1 }
 
-// promptLocked returns the prompt of a request; nil where it is not known.
+// promptLocked returns the remembered prompt of a request, or nil.
 func (c *curves) promptLocked(request uint64) *namedPrompt {
 	set := &c.mu.prompts[request/2%uint64(len(c.mu.prompts))]
 	for i := range set {
@@ -150,7 +152,7 @@ func (c *curves) promptLocked(request uint64) *namedPrompt {
 	return nil
 }
 
-// noteLocked remembers a prompt.
+// noteLocked remembers the prompt of a request.
 func (c *curves) noteLocked(p namedPrompt) {
 	if known := c.promptLocked(p.request); known != nil {
 		*known = p

@@ -14,19 +14,19 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// EachLookup looks up objects that need not continue each other, and lends each one that is there to a reader. What is ready is
-// lent when it is made; Fetch waits for the rest. It belongs to one goroutine.
+// EachLookup looks up objects that need not continue each other, and lends each one that it finds to a reader. LookupEach lends the objects
+// that are ready; Fetch waits for the rest. Only one goroutine may use an EachLookup.
 type EachLookup struct {
-	// Places has one for each key; for a key that is not lent Bytes is 0.
+	// Places has one place for each key. For a key that is not lent its Bytes is 0.
 	Places []Place
-	// Loan keeps what is lent, for as long as its owner wants; nil where nothing is. It is complete after Fetch.
+	// Loan keeps the lent objects in place for as long as its owner wants; nil if none is lent. It is complete after Fetch.
 	Loan *Loan
-	// Bytes are those of all that is lent.
+	// Bytes is the sum of the bytes of all lent objects.
 	Bytes int64
 
 	store *Store
 	query EachQuery
-	rest  []int // keys that are not lent and may come
+	rest  []int // keys that are not lent yet but may be later
 	pf    *prefetch
 	held  []heldObject
 }
@@ -36,18 +36,18 @@ type EachQuery struct {
 	Owner     lease.Owner
 	Keys      []kv.Key
 	Bytes     int64 // of one object
-	AnyLength bool  // lend objects of other lengths, too
-	Most      int64 // bytes to lend
+	AnyLength bool  // lend objects of other lengths than Bytes, too
+	Most      int64 // the most bytes to lend
 
-	// Lent counts the bytes that several lookups of one owner lend, which are Most together: each adds EachLookup.Bytes, and the owner
-	// takes them off when it ends the Loan. nil: Most holds for this lookup alone.
+	// Lent is the sum of the bytes that several lookups of one owner have lent; together they may lend Most. Each lookup adds its
+	// EachLookup.Bytes, and the owner subtracts them when it ends the Loan. nil: Most is for this lookup alone.
 	Lent *atomic.Int64
 }
 
-// longestOther bounds objects of other lengths that the tier below has, in lengths of the query.
+// longestOther bounds the length of an object of another length in the tier below, as a multiple of EachQuery.Bytes.
 const longestOther = 4
 
-// LookupEach begins a lookup, and lends what may be served at once. Error: ErrBusy.
+// LookupEach begins a lookup and lends the objects that may be served at once. Error: ErrBusy.
 func (s *Store) LookupEach(q EachQuery) (*EachLookup, error) {
 	if q.Lent == nil {
 		q.Lent = new(atomic.Int64)
@@ -64,11 +64,10 @@ func (s *Store) LookupEach(q EachQuery) (*EachLookup, error) {
 	return x, nil
 }
 
-// Incomplete reports whether Fetch may lend more: objects that are to be compared with their checksums, or that the tier below
-// may have.
+// Incomplete reports whether Fetch may lend more: objects whose checksums must be compared first, or objects that the tier below may have.
 func (x *EachLookup) Incomplete() bool { return len(x.rest) > 0 }
 
-// lend lends those of the keys that may be served. What may come is in x.rest afterwards.
+// lend lends those of the keys whose objects may be served. Afterwards x.rest has the keys that may be lent later.
 func (x *EachLookup) lend(keys []int) error {
 	x.rest = nil
 	for ; len(keys) > 0; keys = keys[min(batch, len(keys)):] {
@@ -110,7 +109,7 @@ func (x *EachLookup) lendSome(keys []int) error {
 	return nil
 }
 
-// mayLend takes n bytes of what the owner may have lent.
+// mayLend reports whether n more bytes may be lent, and adds them to Lent if so.
 func (x *EachLookup) mayLend(n int64) bool {
 	if x.query.Lent.Add(n) <= x.query.Most {
 		return true
@@ -119,8 +118,8 @@ func (x *EachLookup) mayLend(n int64) bool {
 	return false
 }
 
-// Fetch waits until all that the tier below has and all that is to be compared is there, for Options.LoadTimeout at most, and lends it.
-// What comes later stays in the pool. A goroutine for it must be started by Store.Go.
+// Fetch waits, for Options.LoadTimeout at most, until objects have been read from the tier below and compared with their checksums. Then it
+// lends them. An object that comes later stays in the pool. A goroutine that calls Fetch must be started by Store.Go.
 func (x *EachLookup) Fetch(ctx context.Context) {
 	s, rest := x.store, x.rest
 	x.pf = &prefetch{objects: len(rest), landed: make(chan struct{}), began: time.Now()}
@@ -140,7 +139,7 @@ func (x *EachLookup) Fetch(ctx context.Context) {
 	case <-s.life.Done():
 	}
 	s.leaveFlights(x.pf)
-	_ = x.lend(rest) // where too many transfers are in progress, the rest is not lent
+	_ = x.lend(rest) // if too many transfers are in progress, the rest is not lent
 	x.rest = nil
 	for to := len(x.pf.pins); to > 0; to -= batch {
 		s.unpinSome(x.pf.pins[max(0, to-batch):to])
@@ -160,8 +159,8 @@ func (x *EachLookup) beginFetch() bool {
 	return true
 }
 
-// take pins what is in the pool and joins the flights of what is on its way or has to be compared. What the tier has gets a
-// flight.
+// take pins the objects that are ready, and joins the flights of those that are being read or compared. It begins a flight for each object
+// that the tier has.
 func (x *EachLookup) take(rest []int) {
 	var absent []int
 	for ; len(rest) > 0; rest = rest[min(batch, len(rest)):] {
@@ -188,7 +187,7 @@ func (x *EachLookup) take(rest []int) {
 	}
 }
 
-// fits reports whether an object of the tier below may be one that is looked up.
+// fits reports whether an object of n bytes in the tier below may be lent for this query.
 func (x *EachLookup) fits(n int64) bool {
 	return n == x.query.Bytes || x.query.AnyLength && n > 0 && n <= min(longestOther*x.query.Bytes, kv.MaxChunkBytes)
 }
@@ -205,7 +204,8 @@ func (x *EachLookup) takeSome(absent, rest []int) []int {
 	return absent
 }
 
-// Result ends the lookup: it makes the Loan, and says how the lookup ended as if the keys continued each other.
+// Result ends the lookup. It makes the Loan, and returns a result as if the keys were a prompt: Hit is the number of leading keys that are
+// lent.
 func (x *EachLookup) Result() LookupResult {
 	s := x.store
 	out := LookupResult{State: Ready, Asked: len(x.query.Keys), Hit: len(x.query.Keys)}
@@ -238,7 +238,7 @@ func (x *EachLookup) Result() LookupResult {
 	return out
 }
 
-// belowLocked notes the tier's part in how a lookup ended.
+// belowLocked adds the tier's part to the result of a lookup.
 func (x *EachLookup) belowLocked(out *LookupResult) {
 	if x.pf == nil {
 		return
@@ -254,14 +254,14 @@ func (x *EachLookup) belowLocked(out *LookupResult) {
 	}
 }
 
-// giveBack ends the lookup without a Loan.
+// giveBack ends the lookup and its holds without a Loan.
 func (x *EachLookup) giveBack() {
 	x.store.giveBackLent(x.held)
 	x.query.Lent.Add(-x.Bytes)
 	x.held, x.Bytes = nil, 0
 }
 
-// Counted notes that the reader of a Loan has read objects of it.
+// Counted adds objects that the reader of a Loan has read to the store's figures.
 func (l *Loan) Counted(objects int, bytes int64) {
 	l.store.lock()
 	defer l.store.unlock()

@@ -8,53 +8,52 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// Event says that an object became resident in the pool, or went.
+// Event says that an object became resident in the pool or, with Removed, that it was dropped.
 type Event struct {
 	Key     kv.Key
 	Removed bool
 }
 
-// events are the last changes of what is resident, numbered. The store writes them
-// under its mutex and never waits for a reader. 64 bytes per event.
+// events has the last changes of the set of resident objects. Each has a number. The store writes them under its mutex and never waits for
+// a reader. An event takes 64 bytes.
 type events struct {
 	container.Ring[Event]
-	news bool // since the mutex was locked
+	news bool // an event was added since the mutex was locked
 }
 
 func (e *events) add(k kv.Key, removed bool) {
 	e.news = e.Add(Event{Key: k, Removed: removed}) || e.news
 }
 
-// Watch begins to number what becomes resident and what goes, and keeps the last events,
-// at least size of them. Later calls change nothing.
+// Watch starts to number the objects that become resident or are dropped. At least the last `size` events are kept. A second call has no
+// effect.
 func (s *Store) Watch(size int) {
 	s.lock()
 	defer s.unlock()
 	s.mu.events.Keep(size)
 }
 
-// News gets a value, one for any number of events, after there were some. One reader may use it.
+// News receives one value after one or more events. Only one reader may use it.
 func (s *Store) News() <-chan struct{} { return s.news }
 
-// Events copies into dst the events that follow number after, oldest first. It returns how
-// many; with lost there are none, because some of those after that number are not kept any more.
+// Events copies into dst the events whose numbers are above `after`, oldest first, and returns how many. If some of them are no longer
+// kept, lost is true and none are copied.
 func (s *Store) Events(after uint64, dst []Event) (n int, lost bool) {
 	s.lock()
 	defer s.unlock()
 	return s.mu.events.After(after, dst)
 }
 
-// LastEvent returns the number of the newest event. A reader that lost events
-// calls LastEvent first, then reads all of Residents, and continues with the events after that
-// number: they include every change made in between.
+// LastEvent returns the number of the newest event. A reader that lost events calls LastEvent first, then reads all of Residents, and then
+// continues with the events after that number. Those include every change during the reading.
 func (s *Store) LastEvent() uint64 {
 	s.lock()
 	defer s.unlock()
 	return s.mu.events.Last()
 }
 
-// Residents appends the keys of some resident objects to dst, from slot from on; 0 begins. more is
-// false when no slot is left, else next is where to go on. Others have the lock between two calls.
+// Residents appends the keys of some resident objects to dst, from slot `from` on; 0 begins. next is the slot for the next call; more is
+// false when no slot is left. The store's lock is free between two calls.
 func (s *Store) Residents(from int, dst []kv.Key) (_ []kv.Key, next int, more bool) {
 	more = s.someSlots(from, func(slot pool.Slot, st pool.State) {
 		if st == pool.Resident {

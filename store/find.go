@@ -12,11 +12,10 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// batch is how many objects are searched, pinned, given back or dropped before the
-// lock is offered to others: well below a millisecond.
+// batch is how many objects are searched, pinned, released or dropped under the lock at a time: this takes well below a millisecond.
 const batch = 2048
 
-// dropBatch is the same for chunks that are dropped, which costs more.
+// dropBatch is as batch, for objects that may be dropped, which takes longer.
 const dropBatch = 128
 
 // maxLookup bounds the objects of one lookup.
@@ -25,41 +24,40 @@ const maxLookup = 1 << 21
 // Prompt is what a lookup asks for.
 type Prompt struct {
 	Chunks int
-	Tokens int         // of a chunk, for the result
-	From   int         // leading chunks that the engine has: they are only touched, and count as hit
-	Owner  lease.Owner // who asks: at the limits the owner with most pins gives way
-	Note   any         // the caller's, for the result
+	Tokens int         // tokens of a chunk, for the result
+	From   int         // leading chunks that the engine has itself: they are only marked as used, and count as part of the hit
+	Owner  lease.Owner // who asks: when pins reach their limit, the owner with the most pins loses some
+	Note   any         // a value of the caller, which LookupResult.Note returns
 
-	// Hashes returns the chunk hashes of the prompt, at least the first n. It is called without a
-	// lock, and for more chunks only while all so far are found: most misses end early, and chunks
-	// that are not searched for need not be hashed.
+	// Hashes returns the chunk hashes of the prompt, at least the first n. The store calls it without a lock, and asks for more chunks only
+	// while all chunks so far are found. Most misses end early, and chunks that are not searched need no hash.
 	Hashes func(n int) []kv.Hash
 }
 
-// Hashed is the Prompt of chunks whose hashes are known.
+// Hashed returns the Prompt of chunks whose hashes are known.
 func Hashed(hashes []kv.Hash) Prompt {
 	return Prompt{Chunks: len(hashes), Hashes: func(int) []kv.Hash { return hashes }}
 }
 
-// found is which objects of a prompt are kept: a slot for each row of each chunk, a
-// row for each group and shard.
+// found is the result of a search for the objects of a prompt: a slot for each row of each chunk. There is one row for each group and
+// shard.
 type found struct {
 	slots []uint32 // [chunk*rows + row]; absent where there is none
 	rows  int
-	from  int    // chunks before it are not searched, and count as kept
-	limit int    // chunks; groups of full attention end here
+	from  int    // chunks before it are not searched, and count as found
+	limit int    // number of chunks: groups of full attention have all chunks before it
 	drops uint64 // Store.mu.drops when the search began
 
-	readyOnly bool // search what may be served now only
-	unready   bool // something was found that may not be served yet
+	readyOnly bool // search only for objects that may be served now
+	unready   bool // the search found an object that may not be served yet
 }
 
 const absent = ^uint32(0)
 
 func (f *found) at(chunk, row int) uint32 { return f.slots[chunk*f.rows+row] }
 
-// find searches the objects of a prompt. It ends at the first chunk that a group of
-// full attention lacks in some shard. It returns the hashes as far as it looked.
+// find searches the objects of a prompt. It ends at the first chunk that a group of full attention lacks in some shard. It returns the
+// hashes of at least the chunks that it searched.
 func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	f.drops = s.dropsSoFar()
 	columns := max(1, batch/f.rows)
@@ -70,7 +68,7 @@ func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	for step := 1; f.limit < p.Chunks; step *= 2 {
 		hashes = p.Hashes(min(f.limit+step, p.Chunks))
 		hashes = hashes[:min(len(hashes), p.Chunks)]
-		if step == 2 { // the first chunk was found: the memory of all is taken at once, as most lookups find much or nothing
+		if step == 2 { // the first chunk was found: as most lookups then find much, the memory for many chunks is taken at once
 			f.slots = slices.Grow(f.slots, min((p.Chunks-f.limit)*f.rows, batch))
 		}
 		for f.limit < len(hashes) {
@@ -91,8 +89,7 @@ func (s *Store) dropsSoFar() uint64 {
 	return s.mu.drops
 }
 
-// findColumns searches the chunks from f.limit on in the groups of full attention.
-// It reports whether all are kept.
+// findColumns searches the chunks from f.limit on in the groups of full attention. It reports whether all of them were found.
 func (s *Store) findColumns(sh object.Shard, hashes []kv.Hash, f *found) bool {
 	s.lock()
 	defer s.unlock()
@@ -117,7 +114,7 @@ func (s *Store) findColumns(sh object.Shard, hashes []kv.Hash, f *found) bool {
 	return true
 }
 
-// findWindows searches the chunks before f.limit in the other groups.
+// findWindows searches the chunks before f.limit in the groups that do not have full attention.
 func (s *Store) findWindows(sh object.Shard, hashes []kv.Hash, f *found) {
 	if !sh.Groups.Windows() {
 		return
@@ -144,40 +141,39 @@ func (s *Store) findWindowColumns(sh object.Shard, hashes []kv.Hash, f *found, f
 	}
 }
 
-// seekLocked returns the slot that is resident under k, and notes when it may not be
-// served yet. A warmed object whose length is not n is not served, because Warm could not know
-// the right length. It is dropped unless it is pinned or held.
+// seekLocked returns the slot with the resident object of k, and sets f.unready if the object may not be served yet. A warmed object whose
+// length is not n is not served, because Warm could not know the right length. It is dropped unless it is pinned or held.
 func (s *Store) seekLocked(k *kv.Key, n int64, f *found) (pool.Slot, bool) {
 	slot, ready, ok := s.servableLocked(k)
 	misfit := ok && s.misfitLocked(slot, n)
 	if misfit && s.evictableLocked(slot) {
 		s.dropLocked(slot, miss.BelowCorrupt)
 	}
-	ok = ok && (!misfit || !ready) // an object in flight is looked for again
+	ok = ok && (!misfit || !ready) // an object in flight is searched again later
 	if ok && !ready {
 		f.unready = true
 	}
 	return slot, ok && (ready || !f.readyOnly)
 }
 
-// misfitLocked reports whether a slot was warmed and has another length than n.
+// misfitLocked reports whether Warm read the object of a slot and its length is not n.
 func (s *Store) misfitLocked(slot pool.Slot, n int64) bool {
 	return s.mu.warmed.Has(uint32(slot)) && s.mu.pool.Length(slot) != n
 }
 
-// promisedLocked is residentLocked for a load: what a lookup has pinned may be outdated.
+// promisedLocked is residentLocked for a load. It also returns an outdated object, which a lookup may have pinned before the clear.
 func (s *Store) promisedLocked(k *kv.Key) (pool.Slot, bool) {
 	slot, st := s.findLocked(k)
 	return slot, st == pool.Resident && !s.suspectedLocked(slot)
 }
 
-// residentLocked returns the slot that is resident under k and may be served.
+// residentLocked returns the slot with the resident object of k. It reports false if the object may not be served.
 func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
 	slot, st := s.findLocked(k)
 	return slot, st == pool.Resident && !s.suspectedLocked(slot) && !s.outdatedLocked(slot) && !s.mu.lives.ended(slot)
 }
 
-// hit returns the longest prefix that every row can serve, in chunks.
+// hit returns the longest prefix that every row can serve, as a number of chunks.
 func (f *found) hit(sh object.Shard) int {
 	if !sh.Groups.Windows() {
 		return f.limit
@@ -185,7 +181,7 @@ func (f *found) hit(sh object.Shard) int {
 	return sh.Groups.Hit(f.limit, func(group, chunk int) bool { return f.has(group, sh.World, chunk) })
 }
 
-// has reports whether every shard keeps chunk c of group g.
+// has reports whether chunk c of group g was found in every shard.
 func (f *found) has(g, world, c int) bool {
 	if c < f.from {
 		return true
@@ -198,8 +194,8 @@ func (f *found) has(g, world, c int) bool {
 	return true
 }
 
-// pin pins what a load of hit chunks needs. The lease takes over f's memory. If an object of the
-// hit was dropped since the search, pin notes that in f, pins nothing and reports false.
+// pin pins the objects that a load of `hit` chunks needs. The lease takes over f's memory. If an object of the hit was dropped since the
+// search, pin removes it from f, pins nothing and reports false.
 func (s *Store) pin(sh object.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
 	l := lease.Lease{From: f.from, Chunks: hit, Rows: f.rows}
 	if hit <= f.from {
@@ -246,7 +242,7 @@ func (s *Store) pinColumns(sh object.Shard, hashes []kv.Hash, f *found, l *lease
 	return true
 }
 
-// missing notes that an object is not kept after all.
+// missing removes an object from f, because it was dropped after the search found it.
 func (s *Store) missing(sh object.Shard, f *found, group, row, chunk int) {
 	if sh.Groups.Full(group) {
 		f.limit = min(f.limit, chunk)
@@ -255,7 +251,7 @@ func (s *Store) missing(sh object.Shard, f *found, group, row, chunk int) {
 	}
 }
 
-// giveBack ends the pins of leases, tails before heads.
+// giveBack releases the pins of leases, the last chunks first.
 func (s *Store) giveBack(leases []lease.Lease) {
 	for i := range leases {
 		l := &leases[i]

@@ -10,28 +10,27 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// flight is an object on its way to being served: one for each object, whoever wants
-// it. Guarded by Store.mu.
+// flight is the wait of lookups for one object that cannot be served yet: it is being read from the tier, or must be compared with its
+// checksum. All lookups that want the object share it. Guarded by Store.mu.
 type flight struct {
 	slot     pool.Slot
 	begun    bool
-	pinned   bool        // resident, and pinned for its waiters
-	below    bool        // it comes from the tier; the slot is staged
-	removals uint64      // from the tier, when the read began
-	chunk    int         // of the prompts that joined it
+	pinned   bool        // the slot is resident and pinned for the lookups that wait
+	below    bool        // the object comes from the tier, and its slot is staged
+	removals uint64      // Store.mu.removals when the read began
+	chunk    int         // the object's chunk in the prompts that joined the flight
 	peer     string      // the user or address that began the read
-	waiting  []*prefetch // that joined it and still wait
+	waiting  []*prefetch // lookups that joined the flight and still wait
 }
 
-// flights are those of one store.
+// flights are the flights of one store.
 type flights struct {
 	of     map[pool.Slot]*flight
-	wanted fair.Turns[*prefetch] // with flights that have not begun
+	wanted fair.Turns[*prefetch] // lookups that wait for flights that have not begun
 }
 
-// joinFlightLocked makes pf wait for the flight of an object. If the object is resident and was not
-// compared yet, the first lookup that waits makes the flight. chunk is the object's place in the
-// prompt.
+// joinFlightLocked makes pf wait for the flight of an object. If the object is resident and was not compared yet, the first lookup that
+// waits begins the flight. chunk is the position of the object's chunk in the prompt.
 func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 	fl := s.mu.flights.of[slot]
 	if fl == nil {
@@ -41,7 +40,7 @@ func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 		s.keepLocked(slot)
 		fl.pinned = true
 	}
-	fl.chunk, fl.waiting = chunk, append(fl.waiting, pf) // the same chunk for all: its name covers those before it
+	fl.chunk, fl.waiting = chunk, append(fl.waiting, pf) // the same number for all: the hash of a chunk covers those before it
 	pf.flights = append(pf.flights, fl)
 	pf.waiting++
 	if fl.begun {
@@ -60,8 +59,7 @@ func (s *Store) newFlightLocked(slot pool.Slot) *flight {
 	return fl
 }
 
-// endFlightLocked ends a flight. It pins the slot for each lookup that waits for it, if the slot
-// may be served.
+// endFlightLocked ends a flight. With ok the object may be served, and its slot is pinned for each lookup that waits for it.
 func (s *Store) endFlightLocked(fl *flight, ok bool) {
 	delete(s.mu.flights.of, fl.slot)
 	for _, pf := range fl.waiting {
@@ -77,8 +75,8 @@ func (s *Store) endFlightLocked(fl *flight, ok bool) {
 	fl.waiting = nil
 }
 
-// leaveFlights ends pf's interest in what is still on its way. A flight that has not
-// begun and has no other waiter is left to the background.
+// leaveFlights removes pf from the flights that have not ended. A flight that has not begun and has no other waiter is left to the
+// background work.
 func (s *Store) leaveFlights(pf *prefetch) {
 	for more := true; more; {
 		more = s.leaveSome(pf)
@@ -93,7 +91,7 @@ func (s *Store) leaveSome(pf *prefetch) (more bool) {
 	for _, fl := range pf.flights[:n] {
 		i := slices.Index(fl.waiting, pf)
 		if i < 0 {
-			continue // it has landed
+			continue // it has ended
 		}
 		fl.waiting = slices.Delete(fl.waiting, i, i+1)
 		if len(fl.waiting) > 0 {
@@ -112,9 +110,8 @@ func (s *Store) leaveSome(pf *prefetch) (more bool) {
 	return len(pf.flights) > 0
 }
 
-// nextWantedLocked begins a flight that a lookup waits for. Users and addresses take turns, and
-// so do the pending lookups of each, so that neither a long lookup nor many of them delay
-// other users.
+// nextWantedLocked begins a flight that a lookup waits for. Users and addresses take turns, and so do the pending lookups of each. So
+// neither a long lookup nor many lookups of one user delay other users.
 func (s *Store) nextWantedLocked() (next *flight) {
 	s.mu.flights.wanted.Next(func(pf *prefetch) bool {
 		for len(pf.todo) > 0 {
@@ -131,6 +128,6 @@ func (s *Store) nextWantedLocked() (next *flight) {
 	return next
 }
 
-// readers is how many goroutines read chunks at once: where there are two processors or more, one
-// is left to the goroutines that answer requests.
+// readers returns how many goroutines read chunks at once. With two or more processors, one of them is left to the goroutines that answer
+// requests.
 func readers() int { return max(1, runtime.GOMAXPROCS(0)-1) }

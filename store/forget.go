@@ -11,25 +11,23 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// An epoch begins with each Forget. A slot has the epoch in which its place was taken;
-// one of an earlier epoch is outdated: no lookup finds it, it is not written below, and it
-// goes when nothing keeps it. So what a transfer, a pin or a read from below holds at the
-// time of a clear is not served to later lookups.
+// An epoch begins with each Forget. A slot has the epoch in which its place was taken. A slot of an earlier epoch is outdated: no lookup
+// finds it, it is not written to the tier below, and it is dropped once no pin or hold keeps it. So an object that a transfer, a pin or a
+// read from the tier keeps during a clear is not served to later lookups.
 
-// BeginForget is called before a Forget is noted anywhere else: if the server is killed
-// before Forget, the next one has nothing of what is in the pool now.
+// BeginForget must be called before a Forget is recorded anywhere else. If the server is killed before Forget, the next server takes over
+// nothing of what is in the pool now.
 func (s *Store) BeginForget() {
 	s.lock()
 	defer s.unlock()
 	s.mu.pool.Outdate()
 }
 
-// Forget makes everything outdated that is in the pool or on its way there, also for a
-// later server. commit is called at the same moment, under the mutex. Clear drops what
-// may go at once; Expire does the rest.
+// Forget makes every object outdated that is in the pool or on its way there, also for a later server. It calls commit at the same moment,
+// under the mutex. Clear drops the objects that may be dropped at once; Expire drops the others later.
 //
-// With keepPinned, resident chunks that sessions have pinned stay as they are until the
-// next Forget, as with LMCache's clear without force; they are not written below.
+// With keepPinned, resident chunks that sessions have pinned stay valid until the next Forget, as in LMCache's clear without force. They
+// are not written to the tier below.
 func (s *Store) Forget(commit func(), keepPinned bool) {
 	s.lock()
 	defer s.unlock()
@@ -47,10 +45,10 @@ func (s *Store) Forget(commit func(), keepPinned bool) {
 	commit()
 }
 
-// survives is set in the epoch of a slot that an earlier epoch left to this one.
+// survives is set in the epoch of a slot that Forget kept because a session had pinned it.
 const survives = 1 << 31
 
-// pinnedLocked returns the resident slots that sessions have pinned and later lookups find.
+// pinnedLocked returns the resident slots that sessions have pinned and that are not outdated.
 func (s *Store) pinnedLocked() (slots []pool.Slot) {
 	s.mu.leases.Each(func(sess *session) {
 		for _, l := range sess.Leases() {
@@ -64,7 +62,7 @@ func (s *Store) pinnedLocked() (slots []pool.Slot) {
 	return slots
 }
 
-// mayWriteLocked reports whether a slot may be written below: it is of this epoch, and has no end.
+// mayWriteLocked reports whether a slot may be written to the tier below: it is of this epoch, and no request gave it an end.
 func (s *Store) mayWriteLocked(slot pool.Slot) bool {
 	if s.mu.lives.limited(slot) {
 		return false
@@ -72,15 +70,15 @@ func (s *Store) mayWriteLocked(slot pool.Slot) bool {
 	return s.mu.epoch == 0 || int(slot) < s.mu.epochs.Len() && *s.mu.epochs.At(int(slot)) == s.mu.epoch
 }
 
-// endPinLocked ends an operator's pin of an outdated slot: no lookup finds what it keeps.
+// endPinLocked ends an operator's pin of an outdated slot, because no lookup finds the slot any more.
 func (s *Store) endPinLocked(slot pool.Slot) {
 	if s.mu.policy.Unpin(uint32(slot)) {
 		s.letGoUnusedLocked(slot)
 	}
 }
 
-// dropOutdatedLocked drops the key of an outdated slot, so that its object can be stored anew. Transfers keep the slot's memory until they
-// end. It reports false for a slot that lookups have pinned: their loads find it by its key.
+// dropOutdatedLocked drops the key of an outdated slot, so that its object can be stored again. Transfers keep the slot's memory until they
+// end. It reports false for a slot that lookups have pinned, because their loads find the slot by its key.
 func (s *Store) dropOutdatedLocked(slot pool.Slot) bool {
 	s.endPinLocked(slot)
 	resident := s.mu.pool.StateOf(slot) == pool.Resident
@@ -94,8 +92,7 @@ func (s *Store) dropOutdatedLocked(slot pool.Slot) bool {
 	return true
 }
 
-// DropOutdated drops what is outdated and kept by nothing. It reports whether nothing
-// outdated is left.
+// DropOutdated drops the outdated slots that no pin or hold keeps. It reports whether no outdated slot is left.
 func (s *Store) DropOutdated() bool {
 	for from, left := 0, 0; ; {
 		next, kept, begun := s.dropSomeOutdated(from)
@@ -107,7 +104,8 @@ func (s *Store) DropOutdated() bool {
 	}
 }
 
-// dropSomeOutdated looks at some slots. next is where to go on, or from when no slot is left.
+// dropSomeOutdated looks at some slots from slot `from` on. next is where to continue, or `from` when no slot is left. kept is how many
+// outdated slots must stay for now.
 func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
 	s.lock()
 	defer s.unlock()
@@ -131,7 +129,7 @@ func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
 	return next, kept, true
 }
 
-// anyOutdated looks at all slots under one lock, so that nothing is cleared meanwhile.
+// anyOutdated looks at all slots under one lock, so that no clear can come between.
 func (s *Store) anyOutdated() bool {
 	s.lock()
 	defer s.unlock()
@@ -147,14 +145,13 @@ func (s *Store) anyOutdated() bool {
 	return false
 }
 
-// takenLocked notes the epoch of a slot whose place was just taken.
+// takenLocked records the present epoch for a slot whose place was just taken.
 func (s *Store) takenLocked(slot pool.Slot) {
 	s.mu.epochs.Grow(int(slot) + 1)
 	*s.mu.epochs.At(int(slot)) = s.mu.epoch
 }
 
-// outdatedLocked reports whether a slot is of an earlier epoch. What an earlier server
-// kept is of epoch 0.
+// outdatedLocked reports whether a slot is of an earlier epoch. Objects of an earlier server are of epoch 0.
 func (s *Store) outdatedLocked(slot pool.Slot) bool {
 	if s.mu.epoch == 0 {
 		return false
@@ -162,8 +159,8 @@ func (s *Store) outdatedLocked(slot pool.Slot) bool {
 	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot))&^survives != s.mu.epoch
 }
 
-// DeleteBelow deletes objects from the tier below, after it has waited for writes of them that are in progress. Resident objects are
-// written there again when an engine loads them.
+// DeleteBelow deletes objects from the tier below. It first waits for writes of them that are in progress. Objects that are still resident
+// are written there again when an engine loads them.
 func (s *Store) DeleteBelow(keys []kv.Key) error {
 	if s.opts.Below == nil {
 		return nil
@@ -194,8 +191,8 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 	return err
 }
 
-// writeOf looks at a batch of keys from *from on. If one of them is being written, it returns a channel that is closed when the next write
-// has ended. Else it returns nil, and *from is behind the batch.
+// writeOf looks at a batch of keys, from keys[*from] on. If one of them is being written to the tier, it returns a channel that is closed
+// when the next write ends. Otherwise it returns nil and moves *from past the batch.
 func (s *Store) writeOf(from *int, keys []kv.Key) (ended chan struct{}) {
 	s.lock()
 	defer s.unlock()
@@ -212,7 +209,7 @@ func (s *Store) writeOf(from *int, keys []kv.Key) (ended chan struct{}) {
 	return nil
 }
 
-// ForgetBelow notes that the tier below has nothing more of the namespaces that gone answers true for. Their resident objects are
+// ForgetBelow records that the tier below has no more objects of the namespaces for which `gone` reports true. Resident objects of them are
 // written there again when an engine loads them.
 func (s *Store) ForgetBelow(gone func(kv.Namespace) bool) {
 	if s.below == nil {
@@ -242,7 +239,7 @@ func (s *Store) notBelowLocked(slot pool.Slot) {
 	}
 }
 
-// countRemoval counts a removal from the tier: a read or write that began earlier does not record its object as being there.
+// countRemoval counts a removal from the tier. A read or write that began before it does not record its object as being in the tier.
 func (s *Store) countRemoval() {
 	s.lock()
 	defer s.unlock()

@@ -9,15 +9,15 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// dropDeadLocked drops the window chunks of a prompt that no hit could load,
-// given what is kept of it: they go before anything that is of use.
+// dropDeadLocked drops the window chunks of a prompt that no hit could need, given which of its chunks are stored. They are evicted before
+// any chunk that is of use.
 func (s *Store) dropDeadLocked(sh object.Shard, hashes []kv.Hash) {
 	find := func(group, chunk int) (pool.Slot, pool.State) {
 		var k kv.Key
 		sh.Key(&k, sh.Index, group, hashes[chunk])
 		return s.mu.pool.Find(&k)
 	}
-	kept := func(group, chunk int) bool { // being stored counts
+	kept := func(group, chunk int) bool { // a chunk that is being stored counts as stored
 		_, st := find(group, chunk)
 		return st != pool.Free
 	}
@@ -29,7 +29,7 @@ func (s *Store) dropDeadLocked(sh object.Shard, hashes []kv.Hash) {
 	})
 }
 
-// evictLocked drops a slot to make room.
+// evictLocked drops the key of a slot to make room, and counts the eviction.
 func (s *Store) evictLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.n.EvictedChunks++
 	if s.outbox != nil && !s.answerLocked(slot) && !s.mu.lives.limited(slot) && s.mu.pool.Below(slot) != s.place {

@@ -11,8 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// newHold is a transfer whose worker knows objects, all of them held in the pool
-// already.
+// newHold returns the hold of a transfer over objects whose slots are already held in the pool.
 func (s *Store) newHold(name hold.Transfer, requestID []byte, objects []heldObject) *hold.Hold {
 	h := &hold.Hold{
 		Transfer: name, RequestID: string(requestID), Slots: make([]uint32, len(objects)),
@@ -28,11 +27,9 @@ func (s *Store) newHold(name hold.Transfer, requestID []byte, objects []heldObje
 	return h
 }
 
-// end gives back the slots of a hold that is no longer in the table: the worker does
-// not touch them any more. Staged ones become resident with publish, else they are
-// dropped. It works in batches, tails first, so that heads are the more recently used
-// and a chunk is a hit only once all before it are. It returns the chunks that became
-// resident.
+// end releases the slots of a hold that is no longer in the table, because the worker does not touch them any more. Staged slots become
+// resident with publish, otherwise they are dropped. It works in batches, the last chunks first. So heads are the more recently used ones,
+// and a chunk is part of a hit only once all chunks before it are. It returns how many objects became resident.
 func (s *Store) end(h *hold.Hold, publish bool) (published int) {
 	for to := len(h.Slots); to > 0; to -= batch {
 		published += s.endSome(h, max(0, to-batch), to, publish)
@@ -53,7 +50,7 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 	for i := to - 1; i >= from; i-- {
 		slot := pool.Slot(h.Slots[i])
 		if s.mu.pool.StateOf(slot) == pool.Staged {
-			outdated := s.outdatedLocked(slot) // a clear came since its place was taken
+			outdated := s.outdatedLocked(slot) // a clear came after its place was taken
 			if publish && !outdated {
 				s.mu.pool.Commit(slot)
 				s.mu.n.StoredChunks++
@@ -76,7 +73,7 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 		}
 		s.mu.pool.Unhold(slot)
 	}
-	for i := from; published > 0 && i < to; i++ { // heads are written below first
+	for i := from; published > 0 && i < to; i++ { // the first chunks are written to the tier first
 		if slot := pool.Slot(h.Slots[i]); s.mu.pool.StateOf(slot) == pool.Resident {
 			s.unsummedLocked(slot)
 		}
@@ -84,10 +81,9 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 	return published
 }
 
-// Detach says that a worker instance unregistered, fell silent or registered
-// anew. What it had reserved and not committed is never served; the memory that
-// it may still touch stays out of use until its late commit or the end of the
-// quarantine. It returns the number of transfers left in quarantine.
+// Detach records that a worker instance unregistered, fell silent or registered again. Objects that it reserved and did not commit are
+// never served. Memory that it may still touch stays out of use until its late commit or the end of the quarantine. Detach returns the
+// number of transfers in quarantine.
 func (s *Store) Detach(instance int64) int {
 	of := s.orphan(instance)
 	for _, h := range of {
@@ -96,8 +92,8 @@ func (s *Store) Detach(instance int64) int {
 	return len(of)
 }
 
-// dropKeys drops the keys of what a transfer holds in one of these states, a batch at
-// a time, for as long as it holds it. It returns their number.
+// dropKeys drops the keys of those slots of a transfer that are in one of the states, a batch at a time, as long as the transfer is in
+// progress. It returns how many it dropped.
 func (s *Store) dropKeys(h *hold.Hold, why miss.Reason, states ...pool.State) (n int) {
 	for from, more := 0, true; more; from += dropBatch {
 		var dropped int
@@ -123,15 +119,15 @@ func (s *Store) dropSome(h *hold.Hold, from int, why miss.Reason, states []pool.
 	return n, to < len(h.Slots)
 }
 
-// orphan marks the transfers of an instance, oldest first.
+// orphan marks the transfers of an instance as those of a detached worker and returns them, oldest first.
 func (s *Store) orphan(instance int64) []*hold.Hold {
 	s.lock()
 	defer s.unlock()
 	return s.mu.holds.Orphans(instance, time.Now())
 }
 
-// EndQuarantine ends the quarantine of a detached instance, whose process has ended and so
-// cannot touch its slots any more. It returns the number of transfers whose memory was freed.
+// EndQuarantine ends the quarantine of a detached instance whose process has ended, because that process can no longer touch its slots. It
+// returns the number of transfers whose memory was freed.
 func (s *Store) EndQuarantine(instance int64) int {
 	now := time.Now()
 	n := s.dueNow(instance, now)
@@ -147,7 +143,7 @@ func (s *Store) dueNow(instance int64, now time.Time) int {
 	return s.mu.holds.EndQuarantine(instance, now)
 }
 
-// expire ends holds whose time is over.
+// expire ends the holds whose deadline is over.
 func (s *Store) expire(now time.Time) {
 	keepFormer := s.formerDue(now) && s.opts.Stopped()
 	for _, h := range s.expired(now, keepFormer) {
@@ -155,7 +151,7 @@ func (s *Store) expire(now time.Time) {
 	}
 }
 
-// formerDue reports whether the quarantine of slots that a worker of an earlier server may touch is over.
+// formerDue reports whether the quarantine is over for slots that a worker of an earlier server may touch.
 func (s *Store) formerDue(now time.Time) bool {
 	s.lock()
 	defer s.unlock()

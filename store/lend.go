@@ -12,19 +12,18 @@ import (
 // Place is where an object is: bytes from the pool's start.
 type Place struct{ Offset, Bytes int64 }
 
-// Loan keeps objects in place for a reader that knows their places, until it is given
-// back or its time is over.
+// Loan keeps objects in place for a reader that knows their places, until GiveBack or until its time is over.
 type Loan struct {
 	store *Store
 	hold  *hold.Hold
 }
 
-// Lend holds the objects of keys for a reader of by: of each shard and object group those
-// before the first that is not there, no more than one transfer may have and most bytes. places has one for
-// each key; for a key that is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
+// Lend holds the objects of keys for a reader of the user or address `by`. In each shard and object group it lends the objects before the
+// first missing one, at most as many as one transfer may have, and at most `most` bytes. places has one place for each key; for a key that
+// is not lent its Bytes is 0. The loan is nil if nothing is lent. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration, most int64) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
-	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended are shards of object groups, by keys without a chunk
+	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended: shards and groups with a missing object, by keys without a chunk
 	for from := 0; from < len(keys); from += batch {
 		if held, err = s.lendSome(by, keys, from, places, ended, held, &most); err != nil {
 			s.giveBackLent(held)
@@ -66,7 +65,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 	return held, nil
 }
 
-// giveBackLent ends holds whose places no reader has learned.
+// giveBackLent ends holds whose places were not given to a reader.
 func (s *Store) giveBackLent(held []heldObject) {
 	if len(held) > 0 {
 		s.end(s.newHold(hold.Transfer{Load: true}, nil, held), false)

@@ -11,26 +11,26 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// A request may say how long what it stores is served (lmcache.ttl). Such an object has an end from the moment its place is taken. A
-// store of the same object, or of one that continues it, moves the end away or takes it away, and never brings it nearer; a hit does
-// neither. From the end on no lookup finds the object, also while a promise keeps its slot. It stays in the pool: it is not written to
-// the tier below, and the pool's index marks it as outdated for a later server, so only this process's monotonic clock counts.
+// A request may say how long the objects that it stores are served (lmcache.ttl). Such an object has an end from the moment its place is
+// taken. A later store of the same object, or of one that continues it, may move the end to a later time or remove it, and never makes it
+// earlier; a hit changes nothing. From its end on no lookup finds the object, even while a pin or hold keeps its slot. Such an object is
+// never written to the tier below. The pool's index marks it as outdated for a later server, so only this process's monotonic clock counts.
 
-// slotEnds are the ends of slots, guarded by Store.mu. The zero lives has none, and costs one comparison for each search.
+// slotEnds has the ends of slots, guarded by Store.mu. The zero slotEnds has none; then a search costs one comparison.
 type slotEnds struct {
 	slots container.PagedSlice[life]
-	heap  []uint32      // slots with an end, the one that is due first at 0
-	now   time.Duration // since Store.began, while there are any
+	heap  []uint32      // slots with an end, as a heap: the one that is due first at 0
+	now   time.Duration // time since Store.began; kept up to date while there are any ends
 }
 
-// life is the life of a slot. The zero life has no end.
+// life says when a slot ends. The zero life has no end.
 type life struct {
 	end time.Duration // since Store.began
-	due time.Duration // when it is looked at: its end, or later where something kept it then
+	due time.Duration // when the slot is looked at next: its end, or a later time if a pin or hold kept it then
 	at  int           // 1 + its place in the heap
 }
 
-// any reports whether a slot has an end.
+// any reports whether any slot has an end.
 func (l *slotEnds) any() bool { return len(l.heap) > 0 }
 
 // limited reports whether a slot has an end.
@@ -43,7 +43,7 @@ func (l *slotEnds) ended(slot pool.Slot) bool {
 	return l.limited(slot) && l.now >= l.slots.At(int(slot)).end
 }
 
-// begin gives a slot without an end one.
+// begin gives an end to a slot that has none.
 func (l *slotEnds) begin(slot pool.Slot, end time.Duration) {
 	l.slots.Grow(int(slot) + 1)
 	l.heap = append(l.heap, uint32(slot))
@@ -51,7 +51,7 @@ func (l *slotEnds) begin(slot pool.Slot, end time.Duration) {
 	l.up(len(l.heap) - 1)
 }
 
-// extend moves the end of a slot that has one; no end is nearer than before.
+// extend moves the end of a slot that has one to a later time; an earlier `end` changes nothing.
 func (l *slotEnds) extend(slot pool.Slot, end time.Duration) {
 	if of := l.slots.At(int(slot)); end > of.end {
 		l.move(of, end)
@@ -59,17 +59,17 @@ func (l *slotEnds) extend(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// postpone delays the next look at a slot that is due.
+// postpone sets a later time for the next look at a slot that is due.
 func (l *slotEnds) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
 
-// move makes a slot due at another time.
+// move sets the time at which a slot is due.
 func (l *slotEnds) move(of *life, due time.Duration) {
 	of.due = due
 	l.down(of.at - 1)
 	l.up(of.at - 1)
 }
 
-// remove takes the end of a slot away.
+// remove removes the end of a slot, if it has one.
 func (l *slotEnds) remove(slot pool.Slot) {
 	if !l.limited(slot) {
 		return
@@ -84,7 +84,7 @@ func (l *slotEnds) remove(slot pool.Slot) {
 	*l.slots.At(int(slot)) = life{}
 }
 
-// next returns a slot that is due.
+// next returns the slot that is due first. It reports false if none is due.
 func (l *slotEnds) next() (slot pool.Slot, ok bool) {
 	if !l.any() || l.dueOf(0) > l.now {
 		return 0, false
@@ -119,7 +119,7 @@ func (l *slotEnds) down(i int) {
 	}
 }
 
-// endOf returns when what is stored now ends; 0: never.
+// endOf returns the end, since Store.began, of an object that is stored now with a TTL; 0 for no end.
 func (s *Store) endOf(ttl time.Duration) time.Duration {
 	if ttl <= 0 {
 		return 0
@@ -127,7 +127,7 @@ func (s *Store) endOf(ttl time.Duration) time.Duration {
 	return time.Since(s.began) + ttl
 }
 
-// limitLocked gives a slot whose place was just taken an end, unless it is 0.
+// limitLocked gives an end to a slot whose place was just taken, unless end is 0.
 func (s *Store) limitLocked(slot pool.Slot, end time.Duration) {
 	if end > 0 {
 		s.mu.pool.Expire(slot)
@@ -135,8 +135,8 @@ func (s *Store) limitLocked(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// prolongLocked makes the end of a staged or resident slot at least as late as end; with 0 it takes the end away. A slot without an end
-// stays so.
+// prolongLocked makes the end of a staged or resident slot at least as late as end. With an end of 0 it removes the slot's end. A slot
+// without an end stays without one.
 func (s *Store) prolongLocked(slot pool.Slot, end time.Duration) {
 	switch l := &s.mu.lives; {
 	case !l.limited(slot):
@@ -151,7 +151,8 @@ func (s *Store) prolongLocked(slot pool.Slot, end time.Duration) {
 	}
 }
 
-// prolongHeads prolongs the chunks before a transfer's range to the end of those in it: the chunks in the range are of no use without them.
+// prolongHeads makes the chunks before a transfer's range live as long as those in it, because the chunks in the range are of no use
+// without them.
 func (st *stage) prolongHeads() {
 	columns := max(1, batch/st.name.Shard.Groups.Len())
 	for from := 0; from < st.name.From; from += columns {
@@ -177,7 +178,7 @@ func (st *stage) prolongSome(from, to int) (more bool) {
 	return s.mu.lives.any() && !s.mu.closed
 }
 
-// endLifeLocked drops a slot whose end has come. An operator's pin ends with it. It reports false for a slot that a session or a worker
+// endLifeLocked drops a slot whose end has come, and ends an operator's pin of it. It reports false for a slot that a session or a worker
 // keeps.
 func (s *Store) endLifeLocked(slot pool.Slot) bool {
 	s.endPinLocked(slot)
@@ -190,10 +191,10 @@ func (s *Store) endLifeLocked(slot pool.Slot) bool {
 	return true
 }
 
-// lookAgain is the time until the next look at a slot whose end came while something kept it.
+// lookAgain is the time until the next look at a slot that a pin or hold kept beyond its end.
 const lookAgain = time.Second
 
-// endLivesLocked drops slots whose end has come, at most most; more says that others may be due.
+// endLivesLocked drops slots whose end has come, after a look at `most` slots at most. more says that other slots may be due.
 func (s *Store) endLivesLocked(most int) (dropped int, more bool) {
 	for range most {
 		slot, ok := s.mu.lives.next()
@@ -209,7 +210,7 @@ func (s *Store) endLivesLocked(most int) (dropped int, more bool) {
 	return dropped, true
 }
 
-// endLives drops what is due.
+// endLives drops all slots whose end has come.
 func (s *Store) endLives() {
 	for s.endSomeLives() {
 	}

@@ -8,10 +8,10 @@ import (
 	"time"
 )
 
-// lock begins a section that changes the books.
+// lock begins a section that changes the store's books, under the mutex.
 func (s *Store) lock() {
 	s.mu.Lock()
-	if s.mu.policy.Mortal() { // so a use is noted at its own time, however late Expire is
+	if s.mu.policy.Mortal() { // so that a use is recorded at its own time, however late Expire is called
 		s.mu.policy.Tick(time.Since(s.began))
 	}
 	if s.mu.lives.any() {
@@ -22,9 +22,8 @@ func (s *Store) lock() {
 	}
 }
 
-// unlock ends the section; it must be deferred directly. A panic inside the section leaves the
-// books in an unknown state, from which wrong bytes could be served. So it ends the process, even
-// where a caller recovers from panics.
+// unlock ends the section; it must be deferred directly. A panic inside the section leaves the books in an unknown state, from which wrong
+// bytes could be served. So unlock ends the process, even if a caller recovers from panics.
 func (s *Store) unlock() {
 	if v := recover(); v != nil {
 		exit(fmt.Sprintf("BUG: store: panic while the books change: %v\n%s", v, debug.Stack()))

@@ -13,52 +13,52 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// LookupState is how far a session's last lookup has come.
+// LookupState says how far a session's last lookup has come.
 type LookupState uint8
 
 // The states of a lookup.
 const (
-	Unknown LookupState = iota // there was none, or its session ended
-	Pending                    // objects that it found are not ready to be served yet
-	Ready                      // its result was not taken
+	Unknown LookupState = iota // there was no lookup, or its session ended
+	Pending                    // objects that it found may not be served yet
+	Ready                      // it has a result that was not taken
 	Taken                      // its result was taken
 )
 
 // session is an engine's request with its last lookup, which Store.mu guards.
 type session = lease.Session[lastLookup]
 
-// lastLookup is the last lookup of a session. The zero value is none.
+// lastLookup is the last lookup of a session. The zero value means that there was none.
 type lastLookup struct {
 	state   LookupState
-	from    int       // chunks that it did not ask for
-	hit     int       // chunks that it found
+	from    int       // leading chunks that the engine had itself
+	hit     int       // chunks of the prefix hit
 	pending *prefetch // the pending lookup, until its result is taken
 }
 
-// LookupResult is the outcome of a lookup. Only in state Ready the rest counts.
+// LookupResult is the outcome of a lookup. Only in the state Ready its other fields have a meaning.
 type LookupResult struct {
 	State  LookupState
-	Asked  int         // chunks
+	Asked  int         // chunks of the prompt
 	Tokens int         // Prompt.Tokens
 	From   int         // Prompt.From
 	Hit    int         // chunks of the prefix that every shard can serve
-	Why    miss.Reason // why the prefix ends there; None when it is whole
-	Shard  int         // where the first missing chunk is missing
+	Why    miss.Reason // why the prefix ends there; None if the hit is the whole prompt
+	Shard  int         // the shard of Missing
 	Waited bool        // the lookup was pending before
-	Below  int         // of Hit, chunks that came from the tier below for it
-	Tier   string      // the tier that Why is about, where that is known
+	Below  int         // of Hit, chunks that were read from the tier below for this lookup
+	Tier   string      // name of the tier that Why is about, if it is known
 
 	Note         any          // Prompt.Note
-	Namespace    kv.Namespace // that was searched, of the first shard
-	Objects      int          // that the hit needs
-	BelowObjects int          // of them, those that came from the tier below for it
+	Namespace    kv.Namespace // the namespace of the first shard
+	Objects      int          // objects that a load of the hit needs
+	BelowObjects int          // of them, objects that were read from the tier below for this lookup
 
-	Missing kv.Key    // the object that is missing, where Why is not None
-	Gone    miss.Gone // how it ended, where Why is about its end
-	Others  []kv.Key  // objects of that chunk under other names, where it was never stored under this one; a few
+	Missing kv.Key    // the object that is missing, unless Why is None
+	Gone    miss.Gone // how that object was lost, if Why is such a reason
+	Others  []kv.Key  // objects of the missing chunk under other names, if it was never stored under this name; a few of them
 }
 
-// query is what a lookup asks.
+// query has the parameters of a lookup.
 type query struct {
 	session []byte
 	shard   object.Shard
@@ -66,13 +66,11 @@ type query struct {
 	readers int
 }
 
-// Lookup finds the longest prefix of a prompt that all shards can serve in all
-// groups, and pins what a load of it needs for the session, readers readers per
-// object. It never waits. If everything that it finds is ready to be served it is
-// Ready at once; whatever is evicted between the search and the pin shortens the hit.
-// Else it is Pending, for Options.LoadTimeout at most, until what it found has become
-// ready. Either way Result has the result, once. A lookup of the same session that
-// went on before is given up.
+// Lookup finds the longest prefix of a prompt that all shards can serve in all groups. It pins the objects that a load of the prefix needs
+// for the session, with `readers` pins on each object. It never waits. If all objects that it finds are ready, the result is Ready at once;
+// an object that is evicted between the search and the pin shortens the hit. Otherwise the lookup is Pending, for Options.LoadTimeout at
+// most, until the objects are ready. In both cases Result returns the result, once. An earlier pending lookup of the same session is given
+// up.
 func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) LookupResult {
 	if p.From > 0 {
 		n := min(p.From, maxLookup/(sh.Groups.Len()*sh.World))
@@ -88,7 +86,7 @@ func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) L
 		ask, why = false, miss.BelowSlower
 	}
 	if ask {
-		hashes = p.Hashes(min(p.Chunks, maxLookup/f.rows)) // the tier may have more
+		hashes = p.Hashes(min(p.Chunks, maxLookup/f.rows)) // the tier may have more chunks
 	}
 	if f.unready || ask {
 		if s.begin(&q, &f, hashes) {
@@ -100,14 +98,14 @@ func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) L
 	l, hit := s.pinHit(&q, &f, hashes)
 	out, given := s.grant(&q, hashes, l, hit)
 	s.giveBack(given)
-	if below { // a tier could have more, and was not asked
+	if below { // a tier could have more chunks, and was not asked
 		out.Why, out.Gone = out.Why.Because(why, out.Gone)
 	}
 	s.curves.lookup(&q, hashes, &out)
 	return out
 }
 
-// pinHit pins the longest hit of what was found.
+// pinHit pins the longest hit among the found objects. It returns the lease and the hit in chunks.
 func (s *Store) pinHit(q *query, f *found, hashes []kv.Hash) (l lease.Lease, hit int) {
 	for {
 		hit = f.hit(q.shard)
@@ -117,8 +115,8 @@ func (s *Store) pinHit(q *query, f *found, hashes []kv.Hash) (l lease.Lease, hit
 	}
 }
 
-// grant ends a lookup that was not pending: the session gets its lease and its hit. It
-// returns leases that had to make room.
+// grant ends a lookup that was not pending: the session gets its lease and its result. grant returns leases of other sessions that had to
+// make room.
 func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (LookupResult, []lease.Lease) {
 	s.lock()
 	defer s.unlock()
@@ -128,7 +126,7 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 }
 
 func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
-	hit = max(hit, q.prompt.From) // what the engine has may be more than a lookup searches
+	hit = max(hit, q.prompt.From) // the engine may have more chunks than a lookup searches
 	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Tokens: q.prompt.Tokens, From: q.prompt.From, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
 	for g := range q.shard.Groups.Len() {
 		need := q.shard.Groups.Need(g, q.prompt.From, hit)
@@ -148,10 +146,9 @@ func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.L
 	return out, given
 }
 
-// whyEndsLocked says why a hit is not longer: the first object that is missing
-// of what one more chunk needs.
+// whyEndsLocked sets in out why a hit is not longer: the first missing object among those that one more chunk needs.
 func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash, from int) {
-	out.Why = miss.NeverStored // also where a longer hit ends at a chunk that is missing later
+	out.Why = miss.NeverStored // also if a longer hit would fail at a later chunk
 	hit, k := out.Hit, &out.Missing
 	if hit >= len(hashes) {
 		return
@@ -171,17 +168,17 @@ func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Ha
 					return
 				}
 				if sh.Groups.Full(g) {
-					break // its other chunks are there
+					break // the group has the chunks before
 				}
 			}
 		}
 	}
 }
 
-// keyOfLocked is for the index by chunk hashes.
+// keyOfLocked returns the key of a slot, for the index by chunk hashes.
 func (s *Store) keyOfLocked(slot uint32) kv.Key { return s.mu.pool.KeyOf(pool.Slot(slot)) }
 
-// whyLocked says why the object under k, found in state st, is not served.
+// whyLocked returns why the object of k, whose slot is in state st, is not served.
 func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 	if slot, _ := s.mu.pool.Find(k); st != pool.Free && s.outdatedLocked(slot) {
 		return miss.Gone{Why: miss.Cleared}
@@ -192,7 +189,7 @@ func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 			return miss.Gone{Why: miss.BelowSlow}
 		}
 		return miss.Gone{Why: miss.BeingStored}
-	case pool.Resident: // or it would be served
+	case pool.Resident: // else it would be served
 		if slot, _ := s.mu.pool.Find(k); s.mu.lives.ended(slot) {
 			return miss.Gone{Why: miss.RequestTTL}
 		}
@@ -201,8 +198,7 @@ func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 	return s.mu.misses.Why(k)
 }
 
-// openLocked returns a session without a lookup, and the leases of another one that
-// had to make room for it.
+// openLocked returns a session without a lookup, and the leases of another session that had to make room for it.
 func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*session, []lease.Lease) {
 	sess, pushed := s.mu.leases.Open(session, owner, now)
 	abandonLocked(sess)
@@ -214,8 +210,7 @@ func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*s
 	return sess, pushed.Drop()
 }
 
-// NoHit records that the session's lookup found nothing for a reason outside the
-// store.
+// NoHit records that a lookup of the session found nothing, for a reason outside the store.
 func (s *Store) NoHit(session []byte, owner lease.Owner) {
 	s.giveBack(func() []lease.Lease {
 		s.lock()
@@ -227,15 +222,14 @@ func (s *Store) NoHit(session []byte, owner lease.Owner) {
 	}())
 }
 
-// Result returns the result of the last lookup of owner's session: Ready once, then
-// Taken. Of a lookup that was Ready at once it has the hit only.
+// Result returns the result of the last lookup of owner's session: once in the state Ready, later as Taken. If the lookup was Ready at
+// once, the result has only the hit.
 func (s *Store) Result(session []byte, owner lease.Owner) LookupResult {
 	out, _ := s.result(session, owner)
 	return out
 }
 
-// result also returns what is closed when a pending lookup has its result, or has lost
-// its session.
+// result also returns a channel. It is closed when a pending lookup has its result, or has lost its session.
 func (s *Store) result(session []byte, owner lease.Owner) (LookupResult, <-chan struct{}) {
 	s.lock()
 	defer s.unlock()
@@ -257,7 +251,7 @@ func (s *Store) result(session []byte, owner lease.Owner) (LookupResult, <-chan 
 	return LookupResult{State: last.state}, nil
 }
 
-// Await is Result for a caller that waits, while the lookup is pending, until ctx ends.
+// Await is Result for a caller that waits while the lookup is pending. It returns at the latest when ctx ends.
 func (s *Store) Await(ctx context.Context, session []byte, owner lease.Owner) LookupResult {
 	for {
 		out, ended := s.result(session, owner)
@@ -272,17 +266,16 @@ func (s *Store) Await(ctx context.Context, session []byte, owner lease.Owner) Lo
 	}
 }
 
-// FreePins gives back readers readers of the chunks [from, to) that the newest lookup
-// of owner's session pinned, of all shards and groups. While that lookup is pending
-// there is nothing to give back.
+// FreePins releases `readers` pins of each object of the chunks [from, to) that the newest lookup of owner's session pinned, in all shards
+// and groups. While that lookup is pending it does nothing.
 func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
 	for more := true; more; {
 		to, more = s.freeSome(session, owner, from, to, readers)
 	}
 }
 
-// freeSome gives back a batch of the pins of the chunks [from, to), the last ones first. It returns the first chunk of the
-// batch, and whether pins are left before it.
+// freeSome releases a batch of the pins of the chunks [from, to), the last chunks first. begin is the first chunk of the batch; more says
+// that pins are left before it.
 func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers int) (begin int, more bool) {
 	s.lock()
 	defer s.unlock()
@@ -300,16 +293,17 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 	return begin, begin > from
 }
 
-// FreeAbandoned gives back readers readers of the chunks [from, to) that a lookup of owner's session pinned and no load needs. That lookup
-// is the oldest one that began at from, found the chunks up to to, and has readers left. Without one, and for a range of one chunk, it is
-// the newest lookup, if it found the chunks up to to: an engine that computes the end of a prompt itself leaves the hit's last chunk.
+// FreeAbandoned releases `readers` pins of each object of the chunks [from, to) that a lookup of owner's session pinned and no load needs.
+// It is the oldest lookup that began at from, found the chunks up to to, and still has pins there. If there is none, and the range is one
+// chunk, it is the newest lookup, if that found the chunks up to to: an engine that computes the end of a prompt itself does not load the
+// hit's last chunk.
 func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
 	for at, more := to, true; more; {
 		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)
 	}
 }
 
-// freeAbandonedSome gives back the last ones of [from, at), and returns where they begin.
+// freeAbandonedSome releases the pins of the last chunks of [from, at), and returns the first of these chunks.
 func (s *Store) freeAbandonedSome(session []byte, owner lease.Owner, from, to, at, readers int) (begin int, more bool) {
 	s.lock()
 	defer s.unlock()
@@ -328,7 +322,7 @@ func (s *Store) freeAbandonedSome(session []byte, owner lease.Owner, from, to, a
 	return begin, begin > from
 }
 
-// abandonedOf returns the lease of FreeAbandoned that has readers left of [from, at), or nil.
+// abandonedOf returns the lease that FreeAbandoned means, if it still has pins of [from, at), or nil.
 func abandonedOf(leases []lease.Lease, from, to, at int) *lease.Lease {
 	for i := range leases {
 		l := &leases[i]
@@ -340,7 +334,8 @@ func abandonedOf(leases []lease.Lease, from, to, at int) *lease.Lease {
 	return nil
 }
 
-// touchAll makes what is kept of chunks the most recently used, of all shards and groups, the first chunk last.
+// touchAll marks the objects of chunks as used, in all shards and groups. The first chunk is the last, so it becomes the most recently
+// used.
 func (s *Store) touchAll(sh object.Shard, hashes []kv.Hash) {
 	columns := max(1, dropBatch/(sh.Groups.Len()*sh.World)) // an object that has expired is dropped here
 	for to := len(hashes); to > 0; to -= columns {
@@ -367,8 +362,8 @@ func (s *Store) touchColumns(sh object.Shard, hashes []kv.Hash, from, to int) {
 	}
 }
 
-// EndSession gives back what owner's session still pins; each chunk so released
-// becomes the most recently used, heads after tails. A lookup that is pending ends.
+// EndSession releases the pins of owner's session. Each chunk so released becomes the most recently used, heads after tails. A pending
+// lookup of the session ends.
 func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	if s.prompts != nil {
 		s.prompts.end(owner.Peer, session)
@@ -385,9 +380,8 @@ func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	}())
 }
 
-// Leave tells the store that owner has disconnected and cannot take the results of its lookups.
-// Of the sessions that it used last, those whose results were not taken end. Chunks of a taken
-// result may still be loaded over other connections.
+// Leave tells the store that owner has disconnected and cannot take the results of its lookups. Sessions that owner was the last to use end
+// if their results were not taken. Chunks of a taken result may still be loaded over other connections.
 func (s *Store) Leave(owner lease.Owner) {
 	s.giveBack(s.endUntaken(owner))
 }
@@ -413,8 +407,8 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 	return given
 }
 
-// servableLocked returns the slot of what is resident under k and may be served, or will
-// be once its flight has landed. ready is true in the first case.
+// servableLocked returns the slot with the object of k. ready says that it may be served now. ok says that it may be served now, or once
+// its flight has ended.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
 	slot, st := s.findLocked(k)
 	if s.outdatedLocked(slot) || st == pool.Resident && s.mu.lives.ended(slot) {

@@ -4,9 +4,8 @@ package store
 
 import "github.com/kvasir-kv/kvasir/store/pool"
 
-// Map returns a map of the pool in at most cells cells. It looks at most at most slots; 0 is the default. It releases
-// the lock between batches, so a concurrent change may be seen before or after it. The map of a closed store is
-// empty.
+// Map returns a map of the pool in at most `cells` cells. It looks at `most` slots at most; 0 is the default. It releases the lock between
+// batches, so the map may show a concurrent change or not. The map of a closed store is empty.
 func (s *Store) Map(cells, most int) pool.Map {
 	m := pool.NewMap(s.Files().Bytes(), cells, most)
 	for s.mapSome(&m) {

@@ -7,7 +7,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// backed is the pool as pool.Memory sees it: methods that change books take the store's lock.
+// backed gives pool.Memory access to the pool: its methods that change the pool's books take the store's lock.
 type backed struct {
 	*pool.Pool
 	store *Store
@@ -23,10 +23,10 @@ func (b backed) Limit(bytes int64) error {
 	return err
 }
 
-// Memory is how much of the pool has memory. Run provides it in its time.
+// Memory returns the pool.Memory, which knows how much of the pool the kernel has provided. Run provides the rest in the background.
 func (s *Store) Memory() *pool.Memory { return s.memory }
 
-// provide prepares memory for chunks chunks.
+// provide prepares memory for `chunks` chunks of the given groups.
 func (s *Store) provide(chunks int, of *object.Groups) {
 	if s.memory.Whole() {
 		return

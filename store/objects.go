@@ -14,8 +14,8 @@ type Object struct {
 	Bytes int64
 }
 
-// Objects appends some resident objects to dst until it has most of them, from slot from on; 0 begins.
-// more is false when no slot is left, else next is where to go on. Others have the lock between two calls.
+// Objects appends some resident objects to dst, until it has `most` of them, from slot `from` on; 0 begins. next is the slot for the next
+// call; more is false when no slot is left. The store's lock is free between two calls.
 func (s *Store) Objects(from int, dst []Object, most int) (_ []Object, next int, more bool) {
 	s.lock()
 	defer s.unlock()
@@ -31,16 +31,15 @@ func (s *Store) Objects(from int, dst []Object, most int) (_ []Object, next int,
 	return dst, next, next < end
 }
 
-// OfChunk returns the resident objects that have a chunk's hash, whatever they are of; 512 slots
-// are looked at, at most.
+// OfChunk returns the keys of resident objects with a chunk's hash, in any namespace, shard and group. It looks at 512 slots at most.
 func (s *Store) OfChunk(h kv.Hash) []kv.Key {
 	s.lock()
 	defer s.unlock()
 	return s.mu.chunks.Of(&h, s.keyOfLocked)
 }
 
-// Drop drops objects that nothing pins or holds, and skips those that something does. What is
-// not resident counts as neither; what is on its way from the tier is not served when it comes.
+// Drop drops resident objects that no pin or hold keeps, and skips those that one keeps. An object that is not resident counts as neither.
+// An object that is being read from the tier is not served when it comes.
 func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
 	s.dropComing(keys)
 	s.eachResident(keys, dropBatch, func(slot pool.Slot) bool {
@@ -56,7 +55,7 @@ func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
 	return dropped, skipped
 }
 
-// dropComing drops what is on its way from the tier.
+// dropComing drops those of the objects that are being read from the tier.
 func (s *Store) dropComing(keys []kv.Key) {
 	for ; len(keys) > 0; keys = keys[min(dropBatch, len(keys)):] {
 		s.dropSomeComing(keys[:min(dropBatch, len(keys))])
@@ -74,8 +73,8 @@ func (s *Store) dropSomeComing(keys []kv.Key) {
 	}
 }
 
-// eachResident calls f, under the mutex, for the slots of those keys that are resident, until f answers false. It releases
-// the mutex after every most keys.
+// eachResident calls f, under the mutex, for the slots of the keys that are resident, until f reports false. It releases the mutex after
+// each `most` keys.
 func (s *Store) eachResident(keys []kv.Key, most int, f func(slot pool.Slot) bool) {
 	for more := true; more && len(keys) > 0; keys = keys[min(most, len(keys)):] {
 		more = s.someResident(keys[:min(most, len(keys))], f)

@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// SetPinLimit says how many bytes of the pool may be pinned of a cache salt, 0 for none. Pins beyond that end. Errors: tenant.ErrTooMany,
-// ErrSum, ErrQuota.
+// SetPinLimit sets how many bytes of a cache salt's objects may be pinned in the pool; 0: none. Pins beyond the limit end. Errors:
+// tenant.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetPinLimit(salt string, bytes int64) error {
 	err := s.setPinLimit(salt, bytes)
 	s.endPins(false)
@@ -23,9 +23,10 @@ func (s *Store) setPinLimit(salt string, bytes int64) error {
 	return s.mu.policy.SetPinLimit(salt, bytes)
 }
 
-// Pin keeps resident objects of a cache salt from being evicted, dropped by Clear without force or expiring, for life. An object that is
-// pinned for longer already stays so. keys are those of a chunk or two: Pin pins all at once. If one may not be pinned, it pins none that
-// was not pinned before. It returns how many are pinned now. Errors: tenant.ErrNoPins, ErrPinLimit, ErrTooManyPins.
+// Pin pins resident objects of a cache salt for the time life: they are not evicted, do not expire, and Clear without force keeps them. An
+// object that is pinned for longer already keeps its longer pin. Pin works under one lock, so keys should be those of a chunk or two. If
+// one object may not be pinned, Pin undoes the pins that it made. It returns how many of the objects are pinned now. Errors:
+// tenant.ErrNoPins, ErrPinLimit, ErrTooManyPins.
 func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int, err error) {
 	var fresh []pool.Slot
 	s.eachResident(keys, len(keys), func(slot pool.Slot) bool {
@@ -52,7 +53,7 @@ func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int,
 	return pinned, err
 }
 
-// Unpin ends the pins of objects, and returns how many there were.
+// Unpin ends the operator's pins of objects, and returns how many it ended.
 func (s *Store) Unpin(keys []kv.Key) (n int) {
 	s.eachResident(keys, batch, func(slot pool.Slot) bool {
 		if s.mu.policy.Unpin(uint32(slot)) {
@@ -64,7 +65,7 @@ func (s *Store) Unpin(keys []kv.Key) (n int) {
 	return n
 }
 
-// endPins ends pins whose time is over or that pass a limit, or all.
+// endPins ends operators' pins whose time is over or that exceed a limit; with all it ends every pin.
 func (s *Store) endPins(all bool) {
 	for more := true; more; {
 		more = s.endSomePins(all)
@@ -77,15 +78,15 @@ func (s *Store) endSomePins(all bool) (more bool) {
 	return !s.mu.closed && s.mu.policy.EndPins(all, batch, func(slot uint32) { s.letGoLocked(pool.Slot(slot)) })
 }
 
-// PinnedObject is an object that is pinned.
+// PinnedObject is an object that an operator has pinned.
 type PinnedObject struct {
 	Key   kv.Key
 	Bytes int64
 	Left  time.Duration // until the pin ends
 }
 
-// Pins appends some pinned objects to dst, from number from on; 0 begins. next is 0 when none is left, else where to
-// continue. A pin that changes between two calls may be missed or returned twice.
+// Pins appends some pinned objects to dst, from pin number `from` on; 0 begins. next is the number for the next call, or 0 when none is
+// left. A pin that changes between two calls may be missed or returned twice.
 func (s *Store) Pins(from int, dst []PinnedObject) (_ []PinnedObject, next int) {
 	s.lock()
 	defer s.unlock()

@@ -15,55 +15,53 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// prefetch is a pending lookup. A goroutine of its own works for it: it pins what is
-// ready, joins the flight of each object that is on its way, waits for them, searches
-// once more what can be served then, and gives the session its lease. It ends when all
-// flights have landed, when LoadTimeout is over (then what is there is the answer), or
-// when its session has ended or has another lookup.
+// prefetch is a pending lookup. It has its own goroutine, which pins the objects that are ready, joins the flight of each object that is on
+// its way, and waits for the flights. Then it searches once more for what can be served, and gives the session its lease. It ends when all
+// flights have landed, when LoadTimeout is over (the result is then what is resident), or when its session has ended or begun another
+// lookup.
 type prefetch struct {
 	query // its bytes are the prefetch's own
 
-	found   found // when it began
+	found   found // what the lookup found when it began
 	hashes  []kv.Hash
 	sess    *session
-	objects int // counted in Store.mu.pending
+	objects int // number of its objects in Store.mu.pending
 	began   time.Time
-	landed  chan struct{}   // closed once all flights have landed
-	ended   chan struct{}   // closed when the session has its result, or lost it
-	ctx     context.Context // ends with LoadTimeout, the session or its lookup, and Close
+	landed  chan struct{}   // closed once all joined flights have landed
+	ended   chan struct{}   // closed when the session has its result, or the lookup has lost its session
+	ctx     context.Context // ends with LoadTimeout, with the session, with the session's next lookup, and with Close
 	cancel  context.CancelFunc
 
 	// Guarded by Store.mu.
 	abandoned bool
-	planned   bool        // all flights are joined
-	done      bool        // nothing is pinned for it any more
-	flights   []*flight   // joined
-	todo      []*flight   // of them, for workers to begin, head first
+	planned   bool        // it has joined all its flights
+	done      bool        // no more slots are pinned for it
+	flights   []*flight   // flights that it joined
+	todo      []*flight   // of them, those that have not begun, head first
 	queued    bool        // in Store.mu.flights.wanted
 	waiting   int         // flights that have not landed
-	pins      []pool.Slot // kept until the lookup is answered
-	fromBelow []int       // chunks that came from the tier
-	loaded    int64       // bytes that did
+	pins      []pool.Slot // slots that are pinned until the lookup has its result
+	fromBelow []int       // chunks of the objects that came from the tier
+	loaded    int64       // bytes of the objects that came from the tier
 	belowWhy  miss.Reason // why the tier did not help; None when it did
-	tier      string      // that did not, where it said its name
+	tier      string      // name of the tier that did not help, if the error had it
 	out       LookupResult
 }
 
 const (
-	// maxPending bounds the lookups that are pending; a user or address has half of
-	// what others leave.
+	// maxPending bounds the pending lookups. A user or address may have at most half of those that others leave free.
 	maxPending = 256
 
-	// defaultLoadTimeout is how long a lookup is pending at most.
+	// defaultLoadTimeout is the default of Options.LoadTimeout.
 	defaultLoadTimeout = 2 * time.Second
 )
 
-// mayPendLocked reports whether peer may have one more pending lookup, of objects objects.
+// mayPendLocked reports whether peer may have one more pending lookup, one of `objects` objects.
 func (s *Store) mayPendLocked(peer string, objects int) bool {
 	return s.mu.pending.MayCount(peer, maxPending) && s.mu.pending.MaySize(peer, int64(objects), maxLookup)
 }
 
-// begin makes a lookup pending. It reports false when too many are.
+// begin makes a lookup pending. It reports false when too many are pending.
 func (s *Store) begin(q *query, f *found, hashes []kv.Hash) bool {
 	given, ok := s.beginPrefetch(q, f, hashes)
 	s.giveBack(given)
@@ -83,7 +81,7 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 		landed: make(chan struct{}), ended: make(chan struct{}), began: time.Now(),
 	}
 	pf.ctx, pf.cancel = context.WithTimeout(s.life, s.opts.LoadTimeout)
-	// Not a copy of q: its bytes and functions are the caller's.
+	// This is no copy of q, because the caller owns q's bytes and functions.
 	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
 	pf.prompt.Chunks, pf.prompt.Tokens, pf.prompt.From = q.prompt.Chunks, q.prompt.Tokens, q.prompt.From
 	pf.prompt.Owner, pf.prompt.Note = q.prompt.Owner, q.prompt.Note
@@ -94,7 +92,7 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 	return given, true
 }
 
-// abandonLocked ends what a session's lookup still waits for, and forgets its result.
+// abandonLocked ends a session's pending lookup, and forgets the result of its last lookup.
 func abandonLocked(sess *session) {
 	if pf := sess.Note.pending; pf != nil && !pf.abandoned {
 		pf.abandoned = true
@@ -103,13 +101,13 @@ func abandonLocked(sess *session) {
 	sess.Note = lastLookup{}
 }
 
-// run is the life of a prefetch.
+// run does the work of a prefetch on its goroutine.
 func (s *Store) run(pf *prefetch) {
 	defer pf.cancel()
 	switch {
 	case s.AsksBelow():
 		s.fetch(pf)
-	case s.below != nil: // the tier does not answer any more since the lookup began
+	case s.below != nil: // the tier has stopped to answer since the lookup began
 		s.belowFailed(pf, miss.BelowSlow, "")
 		s.join(pf)
 	default:
@@ -124,7 +122,7 @@ func (s *Store) run(pf *prefetch) {
 	s.conclude(pf, errors.Is(pf.ctx.Err(), context.DeadlineExceeded))
 }
 
-// plannedAll notes that a prefetch joins no further flights.
+// plannedAll records that a prefetch joins no more flights.
 func (s *Store) plannedAll(pf *prefetch) {
 	s.lock()
 	defer s.unlock()
@@ -132,8 +130,8 @@ func (s *Store) plannedAll(pf *prefetch) {
 	s.landedLocked(pf)
 }
 
-// join takes the objects that the expected hit needs, head first, a batch at a time: it pins those
-// that are ready, and joins the flights of the others.
+// join takes the objects that the expected hit needs, head first, a batch at a time. It pins those that are ready, and joins the flights of
+// the others.
 func (s *Store) join(pf *prefetch) {
 	hit := pf.found.hit(pf.shard)
 	columns := max(1, batch/pf.found.rows)
@@ -160,7 +158,7 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 				s.pinForLocked(pf, slot)
 			case ok:
 				s.joinFlightLocked(pf, slot, c)
-			case pf.shard.Groups.Full(g): // what follows is of no use
+			case pf.shard.Groups.Full(g): // the chunks after it are of no use
 				more, to = false, c
 			}
 		}
@@ -168,14 +166,14 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 	return more
 }
 
-// pinForLocked keeps a resident slot until the lookup is answered.
+// pinForLocked pins a resident slot until the lookup has its result.
 func (s *Store) pinForLocked(pf *prefetch, slot pool.Slot) {
 	s.keepLocked(slot)
 	s.hitLocked(slot)
 	pf.pins = append(pf.pins, slot)
 }
 
-// landedLocked closes landed once a prefetch joins no further flights and waits for none.
+// landedLocked closes pf.landed if the prefetch joins no more flights and waits for none.
 func (s *Store) landedLocked(pf *prefetch) {
 	if pf.planned && pf.waiting == 0 && !pf.done {
 		pf.done = true
@@ -183,7 +181,7 @@ func (s *Store) landedLocked(pf *prefetch) {
 	}
 }
 
-// conclude answers a lookup that was pending, with what can be served now.
+// conclude gives a pending lookup its result, from what can be served now. late means that LoadTimeout was over.
 func (s *Store) conclude(pf *prefetch, late bool) {
 	s.leaveFlights(pf)
 	var given []lease.Lease
@@ -209,8 +207,8 @@ func (s *Store) stillWanted(pf *prefetch) bool {
 	return !s.mu.closed && !pf.abandoned && !pf.sess.Ended()
 }
 
-// grantPrefetch gives the session its lease and its result. It returns leases to be
-// given back: what had to make room, or its own when the session has ended.
+// grantPrefetch gives the session its lease and its result. It returns leases that must be released: those of sessions that had to make
+// room, or l itself if the session has ended.
 func (s *Store) grantPrefetch(pf *prefetch, hashes []kv.Hash, l lease.Lease, hit int, late bool) []lease.Lease {
 	s.lock()
 	defer s.unlock()

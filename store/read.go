@@ -11,15 +11,16 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// Refuse notes that a load was refused before BeginLoad was asked: the worker may send
-// its commit all the same, and that commit must not end another hold.
+// Refuse records that a load was refused before BeginLoad was called. The worker may send its commit nevertheless, and that commit must not
+// end another hold.
 func (s *Store) Refuse(session []byte, name hold.Transfer) {
 	s.lock()
 	defer s.unlock()
 	s.mu.holds.Owe(name, session, time.Now())
 }
 
-// loadLocked turns the pins of what a load of name's range moves into holds.
+// loadLocked turns the session's pins of the objects that a load of name's range moves into holds. The reason is None, or why the load is
+// refused.
 func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash) ([]heldObject, miss.Reason) {
 	now := time.Now()
 	if _, known := s.mu.leases.Pinned(session, name.By, now); !known {
@@ -61,8 +62,8 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 	return objects, miss.None
 }
 
-// CommitLoad ends the transfer that BeginLoad began, or forgets its refusal (no chunks). Several
-// transfers of one name and request end as CommitStore says.
+// CommitLoad ends the transfer that BeginLoad began. After a refused load it only forgets the refusal, and Chunks is 0. Several transfers
+// of one name and request end as CommitStore says.
 func (s *Store) CommitLoad(name hold.Transfer, requestID []byte) Committed {
 	ended, _, out := s.commit(name, requestID)
 	for _, h := range ended {

@@ -11,17 +11,17 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// RecheckBelow makes the store ask the tier for each resident object that is recorded as being there, because objects were removed from the
-// tier. An object that the tier lacks is written there again when an engine loads it.
+// RecheckBelow makes the store ask the tier for each resident object that is recorded as being in the tier. It is for use after objects
+// were removed from the tier. An object that the tier lacks is written there again when an engine loads it.
 func (s *Store) RecheckBelow() {
 	s.countRemoval()
 	select {
 	case s.rechecks <- struct{}{}:
-	default: // one will begin later
+	default: // a recheck that was asked for before begins later
 	}
 }
 
-// runRechecks asks the tier at the start, and after each RecheckBelow, until ctx ends.
+// runRechecks rechecks at the start, and after each RecheckBelow, until ctx ends.
 func (s *Store) runRechecks(ctx context.Context) {
 	tiering.Recheck(ctx, notes{Store: s, write: true}, s.opts.BelowOpened)
 	for {
@@ -34,18 +34,19 @@ func (s *Store) runRechecks(ctx context.Context) {
 	}
 }
 
-// recordBelowLocked records that a slot's object, which was just read or written there, is in the tier. removals is the number of removals
-// when that began. If there was one since, nothing is recorded: it may have removed the object.
+// recordBelowLocked records that a slot's object, which was just read from the tier or written to it, is in the tier. removals is the
+// number of removals when the read or write began. If there was another removal since, nothing is recorded, because it may have removed the
+// object.
 func (s *Store) recordBelowLocked(slot pool.Slot, removals uint64) {
 	if s.mu.removals == removals {
 		s.mu.pool.SetBelow(slot, s.place)
 	}
 }
 
-// notes is the store as tiering.Recheck sees it.
+// notes implements tiering.Notes for a recheck.
 type notes struct {
 	*Store
-	write bool // write what the tier lacks at once
+	write bool // objects that the tier lacks are written there at once
 }
 
 // Slots implements tiering.Notes.

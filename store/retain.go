@@ -13,15 +13,13 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// Whatever keeps a resident slot from being evicted (pins, holds of readers, a store
-// that guards its own prefix) counts in mu.kept. The policy knows every resident slot
-// and hears of uses only: that a slot is kept changes nothing in its books.
+// mu.kept counts the promises that keep a resident slot from being evicted: pins, holds of readers, and a store that guards its own prefix.
+// The policy knows every resident slot, and is told only of uses: a promise changes nothing in its books.
 
-// errAgain means that the policy has not looked at all slots for a victim: others get
-// the lock first.
+// errAgain means that the policy has not looked at all slots for a victim yet. The caller must release the lock for a moment and try again.
 var errAgain = errors.New("store: continue after releasing the lock")
 
-// addLocked makes a resident slot known to the policy, and to readers of the events.
+// addLocked adds a resident slot to the policy, the index by chunks and the events.
 func (s *Store) addLocked(slot pool.Slot) {
 	k := s.mu.pool.KeyOf(slot)
 	parent := uint64(0)
@@ -36,8 +34,8 @@ func (s *Store) addLocked(slot pool.Slot) {
 	}
 }
 
-// continuesLocked notes that a staged slot of hashes[c] continues the chunk before it. Of what an earlier server kept, and of
-// what Warm reads, that is not known.
+// continuesLocked records which object a staged slot with hashes[c] continues: that of the chunk before. For objects of an earlier server,
+// and those that Warm reads, this is not known.
 func (s *Store) continuesLocked(slot pool.Slot, k *kv.Key, hashes []kv.Hash, c int) {
 	s.mu.parents.Grow(int(slot) + 1)
 	parent := uint64(0)
@@ -49,7 +47,7 @@ func (s *Store) continuesLocked(slot pool.Slot, k *kv.Key, hashes []kv.Hash, c i
 	*s.mu.parents.At(int(slot)) = parent
 }
 
-// keepLocked notes one more promise on a resident slot.
+// keepLocked counts one more promise on a resident slot.
 func (s *Store) keepLocked(slot pool.Slot) {
 	s.mu.kept.Grow(int(slot) + 1)
 	n := s.mu.kept.At(int(slot))
@@ -58,15 +56,15 @@ func (s *Store) keepLocked(slot pool.Slot) {
 	}
 }
 
-// letGoLocked ends one promise, and counts as a use of the slot.
+// letGoLocked ends one promise on a slot, and records a use of the slot.
 func (s *Store) letGoLocked(slot pool.Slot) {
 	if s.letGoUnusedLocked(slot) {
 		s.useLocked(slot)
 	}
 }
 
-// letGoUnusedLocked ends a promise without a use of the slot, unless the policy needs a use to look at the slot again. It reports false
-// when the slot was dropped meanwhile.
+// letGoUnusedLocked ends one promise on a slot. It records a use only if the policy needs one to look at the slot again. It reports false
+// if the slot was dropped meanwhile.
 func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 	n := s.mu.kept.At(int(slot))
 	*n--
@@ -80,7 +78,7 @@ func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 	return resident
 }
 
-// useLocked notes a use of a resident slot, also for the order after a restart.
+// useLocked records a use of a resident slot, also in the pool's index for the order after a restart.
 func (s *Store) useLocked(slot pool.Slot) {
 	s.mu.policy.Use(uint32(slot))
 	if !s.outdatedLocked(slot) && !s.mu.lives.limited(slot) { // without a stamp a later server sees that the slot is outdated or has an end
@@ -95,7 +93,7 @@ func (s *Store) keptLocked(slot pool.Slot) bool {
 	return int(slot) < s.mu.kept.Len() && *s.mu.kept.At(int(slot)) > 0
 }
 
-// evictableLocked reports whether a slot may be evicted.
+// evictableLocked reports whether a slot may be evicted: it is resident and no promise keeps it.
 func (s *Store) evictableLocked(slot pool.Slot) bool {
 	return s.mu.pool.StateOf(slot) == pool.Resident && !s.keptLocked(slot)
 }
@@ -109,17 +107,15 @@ func (s *Store) victimLocked() (victim pool.Slot, ok, more bool) {
 	return pool.Slot(slot), ok, more
 }
 
-// neighbourhoods is how many places are looked at for a range that takes little
-// eviction.
+// neighbourhoods is how many places are searched for a run of slots whose eviction costs few bytes.
 const neighbourhoods = 16
 
-// evictNearLocked evicts one run of neighbours that leaves n bytes free, around one
-// of those to be evicted next: the run that costs the fewest bytes. It reports false
-// when it found none.
+// evictNearLocked evicts one run of neighbouring slots and so makes n bytes free in a row. Of the runs around the slots that the policy
+// would evict next it takes the one that evicts the fewest bytes. It reports false if it found none.
 func (s *Store) evictNearLocked(n int64) bool {
 	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.untouchable)
 	for _, slot := range best.Slots {
-		if s.mu.policy.Any() && s.mu.policy.Spared(uint32(slot)) { // Spared now: other slots of its tenant were just evicted
+		if s.mu.policy.Any() && s.mu.policy.Spared(uint32(slot)) { // asked now, because other slots of its tenant were just evicted
 			return false
 		}
 		s.evictLocked(slot, miss.Evicted)
@@ -127,12 +123,12 @@ func (s *Store) evictNearLocked(n int64) bool {
 	return best.Bytes >= 0
 }
 
-// pinLocked takes one lease's pin on a resident slot.
+// pinLocked adds the pin of one lease to a resident slot.
 func (s *Store) pinLocked(slot pool.Slot) { s.keepLocked(slot) }
 
 func (s *Store) unpinLocked(slot uint32) { s.letGoLocked(pool.Slot(slot)) }
 
-// dropLocked removes a resident or staged slot's key.
+// dropLocked removes the key of a resident or staged slot, and remembers why.
 func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.drops++
 	k := s.mu.pool.KeyOf(slot)
@@ -167,10 +163,10 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	}
 }
 
-// causes are why objects go, for the books of tenants.
+// causes maps the reason of a drop to the cause in the books of tenants.
 var causes = map[miss.Reason]tenant.Cause{miss.Evicted: tenant.Evicted, miss.Window: tenant.Evicted, miss.Expired: tenant.Expired}
 
-// dropIdle drops the slots that are evictable now and still are when it reaches them.
+// dropIdle drops the slots that are evictable when it begins and still are when it reaches them. It returns how many it dropped.
 func (s *Store) dropIdle() (n int) {
 	was := s.idle()
 	for from := 0; from < len(was); from += dropBatch {
@@ -179,10 +175,10 @@ func (s *Store) dropIdle() (n int) {
 	return n
 }
 
-// idle returns 1 + the generation of each slot that is evictable, 0 for others.
+// idle returns, by slot, 1 + the slot's generation if the slot is evictable, else 0.
 func (s *Store) idle() (was []uint64) {
 	for more := true; more; {
-		was = slices.Grow(was, batch) // others have the lock while this takes its time
+		was = slices.Grow(was, batch) // allocated here, where the lock is free
 		was, more = s.idleSlots(was)
 	}
 	return was

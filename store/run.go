@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Run does the store's background work until ctx ends: sessions and holds expire, pool memory is provided ahead of use, chunks get
-// checksums, and those of an earlier server are compared with theirs, and looked for in the tier below. Without Run no object comes that a
-// pending lookup waits for.
+// Run does the store's background work until ctx ends. It ends expired sessions and holds, provides pool memory ahead of its use, and
+// computes the checksums of chunks. It compares chunks of an earlier server with their checksums, and looks for them in the tier below.
+// Without Run a pending lookup gets no object that it waits for.
 func (s *Store) Run(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -20,7 +20,7 @@ func (s *Store) Run(ctx context.Context) {
 			runChecksums(ctx, s.opts.ChecksumRate, checksumWork{s.sumNext, s.sumsIdle, s.corruptChunks}, s.log)
 		})
 	}
-	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // what lookups wait for
+	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // compares the objects that lookups wait for
 	if s.curves != nil {
 		wg.Go(func() { s.curves.Run(ctx) })
 	}

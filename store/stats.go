@@ -11,12 +11,12 @@ import (
 type Stats struct {
 	Counters
 	pool.Usage
-	Outbox        tiering.WriteBackStats // what waits to be written below
-	Rates         tiering.RateStats      // of loading from below, and of computing
+	Outbox        tiering.WriteBackStats // objects that wait to be written to the tier below
+	Rates         tiering.RateStats      // speed of loads from the tier below, and of computing
 	Sessions      int
 	Pending       int // lookups
 	Transfers     int // holds
-	Quarantined   int // of those, by detached workers
+	Quarantined   int // of those, transfers of detached workers
 	EvictableObjs int
 }
 

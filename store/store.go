@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package store decides which chunks are kept, found, promised to engines and evicted.
-// It keeps them in the shared-memory pool, which workers read and write themselves; the
-// store hands out places and keeps them safe. One tier.Tier may lie below the pool: what
-// it has and a lookup wants is read into the pool first.
+// Package store decides which chunks are stored, found, promised to engines and evicted. The chunks are in the shared-memory pool, which
+// workers read and write themselves; the store assigns places and protects them. One tier.Tier may lie below the pool: objects that a
+// lookup wants and only the tier has are read into the pool first.
 //
-// Two kinds of promise keep a chunk. A pin belongs to a session: a lookup takes
-// it, a retrieve or the session's end releases it, and it only prevents eviction.
-// A hold belongs to a worker instance that knows the place of a slot and may
-// touch its bytes: it ends with that worker's commit, or when the quarantine after the
-// worker's last sign of life is over. A held slot is never reused.
+// Two kinds of promise keep a chunk. A pin belongs to a session: a lookup takes it, a retrieve or the session's end releases it, and it
+// only prevents eviction. A hold belongs to a worker instance that knows the place of a slot and may touch its bytes. It ends with that
+// worker's commit, or when the quarantine after the worker's last sign of life is over. A held slot is never reused.
 //
-// A lookup never waits. What it finds and cannot serve yet has a flight, and the lookup
-// is pending until that has landed; see prefetch.go and flight.go.
+// A lookup never waits. An object that it finds and cannot serve yet has a flight, and the lookup is pending until the flight has landed;
+// see prefetch.go and flight.go.
 //
 // One mutex guards everything, held for microseconds and never over I/O.
 package store
@@ -47,66 +44,63 @@ type Options struct {
 	Quarantine  time.Duration // life of a hold without commit, from prepare or from the worker's end; default 600 s
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
 	MaxSessions int           // default 65,536
-	MaxHolds    int           // transfers in progress, of a user or address half of what others leave; default 65,536
+	MaxHolds    int           // transfers in progress; a user or address may have half of those that others leave free; default 65,536
 
-	// Rates of the work in the background, bytes per second; 0 is none.
-	PopulateRate int64 // pool memory provided ahead of its use
-	ChecksumRate int64 // chunks whose checksums are computed, or compared after a restart
+	// Rates of the background work in bytes per second; 0: no such work.
+	PopulateRate int64 // provides pool memory ahead of its use
+	ChecksumRate int64 // computes checksums of chunks, and compares them after a restart
 
-	SumAfter  time.Duration // age of a chunk whose checksum is computed: many do not live long; default 1 s
-	SumAtOnce bool          // without waiting for that
+	SumAfter  time.Duration // age at which a chunk's checksum is computed, as many chunks do not live long; default 1 s
+	SumAtOnce bool          // computes checksums without waiting for SumAfter
 
-	// Stopped reports whether a process that maps the pool is stopped: while one is, what workers of an earlier server may still
-	// touch stays out of use, since they go on where they were. Default: a look at /proc.
+	// Stopped reports whether a process that maps the pool is stopped (as by SIGSTOP). While one is, slots that workers of an earlier
+	// server may still touch stay out of use, because a stopped process may continue. Default: looks at /proc.
 	Stopped func() bool
 
-	// TrustUnsummed serves what an earlier server left without a checksum: what it stored
-	// in the seconds before it was killed. Else that is dropped.
+	// TrustUnsummed serves objects that an earlier server left without a checksum: those stored in the seconds before it was killed.
+	// Otherwise they are dropped.
 	TrustUnsummed bool
 
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
-	LoadTimeout time.Duration // the longest time that a lookup is pending: its answer is what is resident then; default 2 s
+	LoadTimeout time.Duration // longest time that a lookup is pending; its result is then what is resident; default 2 s
 	Log         *slog.Logger  // nil discards
-	Policy      evict.Policy  // what is evicted next; the store's from then on; default an evict.LRU
+	Policy      evict.Policy  // decides what is evicted next; the store owns it; default an evict.LRU
 
 	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
 	TenantPolicy func(quota int64) evict.Policy
 
-	// Curves makes the store estimate what other amounts of memory would find (Store.Curves); nil: it does not. Bytes and Teach are the
-	// store's own.
+	// Curves makes the store estimate what other amounts of memory would find (Store.Curves); nil: no estimate. The store sets its fields
+	// Bytes and Teach itself.
 	Curves *hitcurve.Options
 
 	// TTL is the idle time after which an object is dropped, unless its tenant has a TTL of its own; 0: never.
 	TTL time.Duration
 
-	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
-	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
-	OwnNames  bool      // a lookup does not look for its chunk under other names: its time would show which chunks other tenants have
-	Place     string    // names what lies below: a later server does not write again what is in the place of that name
+	Below     tier.Tier // the tier below the pool, which the store closes; nil: none
+	LoadBytes int64     // the most bytes that are being read from Below at once; default a quarter of the pool, 1 GiB at most
+	OwnNames  bool      // no lookup searches for a chunk under other names: the time it takes would show which chunks other tenants have
+	Place     string    // name of Below: a later server does not write objects again that are in the tier of the same name
 
-	// Moment says at which generation of Below a write begins (generation.Book); nil for
-	// none.
+	// Moment returns the generation of Below in which a write begins (generation.Book); nil: Below has no generations.
 	Moment func() uint64
 
-	DropRestored bool // drop what an earlier server kept: whether it is from before a clear is not known
+	DropRestored bool // drop the objects of an earlier server, because they may be from before a clear
 
-	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
+	BelowOpened <-chan struct{} // closed once Below knows all its objects; nil: it knows them from the start
 
-	// LoadIfFaster makes lookups ask the tier only as long as it is expected to be faster than
-	// computing: see tiering.Rates.
+	// LoadIfFaster makes a lookup ask the tier only if a load is expected to be faster than to compute again: see tiering.Rates.
 	LoadIfFaster bool
 
-	WarmBytes int64         // read from it at the start of Run, the hottest first, into free memory; 0 for none
-	WarmTime  time.Duration // that this takes at most; default 5 minutes
+	WarmBytes int64         // bytes that Run reads from Below at its start, the hottest objects first, into free memory; 0: none
+	WarmTime  time.Duration // longest time for WarmBytes; default 5 minutes
 
-	Write        WritePolicy  // when objects are written below
-	WriteAnswers AnswerPolicy // which of them wait longer, or are not written
-	WriteBytes   int64        // that wait for it, at most; more is skipped and counted; default the pool's
+	Write        WritePolicy  // when objects are written to Below
+	WriteAnswers AnswerPolicy // whether objects of answers are written later, or never
+	WriteBytes   int64        // most bytes that may wait to be written; objects beyond are skipped and counted; default the pool's size
 
-	// Shares of the pool that one worker, and all workers of one user or address, may have
-	// staged by evicting: bytes that they may write and have not committed, quarantine
-	// included; defaults 1/4 and 3/4. One chunk is always allowed. They may use free memory
-	// beyond their share, except for the last eighth of a pool of many chunks.
+	// WorkerShare and PeerShare are the shares of the pool that one worker, and all workers of one user or address, may have staged by
+	// evicting other objects. Staged are the bytes that they may write and have not committed, quarantine included. Defaults 1/4 and 3/4.
+	// One chunk is always allowed. They may use free memory beyond their share, except for the last eighth of a pool of many chunks.
 	WorkerShare, PeerShare float64
 }
 
@@ -115,28 +109,27 @@ type Store struct {
 	opts   Options
 	log    *slog.Logger
 	memory *pool.Memory
-	busy   func(slot uint32) bool // keptLocked, for the policy
+	busy   func(slot uint32) bool // keptLocked, which the policy calls
 
-	// untouchable also answers true for slots within the quota of a tenant other than the one that
-	// needs room.
+	// untouchable also reports true for slots within the quota of a tenant other than the one that needs room.
 	untouchable func(slot uint32) bool
 
-	flyers   crew            // compare the checksums that lookups wait for
-	readers  chan struct{}   // a place for each who may read chunks at once
+	flyers   crew            // compare the checksums of objects that lookups wait for
+	readers  chan struct{}   // one element for each goroutine that reads chunks, which bounds their number
 	life     context.Context // ends with Close
 	endLife  context.CancelFunc
 	running  sync.WaitGroup     // pending lookups, and calls of the tier below
 	below    *tiering.Guard     // nil: none
-	place    uint32             // its mark in the index
-	outbox   *tiering.WriteBack // nil: nothing is written below
-	rechecks chan struct{}      // the tier is to be asked for what is recorded; capacity 1
+	place    uint32             // Options.Place as a mark in the pool's index
+	outbox   *tiering.WriteBack // nil: nothing is written to the tier below
+	rechecks chan struct{}      // requests for a recheck of what is recorded as being below; capacity 1
 	prompts  *promptLengths     // nil: answers are written as prompts are
-	rates    tiering.Rates      // learned where there is a tier
+	rates    tiering.Rates      // learned only if there is a tier
 	quotas   quotas
 	curves   *curves       // nil: none
 	news     chan struct{} // see News; capacity 1
 	began    time.Time
-	marks    uint64 // what marks are made of
+	marks    uint64 // random part of the marks
 
 	mu struct {
 		sync.Mutex
@@ -147,44 +140,44 @@ type Store struct {
 		holds  *hold.Table
 
 		lives     slotEnds                     // ends that requests gave to slots
-		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
-		warmed    tiering.WarmedSlots          // read by Warm, which could not know the right length
-		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
-		answers   container.PagedSlice[bool]   // by slot: it holds tokens of an answer, and is not written below for that
+		passed    container.PagedSlice[bool]   // by slot: the policy may have passed it over as kept, and looks at it again only after a use
+		warmed    tiering.WarmedSlots          // slots that Warm read without knowing the right length
+		parents   container.PagedSlice[uint64] // by slot: miss.ID of the object before it, 0 if that is not known
+		answers   container.PagedSlice[bool]   // by slot: it has tokens of an answer, and is not written to the tier below for that reason
 		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
-		evictable int                          // resident slots without any
+		evictable int                          // resident slots without such a promise
 
-		epoch    uint32                       // counts Forget
-		epochs   container.PagedSlice[uint32] // by slot: when its place was taken
-		outdated bool                         // a slot of an earlier epoch may be resident
+		epoch    uint32                       // number of Forgets
+		epochs   container.PagedSlice[uint32] // by slot: the epoch in which its place was taken
+		outdated bool                         // there may be a resident slot of an earlier epoch
 
-		drops      uint64       // keys that went, whatever the reason
-		misses     *miss.Memory // of what was dropped
-		chunks     miss.Chunks  // resident slots by their chunks
-		needs      needs        // who needs room, while something is evicted for it
+		drops      uint64       // number of dropped keys, whatever the reason
+		misses     *miss.Memory // remembers dropped objects
+		chunks     miss.Chunks  // resident slots by chunk hash
+		needs      needs        // who needs room, while objects are evicted for it
 		sums       checksumQueue
 		flights    flights
-		writing    map[pool.Slot]uint64 // to the tier below, kept and held: the removals when it began
-		writeEnded chan struct{}        // closed when the next of these ends; nil while nobody waits for it
-		unwanted   map[pool.Slot]uint32 // generations of slots whose object was deleted below after it was offered to be written there
-		removals   uint64               // counts RecheckBelow
-		aging      int                  // the slot that Expire looks at next
-		pending    fair.Shares          // lookups and their objects
+		writing    map[pool.Slot]uint64 // slots that are being written to the tier below, kept and held; value: removals when the write began
+		writeEnded chan struct{}        // closed when the next of these writes ends; nil while no one waits for it
+		unwanted   map[pool.Slot]uint32 // slots whose object was deleted below after it was offered to be written there; value: the slot's generation
+		removals   uint64               // number of removals from the tier: see countRemoval
+		aging      int                  // the slot that Expire looks at next for its TTL
+		pending    fair.Shares          // pending lookups and their objects
 		loading    fair.AwaitedShares   // reads from the tier below and their bytes, by the user or address that began them
 		n          Counters
 		events     events
 
-		indexShort bool // the pool's index needs memory, which unlock provides
+		indexShort bool // the pool's index needs more memory, which unlock provides
 	}
 }
 
-// needs is who needs room in the pool: a user or address, for objects of a namespace.
+// needs says who needs room in the pool: a user or address, for objects of a namespace.
 type needs struct {
 	by        string
 	namespace kv.Namespace
 }
 
-// New returns a Store over p, which it owns from then on.
+// New returns a Store over p. The Store owns p from then on.
 func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
 	o.SumAfter = cmp.Or(o.SumAfter, time.Second)
@@ -234,7 +227,7 @@ func New(p *pool.Pool, o Options) *Store {
 		return kept
 	}
 	s.mu.policy = tenant.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
-	_ = s.mu.policy.SetCommonTTL(o.TTL) // Validate has looked at it
+	_ = s.mu.policy.SetCommonTTL(o.TTL) // Validate has checked it
 	s.untouchable = func(slot uint32) bool { return s.busy(slot) || s.mu.policy.Any() && s.mu.policy.Spared(slot) }
 	s.mu.leases = lease.New[lastLookup](lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
@@ -248,8 +241,8 @@ func New(p *pool.Pool, o Options) *Store {
 	return s
 }
 
-// restoreLocked takes over the chunks that the pool kept from an earlier server.
-// What workers of that server may still touch goes into quarantine.
+// restoreLocked takes over the chunks that the pool kept from an earlier server. Slots that workers of that server may still touch go into
+// quarantine.
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
 	var unsummed, cleared, limited []pool.Slot
@@ -293,10 +286,8 @@ func (s *Store) restoreLocked() {
 	s.mu.n.UnsummedChunks = uint64(len(unsummed))
 }
 
-// formerLocked holds slots that a worker of an earlier server may still touch.
-// Readers are given twice the quarantine: a late commit of one could mean a load
-// that this server granted of the same chunks, which then has no hold of its own
-// left.
+// formerLocked holds slots that a worker of an earlier server may still touch. Slots that it reads are held for twice the quarantine. A
+// late commit of such a worker could otherwise end a load of the same chunks that this server granted, and leave that load without a hold.
 func (s *Store) formerLocked(f pool.FormerTransfer) {
 	life := s.opts.Quarantine
 	if f.Reads {
@@ -312,8 +303,8 @@ func (s *Store) formerLocked(f pool.FormerTransfer) {
 	s.mu.holds.AddFormer(h, f.Writer.Name)
 }
 
-// Close leaves the pool for a later server. Run has returned, and nothing may be called
-// afterwards. Chunks without a checksum get one first, for maxCloseSums at most.
+// Close leaves the pool for a later server. Run must have returned, and no method may be called afterwards. Chunks without a checksum get
+// one first, for maxCloseSums at most.
 func (s *Store) Close() error {
 	s.sumRest()
 	return s.close()
@@ -342,8 +333,8 @@ func (s *Store) close() error {
 // closePatience is how long Close waits for calls of the tier below.
 const closePatience = 10 * time.Second
 
-// ErrBelowHangs means that a call of the tier below did not end when its context did. The
-// pool stays mapped, because the call may still write to it.
+// ErrBelowHangs means that a call of the tier below did not end when its context did. The pool stays mapped, because that call may still
+// write to it.
 var ErrBelowHangs = errors.New("store: the tier below does not end a call")
 
 func (s *Store) beginClose() {
@@ -353,13 +344,11 @@ func (s *Store) beginClose() {
 	s.endLife()
 }
 
-// Files is the part of the pool that needs no lock. Remove its files before Close.
+// Files returns the part of the pool that needs no lock. Its files must be removed before Close.
 func (s *Store) Files() pool.Files { return s.mu.pool }
 
-// Clear drops every chunk that nothing pins or holds, and with force every chunk
-// and every promise: memory that a worker may still touch comes back when its
-// hold ends. What is stored meanwhile stays. It returns the number of chunks
-// dropped.
+// Clear drops every chunk that no pin or hold keeps. With force it drops every chunk and ends every pin; memory that a worker may still
+// touch becomes free when its hold ends. Chunks that are stored meanwhile stay. Clear returns the number of dropped chunks.
 func (s *Store) Clear(force bool) int {
 	n := 0
 	if force {
@@ -371,7 +360,7 @@ func (s *Store) Clear(force bool) int {
 	return n + s.dropIdle()
 }
 
-// dropLeases ends the promises of all sessions.
+// dropLeases ends the pins of all sessions.
 func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
@@ -385,7 +374,7 @@ func (s *Store) dropLeases() (given []lease.Lease) {
 	return given
 }
 
-// dropHeld drops the keys of what transfers in progress hold.
+// dropHeld drops the keys of the slots that transfers in progress hold.
 func (s *Store) dropHeld() (n int) {
 	for _, h := range s.inProgress() {
 		n += s.dropKeys(h, miss.Cleared, pool.Staged, pool.Resident)
@@ -402,8 +391,8 @@ func (s *Store) inProgress() []*hold.Hold {
 	return s.mu.holds.InProgress()
 }
 
-// Expire ends idle sessions, holds whose quarantine is over and operators' pins whose time is over, and drops objects that were unused for
-// their TTL or whose request's TTL is over. Run calls it once a second.
+// Expire ends idle sessions, holds whose quarantine is over, and operators' pins whose time is over. It drops objects that were not used
+// for their TTL, or whose request's TTL is over. Run calls it once a second.
 func (s *Store) Expire() {
 	now := time.Now()
 	for more := true; more; {

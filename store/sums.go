@@ -11,28 +11,26 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// Checksums guard what survives a restart. They are computed in the background
-// after a commit and recorded in the pool's index. An object that an earlier
-// server recorded one for is not served before it was compared; one that differs
-// is dropped and counted. So is one that has none: its server was killed in the
-// seconds after the commit. Close computes what is missing.
+// Checksums protect what survives a restart. They are computed in the background after a commit and recorded in the pool's index. An object
+// that an earlier server recorded a checksum for is not served before it was compared; if it differs, it is dropped and counted. An object
+// of an earlier server without a checksum is dropped too: that server was killed in the seconds after the commit. Close computes the
+// checksums that are missing.
 //
-// Bytes are read without the lock. The slot's generation
-// shows whether the object was still the same afterwards.
+// Bytes are read without the lock. The slot's generation shows whether the slot still had the same object afterwards.
 
-// sumTask is an object at one moment.
+// sumTask is a checksum to compute or to compare, of the object that a slot has at one moment.
 type sumTask struct {
 	slot       pool.Slot
 	generation uint32
 	offset     int64
 	length     int64
 	want       uint64
-	flight     *flight // of a checksum to compare; nil for one to compute
+	flight     *flight // the flight of an object to compare; nil if the checksum is only computed
 	got        uint64
 	err        error
 }
 
-// sumBuffers are what objects are read through.
+// sumBuffers has buffers for reading objects.
 var sumBuffers = sync.Pool{New: func() any { b := make([]byte, 256<<10); return &b }}
 
 func (s *Store) taskLocked(slot pool.Slot) sumTask {
@@ -42,7 +40,7 @@ func (s *Store) taskLocked(slot pool.Slot) sumTask {
 
 func (s *Store) suspectedLocked(slot pool.Slot) bool { return s.mu.sums.Suspected(uint32(slot)) }
 
-// unsummedLocked queues a committed object to be written below, and to get a checksum.
+// unsummedLocked queues a committed object for the tier below, and for its checksum.
 func (s *Store) unsummedLocked(slot pool.Slot) {
 	if s.answerLocked(slot) {
 		s.mu.n.AnswerChunks++
@@ -53,13 +51,12 @@ func (s *Store) unsummedLocked(slot pool.Slot) {
 	}
 }
 
-// sumNext compares or computes one object's checksum and returns the bytes read,
-// 0 when there is nothing to do yet.
+// sumNext compares or computes one object's checksum. It returns the bytes read, or 0 when there is nothing to do yet.
 func (s *Store) sumNext() int64 {
 	return s.sum((*Store).nextSumLocked)
 }
 
-// sumsIdle returns how long sumNext has nothing to do, as far as is known. What is committed meanwhile is due later.
+// sumsIdle returns how long sumNext has nothing to do. An object that is committed meanwhile is due later than that.
 func (s *Store) sumsIdle() time.Duration {
 	const least, again = 50 * time.Millisecond, 250 * time.Millisecond // to sum several at once; for suspects that others have taken
 	s.lock()
@@ -83,12 +80,12 @@ func (s *Store) corruptChunks() uint64 {
 	return s.mu.n.CorruptChunks
 }
 
-// flyNext compares one object that a lookup waits for; false when there is none.
+// flyNext compares one object that a lookup waits for. It reports false when there is none.
 func (s *Store) flyNext() bool {
 	return s.sum((*Store).nextCompareLocked) > 0
 }
 
-// sum does one task and returns the bytes read, 0 when there is none.
+// sum does one task that `next` returns. It returns the bytes read, or 0 when there is no task.
 func (s *Store) sum(next func(*Store) (sumTask, bool)) int64 {
 	s.readers <- struct{}{}
 	defer func() { <-s.readers }()
@@ -113,8 +110,8 @@ func (s *Store) begun(next func(*Store) (sumTask, bool)) (sumTask, *pool.Pool, b
 	return t, s.mu.pool, ok
 }
 
-// nextSumLocked prefers objects that a lookup waits for, then the most recently used
-// suspects.
+// nextSumLocked returns the next task: first objects that a lookup waits for, then the most recently used suspects, then objects that need
+// a checksum.
 func (s *Store) nextSumLocked() (sumTask, bool) {
 	if t, ok := s.nextCompareLocked(); ok {
 		return t, true
@@ -133,7 +130,7 @@ func (s *Store) nextSumLocked() (sumTask, bool) {
 		if !s.sameLocked(pool.Slot(slot), generation) {
 			continue
 		}
-		if _, ok := s.mu.pool.Sum(pool.Slot(slot)); !ok { // else whoever wrote it below computed it
+		if _, ok := s.mu.pool.Sum(pool.Slot(slot)); !ok { // else the goroutine that wrote it below has computed it
 			return s.taskLocked(pool.Slot(slot)), true
 		}
 	}
@@ -160,12 +157,12 @@ func (t *sumTask) read(p *pool.Pool) {
 	t.got, t.err = p.Hash(t.offset, t.length, *buf)
 }
 
-// sameLocked reports whether the slot still holds what it held then.
+// sameLocked reports whether the slot still has the object that it had in that generation.
 func (s *Store) sameLocked(slot pool.Slot, generation uint32) bool {
 	return !s.mu.closed && s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Generation(slot) == generation
 }
 
-// summedLocked records a checksum; it discards the checksum if the slot was evicted meanwhile.
+// summedLocked records the result of a task. If the slot was evicted meanwhile, it discards the checksum.
 func (s *Store) summedLocked(t *sumTask) {
 	same := s.sameLocked(t.slot, t.generation)
 	if t.flight != nil {
@@ -184,8 +181,7 @@ func (s *Store) summedLocked(t *sumTask) {
 	}
 }
 
-// comparedLocked reports whether an object may be served from now on. One that differs
-// is dropped.
+// comparedLocked reports whether an object may be served from now on. An object that differs from its checksum is dropped.
 func (s *Store) comparedLocked(t *sumTask) bool {
 	switch {
 	case !s.suspectedLocked(t.slot):
@@ -204,14 +200,14 @@ func (s *Store) comparedLocked(t *sumTask) bool {
 // maxCloseSums bounds the time in which Close computes checksums.
 const maxCloseSums = 5 * time.Second
 
-// sumRest gives every resident object without a checksum one. What is left when the
-// time is over is a miss after the restart.
+// sumRest computes the checksum of every resident object that has none. An object that it does not reach within maxCloseSums is a miss
+// after the restart.
 func (s *Store) sumRest() {
 	if s.opts.ChecksumRate == 0 && s.opts.TrustUnsummed {
 		return // checksums are not wanted
 	}
 	end := time.Now().Add(maxCloseSums)
-	var at atomic.Int64 // the slot to look at next
+	var at atomic.Int64 // the next slot to look at
 	next := func(s *Store) (sumTask, bool) {
 		for range batch {
 			slot := pool.Slot(at.Load())

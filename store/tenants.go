@@ -13,15 +13,15 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// quotas orders changes of quotas. While no tenant has a quota or a TTL of its own, requests only read named.
+// quotas orders changes of quotas. While no tenant has a quota or a TTL of its own, requests only read `named`.
 type quotas struct {
 	changing sync.Mutex // taken before Store.mu
 	named    atomic.Bool
 }
 
-// SetQuota gives the tenant of a cache salt bytes of the pool: no other tenant makes it fall
-// below them. The empty salt is a tenant like others. What it stored before counts from its next
-// request of the same model on. Errors: tenant.ErrTooMany, ErrSum, ErrQuota.
+// SetQuota gives the tenant of a cache salt a quota of `bytes` in the pool: an eviction for another tenant never makes it fall below them.
+// The empty salt is a tenant like others. Objects that it stored before count from its next request of the same model on. Errors:
+// tenant.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetQuota(salt string, bytes int64) error {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()
@@ -32,8 +32,8 @@ func (s *Store) SetQuota(salt string, bytes int64) error {
 	return err
 }
 
-// SetTTL sets the idle time after which the objects of a cache salt are dropped: at least a second, tenant.Forever, or 0
-// for Options.TTL. Errors: tenant.ErrTTL, ErrTooMany.
+// SetTTL sets the idle time after which the objects of a cache salt are dropped. ttl is at least a second, or tenant.Forever, or 0 for
+// Options.TTL. Errors: tenant.ErrTTL, ErrTooMany.
 func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
 	s.lock()
 	defer s.unlock()
@@ -46,8 +46,7 @@ func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
 	return err
 }
 
-// DropQuota ends a tenant's quota, and reports whether it had one. Its objects stay, and may be
-// evicted for anyone.
+// DropQuota ends a tenant's quota, and reports whether it had one. Its objects stay, but may then be evicted for any tenant.
 func (s *Store) DropQuota(salt string) bool {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()
@@ -69,18 +68,18 @@ func (s *Store) beginDropQuota(salt string) (tenant.Dropped, bool) {
 	return dropped, ok
 }
 
-// Tenants returns what tenants have that have a quota, a TTL of their own, or may pin, by salt.
+// Tenants returns the figures of each tenant that has a quota, a TTL of its own, or may pin, by salt.
 func (s *Store) Tenants() []tenant.Usage {
 	s.lock()
 	defer s.unlock()
 	return s.mu.policy.List()
 }
 
-// NamesTenants reports whether NameTenant does anything. It takes no lock.
+// NamesTenants reports whether NameTenant has any effect. It takes no lock.
 func (s *Store) NamesTenants() bool { return s.quotas.named.Load() }
 
-// NameTenant sets the tenant of a namespace: from then on the objects in it count for the tenant's
-// quota and have its TTL. While no tenant has either it does nothing.
+// NameTenant sets the tenant of a namespace. From then on the objects in the namespace count for the tenant's quota and have its TTL. While
+// no tenant has a quota or a TTL it does nothing.
 func (s *Store) NameTenant(space kv.Namespace, salt []byte) {
 	if !s.quotas.named.Load() || !s.nameTenant(space, salt) {
 		return
@@ -99,8 +98,7 @@ func (s *Store) nameTenant(space kv.Namespace, salt []byte) (news bool) {
 	return s.mu.policy.Name(space, salt)
 }
 
-// eachSlot calls f, under the mutex, for every slot that is staged or resident when it comes
-// to it. Others have the lock in between.
+// eachSlot calls f, under the mutex, for every slot that is staged or resident when it comes to it. It releases the mutex between batches.
 func (s *Store) eachSlot(f func(slot pool.Slot, st pool.State)) {
 	for from, more := 0, true; more; from += batch {
 		more = s.someSlots(from, f)
@@ -122,7 +120,7 @@ func (s *Store) someSlots(from int, f func(slot pool.Slot, st pool.State)) (more
 	return to < s.mu.pool.Slots()
 }
 
-// contentLocked returns what a policy knows a slot's object and the one before it by.
+// contentLocked returns the ids by which a policy knows a slot's object and the object before it.
 func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
 	k := s.mu.pool.KeyOf(slot)
 	if int(slot) < s.mu.parents.Len() {
@@ -131,7 +129,7 @@ func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
 	return miss.ID(&k), parent
 }
 
-// placeLocked stages an object in memory that is free.
+// placeLocked stages an object in free memory of the pool.
 func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, error) {
 	slot, err := s.mu.pool.Reserve(k, n, by)
 	if err == nil {
@@ -143,14 +141,14 @@ func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, erro
 	return slot, err
 }
 
-// makeRoomForLocked sets the object for which the next victims make room.
+// makeRoomForLocked tells the policy for which object the next victims make room.
 func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	if s.mu.policy.Any() {
 		s.mu.policy.For(k.Namespace, s.mu.pool.Round(n))
 	}
 }
 
-// findLocked is pool.Find; it drops an object that was unused for longer than its TTL, whose end has come, or that is from before a clear.
+// findLocked is pool.Find, but first drops an object that was not used for its TTL, whose end has come, or that is from before a clear.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
 	if st != pool.Free && s.outdatedLocked(slot) && s.dropOutdatedLocked(slot) {
@@ -165,7 +163,7 @@ func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	return slot, st
 }
 
-// expireLocked drops a slot whose time is over, unless something keeps it.
+// expireLocked drops a slot that was not used for its TTL, unless a pin or hold keeps it.
 func (s *Store) expireLocked(slot pool.Slot) bool {
 	if !s.mu.policy.Expired(uint32(slot)) || !s.evictableLocked(slot) {
 		return false
@@ -176,10 +174,10 @@ func (s *Store) expireLocked(slot pool.Slot) bool {
 	return true
 }
 
-// expireLooks is how many slots Expire looks at for their TTLs.
+// expireLooks is how many slots one Expire looks at for their TTLs.
 const expireLooks = 1 << 17
 
-// expireSlots looks at some slots, and drops those whose time is over.
+// expireSlots looks at the next expireLooks slots, and drops those that were not used for their TTL.
 func (s *Store) expireSlots() {
 	for looks := 0; looks < expireLooks && s.expireSome(); looks += dropBatch {
 	}

@@ -11,28 +11,28 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// Transfer has the parameters of BeginStore and BeginLoad, and their results. One value may be used for many transfers of workers; a
-// transfer of this process needs its own until Done.
+// Transfer has the parameters of BeginStore and BeginLoad, and their results. One value may be used for many transfers of workers. An own
+// transfer needs its own value until Done.
 type Transfer struct {
 	// Own means that this process moves the bytes itself, until Done. Else a worker does, until its commit.
 	Own bool
-	// Lasting means that the worker's hold of a store has no deadline: it ends with its commit, or once the worker's process has
+	// Lasting means that the worker's hold of a store has no deadline. It ends with the worker's commit, or once the worker's process has
 	// ended (Detach, EndQuarantine).
 	Lasting bool
-	// Marked asks to mark the places of a worker, so that a commit whose bytes did not reach the pool is noticed (Committed.Unwritten).
+	// Marked asks for marks in the places of a worker. A commit whose bytes did not reach the pool is then noticed (Committed.Unwritten).
 	Marked bool
-	// Skip says of which chunks of a group a store takes no place; nil wants all.
+	// Skip reports which chunks of a group a store takes no place for; nil: it wants all.
 	Skip func(group, chunk int) bool
-	// TTL is how long what a store stores is served, from BeginStore on; 0: without an end. What is there already, and the chunks before
-	// the range, live at least as long afterwards.
+	// TTL is how long the stored objects are served, from BeginStore on; 0: without an end. Objects that are there already, and those of
+	// the chunks before the range, live at least as long afterwards.
 	TTL time.Duration
 
-	// Of a worker's: where the objects are, and which.
+	// Results for a worker: one element for each object.
 	Offsets []int64 // bytes from the pool's start
 	Indices []int   // positions of their chunks in the range
 	Groups  []int   // their object groups
 
-	// Of an own one: the objects. They stay in place until Done.
+	// Results for an own transfer: its objects. They stay in place until Done.
 	Parts []Part
 
 	store *Store
@@ -41,7 +41,7 @@ type Transfer struct {
 
 // Part is one object of an own Transfer.
 type Part struct {
-	Chunk int    // in the range
+	Chunk int    // number of the chunk in the range
 	Group int    // object group
 	Bytes []byte // in the pool
 }
@@ -51,7 +51,7 @@ func (t *Transfer) begin(s *Store) {
 	t.store, t.hold = s, nil
 }
 
-// place notes where a worker's objects are.
+// place adds the places of objects to the results for a worker.
 func (t *Transfer) place(objects []heldObject) {
 	for _, o := range objects {
 		t.Offsets = append(t.Offsets, o.offset)
@@ -60,7 +60,7 @@ func (t *Transfer) place(objects []heldObject) {
 	}
 }
 
-// ownLocked begins an own Transfer over slots that are held in the pool.
+// ownLocked begins an own Transfer over slots that are already held in the pool.
 func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, objects []heldObject) {
 	for _, o := range objects {
 		t.Parts = append(t.Parts, Part{Chunk: o.chunk, Group: o.group, Bytes: s.mu.pool.View(o.slot)})
@@ -69,13 +69,12 @@ func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, obj
 	s.mu.holds.AddOwn(t.hold)
 }
 
-// BeginStore takes places for the objects of the chunks hashes[name.From:name.To] that are not yet kept, evicting
-// what is to go first where needed. What does not fit, or passes the worker's share, is left out from the
-// end, so that the longest prefix is kept; chunks are kept in all their groups or not at all.
+// BeginStore takes places for the objects of the chunks hashes[name.From:name.To] that are not stored yet. If it needs room, it evicts what
+// the policy names first. Chunks that do not fit, or exceed the worker's share, are left out from the end, so that the longest prefix is
+// stored. A chunk is stored in all its groups or not at all.
 //
-// For a worker the places are t.Offsets, of the objects t.Indices and t.Groups: the worker name.Instance
-// holds them until CommitStore. For an own Transfer they are t.Parts; nothing of them is visible before Done,
-// and without any there is nothing to end. Error: ErrBusy.
+// For a worker the places are in t.Offsets, t.Indices and t.Groups; the worker name.Instance holds them until CommitStore. For an own
+// Transfer they are t.Parts: no object is visible before Done, and if t.Parts is empty there is nothing to end. Error: ErrBusy.
 func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, t *Transfer) (Reserved, error) {
 	t.begin(s)
 	st := stage{store: s, name: name, hashes: hashes, skip: t.Skip, prompt: s.promptOf(name.By, requestID), ends: s.endOf(t.TTL)}
@@ -111,15 +110,14 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 	if s.mu.closed {
 		return st.out, ErrBusy
 	}
-	s.mu.holds.Count(&name, -st.counted) // h counts them from here on
+	s.mu.holds.Count(&name, -st.counted) // from here on h counts them
 	s.mu.holds.Add(h)
 	return st.out, nil
 }
 
-// BeginLoad lets the chunks hashes[name.From:name.To] of a shard be read: the pins of a session of that
-// id, one reader each, become a hold. For a worker CommitLoad ends it, and t.Offsets are the places; an own Transfer is
-// ended by Done, and has t.Parts. All chunks must be kept and pinned by the session, else nothing changes and the
-// reason says why; stock workers send a commit after that, too.
+// BeginLoad lets the chunks hashes[name.From:name.To] of a shard be read. One pin of the session on each object becomes a hold. For a
+// worker the places are in t.Offsets, and CommitLoad ends the hold. An own Transfer has t.Parts, and Done ends it. All chunks must be
+// stored and pinned by the session, else nothing changes and the reason says why. LMCache's own workers send a commit after a refusal, too.
 func (s *Store) BeginLoad(session []byte, name hold.Transfer, hashes []kv.Hash, t *Transfer) miss.Reason {
 	t.begin(s)
 	s.lock()
@@ -144,9 +142,8 @@ func (s *Store) BeginLoad(session []byte, name hold.Transfer, hashes []kv.Hash, 
 	return why
 }
 
-// Done ends an own Transfer: nothing touches its bytes any more. With ok, what was
-// staged becomes visible, unless the worker was detached in between. hashes are
-// as for CommitStore.
+// Done ends an own Transfer: the process must not touch its bytes any more. With ok, staged objects become visible, unless the worker was
+// detached in between. hashes are as for CommitStore.
 func (t *Transfer) Done(hashes []kv.Hash, ok bool) Committed {
 	out := Committed{Found: true, Late: t.take(ok)}
 	if t.hold.Transfer.Load {
@@ -162,8 +159,7 @@ func (t *Transfer) Done(hashes []kv.Hash, ok bool) Committed {
 	return out
 }
 
-// take takes the Transfer's hold out of the table. It reports whether the worker was
-// detached meanwhile.
+// take removes the Transfer's hold from the table. It reports whether the worker was detached meanwhile.
 func (t *Transfer) take(ok bool) (late bool) {
 	s := t.store
 	s.lock()

@@ -13,12 +13,12 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// A new server finds nothing in its pool. With Options.WarmBytes it reads what is the hottest in the tier
-// below, in the background, into memory that nothing else has: nothing is evicted for it, and lookups go first.
+// A new server has an empty pool. With Options.WarmBytes it reads the hottest objects of the tier below in the background, into free
+// memory: it evicts nothing for them, and lookups go first.
 
-const warmPeer = "warming" // the reads of Warm count under this name, like others under a user or address
+const warmPeer = "warming" // name under which the reads of Warm count, like those of a user or address
 
-// warmer is the store as tiering.Warm sees it.
+// warmer implements tiering.Warmer.
 type warmer struct{ *Store }
 
 func (s *Store) warm(ctx context.Context) {
@@ -57,13 +57,13 @@ func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan stru
 	select {
 	case <-ended:
 		return next, had
-	case <-ctx.Done(): // it stays, when it comes
+	case <-ctx.Done(): // the object stays in the pool when it comes
 		return nil, true
 	}
 }
 
-// beginWarm makes a slot and its flight. The flight is nil when the object is there or on its way, or when there
-// is no room; wait is what to wait for while lookups read.
+// beginWarm makes a slot and its flight for an object. The flight is nil if the object is in the pool or on its way, or if there is no
+// room. wait is not nil while lookups read from the tier: the caller waits until it is closed.
 func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}, room bool) {
 	s.lock()
 	defer s.unlock()

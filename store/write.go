@@ -14,13 +14,13 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// Reserved is the outcome of BeginStore besides the places.
+// Reserved is the outcome of BeginStore, apart from the places.
 type Reserved struct {
 	Cached  int  // chunks already resident
 	Staged  int  // chunks that another transfer is storing
 	NoRoom  int  // chunks at the range's end that did not fit
-	Share   bool // because the worker, or its user, has its share of the pool
-	Skipped int  // chunks of which the caller wanted no object
+	Share   bool // NoRoom is due to the share of the worker or of its user
+	Skipped int  // chunks of which the caller wanted no object (Transfer.Skip)
 }
 
 // ErrBusy means that too many transfers are in progress.
@@ -29,42 +29,40 @@ var ErrBusy = errors.New("store: too many transfers in progress")
 // heldObject is one object of a transfer.
 type heldObject struct {
 	slot         pool.Slot
-	chunk, group int   // the chunk counts from the range's start
+	chunk, group int   // the chunk's number counts from the range's start
 	offset       int64 // in the pool
 	bytes        int64
 }
 
-// stage takes places for what is missing of a range, chunk by chunk in all groups,
-// a batch at a time.
+// stage takes places for the missing objects of a range, chunk by chunk in all groups, a batch at a time.
 type stage struct {
 	store   *Store
 	name    hold.Transfer
-	by      pool.Writer // for a later server
+	by      pool.Writer // the writer that the pool's index names for a later server
 	hashes  []kv.Hash
 	skip    func(group, chunk int) bool // may be nil
-	prompt  int                         // chunks from there on hold tokens of the answer
-	limited bool                        // something in the pool has an end
-	ends    time.Duration               // of what is stored, since Store.began; 0: it has no end
+	prompt  int                         // chunks from this one on have tokens of the answer
+	limited bool                        // some slot of the pool has an end
+	ends    time.Duration               // end of the stored objects, since Store.began; 0: none
 
 	guard prefixGuard
-	limit int64 // bytes that may be staged by evicting; a copy of this process, which ends soon, has no limit
-	first int64 // the same of the first chunk
-	most  int64 // bytes that may be staged where memory is free
+	limit int64 // bytes that may be staged by evicting; an own transfer has no limit, because it ends soon
+	first int64 // the same limit for the first chunk
+	most  int64 // bytes that may be staged while memory is free
 	used  int64
 	taken []heldObject
 	out   Reserved
 
-	counted int64 // of used, in the books already
+	counted int64 // part of used that hold.Table counts already
 }
 
 // maxTransfer bounds the objects of one transfer.
 const maxTransfer = 1 << 16
 
-// stageBatch is how many chunks get their places before the lock is offered to
-// others: each may evict.
+// stageBatch is how many chunks get their places under the lock at a time. It is small because each chunk may need evictions.
 const stageBatch = 256
 
-// run reports false when too many transfers are in progress.
+// run takes the places. It reports false when too many transfers are in progress.
 func (st *stage) run() bool {
 	st.store.provide(st.name.To-st.name.From, st.name.Shard.Groups)
 	st.guard = prefixGuard{store: st.store, shard: st.name.Shard, hashes: st.hashes[:st.name.To], by: st.name.By}
@@ -96,8 +94,8 @@ func (st *stage) begin() bool {
 	return true
 }
 
-// sharesLocked finds out how much may be staged. What the worker and its user have
-// may change from batch to batch: several of their transfers may be staged at once.
+// sharesLocked sets how much may be staged. The bytes of the worker and its user may change from batch to batch, because several of their
+// transfers may be staged at once.
 func (st *stage) sharesLocked() {
 	s := st.store
 	bytes := s.mu.pool.Bytes()
@@ -109,7 +107,7 @@ func (st *stage) sharesLocked() {
 	st.limit, st.first, st.most = s.mu.holds.MayStage(&st.name, st.counted, bytes, st.name.Shard.Groups.Bytes(0), may)
 }
 
-// countLocked counts what is staged so far as the worker's.
+// countLocked adds the bytes that are staged so far to those of the worker.
 func (st *stage) countLocked() {
 	if st.by.Name != 0 {
 		st.store.mu.holds.Count(&st.name, st.used-st.counted)
@@ -125,8 +123,7 @@ func (st *stage) end() {
 	}
 }
 
-// stageBatch stages the chunks [from, to), and returns which is next; more is false once
-// there is no room for one.
+// stageBatch stages the chunks [from, to). next is the first chunk that it did not stage; more is false once there is no room for a chunk.
 func (st *stage) stageBatch(from, to int) (next int, more bool) {
 	s := st.store
 	s.lock()
@@ -207,11 +204,10 @@ func (st *stage) chunkLocked(c int) error {
 	return nil
 }
 
-// busyLocked reports whether a transfer must be declined because too many are in
-// progress.
+// busyLocked reports whether a transfer of the user or address `by` must be refused because too many are in progress.
 func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
-// unstageLocked gives back places that no worker has learned.
+// unstageLocked frees places that were not given to a worker.
 func (s *Store) unstageLocked(objects []heldObject) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
@@ -223,14 +219,13 @@ func (s *Store) unstageLocked(objects []heldObject) {
 	}
 }
 
-// endsForRoom is how many objects whose end has come are dropped for one chunk before it is tried again.
+// endsForRoom is how many objects whose end has come are dropped for one chunk before the store tries again to place it.
 const endsForRoom = 16
 
-// mostFreed is how many times its length may be evicted for a chunk that finds no place.
+// mostFreed bounds the bytes that may be evicted for one chunk that finds no place, as a multiple of the chunk's length.
 const mostFreed = 16
 
-// reserveLocked stages one chunk, evicting as long as that helps. Errors: pool.ErrFull,
-// errAgain.
+// reserveLocked stages one object, and evicts others as long as that helps. Errors: pool.ErrFull, errAgain.
 func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
 	s.mu.needs = needs{guard.by, k.Namespace}
@@ -275,8 +270,8 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 	}
 }
 
-// giveUpLocked makes some chunks evictable for a transfer of by where all chunks are pinned and
-// another user has pinned more than the share of one: it releases the oldest of those pins.
+// giveUpLocked makes some chunks evictable for a transfer of the user or address `by`, if all chunks are pinned and another user has pinned
+// more than one user's share: it releases the oldest pins of that user.
 func (s *Store) giveUpLocked(by string) {
 	limit := int(float64(s.mu.pool.Usage().Resident) * s.opts.PeerShare)
 	if sess := s.mu.leases.Over(by, limit); sess != nil {
@@ -284,8 +279,8 @@ func (s *Store) giveUpLocked(by string) {
 	}
 }
 
-// cannotMakeRoomLocked reports whether no eviction makes room for n bytes: between what is
-// pinned or held there is too little. It is called with the first victim.
+// cannotMakeRoomLocked reports whether no eviction makes room for n bytes, because the space between pinned or held slots is too small. It
+// is called with the first victim.
 func (s *Store) cannotMakeRoomLocked(victim pool.Slot, n int64) bool {
 	if s.mu.pool.Length(victim) >= n {
 		return false
@@ -294,10 +289,8 @@ func (s *Store) cannotMakeRoomLocked(victim pool.Slot, n int64) bool {
 	return all && run.Bytes < 0
 }
 
-// prefixGuard keeps a request from evicting its own leading chunks to make room
-// for later ones, which would be of no use without them. Of its window groups
-// what no hit needs any more goes first. It works only once something must be
-// evicted.
+// prefixGuard keeps a request from evicting its own leading chunks to make room for later ones, which would be of no use without them.
+// Chunks of the request's window groups that no hit needs any more are evicted first. The guard works only once something must be evicted.
 type prefixGuard struct {
 	store  *Store
 	shard  object.Shard
@@ -307,7 +300,7 @@ type prefixGuard struct {
 	kept   []pool.Slot
 }
 
-// protect reports whether it may have made room.
+// protect keeps the request's chunks, at the first call. It reports whether it may have made room.
 func (g *prefixGuard) protect() bool {
 	if g.on {
 		return false
@@ -341,18 +334,17 @@ type Committed struct {
 	Chunks int  // objects made visible, or read
 	Late   bool // the worker had been detached, or was too slow: nothing is made visible
 
-	// Unwritten means that marks of the places are still there (Transfer.Marked): the worker copied elsewhere, or not at all. Nothing
-	// of the transfer is made visible.
+	// Unwritten means that marks are still in the places (Transfer.Marked): the worker copied elsewhere, or not at all. No object of the
+	// transfer is made visible.
 	Unwritten bool
 }
 
-// CommitStore ends the transfer that BeginStore began. With ok its chunks become
-// visible, unless the worker was detached in between. hashes are those of the
-// prompt, at least the first name.To: the chunks before the range become more
-// recently used than those in it, so that tails are evicted before heads.
+// CommitStore ends the transfer that BeginStore began. With ok its chunks become visible, unless the worker was detached in between. hashes
+// are those of the prompt, at least the first name.To. The chunks before the range become more recently used than those in it, so that
+// tails are evicted before heads.
 //
-// While the same worker has several transfers of one name and request in
-// progress, commits end none of them before the last one came.
+// While the same worker has several transfers of one name and request in progress, no commit ends one of them before the commit of the
+// last.
 func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
 	out := s.committed(name, requestID, ok)
 	if out.Chunks > 0 {
@@ -361,7 +353,7 @@ func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Ha
 	return out
 }
 
-// committed ends the transfers that a commit ends.
+// committed ends the transfers that one commit ends.
 func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
 	ended, marked, out := s.commit(name, requestID)
 	out.Unwritten = ok && s.unwritten(marked)
@@ -374,14 +366,14 @@ func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committ
 	return out
 }
 
-// computed tells the rates what a request has computed and stored.
+// computed reports the bytes that a request has computed and stored to the rates.
 func (s *Store) computed(h *hold.Hold, objects int) {
 	if s.below != nil && objects > 0 {
 		s.rates.Stored([]byte(h.RequestID), h.Bytes*int64(objects)/int64(len(h.Slots)))
 	}
 }
 
-// commit takes out of the table what a commit ends, and finds which objects of it are marked.
+// commit removes the transfers that a commit ends from the table, and returns their objects that have marks.
 func (s *Store) commit(name hold.Transfer, requestID []byte) ([]*hold.Hold, []markedObject, Committed) {
 	s.lock()
 	defer s.unlock()
@@ -396,7 +388,7 @@ func (s *Store) commit(name hold.Transfer, requestID []byte) ([]*hold.Hold, []ma
 	return ended, marked, Committed{Found: found, Late: late}
 }
 
-// countEndLocked counts the end of a transfer.
+// countEndLocked adds the end of a transfer to the counters.
 func (s *Store) countEndLocked(h *hold.Hold) {
 	switch {
 	case h.Transfer.Load && !h.Orphan():
@@ -407,8 +399,7 @@ func (s *Store) countEndLocked(h *hold.Hold) {
 	}
 }
 
-// touchHeads makes what the chunks before name's range need of a shard the most
-// recently used, the first one last.
+// touchHeads marks the objects of the chunks before name's range as the most recently used ones of a shard, the first chunk last.
 func (s *Store) touchHeads(name hold.Transfer, hashes []kv.Hash) {
 	columns := max(1, dropBatch/name.Shard.Groups.Len()) // each may have expired, and goes
 	for to := name.From; to > 0; to -= columns {

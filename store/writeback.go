@@ -13,24 +13,23 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// What is stored is written to the tier below, too, in the background: slot by slot,
-// straight from the pool. A slot is held while the tier reads it, like a worker's. The
-// pool's index notes what is below, so that no later server writes it again.
+// Stored objects are also written to the tier below, in the background: slot by slot, straight from the pool. A slot is held while the tier
+// reads it, as a worker's slot is. The pool's index records which objects are in the tier, so that no later server writes them again.
 
 // WritePolicy says when objects are written to the tier below.
 type WritePolicy uint8
 
-// The policies. What the tier did not take is offered again at each hit.
+// The policies. An object that the tier did not take is offered again at each hit.
 const (
 	WriteAtCommit   WritePolicy = iota // soon after they were stored
 	WriteAtFirstHit                    // once an engine has loaded them
 	WriteNever
 )
 
-// writers is how many objects are written at once.
+// writers is how many objects are written to the tier at once.
 const writers = 8
 
-// offerLocked queues a resident object to be written below, unless it is there.
+// offerLocked queues a resident object for the tier below, unless the tier has it or it must not be written.
 func (s *Store) offerLocked(slot pool.Slot) {
 	if s.answerLocked(slot) {
 		return
@@ -41,21 +40,20 @@ func (s *Store) offerLocked(slot pool.Slot) {
 	}
 }
 
-// offerNewLocked queues an object that became resident, if objects are written at their commit.
+// offerNewLocked queues an object that became resident, if objects are written at their commit (WriteAtCommit).
 func (s *Store) offerNewLocked(slot pool.Slot) {
 	if s.opts.Write == WriteAtCommit {
 		s.offerLocked(slot)
 	}
 }
 
-// beginWriting starts the write of one object, on a goroutine that Close waits for.
+// beginWriting starts the write of one object on a goroutine that Close waits for.
 func (s *Store) beginWriting(it tiering.WriteItem) (ended chan tiering.WriteOutcome, ok bool) {
 	ended = make(chan tiering.WriteOutcome, 1)
 	return ended, s.Go(func() { ended <- s.write(it) })
 }
 
-// nextLanding returns what is closed when the next object has come from the tier, nil
-// while none is on its way.
+// nextLanding returns a channel that is closed when the next object has come from the tier, or nil while none is on its way.
 func (s *Store) nextLanding() chan struct{} {
 	s.lock()
 	defer s.unlock()
@@ -65,7 +63,7 @@ func (s *Store) nextLanding() chan struct{} {
 	return s.mu.loading.Next()
 }
 
-// write writes one object, if its slot still has it.
+// write writes one object to the tier, if its slot still has it.
 func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
 	w, ok := s.beginWrite(it)
 	if !ok {
@@ -82,7 +80,7 @@ type belowWrite struct {
 	view  []byte
 	sum   uint64
 	known bool   // sum is known
-	end   uint32 // of its life: see tier.Meta
+	end   uint32 // end of the object's life: see tier.Meta
 }
 
 func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
@@ -110,7 +108,7 @@ func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	return w, true
 }
 
-// endWrite gives the slot back, and notes that the object is below.
+// endWrite releases the slot, and records that the tier has the object if the write succeeded.
 func (s *Store) endWrite(it tiering.WriteItem, sum uint64, err error) (out tiering.WriteOutcome) {
 	s.lock()
 	defer s.unlock()

@@ -14,12 +14,11 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Admission says which objects are not written to a Tier because they are of little use. A zero field means
-// its default.
+// Admission says when a Tier of Admitted writes an object: only if both MinHits and MinAge are reached. A zero field means its default.
 type Admission struct {
-	MinHits  int           // an object is written once it was offered this often before; default 0, at once
-	MinAge   time.Duration // and once its first offer is this long ago; default 0, at once
-	Remember int           // number of offered objects to remember, then the oldest are forgotten; default 1 Mi, 32 bytes each
+	MinHits  int           // the first MinHits offers of an object are refused; default 0, none
+	MinAge   time.Duration // an object is refused until its first offer is this long ago; default 0
+	Remember int           // number of offered objects to remember, 32 bytes each; beyond it the oldest are forgotten; default 1 Mi
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -31,7 +30,7 @@ func (a Admission) Validate() error {
 	return c.Err()
 }
 
-// Admitting is a Tier that does not pass objects of little use to another one.
+// Admitting is a Tier that passes an object on to another Tier only if its Admission admits the object.
 type Admitting struct {
 	Tier
 
@@ -68,7 +67,7 @@ func (a *Admitting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) err
 	return a.Tier.Write(ctx, k, m, src)
 }
 
-// offered counts an offer of an object.
+// offered counts an offer of an object. It returns the count, this offer included, and the time of the first offer.
 func (a *Admitting) offered(k kv.Key) offers {
 	h := maphash.Comparable(a.seed, k)
 	a.mu.Lock()

@@ -17,12 +17,12 @@ import (
 
 // Limits bound the use of a Tier. A zero field means its default.
 type Limits struct {
-	Calls   int           // that run at once; at most half of them are writes; default 64
-	Bytes   int64         // of the reads and writes that run at once; one alone may have any size; default 1 GiB
-	Timeout time.Duration // of a call; default 30 s
+	Calls   int           // number of calls that run at once; at most half of them are writes; default 64
+	Bytes   int64         // sum of the reads and writes that run at once; one that runs alone may be larger; default 1 GiB
+	Timeout time.Duration // of one call; default 30 s
 
-	// After Failures calls in a row that failed or took too long, the tier rests for
-	// Pause: all lookups miss, and writes return ErrResting. Then one call tries again.
+	// After Failures calls in a row that failed or exceeded Timeout, the tier rests for Pause: all lookups miss, and writes return
+	// ErrResting. Then one call is let through as a trial.
 	Failures int           // default 8
 	Pause    time.Duration // default 5 s
 }
@@ -50,7 +50,7 @@ type Bounding struct {
 		bytes         int64
 		freed         chan struct{} // closed when a call ends; nil without waiters
 		failures      int           // in a row
-		restUntil     time.Time     // while failures are too many
+		restUntil     time.Time     // end of the Pause; means something only while failures is at its limit
 		trying        bool          // a call that tests whether the tier works again is running
 	}
 }
@@ -62,7 +62,7 @@ func Bounded(t Tier, l Limits) *Bounding {
 	return &Bounding{of: t, limits: l}
 }
 
-// Resting reports whether the tier is left alone after failures.
+// Resting reports whether the tier rests: Failures calls in a row failed, and no trial has succeeded since.
 func (b *Bounding) Resting() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -88,7 +88,7 @@ func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(conte
 			b.settle(o, trial)
 		}
 	}
-	// A call that does not end counts as failed when its time is over, not when it ends.
+	// A call that exceeds Timeout counts as failed at that moment, not when it ends.
 	timer := time.AfterFunc(b.limits.Timeout, func() { settle(failed) })
 	defer timer.Stop()
 	returned := false
@@ -125,7 +125,7 @@ func (b *Bounding) judge(ctx context.Context, err error) outcome {
 	return failed
 }
 
-// enter waits for room.
+// enter waits until a call that moves `bytes` bytes fits the limits, and counts that call as running.
 func (b *Bounding) enter(ctx context.Context, bytes int64, write bool) error {
 	for {
 		wait := b.tryEnter(bytes, write)
@@ -140,7 +140,7 @@ func (b *Bounding) enter(ctx context.Context, bytes int64, write bool) error {
 	}
 }
 
-// tryEnter takes room, or returns what to wait for.
+// tryEnter counts a call as running if the limits allow it. Otherwise it returns a channel that is closed when another call ends.
 func (b *Bounding) tryEnter(bytes int64, write bool) (wait chan struct{}) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -176,7 +176,8 @@ func (b *Bounding) leave(bytes int64, write bool) {
 	}
 }
 
-// admit refuses a call while the tier rests; trial is the one call that may try.
+// admit returns ErrResting while the tier rests. After the Pause it admits one call as a trial (trial is true), and refuses others until
+// settle has counted that one.
 func (b *Bounding) admit() (trial bool, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -190,7 +191,7 @@ func (b *Bounding) admit() (trial bool, err error) {
 	return true, nil
 }
 
-// settle counts how a call ended.
+// settle counts how a call ended. trial is the value that admit returned for the call.
 func (b *Bounding) settle(o outcome, trial bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -198,7 +199,7 @@ func (b *Bounding) settle(o outcome, trial bool) {
 		b.mu.trying = false
 	}
 	switch {
-	case o == worked && (trial || b.mu.failures < b.limits.Failures): // a call from before the rest does not end it
+	case o == worked && (trial || b.mu.failures < b.limits.Failures): // the success of a call that began before the rest does not end the rest
 		b.mu.failures = 0
 	case o == failed:
 		b.mu.failures = min(b.mu.failures+1, b.limits.Failures)

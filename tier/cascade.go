@@ -15,12 +15,11 @@ import (
 
 // CascadeOptions configure a Cascade. A zero field means its default.
 type CascadeOptions struct {
-	// An object that a read finds in a lower tier is written to the tiers above it, in the
-	// background. At most FillBytes may wait for that; default 64 MiB. Objects beyond are not
-	// written, but counted.
+	// FillBytes bounds the bytes of fills that wait or run; default 64 MiB. A fill writes an object that a read found in a lower tier to
+	// the tiers above, in the background. A fill beyond the limit is left out; Skipped counts it.
 	FillBytes int64
 	NoFill    bool
-	FillTime  time.Duration // for each; default 30 s
+	FillTime  time.Duration // time limit of one fill; default 30 s
 }
 
 // Cascading is a Tier made of several: it reads an object from the first tier that has it, and
@@ -157,7 +156,8 @@ func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
 	}()
 }
 
-// beginFill returns nil if the object must not be filled now.
+// beginFill registers a fill of n bytes. It returns nil if fills are off, the tier is closed, the object is being filled or deleted, or
+// FillBytes is used up.
 func (c *Cascading) beginFill(k kv.Key, n int64) *fill {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -190,7 +190,7 @@ func (c *Cascading) isWanted(f *fill) bool {
 	return f.wanted
 }
 
-// Skipped is how many objects were not written to upper tiers because too many bytes waited.
+// Skipped is how many objects were not written to upper tiers because FillBytes was used up.
 func (c *Cascading) Skipped() uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -253,8 +253,8 @@ func (c *Cascading) endDelete(keys []kv.Key) {
 	}
 }
 
-// List implements Lister. It lists each object once, as the first tier with it lists it. It
-// leaves out tiers that cannot list, and returns an error if no tier can.
+// List implements Lister. It lists each object once, with the Meta of the first tier that has the object. It leaves out tiers that cannot
+// list, and returns an error if no tier can.
 func (c *Cascading) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
 	seen, more, able := make(map[kv.Key]struct{}), true, false
 	for _, t := range c.tiers {

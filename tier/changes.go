@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Change says that an object is in a tier, or is not.
+// Change says that an object is in a tier or, with Removed, that it is not.
 type Change struct {
 	Key     kv.Key
 	Tier    uint8 // its number, from 1
@@ -21,8 +21,8 @@ type Change struct {
 	Model   string // with All: only the model's objects; empty for all objects
 }
 
-// Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
-// concurrent use. Under its mutex only the function of Translate takes another mutex. Readers must expect repeated changes.
+// Changes is a log of the last changes in the contents of tiers. Each change has a number. Nothing is recorded before Watch. Its methods
+// are safe for concurrent use. Under its mutex only the function of Translate takes another mutex. A change may be recorded more than once.
 type Changes struct {
 	watched atomic.Bool
 	news    chan struct{}
@@ -34,7 +34,8 @@ type Changes struct {
 	}
 }
 
-// Translate sets f, which turns the keys of tiers into those of objects. Keys that f does not know are not recorded.
+// Translate sets f, which turns a key that a tier uses into the key of the object. Changes of keys for which f reports false are not
+// recorded.
 func (c *Changes) Translate(f func(kv.Key) (kv.Key, bool)) {
 	if c == nil {
 		return
@@ -44,7 +45,7 @@ func (c *Changes) Translate(f func(kv.Key) (kv.Key, bool)) {
 	c.mu.back = f
 }
 
-// Forget says that no recorded change holds any more. Readers of changes are told that they have lost some.
+// Forget makes all recorded changes invalid: After reports to each reader that changes are lost.
 func (c *Changes) Forget() {
 	if c == nil || !c.watched.Load() {
 		return
@@ -59,7 +60,7 @@ func (c *Changes) Forget() {
 	}
 }
 
-// ForgetTier says that no recorded change of a tier holds any more, for one model or, without a model, for all.
+// ForgetTier records that no earlier change of a tier holds any more, for the objects of one model or, if model is empty, for all objects.
 func (c *Changes) ForgetTier(tier uint8, model string) {
 	if c == nil || !c.watched.Load() {
 		return
@@ -79,7 +80,7 @@ const MaxTiers = 255
 // NewChanges returns Changes that record nothing yet.
 func NewChanges() *Changes { return &Changes{news: make(chan struct{}, 1)} }
 
-// Watch begins to note, and keeps the last changes, at least size of them. Later calls change nothing.
+// Watch starts the recording. At least the last `size` changes are kept. A second call has no effect.
 func (c *Changes) Watch(size int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -90,7 +91,7 @@ func (c *Changes) Watch(size int) {
 // News receives one value after one or more changes. Only one reader may use it.
 func (c *Changes) News() <-chan struct{} { return c.news }
 
-// Note records that an object is in a tier, or is not. On nil Changes it does nothing.
+// Note records that the object k is in a tier (`there` is true) or is not. On nil Changes it does nothing.
 func (c *Changes) Note(tier uint8, k kv.Key, there bool) {
 	if c == nil || !c.watched.Load() {
 		return
@@ -124,7 +125,8 @@ func (c *Changes) Last() uint64 {
 	return c.mu.Last()
 }
 
-// After copies into dst the changes that follow a number, oldest first: see container.Ring.
+// After copies into dst the changes whose numbers are above `number`, oldest first: see container.Ring. lost says that some of them are no
+// longer recorded.
 func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -147,10 +149,10 @@ type Recording struct {
 	}
 }
 
-// calls are the running calls for one object, and those that ended while one of them ran. Such results come in any order.
+// calls counts the running calls for one object. Calls that run at the same time may report their results in any order.
 type calls struct {
 	n             int
-	wrote, forgot bool // one of them is a Write, is a Delete
+	wrote, forgot bool // a Write, a Delete began since n was last 0
 }
 
 // Recorded returns t, with its calls recorded in c as those of tier number. Without c it returns t itself.
@@ -244,10 +246,10 @@ func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 	return err
 }
 
-// errUnsaid stands for the result of a call that panicked.
+// errUnsaid is the result of a call until the call returns. It stays the result of a call that panics.
 var errUnsaid = errors.New("tier: a call that did not return")
 
-// read notes the result of a read.
+// read calls f, a read of the object k, and records what the result says about the object.
 func (n *Recording) read(k kv.Key, f func() error) error {
 	if n.unwatched() {
 		return f()

@@ -34,10 +34,10 @@ const (
 	Nameless    State = "nameless" // it has no name for the objects of a model
 )
 
-// States are all of them.
+// States lists all states.
 var States = []State{Works, Unreachable, Full, OverBudget, ReadOnly, Nameless}
 
-// Condition is the state of a tier, since when, and the error that showed it.
+// Condition is the state of a tier, the time at which this state began, and the error that showed it.
 type Condition struct {
 	State State
 	Since time.Time
@@ -45,11 +45,11 @@ type Condition struct {
 }
 
 const (
-	// After failuresInARow failures in a row a tier counts as unreachable; before its first success one is enough.
+	// A tier counts as unreachable after failuresInARow failures in a row. Before its first success one failure is enough.
 	failuresInARow = 3
 
-	// stateHold is for how long a tier must not have refused a write before a successful write changes its state back. A tier that
-	// evicts is full now and then.
+	// stateHold is how long a tier must not have refused a write before a successful write sets its state back to Works. A tier that evicts
+	// refuses a write now and then.
 	stateHold = 10 * time.Second
 )
 
@@ -63,9 +63,9 @@ type conditions struct {
 	failures int       // in a row
 	failed   string    // text of the last failure
 	refuses  Condition // why it last refused a write; zero once it takes writes again
-	refused  time.Time // when
+	refused  time.Time // time of that refusal
 	nameless Condition // set when the tier had no name for an object; zero after stateHold without such an object
-	unnamed  time.Time // when it last had no name
+	unnamed  time.Time // when the tier last had no name for an object
 }
 
 // reasonOf returns the state that the error of a refused write shows; empty if it shows none.
@@ -83,7 +83,7 @@ func reasonOf(err error) State {
 	return ""
 }
 
-// recordCall records how a call ended. rests says that a wrapper answered while the tier rests.
+// recordCall records how a call ended. rests is true if a wrapper answered because the tier rests after failures.
 func (c *conditions) recordCall(write, rests bool, err error) {
 	if rests && err == nil || errors.Is(err, context.Canceled) || errors.Is(err, ErrNotReady) {
 		return
@@ -172,13 +172,13 @@ func (c *Counting) Watch(log *slog.Logger) {
 // Condition returns the tier's state.
 func (c *Counting) Condition() Condition { return c.conditions.get() }
 
-// Probe asks the tier once, so that its state is known before it is needed.
+// Probe calls ask, which asks the tier once, and records the result. The state of the tier is then known before a request needs the tier.
 func (c *Counting) Probe(ctx context.Context, ask func(context.Context) error) {
 	c.conditions.recordCall(false, false, ask(ctx))
 }
 
-// observe sets f to be called with the end of each call that reaches the tier below its wrappers, and reports whether a
-// wrapper of t can do that. An answer of a wrapper from memory, or while the tier rests, says nothing of the tier.
+// observe sets f to be called with the end of each call that reaches the tier below its wrappers. It reports whether a wrapper of t can do
+// that. A wrapper that answers from memory, or while the tier rests, says nothing about the tier.
 func observe(t Tier, f func(write bool, err error)) bool {
 	switch w := t.(type) {
 	case *Bounding:

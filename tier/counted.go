@@ -59,7 +59,7 @@ type Counting struct {
 	conditions conditions
 }
 
-// Counted returns t with its calls counted. The operator chooses the name.
+// Counted returns t with its calls counted. name is the operator's name for the tier.
 func Counted(t Tier, name string) *Counting {
 	c := &Counting{of: t, name: name, took: map[string]*histogram.Histogram{
 		"stat": histogram.Times(), "read": histogram.Times(), "write": histogram.Times(),
@@ -70,7 +70,7 @@ func Counted(t Tier, name string) *Counting {
 	return c
 }
 
-// Name is the operator's word for the tier.
+// Name returns the operator's name for the tier.
 func (c *Counting) Name() string { return c.name }
 
 // Stats returns the figures.

@@ -16,7 +16,7 @@ type Flow struct {
 	Need  func(from, to int64) (err error) // Write: waits until src[from:to] is there
 }
 
-// Flowing is a tier that calls the Flow of a Write before it reads bytes of src. It need not call the Flow of a Read.
+// Flowing is a tier that calls the Flow's Wants in a Write before it reads bytes of src. In a Read it may leave the Flow out.
 type Flowing interface{ Flows() }
 
 type flowKey struct{}
@@ -26,27 +26,27 @@ func WithFlow(ctx context.Context, f *Flow) context.Context {
 	return context.WithValue(ctx, flowKey{}, f)
 }
 
-// FlowOf returns the Flow of a context, nil where it has none.
+// FlowOf returns the Flow of a context, or nil if the context has none.
 func FlowOf(ctx context.Context) *Flow {
 	f, _ := ctx.Value(flowKey{}).(*Flow)
 	return f
 }
 
-// Starts calls Begin.
+// Starts calls Begin: the bytes of an object come next.
 func (f *Flow) Starts(m Meta) {
 	if f != nil && f.Begin != nil {
 		f.Begin(m)
 	}
 }
 
-// Has calls Got.
+// Has calls Got: dst[from:to] is there.
 func (f *Flow) Has(from, to int64) {
 	if f != nil && f.Got != nil {
 		f.Got(from, to)
 	}
 }
 
-// Wants calls Need.
+// Wants calls Need, which waits until src[from:to] is there.
 func (f *Flow) Wants(from, to int64) error {
 	if f == nil || f.Need == nil {
 		return nil
@@ -54,10 +54,11 @@ func (f *Flow) Wants(from, to int64) error {
 	return f.Need(from, to)
 }
 
-// flowPiece is how many bytes move between two calls of a Flow.
+// flowPiece is the length of a piece in bytes. A Flow is called once per piece.
 const flowPiece = 256 << 10
 
-// Fill fills dst, which begins at byte at of the object, from r, and reports the bytes to sum and to the Flow. Errors: those of Summer.Fill.
+// Fill reads len(dst) bytes from r into dst, which begins at byte `at` of the object. The Summer sum hashes the bytes, and the Flow is told
+// of each piece. Errors: those of Summer.Fill.
 func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
 	if f == nil || f.Got == nil {
 		return sum.Fill(r, dst, at)
@@ -73,8 +74,8 @@ func (f *Flow) Fill(sum *Summer, r io.Reader, dst []byte, at int64) error {
 	return nil
 }
 
-// Parts divides src, which begins at byte at of the object, into parts to be sent one after the other. ready waits until a part has its
-// bytes; if it is nil, all have. Without a Flow there is one part.
+// Parts divides src, which begins at byte `at` of the object, into parts to be sent one after the other. ready waits until the bytes of a
+// part are there; if ready is nil, all bytes are. Without a Flow there is one part.
 func (f *Flow) Parts(src []byte, at int64) (parts [][]byte, ready func(part int) error) {
 	if f == nil || f.Need == nil {
 		return [][]byte{src}, nil

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Ranking is a Tier that can list the objects that were used last, or if it does not know that, written
-// last.
+// Ranking is a Tier that can list its most recently used objects. If it does not know when objects were used, it lists the most recently
+// written ones.
 type Ranking interface {
 	// Hottest calls f for n objects at most, the hottest first, until f returns false. It takes
 	// memory for n names.
@@ -28,7 +28,7 @@ func Hottest(ctx context.Context, t Tier, n int, f func(kv.Key, Meta) bool) erro
 	return ErrNoList
 }
 
-// Hot collects the n hottest of many names.
+// Hot collects the n hottest of the names that are added to it.
 type Hot struct {
 	n    int
 	heap hotHeap // coldest first
@@ -126,7 +126,8 @@ func (c *Cascading) Hottest(ctx context.Context, n int, f func(kv.Key, Meta) boo
 	return eachHottest(ctx, c.tiers, n, f)
 }
 
-// eachHottest ranks each tier in turn. It leaves out a tier that fails, and returns an error if no tier is a Ranking.
+// eachHottest calls Hottest of each tier in turn, until f was called for n objects or returned false. It leaves out a tier that fails, and
+// returns an error if no tier is a Ranking.
 func eachHottest(ctx context.Context, tiers []Tier, n int, f func(kv.Key, Meta) bool) error {
 	able, more := false, true
 	var errs []error

@@ -6,8 +6,8 @@ import "context"
 
 type momentKey struct{}
 
-// AtMoment returns a context for a Write that says at which moment of generation.Book the
-// write was decided.
+// AtMoment returns a context for a Write. moment is the value of generation.Book.Moment at the time when the store decided to write: a
+// clear since then makes the Write fail.
 func AtMoment(ctx context.Context, moment uint64) context.Context {
 	return context.WithValue(ctx, momentKey{}, moment)
 }

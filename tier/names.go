@@ -15,7 +15,8 @@ import (
 // maxNames bounds the namespaces in Names.
 const maxNames = 1 << 16
 
-// Name has the parts that a namespace digests. Other programs name objects by them.
+// Name has the model, the salt and the other parts of which a kv.Namespace is the digest. Tiers whose layout other programs share name
+// objects by them.
 type Name struct {
 	Model, Salt string
 	Revision    string // of the model's weights, if the operator names one
@@ -59,8 +60,8 @@ func NewNames() *Names {
 	return n
 }
 
-// Add adds a namespace. At the limit it drops any other one; a caller that uses that namespace
-// again adds it again.
+// Add adds a namespace. If 65,536 are known (maxNames), it drops an arbitrary one of them. The user of a dropped namespace adds it again at
+// its next use.
 func (n *Names) Add(ns kv.Namespace, model string, salt []byte) { n.AddLayout(ns, model, salt, "") }
 
 // AddLayout is Add for a namespace whose objects have a layout in their names.
@@ -98,11 +99,11 @@ func (n *Names) Mix(model string) {
 	}
 }
 
-// maxMixed bounds the models of Mix. A server's note of them has as many, so that a restart forgets none.
+// maxMixed bounds the models of Mix. A server's note of mixed models has room for as many, so that a restart loses none.
 const maxMixed = 1024
 
-// MixedModels returns the models of Mix, sorted. With maxMixed (1,024) of them, all models count as mixed, also in Names to which these are
-// added again.
+// MixedModels returns the models of Mix, sorted. If there are maxMixed (1,024), every model counts as mixed, also in other Names to which
+// these models are added.
 func (n *Names) MixedModels() []string {
 	if n == nil {
 		return nil

@@ -41,7 +41,8 @@ type Remembering struct {
 		sync.Mutex
 		young, old map[uint64]time.Time // by a hash of the key: until when it counts as missing; when young is full, it becomes old as a whole
 
-		// Number of writes that ended, by a part of the hash. If it changes during a Stat, a missing object is not remembered.
+		// writes counts the writes that ended, by a part of the key's hash. If the count changes during a Stat, the Stat remembers no
+		// missing object with that hash.
 		writes [1 << 12]uint32
 	}
 }
@@ -60,7 +61,8 @@ func (r *Remembering) Spared() uint64 { return r.spared.Load() }
 // Resting reports whether the tier rests after failures.
 func (r *Remembering) Resting() bool { return rests(r.of) }
 
-// observe sets f to be called with the end of each call of the tier itself, if a Bounding is below that can do it.
+// observe sets f to be called with the end of each call of the tier itself. It reports whether there is a Bounding below, which makes these
+// calls of f.
 func (r *Remembering) observe(f func(write bool, err error)) bool { return observe(r.of, f) }
 
 // Stat implements Tier. An object that was missing a moment ago counts as missing.
@@ -115,7 +117,8 @@ func (r *Remembering) writesLocked(hash uint64) *uint32 {
 	return &r.mu.writes[hash%uint64(len(r.mu.writes))]
 }
 
-// unknown returns the indices of the objects that the tier must be asked about, and the count of ended writes for each.
+// unknown returns the indices of the objects that are not remembered as missing, so the tier must be asked. seen[i] is the count of ended
+// writes for the object at[i].
 func (r *Remembering) unknown(hashes []uint64, now time.Time) (at []int, seen []uint32) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

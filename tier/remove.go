@@ -25,7 +25,7 @@ type Emptying interface {
 // Pace waits until n more objects may be removed. An error ends the removal.
 type Pace func(ctx context.Context, n int) error
 
-// removeBatch is how many objects are removed at once, removePass how many keys are collected before their removal.
+// removeBatch is how many objects one call removes. removePass is how many keys are collected before they are removed.
 const removeBatch, removePass = 256, 1 << 16
 
 // RemoveIf removes the objects of a tier for which f returns true. Error: ErrNoList if the tier cannot list its objects.
@@ -64,7 +64,8 @@ func RemoveIf(ctx context.Context, t Tier, f func(Content) bool, pace Pace) (rem
 	}
 }
 
-// RemoveNamed removes names in batches, for an Emptying.
+// RemoveNamed calls pace and remove for each batch of names. removed is the number of names in batches that succeeded; the first error ends
+// the loop. Implementations of Emptying call it.
 func RemoveNamed(ctx context.Context, names []string, pace Pace, remove func(part []string) error) (removed int, err error) {
 	for at := 0; at < len(names); at += removeBatch {
 		part := names[at:min(at+removeBatch, len(names))]

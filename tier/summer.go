@@ -49,7 +49,7 @@ func (s *Summer) Fill(r io.Reader, dst []byte, at int64) error {
 
 var summers = sync.Pool{New: func() any { return new(Summer) }}
 
-// Summed calls read, which must fill dst with the Summer, and also returns the checksum of dst.
+// Summed calls read, which must fill dst through the Summer. It also returns the checksum of dst.
 func Summed(dst []byte, read func(*Summer) (Meta, error)) (m Meta, sum uint64, err error) {
 	s := summers.Get().(*Summer)
 	defer summers.Put(s)

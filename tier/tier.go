@@ -42,7 +42,7 @@ func (m Meta) Lasts(has Meta) bool {
 	return has.Len == m.Len && has.Sum == m.Sum && has.NoSum == m.NoSum && has.Seal == m.Seal && (has.End == m.End || has.End > 0 && m.End > 0 && has.End < m.End)
 }
 
-// Unseals reports whether an object m that is not encrypted would replace an encrypted one.
+// Unseals reports whether a write of m would replace has, which is encrypted, by an object that is not encrypted.
 func (m Meta) Unseals(has Meta) bool { return m.Seal == 0 && has.Seal != 0 }
 
 // Page is the number of bytes to a multiple of which padding rounds lengths up.
@@ -55,8 +55,7 @@ func Padded(n int64) int64 { return (n + Page - 1) &^ (Page - 1) }
 // program wrote may be padded.
 func (m Meta) Fits(n int64) bool { return m.Len == n || m.NoSum && m.Len == Padded(n) }
 
-// Tier is one place below the pool. Its methods are safe for concurrent use, and end soon
-// after their context.
+// Tier is one place below the pool. Its methods are safe for concurrent use, and return soon after their context has ended.
 type Tier interface {
 	// Stat sets metas[i] to the Meta of keys[i], and to zero if the object is missing.
 	// It is one call, however many keys there are.

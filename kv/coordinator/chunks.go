@@ -2,10 +2,9 @@
 
 package coordinator
 
-// ChunkGroup is an object group of a server that keeps chunks.
+// ChunkGroup is an object group of a server that stores chunks.
 type ChunkGroup struct {
-	// Window is the sliding window in tokens, -1 for full attention. It is not
-	// read when Recurrent or Apart is set.
+	// Window is the sliding window in tokens, -1 for full attention. It has no meaning if Recurrent or Excluded is set.
 	Window int
 
 	// Recurrent is a group of states (Mamba): only the last chunk of a prefix
@@ -16,24 +15,21 @@ type ChunkGroup struct {
 	Excluded bool
 }
 
-// Chunks answers, for the object groups of a server whose hash unit, block and
-// chunk have one size: how long a hit is, which chunks a load of the hit moves,
-// and which stored chunks a hit can still use. It is immutable.
+// Chunks decides, for the object groups of a server whose hash unit, block and chunk have one size, how long a hit is, which chunks a load
+// of the hit moves, and which stored chunks a hit can still need. It is immutable.
 //
-// A hit needs the last ceil(W/c) chunks of each window group, with c tokens
-// per chunk. LMCache 0.5.6 reads as many. vLLM reads ceil((W-1)/c), which is
-// never more, so either of them can share the stored chunks.
+// A hit needs the last ceil(W/c) chunks of each group with a window of W tokens, at c tokens per chunk. LMCache 0.5.6 reads as many. vLLM
+// reads ceil((W-1)/c), which is never more, so both can use the stored chunks.
 type Chunks struct {
 	c     *Coordinator
 	chunk int   // tokens
-	tail  []int // chunks needed, by group; full: wholePrefix; apart: 0
+	tail  []int // chunks that a hit needs, by group; full attention: wholePrefix; excluded: 0
 }
 
 const wholePrefix = int(^uint(0) >> 1)
 
-// NewChunks returns the rule for chunks of chunkTokens tokens. Windows need at least
-// 2 tokens per chunk. Every method takes a group's index in groups. Draft layers
-// need no rule here, because the client drops their block itself.
+// NewChunks returns the rule for chunks of chunkTokens tokens. Windows need at least 2 tokens per chunk. Every method takes a group's index
+// in groups. Draft layers need no rule here, because the client itself drops their last block.
 func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 	if chunkTokens < 1 || chunkTokens > maxSize {
 		return nil, limitf("chunk size (%d) must be between 1 and %d", chunkTokens, maxSize)
@@ -70,13 +66,11 @@ func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 	return k, err
 }
 
-// Coordinator returns the coordinator that finds the hits; NewRuns needs it. Its blocks
-// are chunks.
+// Coordinator returns the coordinator that finds the hits. A chunk is one of its blocks. NewRuns needs it.
 func (k *Chunks) Coordinator() *Coordinator { return k.c }
 
-// Hit returns the longest hit, in chunks, of a prompt of this number of whole chunks:
-// the largest n such that each group has the chunks of Need(group, n) stored.
-// r.Masks are the chunks to lock and copy.
+// Hit returns the longest hit, in chunks, of a prompt of `chunks` whole chunks: the largest n such that each group has the chunks of
+// Need(group, n) stored. r.Masks are the chunks to lock and copy.
 func (k *Chunks) Hit(r *Result, p Presence, chunks int) (int, error) {
 	if chunks < 0 || chunks > maxTokens/k.chunk {
 		return 0, limitf("%d chunks are out of bounds", chunks)
@@ -85,17 +79,14 @@ func (k *Chunks) Hit(r *Result, p Presence, chunks int) (int, error) {
 	return r.Tokens / k.chunk, err
 }
 
-// Need returns the chunks of a group that a load of the first hit chunks moves.
-// Lookup, pin accounting and retrieve must all use it.
+// Need returns the chunks of group g that a load of the first `hit` chunks moves. Lookup, pin accounting and retrieve must all use it.
 func (k *Chunks) Need(g, hit int) Run {
 	hit = max(hit, 0)
 	return Run{hit - min(k.tail[g], hit), hit}
 }
 
-// Reusable appends to dst the chunks of a group that some hit of shortest to
-// longest chunks can load, given what is stored now: the union of what those
-// hits need. No hit can use any other stored chunk of the group until missing
-// chunks are stored again, so eviction can take these chunks first.
+// Reusable appends to dst the chunks of group g that a hit of `shortest` to `longest` chunks can load, given what is stored now. No hit can
+// use any other stored chunk of the group until missing chunks are stored again, so eviction can take those other chunks first.
 func (k *Chunks) Reusable(dst []Run, g int, stored *Runs, shortest, longest int) []Run {
 	base := len(dst)
 	for n := max(shortest, 1); k.tail[g] > 0; {
@@ -115,8 +106,8 @@ func (k *Chunks) Reusable(dst []Run, g int, stored *Runs, shortest, longest int)
 	return dst
 }
 
-// nextHits returns the shortest possible hit of at least n chunks, and an end such that
-// every length from first to end is a possible hit. If there is none, both are beyond any prompt.
+// nextHits returns the shortest possible hit of at least n chunks as first, and an end such that every length from first to end is a
+// possible hit. If there is none, both are beyond any prompt.
 func (k *Chunks) nextHits(stored *Runs, n int) (first, end int) {
 	const never = wholePrefix
 	for {
@@ -138,8 +129,8 @@ func (k *Chunks) nextHits(stored *Runs, n int) (first, end int) {
 	}
 }
 
-// nextEnd returns the smallest m >= n such that the last tail chunks of the first
-// m are present (all m if tail is larger), and the end of the run that they are in.
+// nextEnd returns the smallest m >= n such that the last `tail` chunks of the first m are present (all m if tail is larger). end is the end
+// of the run that has them.
 func nextEnd(runs []Run, tail, n int) (m, end int) {
 	for i := max(before(runs, n), 0); i < len(runs); i++ {
 		r := runs[i]

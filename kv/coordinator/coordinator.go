@@ -18,7 +18,7 @@ type Options struct {
 type Coordinator struct {
 	layout  Layout
 	rules   rule
-	sets    []specGroup // in the order in which each pass asks them
+	sets    []specGroup // in the order in which each pass looks them up
 	bySet   []int       // group → index in sets, -1 for a group that is not cached
 	flagged []bool      // group → its spec group drops its last block for EAGLE
 	align   int         // what a hit is a multiple of
@@ -26,8 +26,7 @@ type Coordinator struct {
 	dense   bool        // under the rule repeatsMasks: StoreMask keeps every block
 }
 
-// New checks a layout the way vLLM does at construction. The layout's slices are
-// copied. Errors are of type *Error.
+// New checks a layout with vLLM's own checks and returns its Coordinator. It copies the layout's slices. Errors are of type *Error.
 func New(l Layout, o Options) (*Coordinator, error) {
 	rules := rulesOf(o.Release)
 	if err := checkLimits(&l); err != nil {
@@ -62,8 +61,8 @@ func New(l Layout, o Options) (*Coordinator, error) {
 	return c, nil
 }
 
-// checkLimits refuses layouts that vLLM accepts without meaning to: vLLM does not bound
-// its numbers, and a size of zero fails only at the first lookup.
+// checkLimits refuses layouts that vLLM accepts only for lack of a check: vLLM does not bound its numbers, and a size of zero fails only at
+// its first lookup.
 func checkLimits(l *Layout) *Error {
 	if len(l.Groups) > maxGroups {
 		return limitf("%d groups are more than %d", len(l.Groups), maxGroups)
@@ -146,7 +145,7 @@ func (c *Coordinator) Group(g int) Group { return c.layout.Groups[g] }
 // Layout returns the layout; its slice must not be written to.
 func (c *Coordinator) Layout() Layout { return c.layout }
 
-// AlignLookupLength rounds a length down to what a hit can be a multiple of.
+// AlignLookupLength rounds a length in tokens down to a possible length of a hit.
 func (c *Coordinator) AlignLookupLength(tokens int) int {
 	return max(tokens, 0) / c.align * c.align
 }

@@ -17,7 +17,7 @@ const (
 	CodeCross                          // lookup of a cross-attention group
 	CodeChunkEagle                     // lookup of a chunked group with an EAGLE drop
 	CodeChunkAlign                     // lookup of a chunked group whose block is not the alignment
-	CodeUnaligned                      // a mask was asked for a length off the alignment
+	CodeUnaligned                      // a mask was requested for a length that is no multiple of the alignment
 	CodeIndex                          // a lookup beyond the last hash unit
 	CodeNegative                       // a negative length; vLLM has no such message
 	CodeLimit                          // beyond what this package accepts; vLLM has no such message

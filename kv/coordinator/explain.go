@@ -20,11 +20,10 @@ type Explanation struct {
 	Prompt  int // tokens, at most 4 Mi
 	Units   int // hash units; default those of Prompt
 
-	// Stored is what the store has, by group: runs of hash units. nil
-	// means what StoreMask keeps of this prompt after it ran once.
+	// Stored is what the store has, by group: runs of hash units. nil means the blocks that StoreMask keeps of this prompt.
 	Stored [][]Run
 
-	// Remote adds how many questions a lookup sends to a store that answers over a network.
+	// Remote also shows how many batches of keys a lookup would send to a store that answers over a network.
 	Remote bool
 
 	Cells int  // width of the picture; default 64, at most 1024
@@ -56,14 +55,14 @@ func Explain(w io.Writer, e Explanation) error {
 	return err
 }
 
-// view is an Explanation with its hit.
+// view is an Explanation and the hit that it shows.
 type view struct {
 	Explanation
 	c      *Coordinator
 	stored *Runs
-	handed bool // store() added Mamba states that StoreMask does not keep
+	handed bool // store() added Mamba states, which StoreMask does not keep
 	hit    Result
-	limit  int // what the hit was bounded by
+	limit  int // Query.MaxTokens of the hit
 }
 
 func (e Explanation) decide() (*view, error) {
@@ -175,7 +174,7 @@ func (v *view) table(b *bytes.Buffer) {
 	t.Flush()
 }
 
-// hitBlocks returns the blocks of a group that the hit touches.
+// hitBlocks returns how many blocks of group g lie in the hit, the last one perhaps in part.
 func (v *view) hitBlocks(g int) int {
 	if v.c.bySet[g] < 0 {
 		return 0
@@ -208,7 +207,7 @@ func (v *view) verdict(b *bytes.Buffer) {
 	}
 }
 
-// remote repeats the lookup over a Remote and writes how many questions it took.
+// remote repeats the lookup over a Remote and writes how many batches and keys it needed.
 func (v *view) remote(b *bytes.Buffer) error {
 	r := NewRemote(v.c, RemoteOptions{})
 	r.Reset(asked{v.stored})
@@ -226,7 +225,7 @@ func (v *view) remote(b *bytes.Buffer) error {
 	return nil
 }
 
-// asked makes Runs a Querier.
+// asked makes a Querier of a Runs.
 type asked struct{ r *Runs }
 
 // Exists implements Querier.

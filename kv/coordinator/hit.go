@@ -7,20 +7,19 @@ import "errors"
 // Query asks for the longest hit of one prompt.
 type Query struct {
 	Units     int // hash units of the prompt
-	MaxTokens int // limit of the hit; callers leave one token to compute
+	MaxTokens int // longest hit allowed; callers leave one token for the engine to compute
 
-	// NoEagle keeps the last block of groups flagged for EAGLE. Without NoEagle these
-	// groups drop it, so that the drafter computes it again.
+	// NoEagle keeps the last block in groups flagged for EAGLE. Otherwise a hit in these groups loses its last block, so that the drafter
+	// computes it again.
 	NoEagle bool
 }
 
-// Result is the answer to a Query. When a caller uses a Result again, Hit reuses its slice
-// and allocates nothing.
+// Result is the result of Hit. A caller that uses a Result again saves the allocation of its slice.
 type Result struct {
 	Tokens int
 
-	// Masks has one mask per group, in the layout's order. A set block is to be
-	// loaded; the hit does not need an unset block before a set one. Lengths may differ.
+	// Masks has one mask per group, in the layout's order. The blocks that are set must be loaded. The hit does not need an unset block
+	// before a set one. Lengths may differ.
 	Masks []Mask
 
 	// Reason says why the hit is empty when the layout's attention kinds cannot be cached
@@ -66,9 +65,8 @@ func (c *Coordinator) Hit(r *Result, p Presence, q Query) error {
 	return nil
 }
 
-// LoadMask appends to dst, per group, the blocks that a load of a hit of tokens
-// tokens moves. The masks depend on the length alone. tokens is what Hit returned, so
-// LoadMask drops no EAGLE block again. The prompt's hash units must cover tokens.
+// LoadMask appends to dst, per group, the mask of the blocks that a load of a hit of `tokens` tokens moves. The masks depend on the length
+// alone. tokens must be a length that Hit returned, so LoadMask does not drop EAGLE blocks again. The prompt's hash units must cover it.
 func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {
 	q := Query{Units: units, MaxTokens: tokens, NoEagle: true}
 	if err := c.checkQuery(q); err != nil {
@@ -88,7 +86,7 @@ func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {
 	return dst, nil
 }
 
-// stackSets is how many spec groups a lookup handles without the heap; no known model has as many.
+// stackSets is how many spec groups a lookup handles without an allocation on the heap; no known model has as many.
 const stackSets = 16
 
 // grow appends n zero values.
@@ -124,7 +122,7 @@ func (c *Coordinator) writeMasks(masks []Mask, sets []found) {
 	}
 }
 
-// find runs the fixed point over the spec groups and returns its length.
+// find repeats passes over the spec groups until the hit stays the same, and returns its length in tokens.
 func (c *Coordinator) find(sets []found, p Presence, q Query) (int, error) {
 	clear(sets)
 	switch len(c.sets) {
@@ -171,7 +169,7 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 	cur := hit
 	for i := range c.sets {
 		s := &c.sets[i]
-		if s.kind.isFull() && sets[i].done { // every shorter prefix is a hit of this group, too
+		if s.kind.isFull() && sets[i].done { // full attention: every shorter prefix is a hit of this group, too
 			if c.follows(longSecondFull) {
 				cur = cur / s.block * s.block
 			} else {
@@ -202,12 +200,12 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 	return cur, nil
 }
 
-// lookAhead returns the bound, in tokens, for the lookup of a group that drops its last block afterwards.
+// lookAhead returns the bound, in tokens, for a lookup in a group that drops its last block afterwards.
 func (c *Coordinator) lookAhead(s *specGroup, q Query, cur int) int {
 	if c.follows(looksAheadInRequest) {
 		return min(cur+s.block, q.MaxTokens)
 	}
-	if s.kind == Mamba { // Mamba drops no block, so a larger bound would let its hit pass the others'
+	if s.kind == Mamba { // Mamba drops no block, so with a larger bound its hit could be longer than those of the other groups
 		return cur
 	}
 	margin := s.block

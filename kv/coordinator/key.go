@@ -16,8 +16,7 @@ func (c *Coordinator) Blocks(g, units int) int {
 	return max(units, 0) / c.BlockUnits(g)
 }
 
-// Units returns the hash units that block i of a group covers. The digest of the
-// last one covers the whole prefix.
+// Units returns the hash units that block i of a group covers. The digest of the last of them covers the whole prefix.
 func (c *Coordinator) Units(g, i int) Run {
 	k := c.BlockUnits(g)
 	return Run{i * k, (i + 1) * k}

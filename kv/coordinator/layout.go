@@ -277,7 +277,7 @@ func parseGroup(word string) (Group, error) {
 	return g, nil
 }
 
-// fillSizes sets the hash unit and the scheduler block that were not given.
+// fillSizes sets the hash unit and the scheduler block if the text gave none.
 func (l *Layout) fillSizes() error {
 	div, mul := 0, 1
 	for _, g := range l.Groups {

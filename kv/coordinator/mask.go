@@ -12,20 +12,19 @@ type Run struct{ Start, End int }
 // The zero Mask is empty.
 type Mask struct {
 	length int
-	all    bool // vLLM answers with None, which means all blocks
+	all    bool // vLLM returns None here, which means all blocks
 
 	// Tails: relative block i is set when i+phase >= 0 and
 	// (i+phase) % period >= period-tail. Period 0 means none.
 	phase, period, tail int
 
-	runs [2]Run // more set blocks, within [0, length)
+	runs [2]Run // more blocks that are set, within [0, length)
 }
 
 // Len returns the number of blocks the mask describes.
 func (m *Mask) Len() int { return m.length }
 
-// All reports whether vLLM answers with None, which means all blocks, instead of
-// a list.
+// All reports whether vLLM returns None, which means all blocks, instead of a list of booleans.
 func (m *Mask) All() bool { return m.all }
 
 // At reports whether block i, counted from the mask's first, is set.
@@ -57,7 +56,7 @@ func (m *Mask) Next(from int) (Run, bool) {
 	if best.Start >= m.length {
 		return Run{}, false
 	}
-	for best.End < m.length && m.At(best.End) { // pieces may touch or overlap
+	for best.End < m.length && m.At(best.End) { // runs and tails may touch or overlap
 		end := best.End
 		for _, r := range m.runs {
 			if r.Start <= end && r.End > end {

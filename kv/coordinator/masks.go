@@ -8,8 +8,8 @@ import "fmt"
 type StoreQuery struct {
 	Tokens int // length of the prefix; a multiple of the hit alignment
 
-	// Start leaves out blocks that begin before this token, because they are
-	// stored already. Masks then begin at the first block left.
+	// Start leaves out the blocks that begin before this token, because they are stored already. The masks then begin at the first block
+	// that is not left out.
 	Start int
 
 	// Prompt is the prompt's length. Under a retention interval StoreMask also keeps the
@@ -41,9 +41,8 @@ func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
 	return c.repeated(dst, q.Tokens)
 }
 
-// LookupMask appends to dst, per group, which blocks of a prefix of tokens
-// tokens a hit can end on: what StoreMask keeps without a retention
-// interval, and every Mamba block.
+// LookupMask appends to dst, per group, the mask of the blocks of a prefix of `tokens` tokens at which a hit can end: the blocks that
+// StoreMask keeps without a retention interval, and every Mamba block.
 //
 // Follows MooncakeStoreCoordinator.lookup_mask. VLLM023 has no lookup masks: the error is ErrRelease.
 func (c *Coordinator) LookupMask(dst []Mask, tokens int) ([]Mask, error) {
@@ -60,7 +59,7 @@ func lengthError(n int) *Error {
 	return limitf("a prompt of more than %d tokens", maxTokens)
 }
 
-// reachable makes store masks (store) and lookup masks.
+// reachable returns store masks (store) or lookup masks.
 func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, error) {
 	if q.Tokens%c.align != 0 {
 		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
@@ -94,8 +93,7 @@ func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, e
 	return dst, nil
 }
 
-// boundaries returns the n lengths at which a repeat of the prompt, and a longer prompt,
-// can resume, rising.
+// boundaries returns, in rising order, the n lengths at which a repeat of the prompt, or a longer prompt, can resume.
 func (c *Coordinator) boundaries(q StoreQuery) (at [2]int, n int) {
 	if !q.HasPrompt {
 		return at, 0
@@ -115,13 +113,13 @@ func (c *Coordinator) boundaries(q StoreQuery) (at [2]int, n int) {
 	return at, 2
 }
 
-// allMask is the sentinel for a mask of n blocks, all set.
+// allMask returns a mask of n blocks, all set, for which All is true.
 func allMask(n int) Mask {
 	return Mask{length: n, all: true, runs: [2]Run{{0, n}}}
 }
 
-// windowMask keeps, in blocks start to end, the tail that a hit at the end of
-// each segment needs, and the tails at the given boundaries.
+// windowMask returns the mask of blocks start to end of group g: the tail that a hit at the end of each segment needs, and the tails at the
+// given boundaries.
 func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Mask {
 	s := &c.sets[c.bySet[g]]
 	need, shift := ceilDiv(s.window-1, s.block), 0
@@ -160,8 +158,7 @@ func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Ma
 	return m
 }
 
-// repeated is the store mask of VLLM023: the load mask of one segment, without its last
-// block under EAGLE, repeated for each segment.
+// repeated returns the store mask of VLLM023: the load mask of one segment, under EAGLE without its last block, repeated for each segment.
 func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	at := len(dst)
 	if c.dense || tokens == 0 {
@@ -188,7 +185,7 @@ func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	return dst, nil
 }
 
-// repeat returns a mask of n blocks, set from block from on, repeated times times.
+// repeat returns a mask of n blocks, set from block `from` on, repeated `times` times.
 func repeat(n, from, times int) Mask {
 	m := Mask{length: n * times}
 	switch {

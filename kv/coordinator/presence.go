@@ -47,15 +47,15 @@ type Presence interface {
 	Last(s Series, lo, hi, align int) int
 }
 
-// everything is a Presence with all blocks: the masks of a hit in it are load masks.
+// everything is a Presence in which every block is present. The masks of a hit in it are load masks.
 type everything struct{}
 
 func (everything) Prefix(_ Series, _, hi int) int        { return hi }
 func (everything) Window(_ Series, hi int, w Window) int { return w.down(hi) }
 func (everything) Last(_ Series, lo, hi, align int) int  { return max(hi/align*align-1, lo-1) }
 
-// spans is what local sets have in common: per group, where a run ends. No method takes a
-// *Series, because that would move every Series to the heap.
+// spans is what Presences over local sets have in common: questions about the runs of one group. No method takes a *Series, because that
+// would move every Series to the heap.
 type spans interface {
 	firstAbsent(g, lo, hi int) int            // hi if none
 	lastPresent(g, lo, hi int, fine bool) int // lo-1 if none

@@ -25,15 +25,14 @@ type RemoteOptions struct {
 	// Batch is the most keys per question; default 256.
 	Batch int
 
-	// PrefixShaped promises that for a full-attention group the store has only the
-	// first blocks of a prompt, as in a store that evicts from the end. A lookup then
-	// needs only a few probes. If the promise is broken, the hit may be too long, and
-	// a load finds a block missing.
+	// PrefixShaped promises that the store has of a full-attention group only the first blocks of a prompt, as a store does that evicts
+	// from the end. A lookup then needs only a few probes. If the promise is broken, the hit may be too long, and a load finds a block
+	// missing.
 	PrefixShaped bool
 }
 
-// remoteBlocks bounds what a Remote remembers of one prompt, per spec; blocks
-// beyond it count as absent. 4 Mi blocks of 16 tokens are 64 Mi tokens.
+// remoteBlocks bounds the blocks of one prompt that a Remote remembers, per spec. Blocks beyond it count as absent. 4 Mi blocks of 16
+// tokens are 64 Mi tokens.
 const remoteBlocks = 1 << 22
 
 // Remote is a Presence over a store that answers in batches. It asks for each
@@ -52,10 +51,10 @@ type Remote struct {
 	q   Querier
 	opt RemoteOptions
 
-	seen    []sighting // [set*2], [set*2+1] for fine series
+	seen    []sighting // [set*2]; [set*2+1] for fine series
 	probes  []Probe
 	present []bool
-	at      []int // positions of the batch being made
+	at      []int // positions of the batch that is being made
 
 	err            error
 	batches, asked int
@@ -72,7 +71,7 @@ func NewRemote(c *Coordinator, o RemoteOptions) *Remote {
 	return &Remote{c: c, opt: o, seen: make([]sighting, 2*len(c.sets))}
 }
 
-// Reset forgets the last prompt and asks q from now on. It keeps the memory.
+// Reset forgets the last prompt, and makes q the store to ask. It keeps the allocated memory.
 func (r *Remote) Reset(q Querier) {
 	r.q, r.err, r.batches, r.asked = q, nil, 0, 0
 	for i := range r.seen {
@@ -83,10 +82,10 @@ func (r *Remote) Reset(q Querier) {
 	}
 }
 
-// Err returns the error after which the Remote asked nothing more, nil if there was none.
+// Err returns the error after which the Remote stopped to ask its store, or nil.
 func (r *Remote) Err() error { return r.err }
 
-// Asked returns the number of questions and of keys since Reset.
+// Asked returns the number of batches and of keys since Reset.
 func (r *Remote) Asked() (batches, keys int) { return r.batches, r.asked }
 
 func (r *Remote) sighting(s *Series) *sighting {
@@ -187,12 +186,12 @@ func (r *Remote) Prefix(s Series, lo, hi int) int {
 	return hi
 }
 
-// gallop finds the end of a prefix in [0, hi]. It first asks for positions at distances that
-// double, and for the last position, then for evenly spaced positions between two of them.
+// gallop finds the end of a prefix in [0, hi]. It first asks for positions at doubling distances and for the last position, then for evenly
+// spaced positions between two of them.
 func (r *Remote) gallop(s *Series, hi int) int {
 	const fan = 64
 	seen := r.sighting(s)
-	lo := 0 // blocks below are present
+	lo := 0 // blocks below lo are present
 	for round := 0; lo < hi; round++ {
 		r.at = r.at[:0]
 		if round == 0 {
@@ -206,7 +205,7 @@ func (r *Remote) gallop(s *Series, hi int) int {
 				r.addProbe(s, i)
 			}
 		}
-		if len(r.at) == 0 { // all known
+		if len(r.at) == 0 { // all positions are known
 			return seen.held.firstZero(lo, hi)
 		}
 		if !r.ask(s) {
@@ -248,9 +247,8 @@ func (r *Remote) Last(s Series, lo, hi, align int) int {
 	return lo - 1
 }
 
-// Window implements Presence. When a window has an absent block, the search goes on left of
-// the last such block. While no window is found, it asks for posts, one block in
-// each stretch as long as a window: no window fits between two absent posts.
+// Window implements Presence. If a window has an absent block, the search continues left of the last such block. While no window is found,
+// it asks for posts: one block in each stretch as long as a window. No window fits between two absent posts.
 func (r *Remote) Window(s Series, hi int, w Window) int {
 	seen := r.sighting(&s)
 	e := w.down(min(hi, remoteBlocks))
@@ -285,7 +283,7 @@ func (r *Remote) Window(s Series, hi int, w Window) int {
 	return 0
 }
 
-// askDown asks for [lo, hi) from the right, up to the first batch with an absent block.
+// askDown asks for [lo, hi) from the right, until a batch has an absent block.
 func (r *Remote) askDown(s *Series, lo, hi int) bool {
 	seen := r.sighting(s)
 	for top := hi; top > lo; {

@@ -2,8 +2,8 @@
 
 package coordinator
 
-// lookup returns the longest hit of spec group i of at most bound tokens. The length is
-// a multiple of align. With drop the group gives up its last block.
+// lookup returns the longest hit of spec group i, `bound` tokens at most. The length is a multiple of align. With drop the hit loses the
+// group's last block.
 func (c *Coordinator) lookup(i int, p Presence, q Query, bound int, drop bool, align int) (found, error) {
 	s := &c.sets[i]
 	l := lookup{
@@ -43,11 +43,10 @@ type lookup struct {
 	usable int // whole blocks that have a hash
 	align  int // tokens
 	drop   bool
-	fine   bool // align is smaller than a block and divides it
+	fine   bool // align is smaller than a block and divides it: hits may end inside a block
 }
 
-// full takes blocks from the left while they are present. With partial hits it
-// then looks inside the first block that is not.
+// full counts the present blocks from the left up to the first absent one. With partial hits it then looks inside that block.
 func (l *lookup) full() found {
 	b := l.spec.block
 	n := l.p.Prefix(l.series, 0, min(l.blocks, l.usable))
@@ -75,11 +74,10 @@ func (l *lookup) fineSeries() Series {
 	return s
 }
 
-// blockAlign returns the alignment in blocks; 1 when it lies inside a block.
+// blockAlign returns the alignment in blocks; 1 if a hit may end inside a block.
 func (l *lookup) blockAlign() int { return max(l.align/l.spec.block, 1) }
 
-// window looks from the right for as many present blocks in a row as the window needs, or
-// for a shorter row at the start of the prompt.
+// window looks from the right for as many consecutive present blocks as the window needs, or for fewer at the start of the prompt.
 func (l *lookup) window(rules rule) (found, error) {
 	if l.blocks > l.usable {
 		return found{}, ErrIndex
@@ -87,7 +85,7 @@ func (l *lookup) window(rules rule) (found, error) {
 	b, align := l.spec.block, l.blockAlign()
 	w := Window{Need: ceilDiv(l.spec.window-1, b), Align: align}
 	if !rules.has(oneTokenWindow) {
-		w.Need = max(w.Need, 1) // else, after a drop, the hit would end in a block that was not looked up
+		w.Need = max(w.Need, 1) // else a hit would end, after a drop, in a block that was not looked up
 	}
 	if l.drop {
 		w.Need, w.Shift = w.Need+1, 1
@@ -96,8 +94,8 @@ func (l *lookup) window(rules rule) (found, error) {
 	edge := l.p.Window(l.series, l.blocks, w)
 	n, from := edge, max(0, edge-w.Need)
 	if edge < w.Need && (rules.has(shortPromptLosesTwo) || !l.drop) {
-		// The present blocks begin the prompt and are fewer than the window needs. Under a drop
-		// n is aligned after the drop (Shift is 1); a cut here, too, loses two segments instead of one.
+		// The present blocks are at the start of the prompt, and fewer than the window needs. Under a drop n is aligned so that it fits
+		// after the drop (Shift is 1); another cut here would lose a second segment.
 		n -= n % align
 	}
 	if l.drop && n > 0 {
@@ -107,8 +105,7 @@ func (l *lookup) window(rules rule) (found, error) {
 	return found{blocks: n, from: min(from, n), tokens: n * b}, nil
 }
 
-// chunked needs the present blocks of the chunk that the hit ends in. The engine never
-// attends to the blocks of earlier chunks again.
+// chunked needs the blocks of the attention chunk in which the hit ends. The engine never attends to blocks of earlier chunks again.
 func (l *lookup) chunked(rules rule) (found, error) {
 	switch b := l.spec.block; {
 	case l.drop:
@@ -128,7 +125,7 @@ func (l *lookup) chunked(rules rule) (found, error) {
 			return found{}, ErrIndex
 		}
 		f := found{blocks: end, from: first, tokens: end * b}
-		// A shorter hit may end in an earlier chunk, which was not looked at.
+		// A shorter hit may end in an earlier chunk, which was not looked up.
 		if rules.has(unseenChunks) || f.tokens == bound || f.tokens/chunk*chunk/b >= first {
 			return f, nil
 		}
@@ -136,7 +133,7 @@ func (l *lookup) chunked(rules rule) (found, error) {
 	}
 }
 
-// mamba needs one state: the last present one.
+// mamba needs one state: it looks for the last one that is present.
 func (l *lookup) mamba() (found, error) {
 	b := l.spec.block
 	if l.fine {

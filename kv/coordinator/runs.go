@@ -11,8 +11,8 @@ import (
 // lookup takes time that grows with the logarithm of the number of runs.
 type Runs struct {
 	units  []int   // hash units per block, by group
-	blocks [][]Run // by group: rising, apart
-	inside [][]Run // by group: hash units inside blocks, for partial hits
+	blocks [][]Run // by group: in rising order, not touching each other
+	inside [][]Run // by group: hash units inside blocks, for partial hits; in rising order
 }
 
 // NewRuns returns an empty set for c's groups.
@@ -39,8 +39,8 @@ func (r *Runs) Reset() {
 // Add marks the blocks [lo, hi) of a group as present.
 func (r *Runs) Add(g, lo, hi int) { r.blocks[g] = insert(r.blocks[g], Run{max(lo, 0), hi}) }
 
-// AddUnits marks hash units [lo, hi) of a group as stored. A block whose last unit is
-// among them is present. A partial hit can also end at each of the other units.
+// AddUnits marks hash units [lo, hi) of a group as present. A block is present if its last unit is. A partial hit can also end at each
+// other unit.
 func (r *Runs) AddUnits(g, lo, hi int) {
 	lo, k := max(lo, 0), r.units[g]
 	r.Add(g, ceilDiv(lo+1, k)-1, hi/k)
@@ -49,10 +49,10 @@ func (r *Runs) AddUnits(g, lo, hi int) {
 	}
 }
 
-// Blocks returns the runs of present blocks of a group. They belong to the set.
+// Blocks returns the runs of present blocks of a group. The caller must not change them.
 func (r *Runs) Blocks(g int) []Run { return r.blocks[g] }
 
-// insert adds a run to rising runs, joining those it touches.
+// insert adds a run to runs in rising order, and joins it with those that it touches.
 func insert(runs []Run, add Run) []Run {
 	if add.Start >= add.End {
 		return runs

@@ -10,8 +10,8 @@ import (
 // Kind is the attention kind of a group.
 type Kind uint8
 
-// The kinds. Full to HiddenState are the full-attention class: they share a hit
-// rule, and a lookup asks them first. Two groups of different kinds never share a spec group.
+// The kinds. Full to HiddenState are the kinds of full attention: they share a hit rule, and a lookup begins with them. Two groups of
+// different kinds never share a spec group.
 const (
 	Full Kind = iota + 1
 	MLA
@@ -23,9 +23,9 @@ const (
 	ChunkedLocal
 	Mamba
 	Cross
-	Circular        // per-request scratch, never shared
+	Circular        // scratch memory of one request, never shared
 	HiSparseHot     // HiSparse's own host tier does the caching
-	HiSparseSpilled // likewise ("resident")
+	HiSparseSpilled // as HiSparseHot ("resident")
 )
 
 var kindNames = [...]string{
@@ -76,7 +76,7 @@ type Group struct {
 	Extra  int       // SlidingWindow: tokens kept beyond the window
 	Chunk  int       // ChunkedLocal: attention chunk, tokens, at least 1
 	Mode   MambaMode // Mamba
-	Eagle  bool      // holds draft-model layers
+	Eagle  bool      // has layers of a draft model
 
 	// Uniform marks a wrapper of several layer specs. The other fields then
 	// describe its first layer; hits depend on no other layer.
@@ -94,18 +94,16 @@ type Layout struct {
 	HashUnit  int  // tokens per hash
 	Eagle     bool // the engine drafts with EAGLE; flags all groups if none is
 
-	// Retention thins what StoreMask keeps of window groups: one tail per
-	// Retention tokens; if it is 0, only the tail at the prompt's end. It counts only
-	// with HasRetention.
+	// Retention reduces the blocks of window groups that StoreMask keeps to one tail per Retention tokens; if it is 0, to the tail at the
+	// prompt's end. It counts only with HasRetention.
 	Retention    int
 	HasRetention bool
 
-	// Partial lets hits end on any hash unit, inside a block.
+	// Partial allows a hit to end at any hash unit, also inside a block.
 	Partial bool
 }
 
-// Limits of a Layout and of the lengths asked about. They keep every sum and
-// product below far from overflow.
+// Limits of a Layout and of the lengths in queries. They keep every sum and product in this package far from overflow.
 const (
 	maxGroups      = 1024
 	maxSize        = 1 << 31 // one block, window or chunk, tokens
@@ -113,7 +111,7 @@ const (
 	maxVariantSize = 256     // bytes
 )
 
-// spec is the part of a Group that decides equality, unwrapped.
+// spec is the part of a Group that decides whether two groups are equal.
 type spec struct {
 	kind    Kind
 	block   int
@@ -125,8 +123,7 @@ type spec struct {
 	variant string
 }
 
-// unwrap returns the spec by which groups are compared. A sink spec needs no length
-// of its own: it is the block.
+// unwrap returns the spec by which groups are compared. A sink group needs no length of its own: its sink is one block.
 func (g *Group) unwrap(rules rule) spec {
 	s := spec{kind: g.Kind, block: g.Block, heads: max(g.Heads, 1), variant: g.Variant}
 	switch {
@@ -143,8 +140,7 @@ func (g *Group) unwrap(rules rule) spec {
 	return s
 }
 
-// specGroup is a set of groups with equal specs. A block of it is present when
-// every member holds it.
+// specGroup is a set of groups with equal specs. A block of it is present if it is present for every member.
 type specGroup struct {
 	spec
 	groups []int // members, rising
@@ -152,8 +148,7 @@ type specGroup struct {
 	units  int   // hash units per block
 }
 
-// fold joins groups of equal specs, full attention first, otherwise in order of
-// their first member.
+// fold joins groups of equal specs. Full attention comes first; otherwise the order is that of the first members.
 func fold(l *Layout, rules rule) []specGroup {
 	var out []specGroup
 	for i := range l.Groups {

@@ -44,8 +44,7 @@ func (w words) firstZero(lo, hi int) int {
 	return hi
 }
 
-// last returns the last bit of [lo, hi) that is set (flip 0) or unset (flip all
-// ones), or lo-1.
+// last returns the last bit of [lo, hi) that is set (with flip 0) or unset (with flip all ones), or lo-1 if there is none.
 func (w words) last(lo, hi int, flip uint64) int {
 	for i := hi - 1; i >= lo; i = (i &^ 63) - 1 {
 		v := flip

@@ -234,7 +234,7 @@ func (d *decoder) typeOf(ev *Event) {
 	}
 }
 
-// arrayEvent reads an event of an older release. It refuses an event that lacks a field that every release had.
+// arrayEvent reads an event in the array form of an older release. It refuses an event that lacks a field which every release sent.
 func (d *decoder) arrayEvent() (ev Event) {
 	ev.Group = -1
 	n := d.array()

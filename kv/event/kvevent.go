@@ -45,7 +45,7 @@ func (k Kind) String() string {
 const (
 	GPU     = "GPU"
 	CPU     = "CPU"     // memory of the host
-	Storage = "STORAGE" // disks and servers below it
+	Storage = "STORAGE" // disks and servers below the host's memory
 )
 
 // Event is one event. Removed uses only Hashes, Medium and Group, Cleared no field.
@@ -54,7 +54,7 @@ type Event struct {
 	Hashes      [][]byte // of blocks that follow each other in a prompt; an integer hash is its 8 bytes, big-endian
 	Parent      []byte   // hash of the block before the first of Hashes; nil if that is the prompt's first block
 	Tokens      []int64  // BlockTokens for each hash
-	Encoded     []byte   // when encoding, the msgpack array that is sent instead of Tokens
+	Encoded     []byte   // when encoding: the msgpack array that is sent instead of Tokens
 	BlockTokens int
 	LoRA        string
 	Medium      string
@@ -63,10 +63,10 @@ type Event struct {
 	// string of those keys that is not LoRA's name.
 	Salt string
 
-	Group int // KV cache group; -1 if the publisher does not name it
+	Group int // index of the KV cache group; -1 if the publisher does not name it
 }
 
-// Batch is the events of one message.
+// Batch is the content of one message.
 type Batch struct {
 	Time   float64 // unix seconds
 	Events []Event
@@ -76,8 +76,8 @@ type Batch struct {
 
 // Encoding says how events are written.
 type Encoding struct {
-	Arrays    bool // as vLLM before 0.24 wrote them
-	IntHashes bool // the last 8 bytes of a hash as an integer
+	Arrays    bool // write events as arrays, as vLLM before 0.24 did
+	IntHashes bool // write a hash as an integer: its last 8 bytes
 }
 
 // Append appends a batch. It writes the salt of a Stored event into the extra keys of the first block.
@@ -144,7 +144,7 @@ func (e Encoding) appendEvent(b []byte, ev *Event) []byte {
 	return f.b
 }
 
-// appendExtra writes an entry per block: the LoRA name for each block, and the salt for the first.
+// appendExtra writes the extra keys, one entry per block: the LoRA name for each block, and the salt for the first.
 func appendExtra(b []byte, ev *Event) []byte {
 	b = msgp.AppendArrayHeader(b, uint32(len(ev.Hashes)))
 	for i := range ev.Hashes {
@@ -202,8 +202,8 @@ type fields struct {
 	arrays bool
 }
 
-// begin writes the header and the type of an event with n fields, and with the optional fields
-// that extra and group announce. In a Stored array, group_idx has the extra keys, or nil, before it.
+// begin writes the header and the type of an event with n fields and, if extra or group is set, with these optional fields. In a Stored
+// array, group_idx follows the extra keys, or nil in their place.
 func (f *fields) begin(k Kind, n uint32, extra, group bool) {
 	switch {
 	case f.arrays && group && k == Stored:
@@ -242,7 +242,7 @@ func (f *fields) text(name, s string) {
 	f.b = msgp.AppendString(f.b, s)
 }
 
-// group writes group_idx, the last field. In an array, unless extra, it first writes nil in place of the extra keys.
+// group writes group_idx, the last field. In an array without extra keys it first writes nil in their place.
 func (f *fields) group(i int, extra bool) {
 	if i < 0 {
 		return
@@ -254,7 +254,7 @@ func (f *fields) group(i int, extra bool) {
 	f.b = msgp.AppendUint64(f.b, uint64(i))
 }
 
-// Limits on what Decode takes.
+// Limits on a batch that Decode accepts.
 const (
 	maxEvents = 1 << 16 // of a batch
 	maxTokens = 1 << 24 // of an event

@@ -4,7 +4,7 @@ package event
 
 import "github.com/tinylib/msgp/msgp"
 
-// TokensIn returns the number of tokens in an encoded list; 0 if encoded is no list.
+// TokensIn returns the number of tokens in a msgpack array; 0 if encoded is no array.
 func TokensIn(encoded []byte) int {
 	n, _, err := msgp.ReadArrayHeaderBytes(encoded)
 	if err != nil {

@@ -17,8 +17,7 @@ type Group struct {
 	Bytes int64 // of one object
 }
 
-// Groups are the object groups of a model and the rule that says which chunks of
-// each a hit needs. It is immutable.
+// Groups has the object groups of a model, and the rule that says which chunks of each group a hit needs. It is immutable.
 type Groups struct {
 	list    []Group
 	rule    *coordinator.Chunks
@@ -38,8 +37,8 @@ func NewGroups(chunkTokens int, list []Group) (*Groups, error) {
 	return g, err
 }
 
-// FullAttention returns the groups of a model that has one, of full attention, with
-// objects of bytes bytes. A chunk has at least one token.
+// FullAttention returns the groups of a model that has one group, of full attention, with objects of `bytes` bytes. chunkTokens must be at
+// least 1.
 func FullAttention(chunkTokens int, bytes int64) *Groups {
 	g, err := NewGroups(chunkTokens, []Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: bytes}})
 	if err != nil {
@@ -63,7 +62,7 @@ func (g *Groups) Full(i int) bool {
 // Windows reports whether some group needs less than the whole prefix of a hit.
 func (g *Groups) Windows() bool { return g.windows }
 
-// Like reports whether a hit of g and one of o need the same chunks of each group.
+// Like reports whether hits of the same length need the same chunks of each group in g and in o.
 func (g *Groups) Like(o *Groups) bool {
 	if g.Len() != o.Len() {
 		return false
@@ -89,8 +88,7 @@ func (g *Groups) Need(i, from, hit int) coordinator.Run {
 	return r
 }
 
-// Hit returns the longest hit of at most limit chunks, given which chunks each group
-// has.
+// Hit returns the longest hit, `limit` chunks at most. has reports which chunks of a group are stored.
 func (g *Groups) Hit(limit int, has func(group, chunk int) bool) int {
 	var r coordinator.Result
 	n, err := g.rule.Hit(&r, g.present(limit, has), limit)
@@ -100,9 +98,8 @@ func (g *Groups) Hit(limit int, has func(group, chunk int) bool) int {
 	return n
 }
 
-// Dead calls dead for each stored chunk of a window or recurrent group that no hit of this prompt
-// can load, given what is stored. It never calls dead for the last chunks of such a group, those that
-// a hit of the whole prompt needs: they may serve a longer prompt.
+// Dead calls dead for each stored chunk of a window or recurrent group that no hit of this prompt can need, given what is stored. It never
+// calls dead for the chunks of such a group that a hit of the whole prompt needs, because they may serve a longer prompt.
 func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(group, chunk int)) {
 	if !g.windows {
 		return
@@ -127,7 +124,7 @@ func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(gro
 	}
 }
 
-// present returns which of the first limit chunks each group has.
+// present returns which of the first `limit` chunks each group has.
 func (g *Groups) present(limit int, has func(group, chunk int) bool) *coordinator.Runs {
 	set := coordinator.NewRuns(g.rule.Coordinator())
 	for i := range g.Len() {

@@ -4,16 +4,15 @@ package object
 
 import "github.com/kvasir-kv/kvasir/kv"
 
-// Shard says which chunks a call concerns: those of one namespace, and of one of World
-// shards or of all.
+// Shard says which chunks a call is about: those of one namespace, and of one of World shards or of all.
 type Shard struct {
 	Namespace kv.Namespace
 	World     int
 	Index     int // 0 to World-1; ignored by lookups, which concern all
 	Groups    *Groups
 
-	// Each is for lookups only: the layout of each shard, if the workers of a
-	// model have different layouts. Nil means that all shards have Namespace and Groups.
+	// Each has the layout of each shard, if the workers of a model have different layouts. Only lookups use it. Nil means that all shards
+	// have Namespace and Groups.
 	Each *Layouts
 }
 
@@ -27,7 +26,7 @@ type Layout struct {
 	Groups    *Groups
 }
 
-// Key sets k to the key of one object.
+// Key sets k to the key of the object of shard index, a group and a chunk.
 func (sh *Shard) Key(k *kv.Key, index, group int, chunk kv.Hash) {
 	k.Namespace = sh.Namespace
 	if sh.Each != nil {
@@ -38,7 +37,7 @@ func (sh *Shard) Key(k *kv.Key, index, group int, chunk kv.Hash) {
 	k.Chunk = chunk
 }
 
-// Bytes returns how long one object is.
+// Bytes returns the length of an object of shard index and a group.
 func (sh *Shard) Bytes(index, group int) int64 {
 	groups := sh.Groups
 	if sh.Each != nil {

@@ -12,17 +12,16 @@ type Layer struct {
 	View   View
 }
 
-// Group is layers that share block ids. The bytes of a chunk for a group are ordered
-// by plane, then layer, then kept block of the chunk, then slot, head and row.
-// That is [planes, layers, slots, hidden].
+// Group is a set of layers that share block ids. A chunk of the group has its bytes in the order plane, layer, kept block, slot, head, row:
+// [planes, layers, slots, hidden].
 type Group struct {
 	Layers   []Layer // not empty; View.Same holds for all
 	PerChunk int     // blocks of a chunk
 	Keep     int     // the last Keep blocks of a chunk are stored; 1 to PerChunk
-	Sparse   bool    // a null id stands for a block that is not there
+	Sparse   bool    // id 0 stands for a block that does not exist
 }
 
-// Check reports a group that does not fit together.
+// Check returns ErrTensor if the fields of the group do not fit together.
 func (g *Group) Check() error {
 	if len(g.Layers) == 0 || g.Keep < 1 || g.Keep > g.PerChunk {
 		return fmt.Errorf("%w: %d layers, %d of %d blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
@@ -41,13 +40,13 @@ func (g *Group) Check() error {
 	return nil
 }
 
-// Bytes is the number of bytes that a chunk has for the group.
+// Bytes returns the number of bytes of a chunk of the group.
 func (g *Group) Bytes() int64 {
 	v := &g.Layers[0].View
 	return int64(v.Planes) * int64(len(g.Layers)) * int64(g.Keep) * int64(v.BlockBytes())
 }
 
-// Blocks is the number of block ids that every layer has: [0, Blocks).
+// Blocks returns the number of blocks that every layer has: ids are in [0, Blocks).
 func (g *Group) Blocks() int {
 	n := g.Layers[0].View.Blocks
 	for i := range g.Layers {
@@ -63,11 +62,9 @@ type IDs struct {
 	null bool // id 0 is the null block in this list
 }
 
-// IDs checks ids, PerChunk for each of chunks chunks; it ignores more and refuses
-// fewer. An id must be a block, and no block may appear twice, except id 0. In a
-// sparse group id 0 is the null block, which stands for an absent block. In other groups
-// id 0 is the null block only if it appears more than once (engines never allocate
-// it; other clients use it like any block).
+// IDs checks block ids for `chunks` chunks, PerChunk ids for each. Further ids are ignored; fewer are an error. Each id must be a block,
+// and no block may appear twice, except id 0. In a sparse group id 0 is the null block, which stands for an absent block. In other groups
+// id 0 is the null block only if it appears more than once (engines never allocate it; other clients use it like any block).
 func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	if chunks < 0 || len(ids)/g.PerChunk < chunks {
 		return IDs{}, fmt.Errorf("%w: %d for %d chunks of %d", ErrBlocks, len(ids), chunks, g.PerChunk)
@@ -90,8 +87,8 @@ func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	return out, nil
 }
 
-// idSet is a set of block ids. Up to maxBits blocks it is a bitmap. Beyond that it is a
-// map, so that its size depends on the ids, not on the memory that a peer announced.
+// idSet is a set of block ids. Up to maxBits blocks it is a bitmap. Beyond that it is a map, so that a large number announced by a peer
+// does not make it large.
 type idSet struct {
 	bits []uint64
 	ids  map[int]struct{}
@@ -106,7 +103,7 @@ func newIDSet(blocks int) idSet {
 	return idSet{bits: make([]uint64, (blocks+63)/64)}
 }
 
-// add reports whether id was not yet in the set.
+// add adds id and reports whether it was new.
 func (s *idSet) add(id int) bool {
 	if s.ids != nil {
 		_, old := s.ids[id]
@@ -125,8 +122,7 @@ func (d *IDs) of(i int) []int {
 	return d.ids[end-d.g.Keep : end]
 }
 
-// Whole reports whether no kept block of chunk i is the null block. A chunk
-// with a null block would have bytes that mean nothing.
+// Whole reports whether no kept block of chunk i is the null block. The bytes of a chunk with a null block would mean nothing.
 func (d *IDs) Whole(i int) bool {
 	if d.null {
 		for _, id := range d.of(i) {
@@ -138,8 +134,8 @@ func (d *IDs) Whole(i int) bool {
 	return true
 }
 
-// each copies blocks [from, to) of ids, in one plane of one layer, into chunk, or with load
-// out of chunk. It leaves out the first skip slots, counted from the first of ids.
+// each copies the blocks [from, to) of ids, in one plane of one layer, into chunk, or with load out of chunk. It leaves out the first
+// `skip` slots, counted from the first block of ids.
 func (g *Group) each(load bool, chunk []byte, ids []int, null bool, plane, layer, from, to, skip int) {
 	l := &g.Layers[layer]
 	v := &l.View
@@ -155,8 +151,7 @@ func (g *Group) each(load bool, chunk []byte, ids []int, null bool, plane, layer
 	}
 }
 
-// copyBlock copies one block, from slot first on, in runs that are contiguous in the
-// layer and in the chunk.
+// copyBlock copies one block, from slot `first` on, in pieces that are contiguous both in the layer and in the chunk.
 func (v *View) copyBlock(load bool, mem, chunk []byte, first int) {
 	slot := v.Heads * v.Row // bytes of a slot in the chunk
 	dense := v.Heads == 1 || v.head == int64(v.Row)
@@ -185,8 +180,7 @@ func run(load bool, layer, chunk []byte) {
 	copy(chunk, layer)
 }
 
-// Gather copies the blocks ids of every layer into chunk, in the order that Group
-// describes, with len(ids) blocks. Every id must be a block of the group.
+// Gather copies the blocks ids of every layer into chunk, in the order that Group describes. Every id must be a block of the group.
 func (g *Group) Gather(chunk []byte, ids []int) {
 	for plane := range g.Layers[0].View.Planes {
 		for layer := range g.Layers {
@@ -195,8 +189,7 @@ func (g *Group) Gather(chunk []byte, ids []int) {
 	}
 }
 
-// Scatter copies chunk into the blocks ids of every layer. It does not write the first skip
-// slots, nor the null blocks of a sparse group.
+// Scatter copies chunk into the blocks ids of every layer. It does not write the first `skip` slots, nor the null blocks of a sparse group.
 func (g *Group) Scatter(chunk []byte, ids []int, skip int) {
 	for plane := range g.Layers[0].View.Planes {
 		for layer := range g.Layers {

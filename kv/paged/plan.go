@@ -9,10 +9,10 @@ import (
 	"sync/atomic"
 )
 
-// Plan is a list of copies. Run carries them out in cache-sized pieces. The zero
-// Plan gathers.
+// Plan is a list of copies between layers and chunks. Run carries them out in pieces that fit a cache. The zero Plan copies out of the
+// layers (gather).
 type Plan struct {
-	Load bool // scatter
+	Load bool // copies into the layers (scatter)
 
 	moves []move
 	bytes int64
@@ -23,19 +23,18 @@ type move struct {
 	ids    *IDs
 	of     []int
 	chunk  []byte
-	skip   int // slots not to write, counted from the first kept block
-	blocks int // per piece
+	skip   int // slots that are not written, counted from the first kept block
+	blocks int // blocks in one piece
 	first  int // number of its first piece
 	pieces int
 }
 
-// pieceBytes is how much one goroutine copies before it takes the next piece. Source and
-// destination of a piece together fill half of a small second-level cache.
+// pieceBytes is how much a goroutine copies before it takes the next piece. Source and destination of a piece together fill half of a small
+// second-level cache.
 const pieceBytes = 256 << 10
 
-// Add plans the copy of chunk i of ids. chunk must be as long as the group's Bytes. A load
-// does not write the first skip slots of the chunk's PerChunk blocks, nor
-// null blocks.
+// Add plans the copy of chunk i of ids. chunk must be as long as the group's Bytes. A load does not write the first `skip` slots of the
+// chunk's PerChunk blocks, nor null blocks.
 func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
 	g := ids.g
 	if i < 0 || (i+1)*g.PerChunk > len(ids.ids) || int64(len(chunk)) != g.Bytes() || skip < 0 {
@@ -58,13 +57,12 @@ func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
 	return nil
 }
 
-// Bytes is the size of all planned chunks.
+// Bytes returns the total size of the planned chunks.
 func (p *Plan) Bytes() int64 { return p.bytes }
 
-// Run carries the plan out with up to workers goroutines, the caller's included.
-// Each goroutine copies inside a call of guard. guard can turn a fault, when a peer has
-// truncated its memory, into an error. A nil guard only calls the function. After an
-// error some pieces may not have been copied.
+// Run carries out the plan with up to `workers` goroutines, the caller's included. Each goroutine copies inside a call of guard, which can
+// turn a fault, as when a peer has truncated its memory, into an error. A nil guard only calls the function. After an error some pieces may
+// not have been copied.
 func (p *Plan) Run(workers int, guard func(func()) error) error {
 	if len(p.moves) == 0 {
 		return nil
@@ -102,7 +100,7 @@ func (p *Plan) Run(workers int, guard func(func()) error) error {
 // do copies the pieces [from, to).
 func (p *Plan) do(from, to int) {
 	lo, hi := 0, len(p.moves)
-	for hi-lo > 1 { // the move that piece from is in
+	for hi-lo > 1 { // find the move that has piece `from`
 		if mid := (lo + hi) / 2; p.moves[mid].first <= from {
 			lo = mid
 		} else {

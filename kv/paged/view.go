@@ -16,8 +16,7 @@ import (
 // Form is the order of a layer's dimensions in memory.
 type Form uint8
 
-// The forms, row-major. Slots are the tokens of a block; a fused row holds K and
-// V of a head, or MLA's latent.
+// The forms, row-major. A slot is one token of a block. A fused row has K and V of a head, or MLA's latent.
 const (
 	PlanesNHD Form = iota // [2, blocks, slots, heads, size]: all K, then all V
 	BlocksNHD             // [blocks, 2, slots, heads, size]: K and V of each block
@@ -43,8 +42,7 @@ func (f Form) String() string {
 	return fmt.Sprintf("Form(%d)", uint8(f))
 }
 
-// axes returns where each of plane, block, slot, head and element is among the
-// dimensions, -1 for one that the form does not have.
+// axes returns the index of plane, block, slot, head and element among the dimensions; -1 for one that the form does not have.
 func (f Form) axes() (a [5]int, rank int) {
 	return [numForms][5]int{
 		PlanesNHD: {0, 1, 2, 3, 4}, BlocksNHD: {1, 0, 2, 3, 4}, FusedNHD: {-1, 0, 1, 2, 3},
@@ -68,8 +66,7 @@ type Tensor struct {
 	ElementBytes  int
 }
 
-// View is a layer's geometry in bytes. Every block it names lies in the memory
-// it was made for.
+// View is the geometry of a layer in bytes. Every block of a View lies within the memory that it was made for.
 type View struct {
 	Form   Form
 	Planes int
@@ -82,8 +79,7 @@ type View struct {
 	plane, block, slot, head int64 // strides
 }
 
-// maxSpan bounds a layer: 2^46 bytes. Products of checked numbers below it do
-// not overflow.
+// maxSpan bounds the bytes of a layer: 2^46. Products of checked numbers below it do not overflow.
 const maxSpan = 1 << 46
 
 // NewView returns the geometry of t in memory of the given size. A shape does not show
@@ -125,7 +121,7 @@ func NewView(t Tensor, hnd bool, memory int64) (View, error) {
 	return sorted.view(form, memory)
 }
 
-// NewViewOf is NewView for a tensor whose dimensions are in the order of a form.
+// NewViewOf is NewView for a tensor whose dimensions are in the order of `form`.
 func NewViewOf(form Form, t Tensor, memory int64) (View, error) {
 	if form >= numForms {
 		return View{}, fmt.Errorf("%w: form %d", ErrTensor, form)
@@ -156,7 +152,7 @@ func formOf(shape []int64, hnd bool) (Form, bool) {
 	return 0, false
 }
 
-// Dense returns the geometry of a layer without gaps, and its bytes.
+// Dense returns the geometry of a layer without gaps, and the layer's length in bytes.
 func Dense(form Form, blocks, slots, heads, row int) (View, int64, error) {
 	if form >= numForms {
 		return View{}, 0, fmt.Errorf("%w: form %d", ErrTensor, form)
@@ -187,7 +183,7 @@ func Dense(form Form, blocks, slots, heads, row int) (View, int64, error) {
 	return v, size, err
 }
 
-// view checks t, whose dimensions are in form's order, against its memory.
+// view checks t, whose dimensions are in the order of form, against the length of its memory.
 func (t *Tensor) view(form Form, memory int64) (View, error) {
 	bad := func(why string, args ...any) (View, error) {
 		return View{}, fmt.Errorf("%w: shape %v, strides %v, offset %d: %s", ErrTensor, t.Shape, t.Stride, t.Offset, fmt.Sprintf(why, args...))
@@ -242,14 +238,13 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 // BlockBytes is the number of bytes of one block in one plane.
 func (v *View) BlockBytes() int { return v.Slots * v.Heads * v.Row }
 
-// Same reports whether two layers hold blocks of one shape, so that they can
-// share a group.
+// Same reports whether the blocks of two layers have the same shape, so that the layers can share a group.
 func (v *View) Same(w *View) bool {
 	return v.Planes == w.Planes && v.Slots == w.Slots && v.Heads == w.Heads && v.Row == w.Row
 }
 
-// Rows calls f with the bytes of one plane of a block, a row of one head of one slot at a time, in the
-// order in which they lie in memory. plane and block are in range, and memory is what the View was made for.
+// Rows calls f with the bytes of one plane of a block, one row (one head of one slot) at a time, in the order in which they lie in memory.
+// plane and block must be in range, and memory must be that for which the View was made.
 func (v *View) Rows(memory []byte, plane, block int, f func(row []byte)) {
 	outer, inner := v.Slots, v.Heads
 	far, near := v.slot, v.head

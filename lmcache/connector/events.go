@@ -18,23 +18,22 @@ const (
 // medium is the name LMCache gives to the cache server's memory.
 const medium = "CPU"
 
-// Event is a KV event as vLLM publishes it to routers. Engine-driven stores do not
-// appear as stored in the event stream of LMCache's server, so a worker reports its own.
+// Event is a KV event as vLLM publishes it to routers. The event stream of LMCache's server does not announce the stores of engine-driven
+// workers, so a worker reports its own.
 type Event struct {
 	Kind        EventKind
 	Medium      string
 	Model       string
 	Salt        string
-	Hash        kv.Hash  // Stored: of the chunk
-	Parent      kv.Hash  // Stored: of the chunk before it, unless First
+	Hash        kv.Hash  // Stored: the chunk's hash
+	Parent      kv.Hash  // Stored: hash of the chunk before it, unless First
 	First       bool     // Stored: the prompt's first chunk, without a parent
-	Tokens      []uint32 // Stored: the chunk's, shared with its request; read only
+	Tokens      []uint32 // Stored: the chunk's tokens, in memory that the request shares; read only
 	ChunkTokens int
 }
 
-// Events returns the events since the last call, in order, and how many older
-// ones were lost because the caller asked too late; a Cleared one then stands
-// first.
+// Events returns the events since the last call, in order. lost is how many older events were dropped because more than MaxEvents waited; a
+// Cleared event then comes first.
 func (a *Worker) Events() (events []Event, lost int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -59,8 +58,7 @@ func (a *Worker) emit(e Event) {
 	a.mu.events = append(a.mu.events, e)
 }
 
-// emitStored announces the chunks of a committed store that it wrote; the others
-// were kept before, or there was no room for them.
+// emitStored announces the chunks that a committed store wrote. The server had the other chunks already, or had no room for them.
 func (a *Worker) emitStored(j *job, chunks []int) {
 	if a.o.MaxEvents <= 0 {
 		return

@@ -7,21 +7,20 @@ import (
 	"slices"
 )
 
-// Group is one KV cache group of an engine: layers whose blocks go by one list of ids. All
-// groups have blocks of one size.
+// Group is one KV cache group of an engine: layers that share one list of block ids. All groups of an engine have blocks of the same size.
 type Group struct {
 	Window int  // tokens that a layer looks back; 0: all (full attention)
 	State  bool // recurrent: a block holds the state after its last token
 
-	// Layers are the group's among Paged.Layers; default all. Groups may share memory, as
-	// vLLM's do: a block belongs to one group at a time. Only a worker reads it.
+	// Layers are the indices of the group's layers in Paged.Layers; default all. Groups may share memory, as vLLM's do, because a block
+	// belongs to one group at a time. Only a worker reads this field.
 	Layers []int
 }
 
-// maxGroups bounds the groups of an engine; LMCache's own servers take as many.
+// maxGroups bounds the groups of an engine, as LMCache's own servers do.
 const maxGroups = 256
 
-// defaultGroups returns groups, or one of full attention for none.
+// defaultGroups returns groups, or one group of full attention if groups is empty.
 func defaultGroups(groups []Group) []Group {
 	if len(groups) == 0 {
 		return []Group{{}}
@@ -29,7 +28,7 @@ func defaultGroups(groups []Group) []Group {
 	return groups
 }
 
-// hybrid reports whether groups are more than one of full attention.
+// hybrid reports whether groups are anything other than one group of full attention.
 func hybrid(groups []Group) bool {
 	return len(groups) > 1 || len(groups) == 1 && groups[0].sparse()
 }
@@ -43,8 +42,8 @@ func (g *Group) check() error {
 	return nil
 }
 
-// left returns how many leading blocks the engine has given up when computed tokens are
-// computed: no later token looks at them. vLLM: get_num_skipped_tokens.
+// left returns how many leading blocks the engine has freed when `computed` tokens are computed, because no later token attends to them.
+// vLLM: get_num_skipped_tokens.
 func (g *Group) left(computed, blockTokens int) int {
 	switch {
 	case g.State:
@@ -55,7 +54,7 @@ func (g *Group) left(computed, blockTokens int) int {
 	return 0
 }
 
-// cutBlocks returns the blocks [from, to) of each group, or as many as there are.
+// cutBlocks returns the blocks [from, to) of each group, or fewer if the group has fewer.
 func cutBlocks(blocks [][]int, from, to int) [][]int {
 	out := make([][]int, len(blocks))
 	for g, list := range blocks {

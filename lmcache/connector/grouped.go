@@ -10,15 +10,15 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// grouped is the KV of a hybrid model whose worker copies it itself (engine_driven, since lmcache 0.5.7). Each chunk has one object for
-// each group. For a group with states, or with a window smaller than a chunk, the object contains only the last blocks of its chunk.
+// grouped describes the KV of a hybrid model whose worker copies it itself (engine_driven, since lmcache 0.5.7). Each chunk has one object
+// for each group. For a group with states, or with a window smaller than a chunk, the object has only the last blocks of its chunk.
 type grouped struct {
 	layouts []lmcache.GroupLayout
 	memory  []*paged.Group
-	bytes   []int64 // of an object
+	bytes   []int64 // of one object of each group
 }
 
-// newGrouped describes a worker's groups for chunks of o.ChunkTokens tokens.
+// newGrouped returns the grouped of a worker's groups, for chunks of o.ChunkTokens tokens.
 func newGrouped(o *WorkerOptions) *grouped {
 	p, x := o.Cache, &grouped{}
 	all := p.group()
@@ -47,15 +47,14 @@ func newGrouped(o *WorkerOptions) *grouped {
 	return x
 }
 
-// blocks returns the ids of the blocks that the object of a group and of chunk i of an operation
-// contains.
+// blocks returns the ids of the blocks in the object of a group and of chunk i of an operation.
 func (x *grouped) blocks(j *job, group, i int) []int {
 	m := x.memory[group]
 	end := (i + 1) * m.PerChunk
 	return j.Blocks[group][end-m.Keep : end]
 }
 
-// absent returns, by group, the chunks of an operation of n chunks that lack a block: the engine has given it up.
+// absent returns, for each group, the chunks of an operation of n chunks that lack a block because the engine has freed it.
 func (x *grouped) absent(j *job, n int) [][]int {
 	out := make([][]int, len(x.memory))
 	for g, m := range x.memory {
@@ -88,7 +87,7 @@ func (a *Worker) storeGroups(ctx context.Context, j *job) (bool, error) {
 		}
 		a.emitStored(j, all)
 	}
-	return n > 0 || written == 0, nil // slots without a commit: refused
+	return n > 0 || written == 0, nil // slots that were not committed: the store was refused
 }
 
 // loadGroups carries out a load of a hybrid model.
@@ -96,7 +95,7 @@ func (a *Worker) loadGroups(ctx context.Context, j *job) (bool, error) {
 	x, bytes := a.grouped, int64(0)
 	ok, err := a.pool.RetrieveGroups(ctx, a.key(j), a.o.ChunkTokens, func(group, i int, b []byte) {
 		m := x.memory[group]
-		before := i*a.o.ChunkTokens + (m.PerChunk-m.Keep)*a.o.Cache.BlockTokens // tokens of the range before those of the object
+		before := i*a.o.ChunkTokens + (m.PerChunk-m.Keep)*a.o.Cache.BlockTokens // tokens of the range that come before those of the object
 		m.Scatter(b, x.blocks(j, group, i), max(0, j.SkipFirst-before))
 		bytes += x.bytes[group]
 	})

@@ -9,20 +9,18 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// maxAnnounced bounds the ended requests that are remembered, so that each end is
-// reported once.
+// maxAnnounced bounds the ended requests that a ledger remembers, so that it reports each end once.
 const maxAnnounced = 1 << 13
 
-// ledger knows which requests have operations in progress, and which ends are still
-// to be reported. Its owner guards it.
+// ledger records which requests have operations in progress, and which ends must still be reported. Its owner guards it.
 type ledger struct {
-	stores, loads map[string]int      // operations in progress, > 0
+	stores, loads map[string]int      // number of operations in progress by request, > 0
 	received      map[string]struct{} // loads that ended and were not reported yet
 	ending        map[string]struct{} // ended by the engine, with operations in progress
 	announced     map[string]struct{} // ended by the engine, and reported
 	order         []string            // of announced, oldest first
-	requests      map[string]struct{} // failed loads
-	blocks        map[int]struct{}    // of failed loads
+	requests      map[string]struct{} // requests with a failed load
+	blocks        map[int]struct{}    // blocks of failed loads
 }
 
 func (l *ledger) init() {
@@ -31,8 +29,7 @@ func (l *ledger) init() {
 	l.requests, l.blocks = make(map[string]struct{}), make(map[int]struct{})
 }
 
-// begin records an operation. Its request lives, also when the end of an earlier
-// request of the same id was reported.
+// begin records an operation. It also forgets that the end of an earlier request of the same id was reported.
 func (l *ledger) begin(op *lmcache.LoadStore) {
 	l.forget(op.RequestID)
 	if op.Direction == lmcache.Store {
@@ -42,7 +39,7 @@ func (l *ledger) begin(op *lmcache.LoadStore) {
 	}
 }
 
-// forget lets the end of id be reported once more.
+// forget allows the end of the request id to be reported once more.
 func (l *ledger) forget(id string) {
 	if _, ok := l.announced[id]; ok {
 		delete(l.announced, id)
@@ -65,7 +62,7 @@ func (l *ledger) end(j *job, ok bool, blockTokens int) {
 	l.requests[j.RequestID] = struct{}{}
 	for _, ids := range j.Blocks {
 		for _, id := range ids[min(max(0, j.SkipFirst)/blockTokens, len(ids)):] {
-			if id != 0 || len(j.Blocks) == 1 { // 0 is where a hybrid engine keeps nothing
+			if id != 0 || len(j.Blocks) == 1 { // a hybrid engine has id 0 where it keeps no block
 				l.blocks[id] = struct{}{}
 			}
 		}
@@ -98,7 +95,7 @@ func (l *ledger) take(ended []string) Finished {
 		}
 	}
 	for id := range l.received {
-		if l.loads[id] == 0 { // else another load of it runs
+		if l.loads[id] == 0 { // else another load of the request runs
 			out.Received = append(out.Received, id)
 			delete(l.received, id)
 		}

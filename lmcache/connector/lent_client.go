@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// registration is a worker that a server knows.
+// registration is a worker that is registered with a server.
 type registration interface {
 	Register(ctx context.Context) error
 	EnsureRegistered(ctx context.Context) (again bool, err error)
@@ -21,8 +21,8 @@ type registration interface {
 	stale() bool
 }
 
-// lentClient is one registered worker that lends its KV: the server copies in and out of
-// it (lmcache_driven). Its methods are safe for concurrent use.
+// lentClient is one registered worker that lends its KV: the server copies in and out of the worker's memory (lmcache_driven). Its methods
+// are safe for concurrent use.
 type lentClient struct {
 	client   *lmcache.Client
 	reg      lmcache.KVCache // immutable
@@ -33,11 +33,11 @@ type lentClient struct {
 
 	mu struct {
 		sync.Mutex
-		connection uint64 // of the client, at the last registration
+		connection uint64 // number of the client's connection at the last registration
 	}
 }
 
-// layoutName returns LMCache's name for a form whose order of dimensions the shape does not show.
+// layoutName returns LMCache's name, HND or NHD, for the order of dimensions in a form.
 func layoutName(f paged.Form) string {
 	switch f {
 	case paged.PlanesHND, paged.BlocksHND, paged.FusedHND:
@@ -46,7 +46,7 @@ func layoutName(f paged.Form) string {
 	return "NHD"
 }
 
-// openLentClient registers a worker whose layers lie each in a segment of its own.
+// openLentClient registers a worker each of whose layers lies in a shared-memory segment of its own.
 func openLentClient(ctx context.Context, client *lmcache.Client, o *WorkerOptions) (*lentClient, error) {
 	p := o.Cache
 	if len(o.Segments) != len(p.Layers) {
@@ -89,7 +89,7 @@ func openLentClient(ctx context.Context, client *lmcache.Client, o *WorkerOption
 			layers = all
 		}
 		for _, l := range layers {
-			info.Layers = append(info.Layers, describe(l)) // layers that several groups share have a descriptor in each group
+			info.Layers = append(info.Layers, describe(l)) // a layer that several groups share has a descriptor in each group
 		}
 		if hybrid(o.Groups) {
 			w.reg.Groups = append(w.reg.Groups, info)
@@ -120,7 +120,7 @@ func (p *Paged) shape() ([]int64, error) {
 	return nil, fmt.Errorf("%w: form %v", ErrPaged, p.Form)
 }
 
-// InstanceID is the random number under which the worker is registered.
+// InstanceID returns the random number under which the worker is registered.
 func (w *lentClient) InstanceID() int64 { return w.instance }
 
 func (w *lentClient) stale() bool {
@@ -129,14 +129,14 @@ func (w *lentClient) stale() bool {
 	return w.client.Connections() != w.mu.connection
 }
 
-// Register registers the worker, again if need be.
+// Register registers the worker, also if it was registered before.
 func (w *lentClient) Register(ctx context.Context) error {
 	w.registering.Lock()
 	defer w.registering.Unlock()
 	return w.register(ctx)
 }
 
-// EnsureRegistered does the same as PoolClient.EnsureRegistered.
+// EnsureRegistered is as PoolClient.EnsureRegistered.
 func (w *lentClient) EnsureRegistered(ctx context.Context) (again bool, err error) {
 	return ensure(&w.registering, w.stale, func() error { return w.register(ctx) })
 }
@@ -155,7 +155,7 @@ func (w *lentClient) register(ctx context.Context) error {
 	return nil
 }
 
-// Close unregisters the worker: the server touches its memory no more.
+// Close unregisters the worker. The server does not touch the worker's memory afterwards.
 func (w *lentClient) Close(ctx context.Context) error {
 	return w.client.UnregisterKVCache(ctx, w.instance)
 }
@@ -166,13 +166,14 @@ func (w *lentClient) key(k lmcache.Key) *lmcache.Key {
 	return &k
 }
 
-// store asks the server to copy blocks: for each group, the blocks of k's tokens [Start, End).
+// store asks the server to copy blocks out of the worker's memory. blocks has, for each group, the ids of the blocks of k's tokens [Start,
+// End).
 func (w *lentClient) store(ctx context.Context, k lmcache.Key, blocks [][]int) (bool, error) {
 	c, err := w.client.StoreBlocks(ctx, w.key(k), w.instance, blocks)
 	return c.OK, err
 }
 
-// load asks the server to copy into blocks, except for the first skip tokens.
+// load asks the server to copy k's range into blocks, except for the first `skip` tokens.
 func (w *lentClient) load(ctx context.Context, k lmcache.Key, blocks [][]int, skip int) (bool, error) {
 	c, err := w.client.RetrieveBlocks(ctx, w.key(k), w.instance, blocks, skip)
 	return c.OK, err

@@ -11,12 +11,11 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/paged"
 )
 
-// ErrPaged means that a Paged, or block ids for it, do not fit together.
+// ErrPaged means that the fields of a Paged, or block ids for it, do not fit together.
 var ErrPaged = errors.New("connector: bad paged KV")
 
-// Paged is an engine's KV cache in host memory: one buffer per layer, paged by
-// block id. The engine owns the buffers; a transfer reads or writes the blocks of
-// its operation until it ends, and no others.
+// Paged is an engine's KV cache in host memory: one buffer per layer, divided into blocks. The engine owns the buffers. A transfer reads or
+// writes the blocks of its operation, and no others, until it ends.
 type Paged struct {
 	Form        paged.Form
 	Layers      [][]byte
@@ -27,7 +26,8 @@ type Paged struct {
 	DType       string // torch name
 }
 
-// Layout returns the layout of a chunk of chunkTokens tokens, after checking p.
+// Layout returns the layout of a chunk of chunkTokens tokens. It checks that the fields of p fit together and returns ErrPaged or
+// kv.ErrLayout if not.
 func (p *Paged) Layout(chunkTokens int) (kv.Layout, error) {
 	l := kv.Layout{Layers: len(p.Layers), Slots: chunkTokens, Hidden: p.Heads * p.HeadSize, DType: p.DType}
 	if chunkTokens < 1 || p.BlockTokens < 1 || chunkTokens%p.BlockTokens != 0 {
@@ -47,7 +47,7 @@ func (p *Paged) Layout(chunkTokens int) (kv.Layout, error) {
 	return l, err
 }
 
-// view returns the geometry of each layer and its bytes.
+// view returns the geometry of a layer, and its length in bytes.
 func (p *Paged) view() (paged.View, int64, error) {
 	size := kv.DTypeBytes(p.DType)
 	if size > 0 && p.HeadSize > math.MaxInt/size {
@@ -56,7 +56,7 @@ func (p *Paged) view() (paged.View, int64, error) {
 	return paged.Dense(p.Form, p.Blocks, p.BlockTokens, p.Heads, p.HeadSize*size)
 }
 
-// CheckIDs reports ids that are no blocks of p.
+// CheckIDs returns ErrPaged if an id is not a block of p.
 func (p *Paged) CheckIDs(ids []int) error {
 	for _, id := range ids {
 		if id < 0 || id >= p.Blocks {
@@ -66,7 +66,7 @@ func (p *Paged) CheckIDs(ids []int) error {
 	return nil
 }
 
-// group returns the layers as package paged copies them. p passed Layout.
+// group returns the layers as a paged.Group. p must have passed Layout.
 func (p *Paged) group() *paged.Group {
 	view, _, err := p.view()
 	if err != nil {
@@ -79,12 +79,11 @@ func (p *Paged) group() *paged.Group {
 	return g
 }
 
-// Gather copies the blocks ids into chunk. chunk has the layout that Layout returns for as many
-// tokens. The ids passed CheckIDs.
+// Gather copies the blocks ids into chunk, which must have the layout that Layout returns for their number of tokens. The ids must have
+// passed CheckIDs.
 func (p *Paged) Gather(ids []int, chunk []byte) { p.group().Gather(chunk, ids) }
 
-// Scatter copies chunk into the blocks ids but for the first skipTokens tokens,
-// which stay as they are.
+// Scatter copies chunk into the blocks ids. It does not overwrite the first skipTokens tokens.
 func (p *Paged) Scatter(ids []int, chunk []byte, skipTokens int) {
 	p.group().Scatter(chunk, ids, skipTokens)
 }

@@ -23,8 +23,8 @@ var (
 	// ErrSlot means that the server named a slot that does not fit the worker's
 	// layout or the pool.
 	ErrSlot = errors.New("connector: bad slot from the server")
-	// ErrOneGroup means that the server is of a release before 0.5.7, whose workers that copy themselves have one group of full
-	// attention.
+	// ErrOneGroup means that the server is of a release before 0.5.7. In these releases a worker that copies its own KV can have only one
+	// group of full attention.
 	ErrOneGroup = errors.New("connector: the server is of a release before 0.5.7, in which hybrid models need lmcache_driven")
 )
 
@@ -37,18 +37,18 @@ type PoolClientOptions struct {
 	BlockSize int       // tokens per engine block; default 16
 	ShmDir    string    // default shm.Dir
 
-	// Groups are the object groups of a hybrid model, two or more, of chunks of ChunkTokens tokens; nil for one of full
-	// attention. Only servers of 0.5.7 take them.
+	// Groups are the object groups of a hybrid model, two or more, for chunks of ChunkTokens tokens; nil: one group of full attention. Only
+	// servers of 0.5.7 accept several groups.
 	Groups      []lmcache.GroupLayout
 	ChunkTokens int
 }
 
-// PoolClient is one registered worker. Its methods are safe for concurrent use.
+// PoolClient is one worker that is registered with a server. Its methods are safe for concurrent use.
 type PoolClient struct {
 	client   *lmcache.Client
 	opts     PoolClientOptions
-	layouts  []kv.Layout // of the objects of a chunk, by object group
-	sizes    []int64     // bytes of these
+	layouts  []kv.Layout // layout of a chunk's object, by object group
+	sizes    []int64     // bytes of a chunk's object, by object group
 	instance int64
 
 	registering sync.Mutex // one registration at a time
@@ -56,15 +56,14 @@ type PoolClient struct {
 	mu struct {
 		sync.RWMutex // held for reading while a transfer uses the mapping
 		pool         *shm.Segment
-		inline       bool   // the server offers no pool: chunks travel in messages
-		epoch        uint64 // registrations so far
-		connection   uint64 // of the client, at the last registration
+		inline       bool   // the server offers no pool: objects are sent in messages
+		epoch        uint64 // number of registrations so far
+		connection   uint64 // number of the client's connection at the last registration
 		closed       bool
 	}
 }
 
-// OpenPoolClient registers a worker with the server behind client, which stays the
-// caller's, and maps the server's pool.
+// OpenPoolClient registers a worker with the server of client, and maps the server's pool. The caller keeps client, and closes it.
 func OpenPoolClient(ctx context.Context, client *lmcache.Client, o PoolClientOptions) (*PoolClient, error) {
 	if o.WorldSize == 0 {
 		o.WorldSize = 1
@@ -92,20 +91,18 @@ func OpenPoolClient(ctx context.Context, client *lmcache.Client, o PoolClientOpt
 	return w, nil
 }
 
-// InstanceID is the random number under which the worker is registered.
+// InstanceID returns the random number under which the worker is registered.
 func (w *PoolClient) InstanceID() int64 { return w.instance }
 
-// Register registers the worker, again if need be, and maps the pool that the
-// server names.
+// Register registers the worker, also if it was registered before, and maps the pool that the server names.
 func (w *PoolClient) Register(ctx context.Context) error {
 	w.registering.Lock()
 	defer w.registering.Unlock()
 	return w.register(ctx)
 }
 
-// EnsureRegistered registers again if the client's connection is another one than
-// at the last registration: its server may have forgotten the worker. It reports
-// whether it did.
+// EnsureRegistered registers again if the client has another connection than at the last registration, because the server may have
+// forgotten the worker. again reports whether it did.
 func (w *PoolClient) EnsureRegistered(ctx context.Context) (again bool, err error) {
 	return ensure(&w.registering, w.stale, func() error { return w.register(ctx) })
 }
@@ -158,7 +155,7 @@ func (w *PoolClient) register(ctx context.Context) error {
 			return err
 		}
 	}
-	if connection == 0 { // this call made the first one
+	if connection == 0 { // this call made the first connection
 		connection = w.client.Connections()
 	}
 	w.mu.Lock()
@@ -192,15 +189,14 @@ func (w *PoolClient) attach(p lmcache.Pool) (*shm.Segment, error) {
 	return seg, nil
 }
 
-// inline reports whether chunks travel in messages.
+// inline reports whether objects are sent in messages.
 func (w *PoolClient) inline() bool {
 	w.mu.RLock()
 	defer w.mu.RUnlock()
 	return w.mu.inline
 }
 
-// Close unregisters the worker and unmaps the pool, after the transfers in
-// progress.
+// Close waits for the transfers in progress, then unregisters the worker and unmaps the pool.
 func (w *PoolClient) Close(ctx context.Context) error {
 	err := w.client.UnregisterEngineDriven(ctx, w.instance)
 	w.mu.Lock()
@@ -213,7 +209,7 @@ func (w *PoolClient) Close(ctx context.Context) error {
 	return err
 }
 
-// Beat pings the server and registers again when it asks for that.
+// Beat pings the server, and registers again if the server does not know the worker.
 func (w *PoolClient) Beat(ctx context.Context) error {
 	ok, err := w.client.Ping(ctx, w.instance)
 	if err != nil || ok {
@@ -222,23 +218,22 @@ func (w *PoolClient) Beat(ctx context.Context) error {
 	return w.Register(ctx)
 }
 
-// key completes k with what all of this worker's keys share.
+// key completes k with the fields that are the same in all keys of this worker.
 func (w *PoolClient) key(k lmcache.Key) *lmcache.Key {
 	k.Model, k.WorldSize, k.Worker = w.opts.Model, w.opts.WorldSize, w.opts.Rank
 	k.Readers = max(k.Readers, 1)
 	return &k
 }
 
-// Store writes the chunks of k's tokens [Start, End) to the server: fill writes chunk i of the
-// range into b, which is exactly one chunk of the pool and valid until fill returns. Store skips
-// chunks that the server has already. It returns the number of chunks written; zero and no error
-// when there was nothing to store or the server has no room.
+// Store writes the chunks of k's tokens [Start, End) to the server. It calls fill for each chunk that the server lacks: fill must write
+// chunk i of the range into b, exactly one chunk of the pool, which is valid until fill returns. Store returns the number of chunks
+// written: 0 without an error if there was nothing to store or the server has no room.
 func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
 	return w.StoreGroups(ctx, k, chunkTokens, nil, func(_, i int, b []byte) { fill(i, b) })
 }
 
-// StoreGroups is Store for the objects of several groups: fill writes the object of chunk i and a group. skip lists for each group,
-// ascending, the positions in the range whose objects are not stored. It returns the number of objects written.
+// StoreGroups is Store for the objects of several groups: fill writes the object of chunk i and a group. skip has for each group, in
+// ascending order, the positions in the range whose objects are not stored. StoreGroups returns the number of objects written.
 func (w *PoolClient) StoreGroups(ctx context.Context, k lmcache.Key, chunkTokens int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
 	key, epoch := w.key(k), w.epoch()
 	n := (k.End - k.Start) / chunkTokens
@@ -258,7 +253,7 @@ func (w *PoolClient) StoreGroups(ctx context.Context, k lmcache.Key, chunkTokens
 		return nil
 	})
 	if err != nil {
-		return 0, err // no commit: the server discards the slots
+		return 0, err // no commit is sent: the server discards the slots
 	}
 	ok, err := w.client.CommitStore(ctx, key, w.instance)
 	if err != nil || !ok {
@@ -271,7 +266,7 @@ func skips(skip [][]int, group, chunk int) bool {
 	return group < len(skip) && slices.Contains(skip[group], chunk)
 }
 
-// send stores the objects of n chunks in one message, also those that the server has already.
+// send stores the objects of n chunks in one message. The message also has objects that the server may have already.
 func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
 	e, objects := lmcache.Envelope{Groups: make([]lmcache.EnvelopeGroup, len(w.layouts))}, 0
 	for g := range e.Groups {
@@ -295,15 +290,14 @@ func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, skip [][
 	return objects, nil
 }
 
-// Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the
-// same request must have found: take reads chunk i of the range from b, valid
-// until take returns. It reports false for a miss.
+// Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the same request must have found. It calls `take` for each chunk
+// i of the range; `take` must read b before it returns. Retrieve reports false for a miss.
 func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens int, take func(i int, b []byte)) (bool, error) {
 	return w.RetrieveGroups(ctx, k, chunkTokens, func(_, i int, b []byte) { take(i, b) })
 }
 
-// RetrieveGroups is Retrieve for the objects of several groups: take reads the object of chunk i and a group. Of a group with a window only
-// the last chunks of the range are read.
+// RetrieveGroups is Retrieve for the objects of several groups: `take` reads the object of chunk i and a group. For a group with a window
+// `take` is called only for the last chunks of the range.
 func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTokens int, take func(group, i int, b []byte)) (bool, error) {
 	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
@@ -321,8 +315,8 @@ func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTok
 			})
 		}
 	}
-	// The commit is owed after a refusal too, and when the answer did not come in
-	// time: it says that this worker touches the slots no more.
+	// A commit must also follow a refusal, and an answer that did not come in time. It tells the server that this worker does not touch the
+	// slots any more.
 	if err != nil || ctx.Err() != nil {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), lateCommit)
@@ -332,7 +326,7 @@ func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTok
 	return p.Success && err == nil, errors.Join(err, cerr)
 }
 
-// needs returns how many of the last chunks a group must have for a hit of n chunks.
+// needs returns how many of the last chunks a hit of n chunks needs of a group.
 func (w *PoolClient) needs(group, n int) int {
 	if len(w.layouts) == 1 || w.opts.Groups[group].WindowChunks == 0 {
 		return n
@@ -340,8 +334,7 @@ func (w *PoolClient) needs(group, n int) int {
 	return min(n, w.opts.Groups[group].WindowChunks)
 }
 
-// expect checks that the slots of a hit of n chunks are exactly the objects that the hit needs,
-// each once.
+// expect checks that the slots of a hit of n chunks are exactly the objects that the hit needs, each once.
 func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	want := 0
 	for g := range w.layouts {
@@ -361,7 +354,7 @@ func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	return nil
 }
 
-// unpack takes the objects of n chunks out of a message.
+// unpack calls `take` for each object of n chunks in a message.
 func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte)) error {
 	e, err := lmcache.DecodeEnvelope(data, w.layouts, n)
 	if err != nil {
@@ -369,7 +362,7 @@ func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte
 	}
 	for g := range e.Groups {
 		need := w.needs(g, n)
-		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // the positions ascend
+		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // the positions are ascending
 			return fmt.Errorf("%w: chunks %v of group %d, the last %d of %d are needed", ErrSlot, got, g, need, n)
 		}
 	}
@@ -381,11 +374,11 @@ func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte
 	return nil
 }
 
-// lateCommit bounds the commit of a load that failed or ran out of time.
+// lateCommit bounds the time of the commit after a load that failed or exceeded its time.
 const lateCommit = 500 * time.Millisecond
 
-// with calls f with the bytes of each slot and its group, after checking all of them. It refuses
-// slots of an earlier registration: they are places in another pool.
+// with checks all slots, then calls f with the bytes and the group of each. It refuses slots of an earlier registration (epoch), because
+// they are places in another pool.
 func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f func(at, group int, b []byte) error) error {
 	w.mu.RLock()
 	defer w.mu.RUnlock()
@@ -421,15 +414,14 @@ func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f 
 	return nil
 }
 
-// Lookup asks how many leading chunks of k's tokens all shards keep, and pins
-// them for k's request.
+// Lookup returns how many leading chunks of k's tokens all shards have, and pins them for k's request.
 func (w *PoolClient) Lookup(ctx context.Context, k lmcache.Key) (chunks int, err error) {
 	key := w.key(k)
 	key.Worker = lmcache.AllWorkers
 	return w.client.Lookup(ctx, key)
 }
 
-// FreeLookupLocks gives up the pins of k's range.
+// FreeLookupLocks releases the pins of k's range.
 func (w *PoolClient) FreeLookupLocks(ctx context.Context, k lmcache.Key) error {
 	key := w.key(k)
 	key.Worker = lmcache.AllWorkers

@@ -12,7 +12,7 @@ const (
 	VLLM033 Release = 33 // 0.33.0
 )
 
-// String returns the releases that decide alike.
+// String returns the versions that make the same decisions as r.
 func (r Release) String() string {
 	switch r {
 	case 0:
@@ -48,8 +48,7 @@ const (
 	oneGroup
 )
 
-// departures are all the rules: what a release does, which releases do it, and what
-// happens without it.
+// departures lists all the rules: what the published version does, which releases do it, and what a Scheduler does without the rule.
 var departures = []struct {
 	rule rule
 	in   []Release
@@ -74,7 +73,7 @@ var departures = []struct {
 	{oneGroup, []Release{VLLM018, VLLM033}, "an engine with several KV cache groups is refused", "it is served, by workers that lend their memory or with a server of 0.5.7"},
 }
 
-// rulesOf returns the rules of a release; none for zero.
+// rulesOf returns the rules of a release. The zero Release has none.
 func rulesOf(r Release) (all rule) {
 	for _, d := range departures {
 		for _, in := range d.in {
@@ -86,5 +85,5 @@ func rulesOf(r Release) (all rule) {
 	return all
 }
 
-// follows reports whether a rule is followed.
+// follows reports whether the Scheduler follows rule r.
 func (t *Scheduler) follows(r rule) bool { return t.rules&r != 0 }

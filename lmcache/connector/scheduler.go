@@ -16,57 +16,53 @@ type SchedulerOptions struct {
 	BlockTokens int // tokens per engine block
 	ChunkTokens int // tokens per cache chunk, a multiple of BlockTokens
 
-	// Groups are the engine's KV cache groups; default one of full attention. A hybrid engine needs
-	// workers that lend their memory, or several groups and a server of lmcache 0.5.7.
+	// Groups are the engine's KV cache groups; default one of full attention. A hybrid engine needs workers that lend their memory, or
+	// several groups with a server of lmcache 0.5.7.
 	Groups []Group
 
-	// Release repeats the decisions of a published version, its defects included;
-	// zero decides as it should be. docs/how/lmcache-connector.md lists the differences.
+	// Release makes the Scheduler repeat the decisions of a published version, its defects included. Zero decides without these defects.
+	// docs/how/lmcache-connector.md lists the differences.
 	Release Release
 
 	Log *slog.Logger // debug lines, in the words of vLLM's connector; nil discards
 }
 
-// Cache is what a Scheduler asks of a cache. No method waits.
+// Cache is a cache as a Scheduler uses it. No method waits.
 type Cache interface {
-	// SubmitLookup begins to look up tokens, which stay unchanged up to their
-	// length; it is ignored while a lookup of the request is known.
+	// SubmitLookup begins a lookup of tokens. The caller must not change the tokens afterwards, but may append. The call is ignored while
+	// the request has a lookup.
 	SubmitLookup(id string, tokens []uint32, salt string)
-	// LookupResult returns the hit in tokens, whose chunks are pinned for the
-	// request; ok is false while it is not known.
+	// LookupResult returns the hit in tokens; its chunks are pinned for the request. ok is false while the lookup has no result.
 	LookupResult(id string) (hitTokens int, ok bool)
 	// CleanupLookup forgets the request's lookup. It releases the pins of a hit
 	// that was never reported.
 	CleanupLookup(id string)
-	// FreeLookupLocks gives back the pins of the chunks of tokens [start, end);
-	// a chunk that is only begun stays pinned.
+	// FreeLookupLocks releases the pins of the chunks of tokens [start, end). A chunk that the range covers only in part, at its end, stays
+	// pinned.
 	FreeLookupLocks(id string, tokens []uint32, start, end int, salt string)
-	// EndSession says that the request is over.
+	// EndSession tells the cache that the request has ended.
 	EndSession(id string)
-	// ReportBlockAllocations reports which blocks requests got. The callee keeps
-	// records.
+	// ReportBlockAllocations reports which blocks the requests got. The callee keeps the slice records.
 	ReportBlockAllocations(records []lmcache.BlockAllocation)
 }
 
-// Request is a scheduler's view of one request. The scheduler owns it and changes
-// it between calls; the Scheduler reads it in calls, from the request's first Match
-// to its Finish.
+// Request is the scheduler's record of one request. The engine's scheduler owns it and changes it between calls. The Scheduler reads it
+// only in calls, from the request's first Match to its Finish.
 type Request struct {
 	ID        string
-	Tokens    []uint32 // all so far, computed or not; only ever appended to
-	Hashes    int      // full blocks that have a hash, that is, whose tokens are final
+	Tokens    []uint32 // all tokens so far, computed or not; the scheduler only appends
+	Hashes    int      // number of full blocks that have a hash, which means that their tokens are final
 	Salt      string   // tenant; "" for none
-	Preempted bool     // lost its blocks and waits to be scheduled again
+	Preempted bool     // it lost its blocks and waits to be scheduled again
 
-	// CountExtraCached asks Finish for ExtraCachedTokens.
+	// CountExtraCached makes Finish return ExtraCachedTokens.
 	CountExtraCached bool
 }
 
-// State of a request.
+// State is the state of a request.
 type State uint8
 
-// The states. Bypass: the request's load failed and it is computed without the cache,
-// until its next allocation.
+// The states. In state Bypass the request's load has failed, and the request is computed without the cache until its next allocation.
 const (
 	Prefetching State = iota
 	WaitingForLoad
@@ -81,11 +77,11 @@ func (s State) String() string { return stateNames[s] }
 // RequestInfo is what a Scheduler knows of a request.
 type RequestInfo struct {
 	State          State
-	Scheduled      int // tokens, as the release counts them
-	StoredBlocks   int // stored, or found in the cache
-	VLLMHitBlocks  int // hit in the engine's own prefix cache
-	CacheHitBlocks int // hit in the cache
-	Blocks         int // allocated
+	Scheduled      int // tokens that steps have scheduled, counted as the release counts them
+	StoredBlocks   int // blocks that were stored, or found in the cache
+	VLLMHitBlocks  int // blocks of the hit in the engine's own prefix cache
+	CacheHitBlocks int // blocks of the hit in the cache
+	Blocks         int // blocks that the request has in every group
 }
 
 type entry struct {
@@ -114,18 +110,17 @@ func (e *entry) needsRetrieve() bool {
 	return e.CacheHitBlocks > e.VLLMHitBlocks && e.State != Ready
 }
 
-// Scheduler tracks the requests of one scheduler, on whose goroutine its methods are called; only
-// Stats may be called from other goroutines.
+// Scheduler tracks the requests of one engine scheduler. All methods must be called on that scheduler's goroutine, except Stats.
 type Scheduler struct {
 	o        SchedulerOptions // immutable
 	perChunk int              // blocks
 	rules    rule
 	cache    Cache
-	states   bool // a group is recurrent: the last prompt token is always computed
+	states   bool // a group is recurrent: the engine always computes the last prompt token
 
 	live    map[string]*entry
 	seq     uint64
-	waiting []*entry // in state WaitingForLoad, or were
+	waiting []*entry // requests that are, or were, in state WaitingForLoad
 	n       schedulerCounters
 }
 
@@ -156,7 +151,7 @@ func NewScheduler(cache Cache, o SchedulerOptions) (*Scheduler, error) {
 	return t, nil
 }
 
-// Info returns the state of a request; ok is false for an unknown one.
+// Info returns what the Scheduler knows of a request. ok is false for an unknown request.
 func (t *Scheduler) Info(id string) (_ RequestInfo, ok bool) {
 	e := t.live[id]
 	if e == nil {
@@ -169,16 +164,15 @@ func (t *Scheduler) Info(id string) (_ RequestInfo, ok bool) {
 // Len returns the number of tracked requests.
 func (t *Scheduler) Len() int { return len(t.live) }
 
-// Matched is the answer to Match.
+// Matched is the result of Match.
 type Matched struct {
-	Tokens  int  // to load beyond the engine's own prefix hit
-	Pending bool // the lookup still runs: ask again at a later step
-	Async   bool // Tokens are loaded in the background; the request must wait
+	Tokens  int  // tokens to load beyond the engine's own prefix hit
+	Pending bool // the lookup has no result yet: call Match again at a later step
+	Async   bool // Tokens are loaded in the background, so the request must wait
 }
 
-// Match begins to track r, looks its tokens up, and says how many of them the
-// cache has beyond the computed ones that the engine's own prefix cache has. It
-// is asked again until it is not Pending, and when blocks could not be allocated.
+// Match begins to track r and looks its tokens up. It returns how many tokens the cache has beyond the `computed` ones, which the engine's
+// own prefix cache has. The engine calls it again until it is not Pending, and again when it could not allocate blocks.
 //
 // vLLM: get_num_new_matched_tokens.
 func (t *Scheduler) Match(r *Request, computed int) (Matched, error) {
@@ -208,7 +202,7 @@ func (t *Scheduler) Match(r *Request, computed int) (Matched, error) {
 	}
 	t.n.polls.Add(1)
 	tokens := r.Tokens
-	if t.states && len(tokens) > 0 { // the state after the last token is of no use: that token is computed
+	if t.states && len(tokens) > 0 { // the state after the last token is of no use, because the engine computes that token
 		tokens = tokens[:len(tokens)-1]
 	}
 	t.cache.SubmitLookup(r.ID, tokens, t.saltOf(r))
@@ -252,7 +246,7 @@ func (t *Scheduler) matched(e *entry, hit, computed int) (Matched, error) {
 	return Matched{Tokens: n, Async: n > 0}, nil
 }
 
-// bypass forgets all that is known of a request whose load failed.
+// bypass forgets the lookup, blocks and counts of a request whose load failed.
 func (t *Scheduler) bypass(e *entry) {
 	if e.State != Bypass {
 		t.n.failedLoads.Add(1)
@@ -261,7 +255,7 @@ func (t *Scheduler) bypass(e *entry) {
 	e.blocks, e.before, e.computed, e.loading = nil, 0, 0, false
 }
 
-// giveUp gives back the pins of e's lookup that no Retrieve will use.
+// giveUp releases the pins of e's lookup that no Retrieve will use.
 func (t *Scheduler) giveUp(e *entry) {
 	if t.follows(keepsPins) {
 		return
@@ -271,7 +265,7 @@ func (t *Scheduler) giveUp(e *entry) {
 	case Prefetching:
 		t.cache.CleanupLookup(e.req.ID)
 		t.free(e, 0, e.CacheHitBlocks*bs)
-	case WaitingForLoad: // the allocation freed the pins of the chunks before that
+	case WaitingForLoad: // the allocation released the pins of the chunks before
 		t.free(e, t.loadStart(e)*bs, e.CacheHitBlocks*bs)
 	}
 }
@@ -295,7 +289,7 @@ func (t *Scheduler) drop(e *entry) {
 	t.n.live.Add(-1)
 }
 
-// saltOf is the salt that lookups and operations carry.
+// saltOf returns the salt for lookups and operations of r.
 func (t *Scheduler) saltOf(r *Request) string {
 	if t.follows(noSalts) {
 		return ""
@@ -303,13 +297,11 @@ func (t *Scheduler) saltOf(r *Request) string {
 	return r.Salt
 }
 
-// loadStart is the first block of e's Retrieve: the beginning of the chunk in which the engine's
-// own hit ends.
+// loadStart returns the first block of e's Retrieve: the first block of the chunk in which the engine's own hit ends.
 func (t *Scheduler) loadStart(e *entry) int { return e.VLLMHitBlocks / t.perChunk * t.perChunk }
 
-// Allocated says that r owns blocks: all its block ids so far, by KV cache group. external is how
-// many tokens the engine wants loaded: Matched.Tokens, or 0 when the engine decided not to load, or
-// calls again after the load.
+// Allocated tells the Scheduler that r got blocks: all its block ids so far, by KV cache group. external is how many tokens the engine
+// wants loaded: Matched.Tokens, or 0 if the engine decided not to load or calls again after the load.
 //
 // vLLM: update_state_after_alloc.
 func (t *Scheduler) Allocated(r *Request, blocks [][]int, external int) error {
@@ -340,8 +332,7 @@ func (t *Scheduler) Allocated(r *Request, blocks [][]int, external int) error {
 	return nil
 }
 
-// checkGroups refuses block ids whose number of groups is not the engine's. It accepts an empty
-// list.
+// checkGroups returns an error if blocks has not one list for each group of the engine. An empty blocks is accepted.
 func (t *Scheduler) checkGroups(blocks [][]int) error {
 	switch {
 	case len(blocks) == 0 || len(blocks) == len(t.o.Groups):
@@ -352,7 +343,7 @@ func (t *Scheduler) checkGroups(blocks [][]int) error {
 	return &Error{CodeGroups, valueError, fmt.Sprintf("block ids of %d KV cache groups, the engine has %d", len(blocks), len(t.o.Groups))}
 }
 
-// extend appends block ids by group.
+// extend appends block ids to those of e, by group.
 func (t *Scheduler) extend(e *entry, blocks [][]int) {
 	if e.blocks == nil {
 		e.blocks = make([][]int, len(t.o.Groups))
@@ -362,7 +353,7 @@ func (t *Scheduler) extend(e *entry, blocks [][]int) {
 	}
 }
 
-// settlePins decides what becomes of a lookup's pins at the first allocation.
+// settlePins releases the pins of a lookup that no load needs, at the first allocation.
 func (t *Scheduler) settlePins(e *entry, load bool) {
 	e.State = Ready
 	if load {
@@ -380,18 +371,16 @@ func (t *Scheduler) settlePins(e *entry, load bool) {
 	t.free(e, 0, end)
 }
 
-// FinishResult is the answer to Finish.
+// FinishResult is the result of Finish.
 type FinishResult struct {
 	// KeepBlocks asks the engine to keep the request's blocks until every
 	// worker has reported its stores as ended. Always true.
 	KeepBlocks bool
-	// ExtraCachedTokens were hit in the cache beyond the engine's own hit; only
-	// with Request.CountExtraCached.
+	// ExtraCachedTokens is how many tokens the cache's hit had beyond the engine's own hit. It is set only with Request.CountExtraCached.
 	ExtraCachedTokens int
 }
 
-// Finish ends r's tracking; an unknown request is fine, unless its extra tokens
-// are asked for.
+// Finish ends the tracking of r. An unknown request is no error, unless CountExtraCached is set.
 //
 // vLLM: request_finished.
 func (t *Scheduler) Finish(r *Request) (FinishResult, error) {
@@ -412,9 +401,8 @@ func (t *Scheduler) Finish(r *Request) (FinishResult, error) {
 	return out, nil
 }
 
-// LoadFailed says that a worker could not load the request's blocks. They are
-// forgotten, unless the request has run since: it is computed, and stored again,
-// without another lookup.
+// LoadFailed tells the Scheduler that a worker could not load the request's blocks. Unless the request has run since, the Scheduler forgets
+// its blocks: the engine computes them, and they are stored again, without another lookup.
 func (t *Scheduler) LoadFailed(id string) {
 	e := t.live[id]
 	switch {

@@ -12,7 +12,7 @@ type schedulerCounters struct {
 	freedTokens, preempted, failedLoads atomic.Uint64
 }
 
-// SchedulerStats counts since NewScheduler.
+// SchedulerStats has the counts of a Scheduler since NewScheduler.
 type SchedulerStats struct {
 	Live           int    `gauge:"kvasir_connector_requests_live" help:"Requests that are tracked now."`
 	Requests       uint64 `counter:"kvasir_connector_requests_total" help:"Requests begun; a preempted one counts again."`

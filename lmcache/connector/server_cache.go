@@ -20,20 +20,18 @@ type ServerCacheOptions struct {
 	Model       string
 	Parallel    lmcache.Parallel // of the engine; Rank does not matter
 	ChunkTokens int              // required; Client.ChunkTokens returns the server's
-	InstanceID  int64            // under which block allocations are reported
+	InstanceID  int64            // instance under which block allocations are reported
 
-	CallTimeout time.Duration // of one call, and of one lookup; default 30 s
+	CallTimeout time.Duration // longest time of one call, and of one lookup; default 30 s
 	Heartbeat   time.Duration // between pings; default 10 s
 	NoHeartbeat bool          // the server counts as healthy until a call fails
-	MaxLookups  int           // in progress; beyond, the answer is no hit; default 1024
-	MaxNotices  int           // calls without an answer that wait; beyond, they are dropped; default 4096
+	MaxLookups  int           // lookups in progress; a lookup beyond gets no hit; default 1024
+	MaxNotices  int           // queued calls whose result is not needed; calls beyond are dropped; default 4096
 	Log         *slog.Logger  // nil discards
 }
 
-// ServerCache is the Cache of a server: lookups run in the background, and what
-// needs no answer is sent in order by a goroutine of its own. While the server is
-// unhealthy every lookup is answered 0, and nothing is sent. Its methods are safe
-// for concurrent use.
+// ServerCache is the Cache of one server. Lookups run in the background. Calls whose result is not needed are sent in order by one
+// goroutine. While the server is unhealthy every lookup has a hit of 0, and nothing is sent. Its methods are safe for concurrent use.
 type ServerCache struct {
 	client *lmcache.Client // immutable, the caller's
 	o      ServerCacheOptions
@@ -50,32 +48,31 @@ type ServerCache struct {
 		sync.Mutex
 		closed  bool
 		lookups map[string]*lookup
-		leaving map[string]*lookup // by request: the last abandoned lookup that still runs
+		leaving map[string]*lookup // by request: its last abandoned lookup, while that still runs
 		running int
 	}
 }
 
-// lookup is one lookup. All fields but key are under the ServerCache's mutex.
+// lookup is one lookup of a request. The ServerCache's mutex guards all fields but key.
 type lookup struct {
 	key       *lmcache.Key
 	done      bool
 	reported  bool // LookupResult returned it
-	abandoned bool // the scheduler will not ask for it: release its pins
-	ended     bool // and end the session after that
+	abandoned bool // the scheduler will not ask for the result: the pins must be released
+	ended     bool // the session must end after that
 	hit       int  // tokens
 
 	before *lookup       // an abandoned lookup of the same request, whose calls must be sent first; nil: none
-	over   chan struct{} // closed when it has run
+	over   chan struct{} // closed when the lookup has run
 }
 
-// notice is a call without a waiting caller.
+// notice is a call whose result no caller waits for.
 type notice struct {
 	what string
 	call func(context.Context) error
 }
 
-// NewServerCache returns a ServerCache of the server behind client and starts its
-// goroutines, which Close ends.
+// NewServerCache returns a ServerCache for the server of client, and starts its goroutines, which Close ends.
 func NewServerCache(client *lmcache.Client, o ServerCacheOptions) (*ServerCache, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -102,8 +99,7 @@ func NewServerCache(client *lmcache.Client, o ServerCacheOptions) (*ServerCache,
 	return s, nil
 }
 
-// Close abandons what is in progress and returns after the last goroutine. The
-// client stays open.
+// Close abandons the lookups and calls in progress, and returns after the last goroutine has ended. The client stays open.
 func (s *ServerCache) Close() {
 	s.mu.Lock()
 	s.mu.closed = true
@@ -122,11 +118,11 @@ func (s *ServerCache) key(id string, tokens []uint32, start, end int, salt strin
 	}
 }
 
-// whole is n rounded down to whole chunks.
+// whole returns n rounded down to whole chunks.
 func (s *ServerCache) whole(n int) int { return n / s.o.ChunkTokens * s.o.ChunkTokens }
 
-// SubmitLookup implements Cache. A prompt shorter than a chunk, and one that
-// comes while too many lookups run or the server is unhealthy, hits nothing.
+// SubmitLookup implements Cache. The result is no hit for a prompt shorter than a chunk, and while too many lookups run or the server is
+// unhealthy.
 func (s *ServerCache) SubmitLookup(id string, tokens []uint32, salt string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -148,7 +144,7 @@ func (s *ServerCache) SubmitLookup(id string, tokens []uint32, salt string) {
 	s.wg.Go(func() { s.run(l) })
 }
 
-// run carries one lookup out.
+// run carries out one lookup.
 func (s *ServerCache) run(l *lookup) {
 	ctx, cancel := s.callContext()
 	start := time.Now()
@@ -179,8 +175,8 @@ func (s *ServerCache) run(l *lookup) {
 	close(l.over)
 }
 
-// follow waits until an abandoned lookup of the same request has run and the release of its pins has been sent. The server cannot tell the
-// two lookups apart.
+// follow waits until an abandoned lookup of the same request has run and the release of its pins has been sent, because the server cannot
+// tell the two lookups apart.
 func (s *ServerCache) follow(ctx context.Context, l *lookup) error {
 	if l.before == nil {
 		return nil
@@ -193,7 +189,7 @@ func (s *ServerCache) follow(ctx context.Context, l *lookup) error {
 	}
 }
 
-// callContext ends with the ServerCache, the server's health and the call timeout.
+// callContext returns a context that ends with the ServerCache, when the server becomes unhealthy, and after CallTimeout.
 func (s *ServerCache) callContext() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(s.health.Context(), s.o.CallTimeout)
 	stop := context.AfterFunc(s.ctx, cancel)
@@ -212,7 +208,7 @@ func (s *ServerCache) LookupResult(id string) (hitTokens int, ok bool) {
 	return l.hit, true
 }
 
-// answered reports whether LookupResult has an answer. It does not consume the answer.
+// answered reports whether LookupResult has a result. Unlike LookupResult it does not mark the result as reported.
 func (s *ServerCache) answered(id string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -235,7 +231,7 @@ func (s *ServerCache) CleanupLookup(id string) {
 	s.abandonLocked(id, l, false)
 }
 
-// abandonLocked gives up a lookup that is forgotten; ended says that its session ends too.
+// abandonLocked gives up a lookup that was removed from s.mu.lookups. ended says that the request's session must end after it.
 func (s *ServerCache) abandonLocked(id string, l *lookup, ended bool) {
 	l.abandoned, l.ended = true, ended
 	if l.done {
@@ -257,8 +253,7 @@ func (s *ServerCache) giveBackLocked(l *lookup) {
 	}
 }
 
-// FreeLookupLocks implements Cache. start is a multiple of the chunk size, as
-// Scheduler passes it.
+// FreeLookupLocks implements Cache. start must be a multiple of the chunk size, as it is in a Scheduler's calls.
 func (s *ServerCache) FreeLookupLocks(id string, tokens []uint32, start, end int, salt string) {
 	if end = s.whole(end); start >= end {
 		return
@@ -269,8 +264,8 @@ func (s *ServerCache) FreeLookupLocks(id string, tokens []uint32, start, end int
 	s.sendLocked("free_lookup_locks", func(ctx context.Context) error { return s.client.FreeLookupLocks(ctx, k) })
 }
 
-// EndSession implements Cache. It forgets the request's lookup. While a lookup of the request still
-// runs, also one that was cleaned up, the session ends only after that lookup.
+// EndSession implements Cache. It forgets the request's lookup. While a lookup of the request still runs, even one that was cleaned up, the
+// session ends only after that lookup.
 func (s *ServerCache) EndSession(id string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -301,7 +296,7 @@ func (s *ServerCache) ReportBlockAllocations(records []lmcache.BlockAllocation) 
 	})
 }
 
-// sendLocked queues a call. Nothing is sent to an unhealthy server.
+// sendLocked queues a call, or counts it as dropped if the queue is full, the server unhealthy or the ServerCache closed.
 func (s *ServerCache) sendLocked(what string, call func(context.Context) error) {
 	if s.mu.closed || !s.health.Healthy() {
 		s.dropped.Add(1)
@@ -328,8 +323,7 @@ func (s *ServerCache) sendNotices() {
 	}
 }
 
-// noticeWait bounds the wait for the answer of a notice. The answer is not needed;
-// waiting for it keeps the order of calls.
+// noticeWait bounds the wait for the answer to a notice. The answer itself is not needed, but the wait keeps the calls in order.
 const noticeWait = time.Second
 
 func (s *ServerCache) notify(n notice) error {
@@ -340,8 +334,7 @@ func (s *ServerCache) notify(n notice) error {
 	return n.call(ctx)
 }
 
-// Flush waits until all calls that were queued before it are answered, or ctx ends. An engine needs
-// it before it closes.
+// Flush waits until all calls that were queued before it are answered, or ctx ends. An engine should call it before Close.
 func (s *ServerCache) Flush(ctx context.Context) error {
 	done := make(chan struct{})
 	select {
@@ -361,7 +354,7 @@ func (s *ServerCache) Flush(ctx context.Context) error {
 	}
 }
 
-// ServerCacheStats counts since NewServerCache. The histogram has vLLM's name.
+// ServerCacheStats has the counts of a ServerCache since NewServerCache. The histogram has vLLM's name.
 type ServerCacheStats struct {
 	Healthy        bool             `gauge:"kvasir_connector_server_healthy" help:"1 while the server answers pings."`
 	Lookups        uint64           `counter:"kvasir_connector_lookups_total" help:"Lookups sent to the server."`

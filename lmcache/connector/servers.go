@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// Servers is the Cache of an engine whose workers are shared by several servers (Parallel.Servers): a hit
-// is what all of them have. Its methods are called on one goroutine, the Scheduler's; Flush may be called on others.
+// Servers is the Cache of an engine whose workers are divided among several servers (Parallel.Servers): a hit is the prefix that all
+// servers have. All methods must be called on one goroutine, the Scheduler's, except Flush.
 type Servers struct {
 	list    []*ServerCache // immutable
 	lookups map[string]*sharedLookup
@@ -24,7 +24,7 @@ type sharedLookup struct {
 	hit    int // tokens
 }
 
-// NewServers returns the Cache of servers, which stay the caller's.
+// NewServers returns the Cache over servers. The caller closes the servers.
 func NewServers(servers ...*ServerCache) *Servers {
 	return &Servers{list: servers, lookups: make(map[string]*sharedLookup)}
 }
@@ -40,7 +40,7 @@ func (s *Servers) SubmitLookup(id string, tokens []uint32, salt string) {
 	}
 }
 
-// LookupResult implements Cache. The hit is the shortest of all servers; the pins of longer hits beyond it are freed.
+// LookupResult implements Cache. The hit is the shortest one of all servers. The pins of longer hits beyond it are released.
 func (s *Servers) LookupResult(id string) (hitTokens int, ok bool) {
 	l := s.lookups[id]
 	switch {
@@ -51,7 +51,7 @@ func (s *Servers) LookupResult(id string) (hitTokens int, ok bool) {
 	}
 	for _, c := range s.list {
 		if !c.answered(id) {
-			return 0, false // it takes no result yet: CleanupLookup would not release the pins of a result that was taken
+			return 0, false // no result is taken yet: CleanupLookup would not release the pins of a result that was taken
 		}
 	}
 	hits := make([]int, len(s.list))
@@ -98,7 +98,7 @@ func (s *Servers) ReportBlockAllocations(records []lmcache.BlockAllocation) {
 	}
 }
 
-// Flush waits as ServerCache.Flush does, for each server.
+// Flush calls ServerCache.Flush of each server.
 func (s *Servers) Flush(ctx context.Context) error {
 	var errs []error
 	for _, c := range s.list {

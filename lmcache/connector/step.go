@@ -17,8 +17,8 @@ type NewRequest struct {
 // CachedRequest is a request that a step schedules again.
 type CachedRequest struct {
 	ID        string
-	NewBlocks [][]int // ids of the blocks it got for the step, by group; nil for none
-	Resumed   bool    // it was preempted: all its blocks came with Allocated
+	NewBlocks [][]int // ids of the blocks that it got for the step, by group; nil for none
+	Resumed   bool    // it was preempted: Allocated was called with all its blocks
 	Computed  int     // tokens computed or loaded before the step
 }
 
@@ -29,10 +29,9 @@ type Step struct {
 	Scheduled map[string]int // tokens that the step computes, by request
 }
 
-// Step returns the operations that go to the workers with a step: first the
-// Retrieves of the requests that wait for one, then Stores of the chunks that the
-// step completes. The operations share their requests' token lists and own their
-// block lists. After an error nothing of the step may be used.
+// Step returns the operations for the workers in one step of the engine: first the Retrieves of requests that wait for one, then the Stores
+// of chunks that the step completes. The operations share the token lists of their requests, and own their block lists. After an error the
+// caller must not use any of the operations.
 //
 // vLLM: build_connector_meta.
 func (t *Scheduler) Step(s *Step) ([]lmcache.LoadStore, error) {
@@ -92,7 +91,7 @@ func (t *Scheduler) Step(s *Step) ([]lmcache.LoadStore, error) {
 	return ops, nil
 }
 
-// retrieve emits the Retrieve that e waits for.
+// retrieve appends the Retrieve that e waits for to ops.
 func (t *Scheduler) retrieve(e *entry, ops *[]lmcache.LoadStore) error {
 	if e.CacheHitBlocks > e.VLLMHitBlocks {
 		from, to := t.loadStart(e), e.CacheHitBlocks
@@ -110,7 +109,7 @@ func (t *Scheduler) retrieve(e *entry, ops *[]lmcache.LoadStore) error {
 	return nil
 }
 
-// store emits the chunks that e has completed and not stored.
+// store appends a Store of the chunks that e has completed and not stored to ops.
 func (t *Scheduler) store(e *entry, ops *[]lmcache.LoadStore) {
 	e.loading = false
 	available := min(e.req.Hashes, e.known(), t.computedBlocks(e))
@@ -118,7 +117,7 @@ func (t *Scheduler) store(e *entry, ops *[]lmcache.LoadStore) {
 	if chunks < 1 {
 		return
 	}
-	for g := range t.o.Groups { // what the engine has given up may hold another request's KV by now
+	for g := range t.o.Groups { // blocks that the engine has freed may have another request's KV by now
 		list := e.blocks[g]
 		clear(list[:min(t.o.Groups[g].left(e.before, t.o.BlockTokens), len(list))])
 	}
@@ -129,8 +128,8 @@ func (t *Scheduler) store(e *entry, ops *[]lmcache.LoadStore) {
 	t.n.storeTokens.Add(uint64(op.End - op.Start))
 }
 
-// computedBlocks is how many of e's blocks are computed by the end of the step, or the number that
-// the release uses instead.
+// computedBlocks returns how many of e's blocks are computed by the end of the step. Under the rules of a release it returns the number
+// that the release uses instead.
 func (t *Scheduler) computedBlocks(e *entry) int {
 	switch {
 	case t.follows(sumsTotals):
@@ -141,7 +140,7 @@ func (t *Scheduler) computedBlocks(e *entry) int {
 	return min(e.computed, len(e.req.Tokens)) / t.o.BlockTokens
 }
 
-// op returns an operation on e's blocks [from, to), or on as many as there are.
+// op returns an operation on e's blocks [from, to). A group with fewer blocks has those that there are.
 func (t *Scheduler) op(e *entry, d lmcache.Direction, from, to int) lmcache.LoadStore {
 	return lmcache.LoadStore{
 		Direction: d, RequestID: e.req.ID, Salt: t.saltOf(e.req), Tokens: e.req.Tokens[:len(e.req.Tokens):len(e.req.Tokens)],
@@ -150,7 +149,7 @@ func (t *Scheduler) op(e *entry, d lmcache.Direction, from, to int) lmcache.Load
 	}
 }
 
-// record adds the last n of e's blocks to the allocation report, those of the first group.
+// record appends a record with the last n blocks of e's first group to the allocation report.
 func (t *Scheduler) record(records []lmcache.BlockAllocation, e *entry, n int, always bool) []lmcache.BlockAllocation {
 	if t.follows(reportsNothing) || n == 0 && !always {
 		return records

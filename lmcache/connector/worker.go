@@ -21,21 +21,20 @@ type WorkerOptions struct {
 	Model       string
 	Parallel    lmcache.Parallel // this worker's place in its engine
 	Cache       *Paged           // the worker's KV
-	Groups      []Group          // of Cache's layers; default one group of full attention with all layers. A single group with a window or states needs Segments
-	ChunkTokens int              // of the server; default: OpenWorker asks the server
+	Groups      []Group          // KV cache groups of the layers; default one of full attention with all. A single group with a window or states needs Segments
+	ChunkTokens int              // the server's chunk size; default: OpenWorker asks the server
 	ShmDir      string           // default shm.Dir
 
-	// Segments are the names of the shared memory that holds Cache's layers, one each: the
-	// server then copies in and out of them (lmcache_driven). None: the worker copies in and out
-	// of the server's pool (engine_driven).
+	// Segments are the names of the shared-memory segments of Cache's layers, one for each layer: the server then copies in and out of them
+	// (lmcache_driven). None: the worker copies in and out of the server's pool (engine_driven).
 	Segments []string
 
-	CallTimeout time.Duration // of one operation; default 30 s
+	CallTimeout time.Duration // longest time of one operation; default 30 s
 	Heartbeat   time.Duration // between pings; default 10 s
 	NoHeartbeat bool          // the server counts as healthy until a call fails
-	MaxQueue    int           // operations that wait; beyond, stores are dropped and loads fail; default 1024
+	MaxQueue    int           // operations that wait; beyond it stores are dropped and loads fail; default 1024
 	Concurrency int           // operations in progress; default 2
-	MaxEvents   int           // KV events kept for Events; beyond, the oldest are lost; 0 keeps none
+	MaxEvents   int           // KV events that wait for Events; beyond it the oldest are dropped; 0: no events
 	Log         *slog.Logger  // nil discards
 }
 
@@ -43,10 +42,9 @@ type WorkerOptions struct {
 // paged KV: the worker half of vLLM's LMCacheMPConnector. Its methods are safe
 // for concurrent use and, but for Flush and Close, do not wait.
 //
-// While the server is unhealthy stores are dropped and loads fail at once; those
-// in progress fail when their copy ends. If the server copies (Segments), only the
-// server knows when that is: they end with its answer, or with the connection. The worker registers again when the
-// server answers again, asks for it, or is reached over a new connection.
+// While the server is unhealthy, stores are dropped and new loads fail at once. Operations in progress fail when their copy ends. If the
+// server copies (Segments), only the server knows when that is, so they end with its answer or with the connection. The worker registers
+// again when the server answers again, asks for it, or is reached over a new connection.
 type Worker struct {
 	client   *lmcache.Client // immutable
 	w        registration    // immutable: pool or lent
@@ -70,17 +68,16 @@ type Worker struct {
 		running []*job
 		ended   ledger
 		events  []Event
-		lost    int // events, since the last call of Events
+		lost    int // events that were dropped since the last call of Events
 	}
 }
 
 type job struct {
 	lmcache.LoadStore
-	parts int // operations that were merged into it
+	parts int // number of operations that were merged into it
 }
 
-// OpenWorker registers a worker with the server behind client, which stays the
-// caller's, and starts the goroutines that Close ends.
+// OpenWorker registers a worker with the server of client, and starts the goroutines that Close ends. The caller closes client.
 func OpenWorker(ctx context.Context, client *lmcache.Client, o WorkerOptions) (*Worker, error) {
 	err := o.Validate()
 	if err != nil {
@@ -150,20 +147,19 @@ func OpenWorker(ctx context.Context, client *lmcache.Client, o WorkerOptions) (*
 	return a, nil
 }
 
-// Healthy reports whether the server is believed to serve this worker.
+// Healthy reports whether the worker takes the server for healthy: its pings succeed and it knows this worker.
 func (a *Worker) Healthy() bool { return a.health.Healthy() }
 
-// InstanceID is the number under which the worker is registered.
+// InstanceID returns the number under which the worker is registered.
 func (a *Worker) InstanceID() int64 { return a.w.InstanceID() }
 
-// ping asks the server. After a new connection the worker counts as unknown to the server.
+// ping pings the server. After a new connection it reports false, as if the server did not know the worker.
 func (a *Worker) ping(ctx context.Context) (bool, error) {
 	known, err := a.client.Ping(ctx, a.w.InstanceID())
 	return known && !a.w.stale(), err
 }
 
-// recover registers again and withdraws the events so far: the server may be a
-// new one with nothing in it.
+// recover registers again and withdraws all events so far with a Cleared event, because the server may be a new one with an empty cache.
 func (a *Worker) recover(ctx context.Context) error {
 	if err := a.w.Register(ctx); err != nil {
 		return err
@@ -180,8 +176,8 @@ func (a *Worker) registered() {
 // Load submits the Retrieves among ops, before the engine's step.
 func (a *Worker) Load(ops []lmcache.LoadStore) { a.submit(ops, lmcache.Retrieve) }
 
-// Save submits the Stores among ops, after the engine's step has computed their
-// blocks. Of workers that keep the same bytes only one stores.
+// Save submits the Stores among ops, after the engine's step has computed their blocks. Of several workers with the same bytes only one
+// stores.
 func (a *Worker) Save(ops []lmcache.LoadStore) {
 	if a.o.Parallel.Stores() {
 		a.submit(ops, lmcache.Store)
@@ -214,7 +210,7 @@ func (a *Worker) submit(ops []lmcache.LoadStore, d lmcache.Direction) {
 	a.mu.wake.Broadcast()
 }
 
-// check refuses operations that would touch memory they must not.
+// check returns an error for an operation that would touch memory outside its blocks or tokens.
 func (a *Worker) check(op *lmcache.LoadStore) error {
 	c := a.o.ChunkTokens
 	if op.Start < 0 || op.Start%c != 0 || op.End%c != 0 || op.End <= op.Start || op.End > len(op.Tokens) || op.SkipFirst < 0 {
@@ -234,8 +230,8 @@ func (a *Worker) check(op *lmcache.LoadStore) error {
 	return nil
 }
 
-// mergeLocked joins a store to the one before it of the same request, when that
-// still waits and ends where this one begins: one prepare and commit for both.
+// mergeLocked adds a store to an earlier one of the same request, if that still waits and ends where this one begins. Both then need only
+// one prepare and one commit.
 func (a *Worker) mergeLocked(j *job) bool {
 	if j.Direction != lmcache.Store {
 		return false
@@ -249,7 +245,7 @@ func (a *Worker) mergeLocked(j *job) bool {
 			return false
 		}
 		q.Tokens, q.End, q.parts = j.Tokens, j.End, q.parts+1
-		blocks := make([][]int, len(q.Blocks)) // other ranks share these lists
+		blocks := make([][]int, len(q.Blocks)) // other ranks use the same lists, so they are not changed
 		for g := range blocks {
 			blocks[g] = slices.Concat(q.Blocks[g], j.Blocks[g])
 		}
@@ -269,7 +265,7 @@ func (a *Worker) failLocked(j *job) {
 	a.mu.ended.end(j, false, a.o.Cache.BlockTokens)
 }
 
-// work carries operations out until Close.
+// work carries out operations until Close.
 func (a *Worker) work() {
 	for {
 		j := a.next()
@@ -287,8 +283,7 @@ func (a *Worker) work() {
 	}
 }
 
-// next waits for an operation that may run beside those in progress; nil after
-// Close.
+// next waits for an operation that may run at the same time as those in progress. It returns nil after Close.
 func (a *Worker) next() *job {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -308,9 +303,8 @@ func (a *Worker) next() *job {
 	}
 }
 
-// conflictsLocked reports whether an operation in progress is of the same request,
-// or has the same key: a server pairs prepare and commit by instance and key, and
-// the key does not name the request.
+// conflictsLocked reports whether an operation in progress is of the same request or has the same key as j. A server pairs a prepare with
+// its commit by instance and key, and the key does not name the request.
 func (a *Worker) conflictsLocked(j *job) bool {
 	for _, r := range a.mu.running {
 		if r.RequestID == j.RequestID {
@@ -323,7 +317,7 @@ func (a *Worker) conflictsLocked(j *job) bool {
 	return false
 }
 
-// do carries one operation out and reports whether its bytes have moved.
+// do carries out one operation and reports whether its bytes were copied.
 func (a *Worker) do(j *job) bool {
 	ctx, cancel := context.WithTimeout(a.health.Context(), a.o.CallTimeout)
 	defer cancel()
@@ -334,7 +328,7 @@ func (a *Worker) do(j *job) bool {
 		err = a.ensureRegistered(ctx)
 	}
 	if a.lent != nil {
-		ctx = a.ctx // the server copies: this ends with its answer or the connection, not before
+		ctx = a.ctx // the server copies: the call ends with its answer or the connection, not before
 	}
 	ok := false
 	if err == nil && j.Direction == lmcache.Store {
@@ -366,7 +360,7 @@ func (a *Worker) key(j *job) lmcache.Key {
 	}
 }
 
-// blocks returns the ids of chunk i of the operation, of a model with one group.
+// blocks returns the block ids of chunk i of the operation, for a model with one group.
 func (a *Worker) blocks(j *job, i int) []int {
 	return j.Blocks[0][i*a.perChunk : (i+1)*a.perChunk]
 }
@@ -399,7 +393,7 @@ func (a *Worker) store(ctx context.Context, j *job) (bool, error) {
 		a.n.storedBytes.Add(uint64(n) * a.bytes)
 		a.emitStored(j, kept)
 	}
-	return n > 0 || len(kept) == 0, nil // slots without a commit: refused
+	return n > 0 || len(kept) == 0, nil // slots that were not committed: the store was refused
 }
 
 func (a *Worker) load(ctx context.Context, j *job) (ok bool, err error) {
@@ -423,9 +417,9 @@ func (a *Worker) retrieve(ctx context.Context, j *job) (bool, error) {
 	})
 }
 
-// Flush waits until no store waits or runs, or ctx ends. An engine must call it before the
-// first step that reuses blocks which a preemption freed, or which left the window of a request
-// that goes on: a store in progress would keep their new content under the old key.
+// Flush waits until no store waits or runs, or ctx ends. An engine must call it before the first step that reuses blocks which a preemption
+// freed, or which left the window of a running request. A store in progress would otherwise store the new content of these blocks under the
+// old key.
 func (a *Worker) Flush(ctx context.Context) error {
 	defer context.AfterFunc(ctx, func() {
 		a.mu.Lock()
@@ -448,8 +442,8 @@ func (a *Worker) storesLocked() bool {
 	return slices.ContainsFunc(a.mu.queue, store) || slices.ContainsFunc(a.mu.running, store)
 }
 
-// Close drops what waits, ends what runs, unregisters the worker, and returns
-// after the last goroutine. The client stays open.
+// Close drops the operations that wait, lets those in progress end, unregisters the worker, and returns after the last goroutine. The
+// client stays open.
 func (a *Worker) Close(ctx context.Context) error {
 	a.mu.Lock()
 	a.mu.closed = true
@@ -464,22 +458,22 @@ func (a *Worker) Close(ctx context.Context) error {
 	return a.w.Close(ctx)
 }
 
-// Begin says that a request of this id begins. If an earlier one of the id has ended, Finished
-// reports the end of the new one as well, also when no operation of it was submitted.
+// Begin tells the worker that a request of this id begins. If an earlier request of the same id has ended, Finished then also reports the
+// end of the new one, even if no operation of it was submitted.
 func (a *Worker) Begin(id string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.mu.ended.forget(id)
 }
 
-// LoadErrors is what could not be loaded.
+// LoadErrors has the requests and blocks of failed loads.
 type LoadErrors struct {
 	Requests []string // sorted
-	Blocks   []int    // sorted; all that a failed load may have written. Blocks that it had to skip are intact
+	Blocks   []int    // sorted; all that a failed load may have written. Blocks that the load had to skip are intact
 }
 
-// LoadErrors returns the failed loads since the last call. A load that failed may
-// have written some of its blocks: their content is not to be used.
+// LoadErrors returns the failed loads since the last call. A load that failed may have written some of its blocks: their content must not
+// be used.
 //
 // vLLM: get_block_ids_with_load_errors.
 func (a *Worker) LoadErrors() LoadErrors {
@@ -488,16 +482,15 @@ func (a *Worker) LoadErrors() LoadErrors {
 	return a.mu.ended.takeErrors()
 }
 
-// Finished is what ended since the last call of Worker.Finished.
+// Finished has the requests whose loads or stores ended since the last call of Worker.Finished.
 type Finished struct {
 	Received []string // requests whose load ended, also a failed one; sorted
 	Sent     []string // requests that the engine ended and whose blocks are free now; sorted
 }
 
-// Finished reports the ends of loads, and the requests that the engine ended, now or
-// earlier, whose operations have all ended. Each end is reported once, also when the
-// engine names a request repeatedly. A request that ended during its load is reported
-// as Received only: that frees its blocks.
+// Finished returns the requests whose loads have ended, and the requests that the engine ended, now (`ended`) or earlier, whose operations
+// have all ended. Each end is reported once, even if the engine names a request repeatedly. A request that ended during its load is only in
+// Received, which also frees its blocks.
 //
 // vLLM: get_finished.
 func (a *Worker) Finished(ended []string) Finished {

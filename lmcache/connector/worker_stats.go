@@ -34,7 +34,7 @@ func (n *workerCounters) observe(j *job, ok bool, d time.Duration) {
 	}
 }
 
-// WorkerStats counts since OpenWorker.
+// WorkerStats has the counts of a Worker since OpenWorker.
 type WorkerStats struct {
 	Healthy       bool             `gauge:"kvasir_connector_worker_healthy" help:"1 while the server is believed to serve this worker."`
 	Queued        int              `gauge:"kvasir_connector_worker_queued" help:"Operations that wait."`

@@ -3,10 +3,8 @@
 // Package pickle reads and writes one Python object: a list of CPU tensors, as
 // LMCache clients without shared memory send and expect it.
 //
-// It is no unpickler. [Read] follows the one structure that pickle.dumps makes of
-// such a list and refuses everything else at the byte where it differs: it knows
-// five global names as words to compare with, calls nothing and builds nothing
-// but slices of its input.
+// It is no unpickler. [Read] follows the one structure that pickle.dumps makes of such a list. It refuses everything else at the byte where
+// it differs. It knows five global names, only to compare them; it calls nothing and builds nothing but slices of its input.
 //
 //	list     = PROTO EMPTY_LIST { MARK {tensor} APPENDS | tensor APPEND } STOP
 //	tensor   = _rebuild_tensor_v2 MARK storage 0 size stride False odict TUPLE REDUCE
@@ -14,8 +12,8 @@
 //	storage  = _load_from_bytes BINBYTES TUPLE1 REDUCE
 //	odict    = OrderedDict EMPTY_TUPLE REDUCE
 //
-// with a MEMOIZE after any of them, BINGET in place of a name seen before, and a
-// FRAME before any opcode. The bytes of a storage are a legacy torch.save stream:
+// with a MEMOIZE after any of them, a BINGET in place of a name that was read before, and a FRAME before any opcode. The bytes of a storage
+// are a legacy torch.save stream:
 //
 //	137 B  three pickles: magic number, version, sizes of C types
 //	       pickle of the persistent id: class, key, "cpu", element count
@@ -35,20 +33,20 @@ import (
 	"strconv"
 )
 
-// ErrFormat means that bytes are not the one structure this package reads. The
-// error says where, and what was there.
+// ErrFormat means that bytes are not a list of CPU tensors as pickle.dumps writes it. The error names the byte, and what was expected and
+// found there.
 var ErrFormat = errors.New("pickle: not a list of CPU tensors")
 
 // Tensor is one tensor: contiguous, in row-major order.
 type Tensor struct {
 	DType string // torch's name without "torch."
 	Shape []int
-	Data  []byte // elements, little-endian; a part of what was read
+	Data  []byte // elements, little-endian; part of the bytes that were read
 }
 
 const maxDims = 8
 
-// opcodes of protocol 4, those that occur
+// The opcodes of protocol 4 that occur.
 const (
 	opProto     = 0x80 // 1 B version
 	opFrame     = 0x95 // 8 B length
@@ -78,7 +76,7 @@ const (
 	opStop      = '.'
 )
 
-// name is a text, or the global that two texts name.
+// name is a string (then attr is empty), or the global that two strings name.
 type name struct{ module, attr string }
 
 func text(s string) name { return name{module: s} }
@@ -99,16 +97,15 @@ var storages = map[string]struct {
 	"torch\nFloatStorage": {"float32", 4}, "torch\nDoubleStorage": {"float64", 8},
 	"torch\nByteStorage": {"uint8", 1}, "torch\nCharStorage": {"int8", 1}, "torch\nShortStorage": {"int16", 2},
 	"torch\nIntStorage": {"int32", 4}, "torch\nLongStorage": {"int64", 8}, "torch\nBoolStorage": {"bool", 1},
-	"torch.storage\nUntypedStorage": {"", 1}, // the dtype stands beside it
+	"torch.storage\nUntypedStorage": {"", 1}, // the dtype is given beside it
 }
 
-// newTypes are the dtypes without a storage class of their own, and their size.
+// newTypes are the dtypes that have no storage class of their own, and the size of their elements.
 var newTypes = map[string]int{
 	"float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }
 
-// Read returns the tensors of b, at most most of them. Their data are parts of b.
-// The error wraps ErrFormat.
+// Read returns the tensors of b. More than `most` of them are an error. Their Data are parts of b. The error wraps ErrFormat.
 func Read(b []byte, most int) ([]Tensor, error) {
 	r := &reader{b: b}
 	var out []Tensor
@@ -145,12 +142,11 @@ func Read(b []byte, most int) ([]Tensor, error) {
 	return nil, r.err
 }
 
-// reader reads opcodes. After the first mismatch err is set and every method
-// returns zero at once.
+// reader reads opcodes. After the first mismatch err is set, and every method returns zero at once.
 type reader struct {
 	b    []byte
 	at   int
-	memo []name // the zero name for what nothing refers to
+	memo []name // the zero name for values to which no later opcode refers
 	err  error
 }
 
@@ -189,7 +185,7 @@ func (r *reader) uint(n int) uint64 {
 	return binary.LittleEndian.Uint64(v[:])
 }
 
-// peek returns the next opcode without reading it, past frames; 0 at the end.
+// peek returns the next opcode after any frame headers, without reading it; 0 at the end.
 func (r *reader) peek() byte {
 	for r.err == nil && r.at < len(r.b) && r.b[r.at] == opFrame {
 		r.at++
@@ -220,7 +216,7 @@ func (r *reader) expectOp(op byte) {
 	r.at++
 }
 
-// memoize remembers v if the next opcode says so.
+// memoize adds v to the memo if the next opcode is MEMOIZE.
 func (r *reader) memoize(v name) {
 	if r.err == nil && r.at < len(r.b) && r.peek() == opMemoize {
 		r.at++
@@ -228,7 +224,7 @@ func (r *reader) memoize(v name) {
 	}
 }
 
-// get returns what was remembered, if the next opcode asks for it.
+// get returns a name from the memo if the next opcode refers to one.
 func (r *reader) get() (name, bool) {
 	var i uint64
 	switch r.peek() {
@@ -248,7 +244,7 @@ func (r *reader) get() (name, bool) {
 	return r.memo[i], true
 }
 
-// text reads a text of at most 255 bytes, or a reference to a name in the memo.
+// text reads a string of at most 255 bytes, or a reference to a name in the memo.
 func (r *reader) text() name {
 	if v, ok := r.get(); ok || r.err != nil {
 		return v
@@ -263,11 +259,11 @@ func (r *reader) text() name {
 	return v
 }
 
-// global reads the global that two texts name.
+// global reads the global that two strings name, or a reference to a global in the memo.
 func (r *reader) global() name {
 	module := r.text()
 	if module.attr != "" || r.err != nil {
-		return module // whole, from the memo
+		return module // a whole global, from the memo
 	}
 	attr := r.text()
 	if attr.attr != "" || attr.module == "" {
@@ -285,7 +281,7 @@ func (r *reader) call(want name) {
 	}
 }
 
-// result reads the end of a call.
+// result reads the REDUCE at the end of a call.
 func (r *reader) result() {
 	r.expectOp(opReduce)
 	r.memoize(name{})
@@ -403,7 +399,7 @@ func (r *reader) tensor() (t Tensor) {
 	return t
 }
 
-// fill takes the elements out of a saved storage.
+// fill sets t.Data to the elements in a saved storage.
 func (t *Tensor) fill(saved []byte, strides []int) error {
 	class, count, data, err := readStorage(saved)
 	if err != nil {

@@ -9,13 +9,13 @@ import (
 	"math"
 )
 
-// storageHead are the first three pickles of a legacy torch.save stream: the magic
-// number, version 1001, and a map of protocol_version, little_endian and type_sizes.
+// storageHead is the first three pickles of a legacy torch.save stream: the magic number, version 1001, and a map of protocol_version,
+// little_endian and type_sizes.
 const storageHead = "\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + "\x80\x02M\xe9\x03." +
 	"\x80\x02}q\x00(X\x10\x00\x00\x00protocol_versionq\x01M\xe9\x03X\r\x00\x00\x00little_endianq\x02\x88" +
 	"X\n\x00\x00\x00type_sizesq\x03}q\x04(X\x05\x00\x00\x00shortq\x05K\x02X\x03\x00\x00\x00intq\x06K\x04X\x04\x00\x00\x00longq\x07K\x04uu."
 
-// The persistent id, around the class, the key and the element count; then the keys.
+// The parts of the persistent id around its class, key and element count; then the list of keys.
 const (
 	idHead  = "\x80\x02(X\x07\x00\x00\x00storageq\x00c"
 	idClass = "\nq\x01X"                       // then 4 B length, key
@@ -27,8 +27,7 @@ const (
 
 var errStorage = errors.New("not a storage that torch.save wrote")
 
-// readStorage splits a saved storage. count is the element count, the same in both places of the
-// stream.
+// readStorage splits a saved storage into class, element count and elements. count occurs at two places of the stream, which must be equal.
 func readStorage(b []byte) (class string, count uint64, data []byte, err error) {
 	r := &reader{b: b}
 	r.literal(storageHead + idHead)
@@ -66,8 +65,7 @@ type Layout struct {
 	class          string
 }
 
-// NewLayout checks shape and dtype; false for what Read would not read, or for
-// tensors of 4 GiB and more.
+// NewLayout returns the Layout of a dtype and shape. It reports false if Read would not read such tensors, or if they have 4 GiB or more.
 func NewLayout(dtype string, shape []int) (*Layout, bool) {
 	l := &Layout{DType: dtype, Shape: shape, elements: 1}
 	for class, s := range storages {
@@ -93,11 +91,10 @@ func NewLayout(dtype string, shape []int) (*Layout, bool) {
 // Bytes returns the length of one tensor's elements.
 func (l *Layout) Bytes() int { return l.elements * l.size }
 
-// Overhead bounds what a list and each tensor of it take besides the elements.
+// Overhead bounds the bytes that a list, and each of its tensors, takes in addition to the elements.
 const Overhead = 1024
 
-// Append appends the pickle of a list of n tensors. fill copies the elements of
-// tensor i into dst, Bytes long.
+// Append appends the pickle of a list of n tensors. fill must write the elements of tensor i into dst, which is Bytes() long.
 func (l *Layout) Append(b []byte, n int, fill func(i int, dst []byte)) []byte {
 	b = append(b, opProto, 4, opEmptyList, opMark)
 	for i := range n {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package access says who is behind a connection and what that peer may do.
+// Package access finds out who is behind a connection, and what that peer may do.
 //
-// A server grants a peer no more than the peer's own rights. A peer that may open the pool
-// learns places in it; the owner of a segment may lend it; the peer that registered a worker
-// may speak for it. The server identifies the peer of a connection once, before it reads
+// A server gives a peer no more than the peer's own rights. A peer that may open the pool is told places in it. The owner of a segment may
+// lend it. The peer that registered a worker may speak for it. The server identifies the peer of a connection once, before it reads
 // anything from it.
 package access
 
@@ -20,8 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/lease"
 )
 
-// Principal names who may speak for a worker: a user of this host or, where the
-// user is not known, an address. The zero Principal has no rights.
+// Principal is who may speak for a worker: a user of this host or, if the user is not known, an address. The zero Principal has no rights.
 type Principal struct {
 	User bool       `json:",omitempty"`
 	UID  int        `json:",omitzero"`
@@ -38,17 +36,16 @@ func (p Principal) String() string {
 	return p.Addr.String()
 }
 
-// Caller is who is behind a connection.
+// Caller is the peer behind a connection.
 type Caller struct {
 	Peer    peercred.Peer
 	By      Principal
-	Name    string // of By
-	Number  uint64 // of the connection, unique in this process
-	Trusted bool   // taken for this process' user
+	Name    string // By as a text
+	Number  uint64 // number of the connection, unique in this process
+	Trusted bool   // counts as this process's user
 }
 
-// New returns the caller that a peer is. Whoever connects from one of the trusted
-// addresses is taken for this process' user.
+// New returns the Caller of a peer. A peer that connects from one of the trusted addresses counts as this process's user.
 func New(p peercred.Peer, trust []netip.Prefix, number uint64) Caller {
 	c := Caller{Peer: p, By: Principal{Addr: p.Addr}, Number: number}
 	c.Trusted = p.Addr.IsValid() && slices.ContainsFunc(trust, func(t netip.Prefix) bool { return t.Contains(p.Addr) })
@@ -62,12 +59,12 @@ func New(p peercred.Peer, trust []netip.Prefix, number uint64) Caller {
 	return c
 }
 
-// Self is the caller of requests that come from this process.
+// Self returns the caller of requests that come from this process.
 func Self() Caller {
 	return Caller{Peer: peercred.Peer{UID: os.Geteuid()}, By: Principal{User: true, UID: os.Geteuid()}}
 }
 
-// Owner is who the connection's sessions belong to.
+// Owner returns the owner of the connection's sessions.
 func (c *Caller) Owner() lease.Owner { return lease.Owner{Peer: c.Name, Conn: c.Number} }
 
 func (c *Caller) String() string { return c.Peer.String() }
@@ -79,8 +76,7 @@ var (
 	ErrLender = errors.New("this worker may not lend the segment")
 )
 
-// MayOpen returns nil when c could open the pool by its own rights, else the reason why c
-// must not learn places in it.
+// MayOpen returns nil if c could open the pool by its own rights. Otherwise it returns why c must not be told places in it.
 func (c *Caller) MayOpen() error {
 	switch {
 	case c.Trusted:
@@ -93,7 +89,7 @@ func (c *Caller) MayOpen() error {
 	return nil
 }
 
-// Seen reports why c can lend nothing at all: its user is not known.
+// Seen returns an error if c can lend nothing at all, because its user is not known.
 func (c *Caller) Seen() error {
 	if c.Trusted || c.Peer.Known() {
 		return nil
@@ -101,8 +97,7 @@ func (c *Caller) Seen() error {
 	return fmt.Errorf("%w: %s", ErrLender, c.unseen())
 }
 
-// MayLend reports why c may not lend a file of user uid; nil when it is c's, or c
-// is root.
+// MayLend returns an error if c may not lend a file of user uid. It returns nil if the file is c's, or c is root.
 func (c *Caller) MayLend(uid int) error {
 	if err := c.Seen(); err != nil {
 		return err
@@ -117,7 +112,7 @@ func (c *Caller) MayLend(uid int) error {
 	return nil
 }
 
-// unseen says why the user is not known, and what can be done.
+// unseen returns a text that says why the user is not known, and what can be done.
 func (c *Caller) unseen() string {
 	addr := c.Peer.Addr.String()
 	switch {
@@ -130,7 +125,7 @@ func (c *Caller) unseen() string {
 	return fmt.Sprintf("it connects from %s, which is not this host; for containers of this host --trust-address %s says that everybody there is this server's user", addr, addr)
 }
 
-// onThisHost reports whether an address is one of this host's.
+// onThisHost reports whether an address belongs to this host.
 func onThisHost(a netip.Addr) bool {
 	if a.IsLoopback() {
 		return true

@@ -14,25 +14,23 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// A process of this user on this host may still have another /dev/shm than this
-// server: a container with the host's network. Under the pool's name it could find
-// a file that another server left there, and copy into that.
+// A process of this user on this host may still have another /dev/shm than this server: a container with the host's network. Under the
+// pool's name it could find a file of another server there, and copy into that.
 
-// Finder looks for the processes behind connections. A look reads all of /proc, and looks take at
-// most half of the time. One look serves all callers that wait for it.
+// Finder looks for the processes behind connections. A search reads all of /proc, so searches take at most half of the time. One search
+// serves all callers that wait for it.
 type Finder struct {
 	mu    sync.Mutex
-	next  time.Time // earliest time of the next look
-	uid   int       // whose sockets the last look found
+	next  time.Time // earliest time of the next search
+	uid   int       // the user whose sockets the last search found
 	found map[uint64]peercred.Process
 }
 
-// patience bounds how long a caller of Process waits: for the callers before it, and for the next
-// look.
+// patience bounds how long a caller of Process waits, for the callers before it and for the next search.
 const patience = 2 * time.Second
 
-// Process returns the process that has the other end of the connection open; 0 when that
-// is not known, or too many other processes are to be looked for first.
+// Process returns the id of the process that has the other end of the connection open. It returns 0 if that is not known, or if too many
+// other processes must be looked for first.
 func (f *Finder) Process(c *Caller) int {
 	if c.Peer.PID != 0 || !c.Peer.Known() || c.Peer.Socket == 0 {
 		return c.Peer.PID
@@ -56,8 +54,7 @@ func (f *Finder) Process(c *Caller) int {
 	return f.found[c.Peer.Socket].PID
 }
 
-// SameFile returns an error when process pid finds another file than this process, or
-// none, at path. Where that cannot be looked at, it returns nil.
+// SameFile returns an error if process pid finds another file than this process at path, or none. It returns nil if it cannot look.
 func SameFile(pid int, path string) error {
 	var ours, theirs unix.Stat_t
 	if unix.Stat(path, &ours) != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package admin is the HTTP interface of a node: health, status and metrics, and
-// clearing the cache, with LMCache's bodies where it has them.
+// Package admin is the HTTP interface of a node: health, status, metrics, settings and clearing the cache. Bodies that LMCache has too have
+// LMCache's form.
 package admin
 
 import (
@@ -24,31 +24,31 @@ import (
 
 // Options configures a Handler. A zero field means its default.
 type Options struct {
-	AllowHosts []string                // names of this machine that requests may ask for, besides its host name
-	Flags      map[string]string       // what the server was started with, shown in /status
-	Socket     string                  // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
+	AllowHosts []string                // names of this machine, besides its host name, under which requests may ask for it
+	Flags      map[string]string       // the flags with which the server was started, shown in /status
+	Socket     string                  // URL or address at which engines reach the server, for /readyz; empty: /readyz does not ask it
 	AskSocket  lmcache.ClientOptions   // the credentials with which /readyz asks the Socket
 	Profiles   bool                    // serve Go's profiles at /debug/pprof/
-	Sources    map[string]string       // where each of Flags is from
-	Terms      *tenant.Terms           // settings of tenants, applied to the server's store; nil: none, and no file keeps settings that are made while the server runs
+	Sources    map[string]string       // the source of each of the Flags
+	Terms      *tenant.Terms           // settings of tenants, applied to the store; nil: none, and no file stores settings made while the server runs
 	Access     auth.Options            // who may send requests; Handler sets Need and Refuse itself
-	Metrics    func(*metrics.Registry) // adds figures of other listeners; nil: none
-	Parts      *Parts                  // what runs beside the server in this process; nil: nothing
+	Metrics    func(*metrics.Registry) // adds the figures of other listeners; nil: none
+	Parts      *Parts                  // other parts of the node that run in this process; nil: none
 	Cost       Cost                    // what a hit saves, for the page
 	Peers      []string                // pages of other nodes, which the page links to: CheckPeer
-	History    *History                // the last hour, which its owner fills by Run; nil: one that takes points while a client of /live or /now looks
+	History    *History                // the last hour, filled by its owner with Run; nil: one that takes points only while a client of /live or /now looks
 
-	liveTimeout time.Duration // of tests, for liveTimeout
+	liveTimeout time.Duration // in tests: replaces the constant liveTimeout
 }
 
-// Cost says what a hit saves.
+// Cost has the figures from which the page computes what a hit saves.
 type Cost struct {
-	PrefillTokens float64 `json:"prefill_tokens_per_s"` // that the GPUs of an engine compute; 0: nothing is said
+	PrefillTokens float64 `json:"prefill_tokens_per_s"` // tokens per second that the GPUs of an engine compute; 0: no savings are shown
 	GPUHourPrice  float64 `json:"gpu_hour_price"`       // in any currency; 0: no money is shown
 }
 
-// Handler answers the routes of docs/reference/http.md. Health, readiness, /version and /metrics answer under any name of the host: they
-// tell nothing that a web page could use.
+// Handler returns the handler of the routes in docs/reference/http.md. Health, readiness, /version and /metrics answer under any name of
+// the host, because they tell nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
 	version := s.Version()
 	reg := metrics.New(version)
@@ -110,7 +110,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("POST /tiers/drop", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { dropTier(s, w, r) })))
 	book := o.Terms
 	if book == nil {
-		book, _ = tenant.OpenTerms("", nil, nil) // without a file and flags there is nothing to fail
+		book, _ = tenant.OpenTerms("", nil, nil) // without a file and flags it cannot fail
 		_ = book.Apply(s.Store())
 	}
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
@@ -142,19 +142,19 @@ type Status struct {
 	server.Status
 	*Shape
 	Flags map[string]string             `json:"flags,omitempty"`
-	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
+	Parts map[string]map[string]float64 `json:"parts,omitempty"` // metrics, without histograms, of the parts in this process, by name
 
 	Tenants []Tenant `json:"tenants,omitempty"` // tenants with settings of their own, by salt
 	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 
-// maxModelName bounds the name of a model, bytes.
+// maxModelName bounds the name of a model in bytes.
 const maxModelName = 1024
 
-// maxExplained bounds the lookups of one answer; defaultExplained is their number without ?limit=.
+// maxExplained bounds the lookups of one answer. defaultExplained is their number without ?limit=.
 const maxExplained, defaultExplained = 4096, 20
 
-// explainLookups says why lookups found no more: the lookups of ?request_id=, or else the last ?limit= lookups.
+// explainLookups answers why lookups found no more: those of ?request_id=, or else the last ?limit= lookups.
 func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	most := defaultExplained
@@ -172,10 +172,10 @@ func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
 }
 
-// maxBody bounds the body of a request, bytes.
+// maxBody bounds the body of a request in bytes.
 const maxBody = 4096
 
-// clearCache takes the optional body {"tier": "all", "force": false}.
+// clearCache reads the optional body {"tier": "all", "force": false}, and clears the cache.
 func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	body := struct {
 		Tier   string   `json:"tier"`

@@ -11,19 +11,18 @@ import (
 	"strings"
 )
 
-// Bounds of the bodies that carry lists. A body is read as it arrives: what it takes
-// besides its elements is a buffer of its longest value.
+// Limits on bodies with lists. A body is read as it arrives. In addition to its elements it takes a buffer for its longest value.
 const (
-	maxListBodies = 2  // that are read and answered at a time; others wait
-	maxSkipDepth  = 64 // of a field that is passed over
+	maxListBodies = 2  // bodies that are read and answered at the same time; others wait
+	maxSkipDepth  = 64 // of a field that is skipped
 )
 
-// listBodies bounds the requests whose bodies carry lists: all routes share it.
+// listBodies bounds the requests with lists that are served at the same time. All routes share it.
 type listBodies chan struct{}
 
 func newListBodies() listBodies { return make(listBodies, maxListBodies) }
 
-// handler calls f when a place is free.
+// handler returns a handler that calls f when a place is free.
 func (l listBodies) handler(f http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		select {
@@ -35,8 +34,8 @@ func (l listBodies) handler(f http.HandlerFunc) http.Handler {
 	})
 }
 
-// readBody reads a JSON object of at most limit bytes. fields reads the value of each
-// field by its name; a field with another name is passed over.
+// readBody reads a JSON object of at most limit bytes. fields has a function for each field name, which reads the value. Fields with other
+// names are skipped.
 func readBody(w http.ResponseWriter, r *http.Request, limit int64, fields map[string]func(*json.Decoder) error) error {
 	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, limit))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
@@ -47,7 +46,7 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64, fields map[st
 		if err != nil {
 			return err
 		}
-		name, _ := t.(string) // the decoder takes no other keys
+		name, _ := t.(string) // the decoder accepts no other keys
 		read := fields[name]
 		for other, f := range fields {
 			if read == nil && strings.EqualFold(other, name) { // as encoding/json does
@@ -67,7 +66,7 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64, fields map[st
 	return err
 }
 
-// readStrict reads a small JSON object into v. A field that v does not have is an error: what it says could limit what the
+// readStrict reads a small JSON object into v. A field that v does not have is an error, because it could be meant to limit what the
 // request removes.
 func readStrict(w http.ResponseWriter, r *http.Request, v any) error {
 	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
@@ -81,7 +80,7 @@ func readStrict(w http.ResponseWriter, r *http.Request, v any) error {
 	return nil
 }
 
-// because returns err's text as the end of a sentence; empty without an error.
+// because returns ": " and the text of err; empty for no error.
 func because(err error) string {
 	if err == nil {
 		return ""
@@ -89,12 +88,12 @@ func because(err error) string {
 	return ": " + err.Error()
 }
 
-// value reads a field into v.
+// value returns a function that reads a field into v.
 func value(v any) func(*json.Decoder) error {
 	return func(d *json.Decoder) error { return d.Decode(v) }
 }
 
-// list reads a list of at most most elements, or null, into v, one element at a time.
+// list returns a function that reads a list of at most `most` elements, or null, into v, one element at a time.
 func list[T any](v *[]T, most int) func(*json.Decoder) error {
 	return func(d *json.Decoder) error {
 		t, err := d.Token()
@@ -124,14 +123,14 @@ func list[T any](v *[]T, most int) func(*json.Decoder) error {
 	}
 }
 
-// tooManyError means that a list has more elements than a request may have.
+// tooManyError means that a list has more elements than one request may have.
 type tooManyError struct{ most int }
 
 func (e *tooManyError) Error() string {
 	return fmt.Sprintf("more than the %d elements of one request", e.most)
 }
 
-// skipValue passes over one value.
+// skipValue skips one value.
 func skipValue(d *json.Decoder) error {
 	for depth := 0; ; {
 		t, err := d.Token()

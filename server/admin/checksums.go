@@ -21,8 +21,8 @@ const (
 	maxChecksumBlocks = 1 << 16
 )
 
-// handleChecksums serves LMCache's POST /cache/checksums (0.5.6, http_apis/cache_api.py): digests of blocks of the KV
-// that a CPU engine lends. One at a time: it reads as much as it is asked for.
+// handleChecksums serves LMCache's POST /cache/checksums (0.5.6, http_apis/cache_api.py): digests of blocks of the KV that a CPU engine
+// lends. It answers one request at a time, because a request may read much memory.
 func handleChecksums(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
 	turn := make(chan struct{}, 1)
 	mux.Handle("POST /cache/checksums", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -98,7 +98,7 @@ func checksums(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// ranges writes ids shorter, in their order: three or more that follow each other as [first, last].
+// ranges writes ids in a shorter form, in the same order: three or more consecutive ids become [first, last].
 func ranges(ids []int) []any {
 	out := []any{}
 	for i := 0; i < len(ids); {

@@ -9,20 +9,20 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// config answers GET /config: the flags in effect; with ?sources=true their sources too, and the tenants' settings.
+// config answers GET /config: the flags in effect; with ?sources=true also their sources, and the settings of tenants.
 type config struct {
 	flags, sources map[string]string
 	terms          *tenant.Terms
 }
 
-// Config is the answer with sources.
+// Config is the answer to GET /config?sources=true.
 type Config struct {
 	Flags   map[string]Setting `json:"flags"`
 	Tenants []TenantSetting    `json:"tenants"` // by tenant
-	State   *string            `json:"state"`   // the file that keeps what is set while the server runs; nil: nothing does
+	State   *string            `json:"state"`   // the file that stores what is set while the server runs; nil: none
 }
 
-// Setting is the value of a flag.
+// Setting is the value and the source of a flag.
 type Setting struct {
 	Value string `json:"value"`
 	From  string `json:"from"` // "command line", "$KVASIR_…", "FILE line 3", "default"
@@ -32,7 +32,7 @@ type Setting struct {
 type TenantSetting struct {
 	Salt  string       `json:"cache_salt"`
 	Field tenant.Field `json:"field"`
-	Value *float64     `json:"value"`  // nil: it was taken away
+	Value *float64     `json:"value"`  // nil: the setting was taken away
 	From  string       `json:"from"`   // "flag", or "set while running"
 	At    *time.Time   `json:"set_at"` // nil for a flag
 	Idle  string       `json:"not_in_effect,omitempty"`

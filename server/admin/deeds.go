@@ -13,9 +13,9 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 )
 
-// forHostAlone refuses changes that a browser on another host asks for, while requests need no credential: a person who may look at the
-// page may not for that reason clear the cache. It does not refuse programs, which the allowed networks limit. The Guard of each route has
-// refused pages of other sites already.
+// forHostAlone refuses changes that a browser on another host requests, while requests need no credential: a person who may look at the
+// page must not be able to clear the cache only for that reason. It does not refuse programs, which the allowed networks limit. The Guard
+// of each route has already refused pages of other sites.
 func forHostAlone(gate *auth.Gate, h http.Handler) http.Handler {
 	if gate.WantsCredentials() {
 		return h
@@ -29,7 +29,7 @@ func forHostAlone(gate *auth.Gate, h http.Handler) http.Handler {
 	})
 }
 
-// fromBrowser reports whether a browser sent a request for a page: programs send neither header.
+// fromBrowser reports whether a browser sent a request for a page. Programs send neither of these headers.
 func fromBrowser(r *http.Request) bool {
 	return r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != ""
 }
@@ -39,7 +39,7 @@ func fromHost(r *http.Request) bool {
 	return err == nil && at.Addr().Unmap().IsLoopback()
 }
 
-// mayOf returns what a request may do: the scope read, write or admin.
+// mayOf returns the scope of a request: read, write or admin.
 func mayOf(gate *auth.Gate, r *http.Request) auth.Scope {
 	if !gate.WantsCredentials() {
 		if fromHost(r) {
@@ -55,7 +55,7 @@ func mayOf(gate *auth.Gate, r *http.Request) auth.Scope {
 	return auth.Read
 }
 
-// CheckPeer says what is wrong with the address of another node's page.
+// CheckPeer returns an error if text cannot be the address of another node's page.
 func CheckPeer(text string) error {
 	u, err := url.Parse(text)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.User != nil {
@@ -64,10 +64,10 @@ func CheckPeer(text string) error {
 	return nil
 }
 
-// ErrNoEngine means that the proxy has no engine of that address.
+// ErrNoEngine means that the proxy has no engine with that address.
 var ErrNoEngine = errors.New("the proxy has no such engine")
 
-// handleEngines serves the state of the engines of a proxy in this process, and drains them: the same routes as on the proxy's
+// handleEngines serves the state of the engines of a proxy in this process, and drains them. The routes are those of the proxy's
 // --admin-port.
 func handleEngines(mux *http.ServeMux, guard httpserver.Guard, parts *Parts) {
 	mux.Handle("GET /engines", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

@@ -15,11 +15,10 @@ import (
 type health struct {
 	Status  string `json:"status"`
 	Reason  string `json:"reason,omitempty"`
-	Workers *int   `json:"workers,omitempty"` // that can load a hit, where the request asks for them
+	Workers *int   `json:"workers,omitempty"` // number of workers that can load a hit, if the request asks for it
 }
 
-// answerHealth answers 200 while the server can serve, and with ?workers=N only while at
-// least N workers can load a hit.
+// answerHealth answers 200 while the server can serve; with ?workers=N only while at least N workers can load a hit.
 func answerHealth(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	why := s.Unhealthy()
 	var out health

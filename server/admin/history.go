@@ -15,54 +15,54 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 )
 
-// The history is historyPoints points, one every historyEvery: an hour.
+// The history has historyPoints points, one every historyEvery: an hour.
 const (
 	historyEvery  = 5 * time.Second
 	historyPoints = 720
 	recentPoints  = 2 // in each event after the first
 )
 
-// History is the last hour of a server, for the page and kvasir top: it is there when they open. Its points take 68 KiB from the start on
-// and never more. The hours of tenants take 61 KiB more. While pages are open, their JSON takes 90 KiB and 60 KiB. All times in it are
-// since its start and monotonic, so a wall clock that is set changes nothing. Methods are safe for concurrent use.
+// History is the last hour of a server, so that the page and kvasir top can show it at once. Its points take 68 KiB from the start, and
+// never more. The hours of tenants take up to 61 KiB more. While pages are open, the JSON of both takes 90 KiB and 60 KiB. All its times
+// are monotonic and count from its start, so setting the wall clock changes nothing. Methods are safe for concurrent use.
 type History struct {
 	server *server.Server
 	began  time.Time
 
 	mu   sync.Mutex
 	last totals
-	n    int // points since the start
+	n    int // number of points since the start
 	ring [historyPoints]point
 
-	encoded  []byte // all points, once a client asked for them
-	encodedN int    // n at that time
+	encoded  []byte // all points as JSON, once a client asked for them
+	encodedN int    // n when encoded was made
 
 	tenants        tenantHours
-	encodedTenants []byte // the hours of tenants, once a client asked for them
+	encodedTenants []byte // the hours of tenants as JSON, once a client asked for them
 	encodedHoursN  int
 }
 
-// totals are counters since the start of the server.
+// totals has counters since the start of the server.
 type totals struct {
 	at                                time.Duration
-	lookups, asked, hit               uint64 // the last two in tokens
+	lookups, asked, hit               uint64 // asked and hit count tokens
 	stored, retrieved, below, evicted uint64 // bytes
 	times                             [maxTimes]uint64
 }
 
-// maxTimes bounds the buckets of the histogram of lookups.
+// maxTimes bounds the buckets of the histogram of lookup times.
 const maxTimes = 16
 
-// point is what happened between two moments.
+// point is what happened in one interval.
 type point struct {
 	at, took                          time.Duration // its end, and its length
 	lookups, asked, hit               uint64
 	stored, retrieved, below, evicted uint64
-	used                              float64 // share of the pool at its end
-	p50, p99                          float64 // seconds a lookup took; 0: there was none
+	used                              float64 // used share of the pool at its end
+	p50, p99                          float64 // quantiles of the seconds that lookups took; 0: there was none
 }
 
-// NewHistory returns the history of a server, which begins now. Run fills it.
+// NewHistory returns the history of a server, beginning now. Run fills it.
 func NewHistory(s *server.Server) *History {
 	h := &History{server: s, began: time.Now()}
 	h.last, _, _ = h.look(0)
@@ -70,7 +70,7 @@ func NewHistory(s *server.Server) *History {
 	return h
 }
 
-// Run takes a point every five seconds, until ctx ends.
+// Run adds a point every five seconds, until ctx ends.
 func (h *History) Run(ctx context.Context) {
 	tick := time.NewTicker(historyEvery)
 	defer tick.Stop()
@@ -87,7 +87,7 @@ func (h *History) Run(ctx context.Context) {
 // now returns the time since the start of the history.
 func (h *History) now() time.Duration { return time.Since(h.began) }
 
-// takeDue takes a point, unless the last one is newer than nine tenths of an interval: a tick may come early.
+// takeDue adds a point, unless the last one is younger than nine tenths of an interval: a tick may come early.
 func (h *History) takeDue() {
 	at := h.now()
 	h.mu.Lock()
@@ -102,16 +102,16 @@ func (h *History) takeDue() {
 	}
 }
 
-// addHours takes the points of tenants between the last look at them and this one.
+// addHours adds the tenants' point between the last counters and the counters `now`.
 func (h *History) addHours(at time.Duration, now map[string]tokens) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.tenants.due(at) { // else another look was newer
+	if h.tenants.due(at) { // else another goroutine has added a newer point
 		h.tenants.add(at, now)
 	}
 }
 
-// look returns the counters of the server, the share of its pool in use, and the bounds of its histogram of lookups.
+// look returns the server's counters, the used share of its pool, and the histogram of its lookup times.
 func (h *History) look(at time.Duration) (now totals, used float64, times histogram.Counts) {
 	st := h.server.Stats()
 	now = totals{at: at, stored: st.StoredBytes, retrieved: st.RetrievedBytes, below: st.BelowBytes, evicted: st.EvictedBytes}
@@ -121,13 +121,13 @@ func (h *History) look(at time.Duration) (now totals, used float64, times histog
 	return now, st.UsageRatio, times
 }
 
-// add takes the point between the last look and this one.
+// add adds the point between the last counters and the counters `now`.
 func (h *History) add(now totals, used float64, times histogram.Counts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	was := h.last
 	if now.at <= was.at {
-		return // another look was newer
+		return // another goroutine has added a newer point
 	}
 	var buckets [maxTimes]uint64
 	for i := range buckets {
@@ -144,8 +144,8 @@ func (h *History) add(now totals, used float64, times histogram.Counts) {
 	h.n++
 }
 
-// quantile returns a quantile of a histogram of times, seconds, as Prometheus does: within a bucket times are taken for evenly spread, and
-// above the last bound for that bound. 0 where nothing was counted.
+// quantile returns the q quantile of a histogram of times, in seconds, as Prometheus computes it: within a bucket, times are assumed to be
+// evenly spread, and a time above the last bound counts as that bound. It returns 0 if nothing was counted.
 func quantile(buckets []uint64, bounds []int64, q float64) float64 {
 	total := uint64(0)
 	for _, n := range buckets {
@@ -168,26 +168,26 @@ func quantile(buckets []uint64, bounds []int64, q float64) float64 {
 	return from / 1e9
 }
 
-// Points are points of a History. Every column has one value for each point; an unknown value is NaN, null in JSON.
+// Points are points of a History, in columns. Every column has one value for each point; an unknown value is NaN, null in JSON.
 type Points struct {
-	Last int `json:"last"` // number of the newest, from 1; 0: there is none yet
+	Last int `json:"last"` // number of the newest point, from 1; 0: there is none yet
 
-	At        Column `json:"at_s"`   // when it ended, on the clock of the event's now_s
-	Took      Column `json:"took_s"` // how long it is
+	At        Column `json:"at_s"`   // end of the point, on the clock of the event's now_s
+	Took      Column `json:"took_s"` // length of the point
 	HitRate   Column `json:"hit_rate"`
-	Asked     Column `json:"asked_tokens"` // per second, like the columns after it
+	Asked     Column `json:"asked_tokens"` // per second, as the columns after it
 	Hit       Column `json:"hit_tokens"`
 	Lookups   Column `json:"lookups"`
 	Stored    Column `json:"stored_bytes"`
 	Retrieved Column `json:"retrieved_bytes"`
-	Below     Column `json:"below_bytes"` // that came from tiers below the pool
+	Below     Column `json:"below_bytes"` // loaded from the tiers below the pool
 	Evicted   Column `json:"evicted_bytes"`
-	Used      Column `json:"used"`         // share of the pool
+	Used      Column `json:"used"`         // used share of the pool
 	P50       Column `json:"lookup_p50_s"` // of lookups
 	P99       Column `json:"lookup_p99_s"`
 }
 
-// Column is a list of numbers, four digits of each in JSON.
+// Column is a list of numbers. In JSON each has four digits.
 type Column []float64
 
 // MarshalJSON implements json.Marshaler.
@@ -224,7 +224,7 @@ func (c *Column) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// points returns the newest most points, the oldest of them first.
+// points returns the newest `most` points, the oldest of them first.
 func (h *History) points(most int) Points {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -273,7 +273,7 @@ func notZero(v float64) float64 {
 	return v
 }
 
-// json returns all points as JSON. The caller must not change it.
+// json returns all points as JSON. The caller must not change the result.
 func (h *History) json() []byte {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -283,7 +283,7 @@ func (h *History) json() []byte {
 	return h.encoded
 }
 
-// tenantsJSON returns the hours of tenants as JSON, and the number of their newest point. The caller must not change it.
+// tenantsJSON returns the hours of tenants as JSON, and the number of their newest point. The caller must not change the result.
 func (h *History) tenantsJSON() (hours []byte, number int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -293,7 +293,7 @@ func (h *History) tenantsJSON() (hours []byte, number int) {
 	return h.encodedTenants, h.tenants.n
 }
 
-// forget drops what json and tenantsJSON keep.
+// forget frees the JSON that json and tenantsJSON keep.
 func (h *History) forget() {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -12,12 +12,12 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// maxKeyFile bounds a file with an API key, bytes.
+// maxKeyFile bounds a file with an API key in bytes.
 const maxKeyFile = 4096
 
-// ReadKeys returns the API keys of the HTTP interface as LMCache 0.5.7 finds them: files of one line each, the file that
-// LMCACHE_API_KEY_FILE names and the value of LMCACHE_API_KEY, or the older LMCACHE_HTTP_API_KEY_FILE and
-// LMCACHE_HTTP_API_KEY. All of them count. None means that no key is asked for.
+// ReadKeys returns the API keys of the HTTP interface from the same sources as LMCache 0.5.7: files of one line each, the file that
+// LMCACHE_API_KEY_FILE names and the value of LMCACHE_API_KEY, or the older LMCACHE_HTTP_API_KEY_FILE and LMCACHE_HTTP_API_KEY. Each key
+// that it returns is valid. If it returns none, requests need no key.
 func ReadKeys(files []string, getenv func(string) string) (keys []string, err error) {
 	value := func(names ...string) string {
 		for _, n := range names {
@@ -55,7 +55,7 @@ func readKey(path string) (string, error) {
 	return key, nil
 }
 
-// need returns what a request needs: the page, which shows nothing by itself, and probes need nothing.
+// need returns the scope that a request needs. The page, which shows nothing by itself, and probes need none.
 func need(r *http.Request) auth.Need {
 	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
 	switch path := r.URL.Path; {
@@ -71,7 +71,7 @@ func need(r *http.Request) auth.Need {
 	return auth.NeedAdmin
 }
 
-// newGate returns what stands in front of all routes. A request without a credential gets the answer of LMCache 0.5.7.
+// newGate returns the gate in front of all routes. A request without a credential gets the answer of LMCache 0.5.7.
 func newGate(o auth.Options) *auth.Gate {
 	o.Need = need
 	o.Refuse = func(w http.ResponseWriter, status int, text string) {

@@ -10,11 +10,10 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// perTenant are the routes that a client limited to some tenants may use: each shows and changes only those tenants.
+// perTenant lists the routes that a client limited to some tenants may use. Each shows and changes only those tenants.
 var perTenant = []string{"/explain", "/metrics", "/version", "/tenants", "/quota", "/cache/pins", "/cache/prefetches", "/cache/objects"}
 
-// limitTenants refuses a client that is limited to some tenants on the routes that are about all
-// tenants.
+// limitTenants refuses requests of a client that is limited to some tenants to routes that are about all tenants.
 func limitTenants(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if auth.LimitOf(r) == nil {
@@ -31,7 +30,7 @@ func limitTenants(next http.Handler) http.Handler {
 	})
 }
 
-// mayUse reports whether the client of a request may use a tenant. It answers a client that may not.
+// mayUse reports whether the client of a request may use a tenant. If not, it has answered the request.
 func mayUse(w http.ResponseWriter, r *http.Request, salt string) bool {
 	if auth.LimitOf(r).Allows(salt) {
 		return true
@@ -40,8 +39,7 @@ func mayUse(w http.ResponseWriter, r *http.Request, salt string) bool {
 	return false
 }
 
-// limitMetrics answers a client that is limited to some tenants with the samples of those tenants
-// only.
+// limitMetrics answers a client that is limited to some tenants with the samples of only those tenants.
 func limitMetrics(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		limit := auth.LimitOf(r)
@@ -63,7 +61,7 @@ func limitMetrics(next http.Handler) http.Handler {
 	})
 }
 
-// recorded is an answer that is kept.
+// recorded is an http.ResponseWriter that keeps the answer.
 type recorded struct {
 	header http.Header
 	code   int
@@ -79,7 +77,7 @@ func (r *recorded) WriteHeader(code int) { r.code = code }
 // Write implements http.ResponseWriter.
 func (r *recorded) Write(b []byte) (int, error) { return r.body.Write(b) }
 
-// samplesOf returns the samples of a text of metrics whose tenant the limit allows, and their HELP and TYPE lines.
+// samplesOf returns the samples, in a text of metrics, of tenants that the limit allows, with their HELP and TYPE lines.
 func samplesOf(text []byte, limit *auth.Limit) []byte {
 	var out, about []byte
 	for line := range bytes.Lines(text) {
@@ -102,14 +100,14 @@ func samplesOf(text []byte, limit *auth.Limit) []byte {
 	return out
 }
 
-// sharedSalt is the label of samples that are of several tenants.
+// sharedSalt is the label of samples of several tenants.
 const sharedSalt = "_other"
 
 var labelEscapes = strings.NewReplacer(`\\`, `\`, `\"`, `"`, `\n`, "\n")
 
-// saltLabel returns the label cache_salt of a sample; false: it has none, or is of several tenants.
+// saltLabel returns the label cache_salt of a sample. It reports false if the sample has none, or is of several tenants.
 func saltLabel(line []byte) (string, bool) {
-	// Labels stand in the order of their names, and a value before this one may have any text but an unescaped quotation mark.
+	// Labels are in the order of their names. A value before this one may have any text without an unescaped quotation mark.
 	for rest := line; ; {
 		name, value, ok := bytes.Cut(rest, []byte(`="`))
 		if !ok {

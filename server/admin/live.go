@@ -22,12 +22,12 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// pageFiles are the page at /: its text, its style and its program.
+// pageFiles has the files of the page at /: its text, its style and its program.
 //
 //go:embed page
 var pageFiles embed.FS
 
-// pageHTML is the page as it is sent: one text, which loads nothing from other servers.
+// pageHTML is the page as it is sent. It is one text that loads nothing from other servers.
 var pageHTML = joinPage()
 
 func joinPage() []byte {
@@ -43,22 +43,22 @@ func joinPage() []byte {
 
 // Limits of /live.
 const (
-	maxListeners = 16               // at a time; more are answered 503
+	maxListeners = 16               // listeners at the same time; further ones get 503
 	liveEvery    = time.Second      // between two events
-	liveTimeout  = 10 * time.Second // for the client to take an event
-	mapEvery     = 5 * time.Second  // the pool's map and the slow requests are that old at most
-	liveWorkers  = 64               // of the workers in an event, and the tiers; /status has all
+	liveTimeout  = 10 * time.Second // longest time in which a client must accept an event
+	mapEvery     = 5 * time.Second  // largest age of the pool's map and of the slow requests
+	liveWorkers  = 64               // most workers in an event, and most tiers; /status has all
 	mapCells     = 240
 	liveEnded    = 8
 	liveShares   = 64
 )
 
-// Live is an event of GET /live: what the page shows.
+// Live is an event of GET /live: the data of the page.
 type Live struct {
 	AtMillis int64                         `json:"at_ms"` // Unix time
-	Now      float64                       `json:"now_s"` // since the start, monotonic: rates are differences over it
+	Now      float64                       `json:"now_s"` // since the start, monotonic: rates are differences divided by differences of it
 	Status   server.Status                 `json:"status"`
-	Workers  int                           `json:"workers"` // registered; Status has the first 64
+	Workers  int                           `json:"workers"` // number of registered workers; Status has the first 64
 	Bytes    LiveBytes                     `json:"bytes"`
 	Map      pool.Map                      `json:"map"`
 	Slow     []server.SlowRequest          `json:"slow"`
@@ -67,31 +67,31 @@ type Live struct {
 
 	ByAll       int                `json:"by_in_all"`
 	TenantsAll  int                `json:"tenants_in_all"`
-	By          []Share            `json:"by"`           // hits by model and tenant, those that were asked for most first, 64 at most
-	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
+	By          []Share            `json:"by"`           // hits by model and tenant, those that asked for most first, 64 at most
+	BelowTokens uint64             `json:"below_tokens"` // of the hit tokens since the start, those from tiers below the pool
 	Tenants     []Tenant           `json:"tenants"`      // tenants with settings of their own, 64 at most
-	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
+	Requests    []explain.Timeline `json:"requests"`     // the last requests, 8 at most
 	PD          Transfers          `json:"pd"`           // single transfers from P to D
 
-	Owners  []PoolOwner   `json:"pool_owners"`       // the map's owner field is an index into it
-	Engines []ProxyEngine `json:"engines,omitempty"` // of a proxy in this process, 64 at most
+	Owners  []PoolOwner   `json:"pool_owners"`       // the owners in the map are indices into it
+	Engines []ProxyEngine `json:"engines,omitempty"` // engines of a proxy in this process, 64 at most
 	Cost    Cost          `json:"cost"`
-	Peers   []string      `json:"peers"`         // pages of other nodes
-	May     string        `json:"may,omitempty"` // in the first event of a stream: read, write or admin, the scope of who looks
+	Peers   []string      `json:"peers"`         // addresses of other nodes' pages
+	May     string        `json:"may,omitempty"` // in the first event of a stream: the scope of the client, read, write or admin
 
-	History *Points      `json:"history,omitempty"`      // an hour in the first event of a stream, and in /now?history=1; then the newest two points
+	History *Points      `json:"history,omitempty"`      // an hour in the first event of a stream and in /now?history=1; otherwise the newest two points
 	Hours   *TenantHours `json:"tenant_hours,omitempty"` // in the first event of a stream, in /now?history=1, and once a minute
 }
 
-// LiveBytes are counters since the start, bytes.
+// LiveBytes has counters since the start, in bytes.
 type LiveBytes struct {
 	Stored    uint64 `json:"stored"`
 	Retrieved uint64 `json:"retrieved"`
-	Below     uint64 `json:"below"` // that came from the tiers below the pool
+	Below     uint64 `json:"below"` // loaded from the tiers below the pool
 	Evicted   uint64 `json:"evicted"`
 }
 
-// live makes events, each once for all listeners.
+// live makes events. All listeners share each event.
 type live struct {
 	server *server.Server
 	gate   *auth.Gate
@@ -99,8 +99,8 @@ type live struct {
 
 	mu        sync.Mutex
 	listeners int
-	event     []byte // the newest, JSON without its history
-	number    int    // of it
+	event     []byte // the newest event as JSON, without its history
+	number    int    // number of that event
 	at        time.Time
 	pool      pool.Map
 	owners    []PoolOwner
@@ -108,7 +108,7 @@ type live struct {
 	poolAt    time.Time
 }
 
-// latest returns an event that is less than an interval old, and its number.
+// latest returns an event that is younger than an interval, and its number.
 func (l *live) latest() ([]byte, int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -142,7 +142,7 @@ func (l *live) latest() ([]byte, int) {
 	return l.event, l.number
 }
 
-// appendField adds a field to a JSON object, the last one.
+// appendField returns a JSON object with one more field, as the last one.
 func appendField(object []byte, name string, value []byte) []byte {
 	out := make([]byte, 0, len(object)+len(name)+len(value)+4)
 	out = append(out, object[:len(object)-1]...)
@@ -151,7 +151,7 @@ func appendField(object []byte, name string, value []byte) []byte {
 	return append(out, '}')
 }
 
-// mustJSON encodes what has only numbers and texts.
+// mustJSON encodes a value that has only numbers and strings.
 func mustJSON(v any) []byte {
 	body, err := json.Marshal(v)
 	if err != nil {
@@ -160,7 +160,7 @@ func mustJSON(v any) []byte {
 	return body
 }
 
-// enter admits a listener, if there is room for one more.
+// enter counts a listener. It reports false if there are too many.
 func (l *live) enter() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -180,7 +180,7 @@ func (l *live) leave() {
 	}
 }
 
-// serveNow answers with one event, as JSON, for programs that look only now and then.
+// serveNow answers with one event as JSON, for programs that look only now and then.
 func (l *live) serveNow(w http.ResponseWriter, r *http.Request) {
 	event, _ := l.latest()
 	if r.URL.Query().Get("history") == "" {
@@ -202,7 +202,7 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	defer l.leave()
 	c := http.NewResponseController(w)
-	_ = c.SetReadDeadline(time.Time{}) // the request's own would end the stream; where there is none, this fails
+	_ = c.SetReadDeadline(time.Time{}) // the deadline of the request would end the stream; without a deadline this fails
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	tick := time.NewTicker(liveEvery)
@@ -231,7 +231,7 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// page answers GET /: people get the page, programs LMCache's answer.
+// page answers GET /: browsers get the page, programs LMCache's answer.
 func page(guard httpserver.Guard) http.Handler {
 	policy := "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src " +
 		hashOf("script") + "; style-src " + hashOf("style")
@@ -254,8 +254,7 @@ func page(guard httpserver.Guard) http.Handler {
 	})
 }
 
-// hashOf returns the hash of the page's only element with that name, as a Content-Security-Policy
-// writes it.
+// hashOf returns the hash of the page's only element with that name, in the form of a Content-Security-Policy.
 func hashOf(element string) string {
 	_, after, _ := strings.Cut(string(pageHTML), "<"+element+">")
 	text, _, _ := strings.Cut(after, "</"+element+">")

@@ -23,7 +23,7 @@ const (
 	maxDeleteBody         = 8 << 20
 )
 
-// objectKey names an object as LMCache does (EncodedObjectKey of 0.5.6).
+// objectKey is LMCache's name of an object (EncodedObjectKey of 0.5.6).
 type objectKey struct {
 	Chunk string  `json:"chunk_hash_hex"`
 	Model string  `json:"model_name"`
@@ -37,8 +37,8 @@ type objectEntry struct {
 	Bytes int64     `json:"size_bytes"`
 }
 
-// handleObjects serves LMCache's GET and DELETE /cache/objects of the pool, with its bodies (lmcache
-// 0.5.6, http_apis/cache_api.py). The tier is l1 where none is named.
+// handleObjects serves LMCache's GET and DELETE /cache/objects of the pool, with LMCache's bodies (lmcache 0.5.6, http_apis/cache_api.py).
+// The tier is l1 if the request names none.
 func handleObjects(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
 	mux.Handle("GET /cache/objects", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { listObjects(s, w, r) })))
 	mux.Handle("DELETE /cache/objects", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { deleteObjects(s, w, r) })))
@@ -48,7 +48,7 @@ func badRequest(w http.ResponseWriter, format string, args ...any) {
 	writeJSON(w, http.StatusBadRequest, map[string]string{"error": fmt.Sprintf(format, args...)})
 }
 
-// listObjects answers one page. Objects of a namespace whose names are not known have an empty model.
+// listObjects answers one page of objects. An object whose namespace is not known has an empty model.
 func listObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	if tier := q.Get("tier"); tier != "" && tier != "l1" {
@@ -91,8 +91,8 @@ func listObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"adapter": "l1", "shared": false, "entries": entries, "next_page_token": next})
 }
 
-// deleteObjects drops the objects that a body names, in all layouts of their model. What is pinned or
-// in transfer is skipped, also with force: a worker may be reading it.
+// deleteObjects drops the objects that a body names, in all layouts of their model. Objects that are pinned or in transfer are skipped,
+// even with force, because a worker may be reading them.
 func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
 		Keys  []objectKey

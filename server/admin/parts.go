@@ -12,9 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// Parts are the parts of a node that run in the server's process: a registry, a relay, a proxy. The
-// zero Parts has none. Methods are safe for concurrent use. A nil *Parts ignores what is added and
-// has none.
+// Parts has the parts of a node that run in the server's process: a registry, a relay, a proxy. The zero Parts has none. Methods are safe
+// for concurrent use. A nil *Parts ignores what is added, and has none.
 type Parts struct {
 	mu        sync.Mutex
 	stats     map[string]func() any
@@ -24,7 +23,7 @@ type Parts struct {
 	drain     func(url, role string, on bool) error
 }
 
-// ProxyEngine is an engine that a proxy of this process sends requests to.
+// ProxyEngine is an engine to which a proxy of this process sends requests.
 type ProxyEngine struct {
 	URL      string   `json:"url"`
 	Role     string   `json:"role"`             // engine, prefill, decode
@@ -35,16 +34,15 @@ type ProxyEngine struct {
 	Models   []string `json:"models"`
 }
 
-// Transfers is what the parts know of single transfers from P to D.
+// Transfers has what the parts know of single transfers from P to D.
 type Transfers struct {
-	Seen    []string                `json:"seen"`      // the parts that see any: relay, proxy; empty: P sends straight to D, and no part of this process sees it
-	Last    []transferlog.Transfer  `json:"transfers"` // those that began last first, 64 at most
-	Engines []bootstrap.EngineState `json:"p_engines"` // that the registry has, 64 at most; null: there is none here
+	Seen    []string                `json:"seen"`      // parts that see transfers: relay, proxy; empty: P sends straight to D, which no part here sees
+	Last    []transferlog.Transfer  `json:"transfers"` // those that began last come first, 64 at most
+	Engines []bootstrap.EngineState `json:"p_engines"` // P engines of the registry, 64 at most; null: no registry runs here
 }
 
-// Add adds a part, or replaces the one of that name. stats returns its Stats struct, with
-// the tags of internal/metrics; each request for the status calls it, also after
-// the part was closed.
+// Add adds a part, or replaces the part of that name. stats returns the part's Stats struct, with the tags of internal/metrics. Each
+// request for the status calls stats, also after the part was closed.
 func (p *Parts) Add(name string, stats func() any) {
 	if p == nil {
 		return
@@ -57,8 +55,7 @@ func (p *Parts) Add(name string, stats func() any) {
 	p.stats[name] = stats
 }
 
-// AddTransfers adds what a part sees of single transfers: "relay" or "proxy". each request for
-// transfers calls last.
+// AddTransfers adds a part that sees single transfers: "relay" or "proxy". Each request for transfers calls `last`.
 func (p *Parts) AddTransfers(name string, last func() []transferlog.Transfer) {
 	if p == nil {
 		return
@@ -71,7 +68,7 @@ func (p *Parts) AddTransfers(name string, last func() []transferlog.Transfer) {
 	p.transfers[name] = last
 }
 
-// AddEngines adds the engines of P that a registry knows.
+// AddEngines adds the P engines that a registry knows.
 func (p *Parts) AddEngines(engines func() []bootstrap.EngineState) {
 	if p == nil {
 		return
@@ -81,8 +78,8 @@ func (p *Parts) AddEngines(engines func() []bootstrap.EngineState) {
 	p.engines = engines
 }
 
-// AddProxy adds the engines of a proxy. drain stops new requests to one, or lets them through again; role may be empty. It returns ErrNoEngine
-// for one that the proxy does not have.
+// AddProxy adds the engines of a proxy. With on, drain stops new requests to an engine; without, it allows them again. role may be empty.
+// It returns ErrNoEngine for an engine that the proxy does not have.
 func (p *Parts) AddProxy(engines func() []ProxyEngine, drain func(url, role string, on bool) error) {
 	if p == nil {
 		return
@@ -92,7 +89,7 @@ func (p *Parts) AddProxy(engines func() []ProxyEngine, drain func(url, role stri
 	p.backends, p.drain = engines, drain
 }
 
-// proxy returns what AddProxy added; nil for nothing.
+// proxy returns the functions of AddProxy; nil if it was not called.
 func (p *Parts) proxy() (engines func() []ProxyEngine, drain func(url, role string, on bool) error) {
 	if p == nil {
 		return nil, nil
@@ -102,7 +99,7 @@ func (p *Parts) proxy() (engines func() []ProxyEngine, drain func(url, role stri
 	return p.backends, p.drain
 }
 
-// proxyEngines returns the engines of the proxy, most at most, and how many there are; nil where there is no proxy.
+// proxyEngines returns the engines of the proxy, `most` at most, and how many there are; nil if there is no proxy.
 func (p *Parts) proxyEngines(most int) ([]ProxyEngine, int) {
 	engines, _ := p.proxy()
 	if engines == nil {
@@ -133,7 +130,7 @@ func (p *Parts) lastTransfers() Transfers {
 	return out
 }
 
-// figures returns the metrics of each part by its name; nil for none.
+// figures returns the metrics of each part by the part's name; nil without parts.
 func (p *Parts) figures() map[string]map[string]float64 {
 	if p == nil {
 		return nil

@@ -26,7 +26,8 @@ const (
 	maxPinLifeSeconds   float64 = float64(tenant.MaxPinLife / time.Second)
 )
 
-// pinRequest is the body of POST and DELETE /cache/pins: that of LMCache's coordinator (lmcache 0.5.6, PinRequest), and ttl_seconds.
+// pinRequest is the body of POST and DELETE /cache/pins: that of LMCache's coordinator (lmcache 0.5.6, PinRequest), with ttl_seconds in
+// addition.
 type pinRequest struct {
 	Model  string
 	World  int
@@ -35,24 +36,24 @@ type pinRequest struct {
 	Life   *float64
 }
 
-// pinResponse is the answer, with how long the pins last.
+// pinResponse is the answer, which says how long the pins last.
 type pinResponse struct {
-	Requested int     `json:"requested"` // whole chunks of the tokens
-	Affected  int     `json:"affected"`  // objects
+	Requested int     `json:"requested"` // number of whole chunks of the tokens
+	Affected  int     `json:"affected"`  // number of objects
 	Status    string  `json:"status"`
 	Life      float64 `json:"ttl_seconds,omitempty"`
-	Error     string  `json:"error,omitempty"` // why it is not more
+	Error     string  `json:"error,omitempty"` // why Affected is not larger
 }
 
-// handlePins serves pins in the shapes of LMCache's coordinator. A pin of LMCache keeps the keys of a prompt in a shared tier. A pin here
-// keeps the prompt's objects in the pool, for a time.
+// handlePins serves pins in the form of LMCache's coordinator. A pin of LMCache keeps the keys of a prompt in a shared tier. A pin here
+// keeps the prompt's objects in the pool for a time.
 func handlePins(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
 	mux.Handle("POST /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { pinPrompt(s, w, r) })))
 	mux.Handle("DELETE /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { unpinPrompt(s, w, r) })))
 	mux.Handle("GET /cache/pins", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { listPins(s, w, r) })))
 }
 
-// readPin reads a body. It answers a request whose body cannot be used.
+// readPin reads a body. If the body cannot be used, it has answered the request and reports false.
 func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 	err := readBody(w, r, maxDeleteBody, map[string]func(*json.Decoder) error{
 		"model_name": value(&p.Model), "world_size": value(&p.World), "token_ids": list(&p.Tokens, maxPinTokens), "cache_salt": value(&p.Salt), "ttl_seconds": value(&p.Life),
@@ -74,8 +75,8 @@ func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 	return p, false
 }
 
-// eachChunk calls f with the resident objects of each whole chunk of the tokens, in all shards and groups, head first, until it
-// answers false; then it goes on with the next chunk size of the model. It returns how many chunks there are.
+// eachChunk calls f with the resident objects of each whole chunk of the tokens, in all shards and groups, head first, until f reports
+// false. It then continues with the next chunk size of the model. It returns how many chunks there are.
 func (p *pinRequest) eachChunk(s *server.Server, f func(keys []kv.Key) bool) (chunks int) {
 	for _, size := range s.ChunksOf(p.Model, p.World) {
 		chunks += p.eachOf(s, kv.ChunkHashes(p.Tokens, size), f)
@@ -99,7 +100,7 @@ func (p *pinRequest) eachOf(s *server.Server, hashes []kv.Hash, f func(keys []kv
 	return len(hashes)
 }
 
-// pinPrompt pins the chunks of a prompt that are in the pool, head first; a chunk in all its shards or not at all.
+// pinPrompt pins those chunks of a prompt that are in the pool, head first. A chunk is pinned in all its shards or not at all.
 func pinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	p, ok := readPin(w, r)
 	if !ok {
@@ -139,7 +140,7 @@ func unpinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, out)
 }
 
-// pinEntry is one pinned object. LMCache counts the pins of a key; here a second pin only extends the time, so Count is 1.
+// pinEntry is one pinned object. LMCache counts the pins of a key; here a second pin only extends the time, so Count is always 1.
 type pinEntry struct {
 	Key   objectKey `json:"key"`
 	Count int       `json:"pin_count"`
@@ -147,7 +148,7 @@ type pinEntry struct {
 	Left  float64   `json:"seconds_left"`
 }
 
-// listPins answers one page of the pinned objects; ?cache_salt= and ?model_name= select some.
+// listPins answers one page of the pinned objects. ?cache_salt= and ?model_name= select some of them.
 func listPins(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	number := func(name string, or, least, most int) (int, bool) {

@@ -21,17 +21,17 @@ import (
 	"github.com/kvasir-kv/kvasir/store/lease"
 )
 
-// Limits of POST /cache/prefetches. LMCache's server has the first; it has no bound on jobs.
+// Limits of POST /cache/prefetches. LMCache's server also has the first one, but no limit on jobs.
 const (
 	maxPrefetchTokens = 1_000_000
 	maxPrefetchBody   = 16 << 20
-	maxPrefetches     = 256              // whose end no client has asked for
-	prefetchKept      = 10 * time.Minute // after their end
+	maxPrefetches     = 256              // prefetches that have not ended, or whose result no client has fetched
+	prefetchKept      = 10 * time.Minute // time for which a result is kept
 	maxSaltRunes      = 128
 )
 
 // prefetches reads chunks of prompts from the tiers into the pool before an engine looks them up: LMCache's POST /cache/prefetches and GET
-// /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). A prefetch is a lookup whose hit no engine takes. It waits as long as the tiers
+// /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). A prefetch is a lookup whose hit no engine loads. It waits as long as the tiers
 // take, in rounds that each wait as long as a lookup may.
 type prefetches struct {
 	server *server.Server
@@ -40,7 +40,7 @@ type prefetches struct {
 	jobs map[string]*prefetchJob
 }
 
-// prefetchPart is a prompt in chunks of one size, in the layouts of its model that have it.
+// prefetchPart is a prompt in chunks of one size, and the layouts of its model that have this size.
 type prefetchPart struct {
 	layouts []object.Shard
 	hashes  []kv.Hash
@@ -48,7 +48,7 @@ type prefetchPart struct {
 
 type prefetchJob struct {
 	found, total int
-	ended        time.Time // zero while it goes on
+	ended        time.Time // zero: it is still running
 }
 
 func handlePrefetches(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
@@ -57,7 +57,7 @@ func handlePrefetches(mux *http.ServeMux, guard httpserver.Guard, s *server.Serv
 	mux.Handle("GET /cache/prefetches/{id}", guard.Handler(http.HandlerFunc(p.status)))
 }
 
-// detail answers an error as LMCache's routes of this kind do.
+// detail answers an error in the form of LMCache's routes of this kind.
 func detail(w http.ResponseWriter, code int, text string) {
 	writeJSON(w, code, map[string]string{"detail": text})
 }
@@ -132,7 +132,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": chunks, "status": "submitted"})
 }
 
-// needs returns how many objects a hit of chunks chunks takes.
+// needs returns how many objects a hit of `chunks` chunks needs.
 func needs(sh object.Shard, chunks int) (n int) {
 	for g := range sh.Groups.Len() {
 		span := sh.Groups.Need(g, 0, chunks)
@@ -159,7 +159,7 @@ func (p *prefetches) begin(total int) (string, *prefetchJob) {
 	return id, p.jobs[id]
 }
 
-// dropOldestEnded forgets the prefetch that ended first. Called with the mutex.
+// dropOldestEnded removes the prefetch that ended first. It reports false if none has ended. The caller must have the mutex.
 func (p *prefetches) dropOldestEnded() bool {
 	oldest := ""
 	for id, j := range p.jobs {
@@ -171,7 +171,7 @@ func (p *prefetches) dropOldestEnded() bool {
 	return oldest != ""
 }
 
-// prefetchOwner owns the sessions of prefetches.
+// prefetchOwner is the owner of the sessions of prefetches.
 var prefetchOwner = lease.Owner{Peer: "prefetches"}
 
 func (p *prefetches) run(id string, job *prefetchJob, parts []prefetchPart) {
@@ -186,8 +186,7 @@ func (p *prefetches) run(id string, job *prefetchJob, parts []prefetchPart) {
 	job.found, job.ended = found, time.Now()
 }
 
-// load looks up until all chunks are in the pool, or no more come; it returns how many objects a
-// hit has then.
+// load looks up until all chunks are in the pool, or no more come. It returns how many objects a hit then needs.
 func (p *prefetches) load(session string, sh object.Shard, hashes []kv.Hash) int {
 	st := p.server.Store()
 	defer st.EndSession([]byte(session), prefetchOwner)

@@ -16,11 +16,11 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// noSalt stands for the empty salt in paths and answers, as in LMCache's quota routes.
+// noSalt represents the empty salt in paths and answers, as in LMCache's quota routes.
 const noSalt = "_default"
 
-// SaltName writes a salt for a path, and for people. A salt that is itself noSalt, or noSalt with underscores before it, gets one more
-// underscore, so that every tenant has a name of its own.
+// SaltName returns a salt in the form for paths and for people. A salt that is itself noSalt, or noSalt after underscores, gets one more
+// underscore, so that every tenant has its own name.
 func SaltName(salt string) string {
 	switch {
 	case salt == "":
@@ -31,7 +31,7 @@ func SaltName(salt string) string {
 	return salt
 }
 
-// SaltOf reads what SaltName writes.
+// SaltOf returns the salt of a name that SaltName returned.
 func SaltOf(name string) string {
 	switch {
 	case name == noSalt:
@@ -42,11 +42,11 @@ func SaltOf(name string) string {
 	return name
 }
 
-// gib is the unit of limit_gb: LMCache's counts in 1024.
+// gib is the unit of limit_gb. LMCache uses powers of 1024 too.
 const gib = 1 << 30
 
-// EachSalt calls set for each element of a list like team-a=20GiB, whose salts are written by SaltName. Errors name flag, where the list is
-// from, and value, an example of what stands behind the equals sign.
+// EachSalt calls set for each element of a list such as team-a=20GiB, whose salts are in the form of SaltName. Errors name flag, from which
+// the list comes, and value, an example of the text after the equals sign.
 func EachSalt(flag, value string, list []string, set func(salt, value string) error) error {
 	seen := make(map[string]bool)
 	for _, s := range list {
@@ -66,7 +66,7 @@ func EachSalt(flag, value string, list []string, set func(salt, value string) er
 	return nil
 }
 
-// LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and GET /quota, with its bodies (lmcache 0.5.6,
+// These are LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and GET /quota, with LMCache's bodies (lmcache 0.5.6,
 // http_apis/quota_api.py).
 
 func (t *tenantRoutes) listQuotas(w http.ResponseWriter, r *http.Request) {
@@ -86,7 +86,7 @@ func (t *tenantRoutes) setQuota(w http.ResponseWriter, r *http.Request) {
 		refuse(err.Error())
 		return
 	}
-	bytes := int64(min(limit*gib, math.MaxInt64/2)) // more than any pool
+	bytes := int64(min(limit*gib, math.MaxInt64/2)) // larger than any pool
 	name := r.PathValue("salt")
 	err = t.terms.Set(SaltOf(name), tenant.Quota, tenant.BytesValue(bytes))
 	if _, ok := errors.AsType[*tenant.NotKeptError](err); err != nil && !ok {
@@ -101,7 +101,7 @@ func (t *tenantRoutes) setQuota(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"cache_salt": name, "limit_gb": limit, "status": "ok"})
 }
 
-// limitOf reads the body of a PUT: {"limit_gb": 1.5}, the number also as text.
+// limitOf reads the body of a PUT: {"limit_gb": 1.5}. The number may also be a string.
 func limitOf(body io.Reader) (float64, error) {
 	var fields map[string]any
 	if err := json.NewDecoder(body).Decode(&fields); err != nil {

@@ -15,23 +15,23 @@ import (
 
 // Limits of GET /readyz.
 const (
-	readyTimeout = 5 * time.Second // for the server's own socket to answer
-	readyFor     = time.Second     // an answer is that old at most
+	readyTimeout = 5 * time.Second // longest time for the answer of the server's own socket
+	readyFor     = time.Second     // largest age of an answer that is used again
 )
 
-// readiness asks a server as an engine would, over its own socket: a process can live, and its HTTP too, while no
-// engine gets an answer.
+// readiness asks a server as an engine would, over the server's own socket. A process and its HTTP interface can be alive while no engine
+// gets an answer.
 type readiness struct {
 	server *server.Server
-	url    string // of the socket; empty: it is not asked
+	url    string // URL of the socket; empty: it is not asked
 	as     lmcache.ClientOptions
 
-	mu  sync.Mutex // the request that holds it asks the socket; the others wait for its answer
+	mu  sync.Mutex // the request that has it asks the socket; the others wait for its answer
 	at  time.Time
 	why string
 }
 
-// trouble says why no hit can be served; empty when one can.
+// trouble returns why no hit can be served; empty: hits can be served.
 func (r *readiness) trouble() string {
 	if why := r.server.Unhealthy(); len(why) > 0 {
 		return strings.Join(why, "; ")
@@ -60,7 +60,7 @@ func (r *readiness) ask() string {
 		return "its own socket does not answer within 5 s: " + err.Error()
 	}
 	held := make(chan struct{})
-	go func() { // whoever holds the store's lock releases it within microseconds
+	go func() { // a goroutine that has the store's lock releases it within microseconds
 		defer close(held)
 		_ = r.server.Store().Stats()
 	}()

@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// Shape are the fields of /status that LMCache's server has and Status has not, with LMCache's names and meanings (0.5.6,
-// report_status of the server, its modules and storage_manager.py). testdata/lmcache-0.5.6.status says which are left out, and why.
+// Shape has the fields of LMCache's /status that Status lacks, with LMCache's names and meanings (0.5.6, report_status of the server, its
+// modules and storage_manager.py). testdata/lmcache-0.5.6.status lists the fields that are left out, and why.
 type Shape struct {
 	IsHealthy  bool   `json:"is_healthy"`
 	EngineType string `json:"engine_type"`
@@ -40,10 +40,10 @@ type Shape struct {
 	OtherMeta  map[string]OtherShape  `json:"non_cuda_context_meta"`
 }
 
-// StorageShape is the pool and the tiers.
+// StorageShape is the state of the pool and the tiers.
 type StorageShape struct {
 	Healthy    bool             `json:"is_healthy"`
-	Usage      [2]int64         `json:"l1_usage"` // bytes in use, bytes
+	Usage      [2]int64         `json:"l1_usage"` // bytes in use, bytes in all
 	Capacities map[string]int64 `json:"l1_capacity_bytes_by_backend"`
 
 	L1       L1Shape                    `json:"l1_manager"`
@@ -51,7 +51,7 @@ type StorageShape struct {
 	Store    ControllerShape            `json:"store_controller"`
 	Stores   map[string]ControllerShape `json:"store_controllers"`
 	Evict    EvictShape                 `json:"l1_eviction_controller"`
-	Evicting EvictShape                 `json:"eviction_controller"` // the same, where lmcache describe looks for it
+	Evicting EvictShape                 `json:"eviction_controller"` // the same, at the place where lmcache describe looks for it
 	Evicts   map[string]EvictShape      `json:"l1_eviction_controllers"`
 	Prefetch PrefetchShape              `json:"prefetch_controller"`
 	L2Evict  L2EvictShape               `json:"l2_eviction_controller"`
@@ -59,14 +59,14 @@ type StorageShape struct {
 	Count    int                        `json:"num_l2_adapters"`
 }
 
-// L1Shape is the pool.
+// L1Shape is the state of the pool.
 type L1Shape struct {
 	Healthy     bool             `json:"is_healthy"`
-	Objects     int              `json:"total_object_count"` // that are stored
-	ReadLocked  int              `json:"read_locked_count"`  // of them, those that may not be evicted
+	Objects     int              `json:"total_object_count"` // objects that are stored
+	ReadLocked  int              `json:"read_locked_count"`  // of them, objects that may not be evicted
 	StagingSize int64            `json:"staging_bytes"`
 	Used        int64            `json:"memory_used_bytes"`
-	Total       int64            `json:"memory_total_bytes"` // that has memory behind it
+	Total       int64            `json:"memory_total_bytes"` // bytes for which there is memory
 	Configured  int64            `json:"memory_configured_bytes"`
 	Capacities  map[string]int64 `json:"capacity_bytes_by_backend"`
 	Ratio       float64          `json:"memory_usage_ratio"`
@@ -74,11 +74,11 @@ type L1Shape struct {
 	ReadTTL     float64          `json:"read_ttl_seconds"`
 }
 
-// ControllerShape is what writes to the tiers.
+// ControllerShape is the state of the part that writes to the tiers.
 type ControllerShape struct {
 	Healthy  bool  `json:"is_healthy"`
 	Pending  int   `json:"pending_keys_count"`
-	InFlight int64 `json:"in_flight_task_count"` // calls of tiers, of all kinds
+	InFlight int64 `json:"in_flight_task_count"` // running calls of tiers, of all kinds
 	AdaptersShape
 }
 
@@ -89,31 +89,31 @@ type AdaptersShape struct {
 	Draining int `json:"num_draining_adapters"`
 }
 
-// EvictShape is what evicts.
+// EvictShape is the state of the part that evicts.
 type EvictShape struct {
 	Healthy bool   `json:"is_healthy"`
 	Policy  string `json:"eviction_policy"`
 }
 
-// PrefetchShape is what reads from the tiers.
+// PrefetchShape is the state of the part that reads from the tiers.
 type PrefetchShape struct {
 	Healthy  bool `json:"is_healthy"`
-	InFlight int  `json:"in_flight_request_count"` // lookups that are pending
+	InFlight int  `json:"in_flight_request_count"` // pending lookups
 	AdaptersShape
 }
 
-// L2EvictShape is empty: a tier evicts what it has by itself.
+// L2EvictShape has no adapters: each tier evicts by itself.
 type L2EvictShape struct {
 	Healthy  bool  `json:"is_healthy"`
 	Adapters []int `json:"adapters"`
 }
 
-// AdapterShape is one tier. What troubles it has stands in the l2 of Status.
+// AdapterShape is one tier. Its problems are in the l2 field of Status.
 type AdapterShape struct {
 	Type string `json:"type"`
 }
 
-// EventShape is about subscribe_kv_events.
+// EventShape is the state of subscribe_kv_events.
 type EventShape struct {
 	Enabled     bool   `json:"enabled"`
 	Incarnation uint64 `json:"incarnation"`
@@ -132,7 +132,7 @@ type LenderShape struct {
 	Layout KVLayout `json:"kv_cache_layout"`
 }
 
-// KVLayout is its KV.
+// KVLayout is the KV of such a worker.
 type KVLayout struct {
 	Layers     int     `json:"num_layers"`
 	Blocks     int     `json:"num_blocks"`
@@ -147,7 +147,7 @@ type OtherShape struct {
 	UseMLA bool   `json:"use_mla"`
 }
 
-// shapeOf returns LMCache's view of a server that was started with flags.
+// shapeOf returns the fields of LMCache's /status for a server that was started with flags.
 func shapeOf(s *server.Server, flags map[string]string) *Shape {
 	st, o, n := s.Store().Stats(), s.Options(), s.Stats()
 	healthy := s.Healthy()
@@ -208,8 +208,7 @@ func storageOf(s *server.Server, st *store.Stats, healthy bool, flags map[string
 	return out
 }
 
-// seconds reads a flag that counts seconds. Without a number there it returns 600, the default of
-// the two flags that storageOf reads.
+// seconds returns the value of a flag in seconds. If that is no number it returns 600, the default of the two flags that storageOf reads.
 func seconds(flags map[string]string, name string) float64 {
 	n, err := strconv.ParseFloat(flags[name], 64)
 	if err != nil {

@@ -19,10 +19,10 @@ type Share struct {
 	Lookups     uint64 `json:"lookups"`
 	AskedTokens uint64 `json:"asked_tokens"`
 	HitTokens   uint64 `json:"hit_tokens"`
-	BelowTokens uint64 `json:"below_tokens"` // of the hits, those that came from tiers below the pool
+	BelowTokens uint64 `json:"below_tokens"` // of the hit tokens, those from tiers below the pool
 }
 
-// sharesOf lists at most most shares, those that asked for most first.
+// sharesOf returns shares, `most` at most, those that asked for most tokens first.
 func sharesOf(st usage.Stats, most int) []Share {
 	out := []Share{}
 	for of, n := range st.Lookups {
@@ -36,19 +36,19 @@ func sharesOf(st usage.Stats, most int) []Share {
 	return out[:min(len(out), most)]
 }
 
-// PoolOwner is what one model and tenant have of the pool.
+// PoolOwner is how much of the pool one model and tenant have.
 type PoolOwner struct {
 	Model  string `json:"model_name"` // empty with Known false
 	Salt   string `json:"cache_salt"`
-	Known  bool   `json:"known"` // false: no request has named them since the start, or they are the rest
+	Known  bool   `json:"known"` // false: no request has named them since the start, or it is the sum of the others
 	Bytes  int64  `json:"bytes"`
 	Chunks int    `json:"chunks"`
 }
 
-// maxPoolOwners bounds the owners of an event; the owners that have least share the last place.
+// maxPoolOwners bounds the owners of an event. The owners that have least share the last entry.
 const maxPoolOwners = 12
 
-// ownersOf names the owners of a map, those who have most first, and makes m.Owner index them.
+// ownersOf returns the owners of a map, those that have most first, and makes the elements of m.Owner indices into the result.
 func ownersOf(s *server.Server, m *pool.Map) []PoolOwner {
 	type name struct {
 		model, salt string
@@ -82,7 +82,7 @@ func ownersOf(s *server.Server, m *pool.Map) []PoolOwner {
 		all = append(all[:maxPoolOwners-1:maxPoolOwners-1], rest)
 	}
 	for k, o := range all {
-		at[name{o.Model, o.Salt, o.Known}] = -1 - k // the place in all, as a negative number
+		at[name{o.Model, o.Salt, o.Known}] = -1 - k // the index in all, as a negative number
 	}
 	for i, o := range m.Owner {
 		if o < 0 {

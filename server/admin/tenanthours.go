@@ -12,18 +12,18 @@ import (
 	"github.com/kvasir-kv/kvasir/server/usage"
 )
 
-// The hour of a tenant is hourPoints points, one every hourEvery. maxTenantHours tenants have one, those that asked for most; the rest
-// share one.
+// The hour of a tenant has hourPoints points, one every hourEvery. maxTenantHours tenants have an hour of their own, those that asked for
+// most; the others share one.
 const (
 	hourEvery      = time.Minute
 	hourPoints     = 60
 	maxTenantHours = 64
 )
 
-// tokens are what prompts asked for and found.
+// tokens are tokens that prompts asked for, and those that hit.
 type tokens struct{ asked, hit uint64 }
 
-// hour is what a tenant asked for, in the ring of tenantHours.
+// hour has what a tenant asked for, in the ring of points of tenantHours.
 type hour [hourPoints]tokens
 
 func (h *hour) asked() (all uint64) {
@@ -33,19 +33,19 @@ func (h *hour) asked() (all uint64) {
 	return all
 }
 
-// tenantHours is the last hour by tenant. 61 KiB at most, taken as tenants come. All times are since the start of the History, which guards it. The
-// zero tenantHours is empty.
+// tenantHours is the last hour by tenant. It takes 61 KiB at most, allocated as tenants come. All times count from the start of the
+// History, whose mutex guards it. The zero tenantHours is empty.
 type tenantHours struct {
 	at     time.Duration     // of the newest point
 	last   map[string]tokens // counters by salt at that time; usage.MaxPairs bounds them
-	n      int               // points since the start
+	n      int               // number of points since the start
 	ends   [hourPoints]time.Duration
 	took   [hourPoints]time.Duration // 0: no point
 	of     map[string]*hour          // by salt
-	others hour                      // of tenants that have none
+	others hour                      // sum of the tenants that have no hour of their own
 }
 
-// totalsOf returns the counters of a server by salt. Those that usage counts together are usage.Other.
+// totalsOf returns the counters of a server by salt. Salts that package usage counts together are usage.Other.
 func totalsOf(st usage.Stats) map[string]tokens {
 	out := make(map[string]tokens)
 	for of, asked := range st.Asked {
@@ -57,14 +57,14 @@ func totalsOf(st usage.Stats) map[string]tokens {
 	return out
 }
 
-// due reports whether a point is due; a tick of the History may come early.
+// due reports whether a point is due. A tick of the History may come early.
 func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-historyEvery/2 }
 
-// add takes the point between the last counters and these.
+// add adds the point between the last counters and the counters `now`.
 func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	slot := t.n % hourPoints
 	for i := range t.ends {
-		if i == slot || t.ends[i] <= at-time.Hour { // the new point takes its place, or it is more than an hour old
+		if i == slot || t.ends[i] <= at-time.Hour { // the new point replaces it, or it is more than an hour old
 			t.clear(i)
 		}
 	}
@@ -96,7 +96,7 @@ func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	t.n++
 }
 
-// clear forgets a point.
+// clear removes a point.
 func (t *tenantHours) clear(i int) {
 	t.ends[i], t.took[i], t.others[i] = 0, 0, tokens{}
 	for _, h := range t.of {
@@ -104,7 +104,7 @@ func (t *tenantHours) clear(i int) {
 	}
 }
 
-// place returns an hour for a new tenant that asked for asked tokens: a free one, or that of the tenant that asked for least in its whole
+// place returns an hour for a new tenant that asked for `asked` tokens: a free one, or that of the tenant that asked for least in its whole
 // hour, if that is less. It adds the tokens of the replaced tenant to others. nil means that there is no place.
 func (t *tenantHours) place(salt string, asked uint64) *hour {
 	if salt == usage.Other {
@@ -129,22 +129,22 @@ func (t *tenantHours) place(salt string, asked uint64) *hour {
 	return h
 }
 
-// TenantHours are what tenants asked for and found in the last hour. The columns have one value for each point, the oldest first.
+// TenantHours has what tenants asked for and found in the last hour. Each column has one value for each point, the oldest first.
 type TenantHours struct {
-	At      Column       `json:"at_s"`   // when a point ended, on the clock of the event's now_s
-	Took    Column       `json:"took_s"` // how long it is
+	At      Column       `json:"at_s"`   // end of the point, on the clock of the event's now_s
+	Took    Column       `json:"took_s"` // length of the point
 	Tenants []TenantHour `json:"tenants"`
 }
 
 // TenantHour is the hour of one tenant.
 type TenantHour struct {
-	Salt    string `json:"cache_salt"`       // as in /tenants; of others empty
+	Salt    string `json:"cache_salt"`       // as in /tenants; empty for the sum of others
 	Others  bool   `json:"others,omitempty"` // it is the sum of the tenants that have no hour of their own
-	Asked   Column `json:"asked_tokens"`     // in the time of the point
-	HitRate Column `json:"hit_rate"`         // null where nothing was asked for
+	Asked   Column `json:"asked_tokens"`     // tokens asked for in the point
+	HitRate Column `json:"hit_rate"`         // null if nothing was asked for
 }
 
-// shown returns the hour as it is at now: the tenant that asked for most comes first, the others last.
+// shown returns the hour as it is at the time `now`. The tenant that asked for most comes first, the sum of the others last.
 func (t *tenantHours) shown(now time.Duration) TenantHours {
 	out := TenantHours{At: Column{}, Took: Column{}, Tenants: []TenantHour{}}
 	var slots []int

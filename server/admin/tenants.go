@@ -24,13 +24,13 @@ import (
 // Tenant is a tenant with settings of its own, in /status and /tenants.
 type Tenant struct {
 	Salt         string `json:"cache_salt"`
-	Quota        *int64 `json:"quota_bytes"` // nil: none, then the next four are not counted
+	Quota        *int64 `json:"quota_bytes"` // nil: no quota; then the next four are not counted
 	Bytes        int64  `json:"bytes"`       // staged and resident
 	Objects      int    `json:"objects"`
 	Evicted      uint64 `json:"evicted_objects"` // to make room
 	EvictedBytes uint64 `json:"evicted_bytes"`
 
-	TTL     *float64 `json:"ttl_seconds"` // nil: the common one, then what expired is not counted; -1: its objects stay
+	TTL     *float64 `json:"ttl_seconds"` // nil: the common TTL, and expired objects are not counted; -1: its objects do not expire
 	Expired uint64   `json:"expired_objects"`
 
 	PinLimit      int64 `json:"pin_limit_bytes"`
@@ -60,8 +60,8 @@ func tenantsOf(st *store.Store) []Tenant {
 	return out
 }
 
-// tenantStats are the same as samples; tenant.MaxQuotas bounds the labels, and only an operator
-// names tenants, so no engine can name one.
+// tenantStats has the same figures as metrics. tenant.MaxQuotas bounds the labels. Only an operator gives settings to tenants, so no engine
+// can add a label.
 type tenantStats struct {
 	Quota   map[string]int64  `gauge:"kvasir_tenant_quota_bytes" label:"cache_salt" help:"Bytes that no other tenant takes from this one."`
 	Bytes   map[string]int64  `gauge:"kvasir_tenant_bytes" label:"cache_salt" help:"Bytes of the pool that a tenant with a quota has, staged and resident."`
@@ -104,8 +104,8 @@ func tenantStatsOf(st *store.Store, book *tenant.Terms) tenantStats {
 	return out
 }
 
-// nameKnown applies a tenant's settings to its known namespaces. A namespace that no request has named since the start
-// follows at the tenant's next request.
+// nameKnown applies a tenant's settings to its known namespaces. A namespace that no request has named since the start follows at the
+// tenant's next request.
 func nameKnown(s *server.Server, salt string) {
 	seen := make(map[kv.Namespace]bool)
 	var found []store.Object
@@ -122,7 +122,7 @@ func nameKnown(s *server.Server, salt string) {
 	}
 }
 
-// ParseTTL reads 90s, 24h, or never.
+// ParseTTL parses a TTL such as 90s or 24h, or never.
 func ParseTTL(text string) (time.Duration, error) {
 	if text == "never" {
 		return tenant.Forever, nil
@@ -134,7 +134,7 @@ func ParseTTL(text string) (time.Duration, error) {
 	return ttl, nil
 }
 
-// tenantRoutes serve what a tenant has of its own: /tenants, and /quota in LMCache's shapes.
+// tenantRoutes serves the settings of tenants: /tenants, and /quota in LMCache's form.
 type tenantRoutes struct {
 	server *server.Server
 	terms  *tenant.Terms
@@ -162,12 +162,12 @@ func (t *tenantRoutes) list(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, Tenants{slices.DeleteFunc(all, func(t Tenant) bool { return !limit.Allows(SaltOf(t.Salt)) })})
 }
 
-// Tenants is what GET /tenants answers.
+// Tenants is the answer to GET /tenants.
 type Tenants struct {
 	Tenants []Tenant `json:"tenants"` // by salt
 }
 
-// set changes the settings that its body names, and leaves the others; null removes a setting.
+// set changes the settings that its body names and leaves the others unchanged; null removes a setting.
 func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 	var fields struct {
 		Quota json.RawMessage `json:"quota_bytes"`
@@ -219,18 +219,18 @@ func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, SetTenant{out, t.terms.Path()})
 }
 
-// SetTenant is what PUT /tenants/{salt} answers.
+// SetTenant is the answer to PUT /tenants/{salt}.
 type SetTenant struct {
 	Tenant
-	KeptIn string `json:"kept_in"` // the file that keeps it over restarts; empty: it ends with the server
+	KeptIn string `json:"kept_in"` // the file that stores the settings over restarts; empty: they end with the server
 }
 
-// notKept answers that something was set and may not outlive the server.
+// notKept answers with an error that a setting is in effect but may not outlive the server.
 func notKept(w http.ResponseWriter, err error) {
 	writeJSON(w, http.StatusInternalServerError, map[string]string{"error": err.Error()})
 }
 
-// valueOf reads a value of a body.
+// valueOf reads the value of a field in a body.
 func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	if bytes.Equal(text, []byte("null")) {
 		return tenant.Value{}, nil
@@ -250,7 +250,8 @@ func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	return tenant.TimeValue(time.Duration(v * float64(time.Second))), nil
 }
 
-// bytesOf returns a number of bytes. It keeps values above the size of any pool, and below 0, out of range.
+// bytesOf returns a number of bytes. A negative number becomes -1, and a number above any pool's size stays above it, so that both are out
+// of range.
 func bytesOf(v float64) int64 {
 	if v < 0 {
 		return -1
@@ -258,7 +259,7 @@ func bytesOf(v float64) int64 {
 	return int64(min(v, math.MaxInt64/2))
 }
 
-// drop takes away all that a tenant has of its own. Its objects stay, and its pins end.
+// drop removes all settings of a tenant. The tenant's objects stay, and its pins end.
 func (t *tenantRoutes) drop(w http.ResponseWriter, r *http.Request) {
 	name, status := r.PathValue("salt"), "not_found"
 	for _, u := range t.server.Store().Tenants() {

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// dropTier removes what a tier has. It answers when that is done; a client that leaves ends it.
+// dropTier removes what a tier has. It answers when all is removed. If the client leaves, it stops.
 func dropTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
 		Tier  string `json:"tier"`
@@ -37,7 +37,7 @@ func dropTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// rekeyInterval is how often rekeyTier writes how far it is.
+// rekeyInterval is the time between two lines in which rekeyTier reports its progress.
 const rekeyInterval = time.Second
 
 // rekeyLine is a line of the answer of rekeyTier.
@@ -47,7 +47,7 @@ type rekeyLine struct {
 	Error  string `json:"error,omitempty"`
 }
 
-// rekeyWrite is how long a client of rekeyTier may take nothing of the answer.
+// rekeyWrite is how long a client of rekeyTier may read nothing of the answer.
 const rekeyWrite = 30 * time.Second
 
 // rekeyAnswer writes the lines of rekeyTier. Its methods are safe for concurrent use.
@@ -75,7 +75,7 @@ func (a *rekeyAnswer) writeLine(l rekeyLine) {
 		a.w.Header().Set("Content-Type", "application/x-ndjson")
 		a.begun = true
 	}
-	_ = a.answer.SetWriteDeadline(time.Now().Add(rekeyWrite)) // a tier may have terabytes, and its answer takes hours
+	_ = a.answer.SetWriteDeadline(time.Now().Add(rekeyWrite)) // for each line: a tier may have terabytes, so its answer takes hours
 	err := json.NewEncoder(a.w).Encode(l)
 	if err == nil {
 		err = a.answer.Flush()
@@ -85,7 +85,7 @@ func (a *rekeyAnswer) writeLine(l rekeyLine) {
 	}
 }
 
-// beat writes once each interval how far the rekey is, until ctx ends, also while an object, an earlier write or the rate makes the rekey
+// beat writes a line of progress once each interval until ctx ends, even while an object, an earlier write or the rate makes the rekey
 // wait.
 func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
 	tick := time.NewTicker(interval)
@@ -103,7 +103,8 @@ func (a *rekeyAnswer) beat(ctx context.Context, interval time.Duration) {
 	}
 }
 
-// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end; a client that leaves, or takes nothing, ends it.
+// rekeyTier encrypts a tier anew. Its answer is a line of JSON each second, and one at the end. If the client leaves, or reads nothing, it
+// stops.
 func rekeyTier(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
 		Tier string `json:"tier"`

@@ -2,12 +2,12 @@
 
 // Package beginning finds prompts whose beginnings change before text that repeats, such as a date before a system prompt.
 //
-// A prompt hits as far as it equals an earlier one from its first token on. A Finder compares a sample of the prompts that ended at a chunk
-// that was never stored. It hashes each window of 16 tokens behind that miss and keeps one window in 32, chosen by its hash: equal text gives
-// equal anchors at any place (U. Manber, USENIX 1994). Anchors that follow each other as in an earlier prompt, behind
-// other text, are text that was computed again because what is before it has changed.
+// A prompt hits as far as it equals an earlier one from its first token on. A Finder compares a sample of the prompts whose hit ended at a
+// chunk that was never stored. It hashes each window of 16 tokens after the miss, and keeps one window in 32, chosen by its hash: equal
+// text gives equal anchors at any position (U. Manber, USENIX 1994). If several anchors follow each other as in an earlier prompt, but
+// after other text, their text was computed again only because the text before it has changed.
 //
-// Only hashes are kept, under a secret of the process. Prompts of unlike models or salts are never compared.
+// Only hashes are stored, computed with a secret of the process. Prompts of different models or salts are never compared.
 package beginning
 
 import (
@@ -23,25 +23,25 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// What is compared of a prompt.
+// Limits on the part of a prompt that is compared.
 const (
-	window     = 16   // tokens of an anchor
+	window     = 16   // tokens per anchor
 	anchorBits = 5    // one window in 32 is an anchor
-	maxTokens  = 8192 // behind the miss
-	maxAnchors = 512  // text that repeats itself would have more
+	maxTokens  = 8192 // tokens after the miss
+	maxAnchors = 512  // only text that repeats itself has more
 
-	// What counts as text that repeats: minAnchors in a row, over minTokens and a chunk.
+	// Text counts as repeated if it has minAnchors in a row, over minTokens and a chunk.
 	minAnchors = 4
 	minTokens  = 256
 )
 
-// What comparing may cost. A token takes 9 to 15 ns: 0.1 ms a second, whatever the load.
+// Limits on the cost of comparing. A token takes 9 to 15 ns: 0.1 ms per second, whatever the load.
 const (
-	perSecond = maxTokens     // tokens
-	mostSaved = 8 * maxTokens // of these: the budget at the start, and at most
+	perSecond = maxTokens     // tokens per second
+	mostSaved = 8 * maxTokens // budget in tokens at the start, and its limit
 )
 
-// What is kept: 1,015,808 bytes in all, taken with the first prompt that is compared.
+// Memory: 1,015,808 bytes in all, allocated with the first prompt that is compared.
 const (
 	ways    = 4
 	sets    = 14336 // of entries: 57,344 anchors, those of about 220 long prompts
@@ -53,7 +53,7 @@ type Finder struct {
 	key    [3]uint64 // secret and odd; immutable
 	began  time.Time
 	ready  atomic.Int64  // when a prompt may be compared again, ns since began
-	missed atomic.Uint64 // tokens that were not found since the last comparison
+	missed atomic.Uint64 // tokens that lookups missed since the last comparison
 	buffer sync.Pool     // *buffer
 
 	mu struct {
@@ -64,7 +64,7 @@ type Finder struct {
 		entries []entry  // sets of ways
 		prompts []prompt // by number
 		found   Found
-		now     block   // the latest prompts that were compared, blockPrompts at most
+		now     block   // the latest compared prompts, blockPrompts at most
 		lost    float64 // lost tokens of the blocks before now
 		counted float64 // the largest sum of lost and the lost tokens of now
 		differ  uint64  // sums over Found.Changed
@@ -72,13 +72,14 @@ type Finder struct {
 	}
 }
 
-// block is a row of compared prompts: their lost and their missed tokens, and in stand the missed tokens of all prompts that they stand
-// for. The lost share is lost/missed of the whole block: a mean of the prompts' shares would count long prompts too little.
+// block has the sums over a row of compared prompts: their lost and their missed tokens, and in stand the missed tokens of all prompts that
+// they represent. The lost share is lost/missed of the whole block, because a mean of the prompts' shares would count long prompts too
+// little.
 type block struct{ prompts, lost, missed, stand uint64 }
 
 const blockPrompts = 32
 
-// of returns how many of tokens missed tokens are lost, by the block's share.
+// of returns how many of `tokens` missed tokens are lost, by the block's share.
 func (b *block) of(tokens uint64) float64 {
 	if b.missed == 0 {
 		return 0
@@ -86,23 +87,23 @@ func (b *block) of(tokens uint64) float64 {
 	return float64(tokens) * float64(b.lost) / float64(b.missed)
 }
 
-// entry is an anchor. The zero entry is none.
+// entry is a stored anchor. The zero entry has none.
 type entry struct {
 	tag    uint32
-	before uint32 // hash of the text up to it
-	prompt uint32 // the newest that has it
-	at     uint16 // of its last token, in what was compared of that prompt
+	before uint32 // hash of the text before and including it
+	prompt uint32 // number of the newest prompt that has it
+	at     uint16 // position of its last token in the compared part of that prompt
 }
 
 // prompt is a prompt that was compared.
 type prompt struct {
-	prefix  uint64 // hash of the text before what was compared
+	prefix  uint64 // hash of the text before the compared part
 	missing uint64 // hash of that text and the first chunk that was compared
 	from    uint32 // index of that chunk
 	number  uint32
 }
 
-// anchor is an anchor of the prompt at hand.
+// anchor is an anchor of the prompt that is compared now.
 type anchor struct {
 	id     uint64
 	before uint32
@@ -114,17 +115,17 @@ type buffer struct {
 	anchors []anchor
 }
 
-// Found is what was found since the start.
+// Found has the results since the start.
 type Found struct {
-	Compared      uint64 `json:"compared_prompts"` // a sample of those whose next chunk was never stored
-	Changed       uint64 `json:"changed_prompts"`  // of them, those with text that earlier prompts have behind another beginning
-	LostTokens    uint64 `json:"lost_tokens"`      // that all prompts asked for and did not find for that reason; estimated from the sample
-	DifferTokens  uint64 `json:"differ_tokens"`    // before that text, at most; mean of the changed prompts
-	SameTokens    uint64 `json:"same_tokens"`      // of that text; mean of the changed prompts
-	UnknownTokens uint64 `json:"unknown_tokens"`   // of lookups that bring no tokens: they are not compared
+	Compared      uint64 `json:"compared_prompts"` // a sample of the prompts whose next chunk was never stored
+	Changed       uint64 `json:"changed_prompts"`  // of them, prompts with text that earlier prompts have after another beginning
+	LostTokens    uint64 `json:"lost_tokens"`      // tokens that all prompts asked for and did not find for that reason; estimated from the sample
+	DifferTokens  uint64 `json:"differ_tokens"`    // upper bound of the changed tokens before that text; mean of the changed prompts
+	SameTokens    uint64 `json:"same_tokens"`      // tokens of that text; mean of the changed prompts
+	UnknownTokens uint64 `json:"unknown_tokens"`   // tokens of lookups that bring only hashes: they are not compared
 }
 
-// New returns a Finder that has seen nothing.
+// New returns an empty Finder.
 func New() *Finder {
 	f := &Finder{key: [3]uint64{rand.Uint64() | 1, rand.Uint64() | 1, rand.Uint64() | 1}, began: time.Now()}
 	f.mu.budget = mostSaved
@@ -132,7 +133,7 @@ func New() *Finder {
 	return f
 }
 
-// Found returns what was found since the start.
+// Found returns the results since the start.
 func (f *Finder) Found() Found {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -151,7 +152,7 @@ func (f *Finder) Lost() uint64 {
 	return uint64(f.mu.counted)
 }
 
-// Lookup reads the end of a lookup. A prompt that was not compared before, and whose tokens are known, may be compared now.
+// Lookup takes the outcome of a lookup. If its prompt was not compared before and its tokens are known, it may compare the prompt now.
 func (f *Finder) Lookup(o *lookup.Outcome) {
 	if !o.Searched || o.Why != miss.NeverStored || len(o.Others) > 0 || o.Asked <= o.Hit {
 		return
@@ -173,8 +174,7 @@ func (f *Finder) Lookup(o *lookup.Outcome) {
 	}
 }
 
-// count records what the comparison of a prompt has found. The prompt stands for all tokens that
-// missed since the last one.
+// count records the result of a prompt's comparison. The prompt represents all tokens that were missed since the last comparison.
 func (f *Finder) count(got *lookup.Repeated, hit, missed int) {
 	lost := min(max(got.Tokens-max(hit-got.At, 0), 0), missed) // tokens that hit are not lost
 	since := f.missed.Swap(0)
@@ -195,8 +195,8 @@ func (f *Finder) count(got *lookup.Repeated, hit, missed int) {
 	f.mu.same += uint64(lost)
 }
 
-// take reports whether tokens may be compared now. It asks for a whole prompt's budget, whatever the length of this one, so that short ones are
-// not preferred.
+// take reports whether `tokens` tokens may be compared now. It requires the budget of the longest prompt, whatever the length of this one,
+// so that short prompts are not preferred.
 func (f *Finder) take(tokens int) bool {
 	now := time.Since(f.began)
 	if now < time.Duration(f.ready.Load()) {
@@ -216,8 +216,8 @@ func (f *Finder) take(tokens int) bool {
 	return enough
 }
 
-// Compare compares the chunks [from, to) of a prompt with earlier prompts, and keeps their anchors. It returns nil where the
-// prompt is not in the sample, or its tokens are not known.
+// Compare compares the chunks [from, to) of a prompt with earlier prompts, and stores their anchors. It returns nil if the prompt is not in
+// the sample, or its tokens are not known.
 func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *lookup.Repeated {
 	all := (to - from) * text.ChunkTokens()
 	if all <= 0 || !f.take(min(all, maxTokens)) {
@@ -225,7 +225,7 @@ func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *looku
 	}
 	b := f.buffer.Get().(*buffer)
 	defer func() {
-		clear(b.tokens[:cap(b.tokens)]) // hashes alone are kept
+		clear(b.tokens[:cap(b.tokens)]) // only hashes are stored
 		f.buffer.Put(b)
 	}()
 	b.tokens = text.Tokens(b.tokens[:0], from, min(all, maxTokens))
@@ -256,7 +256,7 @@ func bitsOf(h *kv.Hash) uint64 { return binary.LittleEndian.Uint64(h[:]) }
 func (f *Finder) readAnchors(b *buffer, prefix uint64, of kv.Namespace) {
 	b.anchors = b.anchors[:0]
 	spread, pick, chain := f.key[0], f.key[1], f.key[2]
-	space := (binary.LittleEndian.Uint64(of[:]) ^ pick) * chain // anchors of unlike namespaces differ
+	space := (binary.LittleEndian.Uint64(of[:]) ^ pick) * chain // anchors of different namespaces differ
 	sum, before, last := uint64(0), prefix^spread, uint64(0)
 	for i, t := range b.tokens {
 		x := (uint64(t) + 1) * spread
@@ -276,20 +276,20 @@ func (f *Finder) readAnchors(b *buffer, prefix uint64, of kv.Namespace) {
 	}
 }
 
-// mix spreads the bits of a number over all (D. Stafford's variant 13 of MurmurHash3's end).
+// mix spreads the bits of a number over all bits (D. Stafford's variant 13 of MurmurHash3's end).
 func mix(v uint64) uint64 {
 	v = (v ^ v>>30) * 0xbf58476d1ce4e5b9
 	v = (v ^ v>>27) * 0x94d049bb133111eb
 	return v ^ v>>31
 }
 
-// setOf returns the entries among which an anchor is.
+// setOf returns the set of entries in which an anchor is stored.
 func (f *Finder) setOf(id uint64) []entry {
 	set, _ := bits.Mul64(id, sets)
 	return f.mu.entries[set*ways : (set+1)*ways]
 }
 
-// run is a row of anchors that another prompt has in that order.
+// run is a row of anchors that another prompt has in the same order.
 type run struct {
 	of       *prompt
 	anchors  int
@@ -297,16 +297,16 @@ type run struct {
 	at       uint16
 }
 
-// compareLocked finds text of a prompt that earlier prompts have behind another beginning. all is how many tokens behind the miss the
-// prompt asked for; text of fewer than least tokens does not count.
+// compareLocked finds text of a prompt that earlier prompts have after another beginning. all is how many tokens after the miss the
+// prompt asked for. Text of fewer than `least` tokens does not count.
 func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash, p *prompt, all, least int) {
 	var r run
 	end := func(last bool) {
 		if r.of == nil || r.anchors < minAnchors || r.to-r.from < least {
 			return
 		}
-		other := r.from - got.Tokens // tokens before it that do not repeat
-		if r.of.prefix != p.prefix { // that prompt differs already in the part that hit here
+		other := r.from - got.Tokens // tokens before the run that do not repeat
+		if r.of.prefix != p.prefix { // the other prompt differs already in the part that hit here
 			other += got.From
 		}
 		if r.to-r.from < other { // a closing text, or a part that many prompts have somewhere
@@ -317,7 +317,7 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 		}
 		// At each end the text is longer, on average by the distance of two anchors.
 		got.Tokens += r.to - r.from + min(1<<anchorBits, r.from)
-		if last && len(b.tokens) < all { // the text goes on behind the compared tokens
+		if last && len(b.tokens) < all { // the text continues after the compared tokens
 			got.Tokens += all - r.to
 		} else {
 			got.Tokens += min(1<<anchorBits, len(b.tokens)-r.to)
@@ -339,7 +339,7 @@ func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash
 	end(true)
 }
 
-// elsewhereLocked returns the entry of an anchor, and the entry's prompt if that has the anchor behind another beginning; else nil.
+// elsewhereLocked returns the entry of an anchor, and the entry's prompt if that has the anchor after another beginning; else nil.
 func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) {
 	set := f.setOf(a.id)
 	for i := range set {
@@ -348,7 +348,7 @@ func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) 
 			continue
 		}
 		of := &f.mu.prompts[e.prompt%prompts]
-		begins := int(of.from) >= len(hashes) || bitsOf(&hashes[of.from]) == of.missing // both prompts begin alike up to there, or that is not known
+		begins := int(of.from) >= len(hashes) || bitsOf(&hashes[of.from]) == of.missing // both begin the same up to there, or that is not known
 		if of.number != e.prompt || e.before == a.before || begins {
 			return e, nil
 		}
@@ -357,9 +357,9 @@ func (f *Finder) elsewhereLocked(a *anchor, hashes []kv.Hash) (*entry, *prompt) 
 	return nil, nil
 }
 
-// keepLocked keeps the anchors of a prompt, in place of those of the oldest ones.
+// keepLocked stores the anchors of a prompt, in place of the oldest ones.
 func (f *Finder) keepLocked(anchors []anchor, p *prompt) {
-	if f.mu.number++; f.mu.number == 0 { // 0 is none
+	if f.mu.number++; f.mu.number == 0 { // 0 means no prompt
 		f.mu.number = 1
 	}
 	p.number = f.mu.number
@@ -377,7 +377,7 @@ func (f *Finder) keepLocked(anchors []anchor, p *prompt) {
 				at = k
 			}
 		}
-		if set[at].prompt != p.number || set[at].tag != uint32(a.id) { // the first of several in one prompt stays
+		if set[at].prompt != p.number || set[at].tag != uint32(a.id) { // of several equal anchors in one prompt the first stays
 			set[at] = entry{uint32(a.id), a.before, p.number, uint16(a.at)}
 		}
 	}

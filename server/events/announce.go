@@ -10,14 +10,14 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/object"
 )
 
-// Text is the tokens of a prompt: msgpack integers, one after the other. Chunk i is what stands before Ends[i] and after the
-// chunk before it; Head is what makes a msgpack array of it.
+// Text has the tokens of a prompt: msgpack integers, one after the other. Chunk i ends before Ends[i] and begins where the chunk before it
+// ends. Head and a chunk together are a msgpack array.
 type Text struct {
 	Head, Tokens []byte
 	Ends         []int
 }
 
-// size is the bytes of a chunk, without the Head.
+// size returns the bytes of chunk i, without the Head.
 func (x *Text) size(i int) int { return x.Ends[i] - x.begin(i) }
 
 func (x *Text) begin(i int) int {
@@ -27,29 +27,28 @@ func (x *Text) begin(i int) int {
 	return x.Ends[i-1]
 }
 
-// queue has the announcements that are not applied yet. Requests do not wait for the Book: what they announce is copied into memory that is
+// queue has the announcements that are not applied yet. Requests do not wait for the Book: announcements are copied into memory that is
 // used again and again.
 type queue struct {
-	arrived chan struct{} // capacity 1: there is something
+	arrived chan struct{} // has a value while there are announcements; capacity 1
 
 	mu     sync.Mutex // a leaf
 	news   news
 	spare  news   // empty
-	missed uint64 // chunks that found no room
+	missed uint64 // number of chunks for which there was no room
 }
 
-// news are announcements, and the chunks of all of them.
+// news has announcements, and the chunks of all of them.
 type news struct {
 	list   []announcement
 	chunks []announced
 	bytes  int
 
-	pages [][]byte // what announcements and chunks refer to; those from number used on are empty
+	pages [][]byte // memory of the announcements' texts; pages from number used on are empty
 	used  int
 }
 
-// announcement names what some chunks of news belong to: the next ones after the chunks of the
-// announcement before.
+// announcement has the model, salt and shard of the next `chunks` chunks of news: those after the chunks of the announcement before.
 type announcement struct {
 	model, salt []byte
 	group       int // see Chunk
@@ -63,13 +62,13 @@ type announced struct {
 }
 
 const (
-	queueBytes  = 16 << 20  // in the queue; a chunk that finds no room is announced when a lookup finds it
-	pageBytes   = 128 << 10 // of text; a longer one has a page of its own, which is not kept
+	queueBytes  = 16 << 20  // bytes in the queue; a chunk for which there is no room is announced when a lookup finds it
+	pageBytes   = 128 << 10 // bytes of text; a longer text has its own page, which is freed later
 	keptPages   = 16
 	keptEntries = 1 << 14
 )
 
-// copy returns a copy of texts, one after the other, that is valid until reset.
+// copy returns a copy of texts, one after the other, which is valid until reset.
 func (x *news) copy(texts ...[]byte) []byte {
 	n := 0
 	for _, t := range texts {
@@ -94,7 +93,7 @@ func (x *news) copy(texts ...[]byte) []byte {
 	return (*page)[from:len(*page):len(*page)]
 }
 
-// reset empties x. It gives up memory beyond keptEntries and keptPages.
+// reset empties x. It frees memory beyond keptEntries and keptPages.
 func (x *news) reset() {
 	clear(x.list)
 	x.list, x.chunks = x.list[:0], x.chunks[:0]
@@ -112,7 +111,8 @@ func (x *news) reset() {
 	x.bytes, x.used = 0, 0
 }
 
-// add queues a with the chunks of hashes that wanted accepts; with a nil text their tokens are not known. It copies everything.
+// add queues a with those chunks of hashes for which wanted reports true. With a nil text their tokens are not known. It copies all its
+// arguments.
 func (q *queue) add(a announcement, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
 	model, salt := a.model, a.salt
 	chunks, bytes := 0, len(model)+len(salt)+256
@@ -156,7 +156,7 @@ func (q *queue) add(a announcement, hashes []kv.Hash, wanted func(i int) bool, t
 	}
 }
 
-// take returns what was announced. It is to be given back.
+// take removes and returns the queued announcements. The caller must give their memory back with giveBack.
 func (q *queue) take() news {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -178,11 +178,11 @@ func (q *queue) lost() uint64 {
 	return q.missed
 }
 
-// Announce describes the first chunks of a prompt by their hashes: their model, salt and tokens, and the shards that a
-// lookup asks for together. The chunks from number from on were just stored. The Book applies it later, and only to
-// chunks that are there. It copies its arguments.
+// Announce describes the first chunks of a prompt: their hashes, model, salt and tokens, and the shards that a lookup searches together.
+// The chunks from number `from` on were just stored. The Book applies the announcement later, and only to chunks that are in the pool or a
+// tier. It copies its arguments.
 func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, from int, text *Text) {
-	var lacking []bool // of those before from
+	var lacking []bool // which of the chunks before `from` have no tokens yet
 	if b.HasUnannounced() && from > 0 {
 		lacking = b.withoutTokens(hashes[:from])
 	}
@@ -195,13 +195,14 @@ func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, 
 // noTokens is an empty msgpack array.
 var noTokens = []byte{0x90}
 
-// AnnounceRows describes rows of one group that an engine stored or that a lookup found, of which the hashes alone are known: they stand in
-// records without tokens. The Book applies it later, and only to rows that are there. It copies its arguments.
+// AnnounceRows describes rows of one group that an engine stored or a lookup found. Only their hashes are known, so their records have no
+// tokens. The Book applies it later, and only to rows that are in the pool or a tier. It copies its arguments.
 func (b *Book) AnnounceRows(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) {
 	b.queue.add(announcement{model: model, salt: salt, group: group, shard: *sh}, hashes, func(int) bool { return true }, nil)
 }
 
-// withoutTokens says which of these chunks are in the pool without tokens. It says all until Run has looked at the store for the first time.
+// withoutTokens reports which of these chunks are in the pool and have no tokens. Until Run has looked at the store for the first time it
+// reports all.
 func (b *Book) withoutTokens(hashes []kv.Hash) []bool {
 	out := make([]bool, len(hashes))
 	if !b.looked.Load() {
@@ -219,8 +220,8 @@ func (b *Book) withoutTokens(hashes []kv.Hash) []bool {
 	return out
 }
 
-// expect records the tokens of announced chunks before their events are applied, so that a chunk
-// that leaves the pool at once and stays in a tier has them, too.
+// expect records the tokens of announced chunks before the events of these chunks are applied. So a chunk that leaves the pool at once, and
+// stays in a tier, has its tokens too.
 func (b *Book) expect(batch *news) {
 	if len(batch.list) == 0 || b.o.Tiers == nil {
 		return
@@ -232,7 +233,7 @@ func (b *Book) expect(batch *news) {
 	}
 }
 
-// learn applies what was announced, once all events before it are.
+// learn applies announcements after all events that came before them.
 func (b *Book) learn(batch *news) {
 	chunks := batch.chunks
 	for list := batch.list; len(list) > 0; {
@@ -248,10 +249,10 @@ func (b *Book) learn(batch *news) {
 	clear(b.mu.announced)
 }
 
-// learnBatch is how many announcements are applied while others wait for the mutex.
+// learnBatch is how many announcements are applied under the mutex at a time.
 const learnBatch = 16
 
-// applyAnnouncements applies some announcements and returns the chunks of those after them.
+// applyAnnouncements applies some announcements. It returns the chunks of the announcements after them.
 func (b *Book) applyAnnouncements(list []announcement, chunks []announced) []announced {
 	b.mu.Lock()
 	defer b.unlock()

@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// applyTierChanges applies all changes of the tiers. After lost changes no object counts as being in a tier until a change shows it there again.
+// applyTierChanges applies all changes of the tiers. After changes were lost, no object counts as being in a tier until a change shows it
+// there again.
 func (b *Book) applyTierChanges() {
 	if b.o.Tiers == nil {
 		return
@@ -27,7 +28,8 @@ func (b *Book) applyTierChanges() {
 	}
 }
 
-// belowApply applies some changes of the tiers, up to number last, and stops behind a change that makes tiers forget objects.
+// belowApply applies some changes of the tiers, up to number `last`. It stops after a change that makes a tier's earlier changes invalid,
+// and returns that change as forget.
 func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -52,8 +54,8 @@ func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	return b.mu.tierAfter < last, nil
 }
 
-// forgetTiers removes the objects of a namespace that c makes tiers forget: those in c's tier, or in all tiers if it names none, and of c's
-// model, or of all models if it names none. A namespace whose model is not known may be of any.
+// forgetTiers removes those objects of a namespace that c invalidates: those in c's tier, or in all tiers if c names none; and those of c's
+// model, or of all models if c names none. A namespace whose model is not known may be of any model.
 func (b *Book) forgetTiers(s *namespaceState, c tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -63,9 +65,9 @@ func (b *Book) forgetTiers(s *namespaceState, c tier.Change) {
 	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 && (c.Tier == 0 || o.tier == c.Tier) })
 }
 
-// tierOnly are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero tierOnly is ready.
+// tierOnly has objects in tiers whose chunks are not in the pool, as during a load. The zero tierOnly is ready for use.
 type tierOnly struct {
-	young, old map[kv.Hash][]tierOnlyChunk // young ones become old together
+	young, old map[kv.Hash][]tierOnlyChunk // when young is full, it becomes old as a whole
 }
 
 type tierOnlyChunk struct {
@@ -73,7 +75,7 @@ type tierOnlyChunk struct {
 	tier uint8
 }
 
-// maxStrays bounds the chunks of each generation.
+// maxStrays bounds the chunks in young and in old.
 const maxStrays = 4096
 
 func (x *tierOnly) set(k *kv.Key, tier uint8, there bool) {
@@ -98,7 +100,7 @@ func (x *tierOnly) set(k *kv.Key, tier uint8, there bool) {
 	}
 }
 
-// forget forgets the objects of a tier.
+// forget removes the objects of a tier.
 func (x *tierOnly) forget(tier uint8) {
 	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.young, x.old} {
 		for hash, list := range of {
@@ -114,7 +116,7 @@ func (x *tierOnly) forget(tier uint8) {
 // maxStrayObjects bounds the objects of one chunk.
 const maxStrayObjects = 256
 
-// take calls f with the objects of a chunk that are known.
+// take removes the known objects of a chunk and calls f with each.
 func (x *tierOnly) take(hash kv.Hash, f func(k *kv.Key, tier uint8)) {
 	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.old, x.young} {
 		list := of[hash]
@@ -125,7 +127,7 @@ func (x *tierOnly) take(hash kv.Hash, f func(k *kv.Key, tier uint8)) {
 	}
 }
 
-// ring has bindings in the order in which they came. The zero ring is to be made ready with init.
+// ring is a list of bindings in the order in which they were added. init makes the zero ring ready.
 type ring struct{ root binding }
 
 func (r *ring) init() { r.root.next, r.root.before = &r.root, &r.root }
@@ -146,7 +148,7 @@ func (r *ring) remove(bound *binding) {
 	bound.next, bound.before = nil, nil
 }
 
-// first is the binding that is in the ring for the longest; nil for none.
+// first returns the binding that has been in the ring for longest; nil if there is none.
 func (r *ring) first() *binding {
 	if r.root.next == &r.root {
 		return nil

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package events reports what a store has: which chunks became resident and which were
-// removed, with their tokens, so that routers can send a prompt where its prefix is cached.
+// Package events reports the contents of a store: which chunks became resident and which were removed, with their tokens, so that routers
+// can send a prompt to where its prefix is cached.
 //
-// A Book follows the events of a store, which name objects, and the changes of the tiers below it, and turns them
-// into records about chunks: a chunk counts as stored in a medium while every object that a hit needs is there and its
-// tokens are known. Readers follow the records by number, each at its own speed: none
-// keeps the store or another reader waiting. A Publisher is such a reader that
-// speaks vLLM's ZMQ format.
+// A Book follows the events of a store, which are about objects, and the changes of the tiers below it, and turns both into records about
+// chunks. A chunk counts as stored in a medium while every object that a hit needs is there and its tokens are known. Readers follow the
+// records by number, each at its own speed: no reader makes the store or another reader wait. A Publisher is a reader that publishes the
+// records in vLLM's ZMQ format.
 package events
 
 import (
@@ -23,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Source is what a Book follows; *store.Store is one.
+// Source is the store that a Book follows; *store.Store implements it.
 type Source interface {
 	Watch(size int)
 	News() <-chan struct{}
@@ -32,23 +31,23 @@ type Source interface {
 	Residents(from int, dst []kv.Key) (keys []kv.Key, next int, more bool)
 }
 
-// Chunk is one chunk of tokens that is in a medium. It never changes.
+// Chunk is one chunk of tokens in a medium. It never changes.
 type Chunk struct {
 	Model, Salt string
 	Hash        kv.Hash
-	Parent      kv.Hash // of the chunk before it; not of the first one
-	Index       int     // of the chunk in its prompt
+	Parent      kv.Hash // hash of the chunk before it; not for the first chunk
+	Index       int     // position of the chunk in its prompt
 	Tokens      []byte  // a msgpack array of integers
-	Group       int     // -1; of a row of vLLM, which has no tokens, no parent and the index 0, its group of layers
+	Group       int     // -1 for a chunk. For a row of vLLM's tiered offloading, which has no tokens, no parent and the index 0: its group of layers
 }
 
-// Medium is where a chunk is.
+// Medium says where a chunk is.
 type Medium uint8
 
 // The media.
 const (
-	InPool Medium = iota // in memory
-	Below                // in some tier below the pool, whichever
+	InPool Medium = iota // in the pool
+	Below                // in any tier below the pool
 
 	media = 2
 )
@@ -59,18 +58,17 @@ type Placed struct {
 	Medium Medium
 }
 
-// Record says that a chunk became available in a medium, or went from there. Seq counts from 1.
+// Record says that a chunk became available in a medium or, with Removed, that it no longer is. Seq counts from 1.
 type Record struct {
 	Seq     uint64
 	Removed bool
-	// OfModel says that no other salt of the model has the chunk there: readers that do not
-	// know salts look at these records only.
+	// OfModel says that no other salt of the model has the chunk in the medium. Readers that do not know salts use only these records.
 	OfModel bool
 	Placed
 }
 
-// Book knows which chunks are where. Its methods are safe for concurrent use. Its mutex is
-// taken before the store's and the tiers'.
+// Book knows which chunks are in which media. Its methods are safe for concurrent use. Its mutex is taken before the store's and the
+// tiers'.
 type Book struct {
 	source Source
 	o      Options
@@ -80,13 +78,13 @@ type Book struct {
 	queue  queue
 
 	looked   atomic.Bool  // Run has looked at the store for the first time
-	unbound  atomic.Int64 // chunks in the pool whose tokens are not known
-	nameless atomic.Int64 // spaces that are in no family
+	unbound  atomic.Int64 // number of chunks in the pool whose tokens are not known
+	nameless atomic.Int64 // number of namespaces that are in no family
 
 	mu struct {
 		sync.Mutex
 		after    uint64 // number of the last event of the store that was applied
-		scanning bool   // after is not yet known
+		scanning bool   // after is not valid: the store must be scanned
 		scan     uint32 // number of the last scan
 		buffer   []store.Event
 
@@ -97,70 +95,70 @@ type Book struct {
 		namespaces map[kv.Namespace]*namespaceState
 		tenants    map[tenantKey]*tenant
 		bindings   map[kv.Hash]*binding
-		announced  map[kv.Hash]tokens // of announcements that are being applied
-		below      ring               // bindings with tokens that are in no pool; the oldest make room for tokens
-		bytes      int64              // of the bindings' tokens
+		announced  map[kv.Hash]tokens // tokens of the announcements that are being applied
+		below      ring               // bindings with tokens whose chunks are in no pool; the oldest are removed to make room for tokens
+		bytes      int64              // sum of the tokens' bytes
 
 		records  []Record // a ring
 		last     uint64   // number of the newest record
-		ordered  uint64   // up to this number they do not change any more
+		ordered  uint64   // records up to this number no longer move
 		news     bool     // records were added since the mutex was locked
 		visible  uint64   // number of the last record that readers may see
-		deferred bool     // readers see further records later
+		deferred bool     // readers see new records only later
 		changed  chan struct{}
 		n        Counters
 	}
 }
 
-// Counters count since the start.
+// Counters has figures since the start.
 type Counters struct {
-	Records uint64 // about chunks that became available, or went
-	Unbound uint64 // times that tokens of a chunk were not kept, because Options.TokenBytes are used
-	Scans   uint64 // of the whole store, because its events were lost or at the start
+	Records uint64 // records of chunks that became available or were removed
+	Unbound uint64 // chunks whose tokens were not stored, because Options.TokenBytes were used up
+	Scans   uint64 // scans of the whole store: at the start, and after its events were lost
 }
 
-// tokens say what a chunk's hash stands for.
+// tokens has the tokens of a chunk and its place in its prompt.
 type tokens struct {
 	parent kv.Hash
 	index  int
 	text   []byte // nil: not known
 }
 
-// binding is a chunk, by its bare hash, of which the pool or a tier has some object.
+// binding is a chunk, identified by its hash alone, of which the pool or a tier has some object.
 type binding struct {
 	tokens
 	hash  kv.Hash
-	in    []*holding   // a space each
-	whole []wholeChunk // a family each that has all of it
-	pool  int          // objects in the pool
+	in    []*holding   // one for each namespace
+	whole []wholeChunk // one for each family that has the whole chunk
+	pool  int          // number of its objects in the pool
 
-	next, before *binding // in Book.mu.below; nil outside it
+	next, before *binding // neighbours in Book.mu.below; nil outside it
 }
 
-// holding is the objects of a chunk in one space.
+// holding has the objects of a chunk in one namespace.
 type holding struct {
 	binding *binding
 	space   *namespaceState
 	objects []keptObject
-	at      int // in space.chunks
+	at      int // index in space.chunks
 }
 
 // keptObject is one object of a chunk that the pool or a tier has.
 type keptObject struct {
 	code uint32 // see codeOf
-	scan uint32 // in which it was last seen in the pool
-	tier uint8  // see tier.Change; 0 for the pool
+	scan uint32 // number of the scan that last saw it in the pool
+	tier uint8  // see tier.Change; 0: the pool
 }
 
 func codeOf(world, rank, group int) uint32 {
 	return uint32(world)<<24 | uint32(rank)<<16 | uint32(group)&0xffff
 }
 
-// wholeChunk says that a family has all of a chunk.
+// wholeChunk says that a family has all objects of a chunk that a hit needs.
 type wholeChunk struct {
 	family *family
 	in     [media]bool
-	chunk  *Chunk // one for each tenant
+	chunk  *Chunk // one for all families of a tenant
 }
 
 type tenantKey struct {
@@ -168,7 +166,7 @@ type tenantKey struct {
 	group       int // see Chunk
 }
 
-// tenant is a model and a salt, and a group of rows without tokens.
+// tenant is a model and a salt and, for rows without tokens, a group.
 type tenant struct {
 	tenantKey
 	families int
@@ -181,15 +179,15 @@ type namespaceState struct {
 	families []*family
 }
 
-// family is the shards that a lookup asks for together.
+// family is the shards that a lookup searches together.
 type family struct {
 	tenant *tenant
 	world  int
 	each   []*namespaceState // by rank
-	groups []int             // that every hit needs
+	groups []int             // groups that every hit needs
 }
 
-// New returns a Book that does nothing before Activate.
+// New returns a Book. It does nothing before Activate.
 func New(source Source, o Options) *Book {
 	b := &Book{source: source, o: o.withDefaults(), start: make(chan struct{})}
 	b.queue.arrived = make(chan struct{}, 1)
@@ -200,8 +198,7 @@ func New(source Source, o Options) *Book {
 	return b
 }
 
-// Activate begins to follow the store. What is stored before has no tokens until a prompt
-// with it comes again.
+// Activate begins to follow the store. A chunk that was stored before has no tokens until a prompt with it comes again.
 func (b *Book) Activate() {
 	b.once.Do(func() {
 		b.source.Watch(b.o.StoreEvents)
@@ -217,17 +214,17 @@ func (b *Book) Activate() {
 	})
 }
 
-// Active reports whether there may be readers. Without readers callers need not announce anything.
+// Active reports whether there may be readers. While there are none, callers need not announce anything.
 func (b *Book) Active() bool { return b.active.Load() }
 
-// HasUnannounced reports whether there are chunks in the pool of which tokens, model or salt are not known. Until Run has looked for the first
-// time, those that an earlier server left may be.
+// HasUnannounced reports whether there are chunks in the pool whose tokens, model or salt are not known. Until Run has looked at the store
+// for the first time it reports true, because an earlier server may have left such chunks.
 func (b *Book) HasUnannounced() bool {
 	return !b.looked.Load() || b.unbound.Load() > 0 || b.nameless.Load() > 0
 }
 
-// Run follows the store until ctx ends. After news it looks for more every runPause. Only after maxQuiet pauses without news it waits until
-// news wake it: to wake a goroutine for each store costs a third of the store.
+// Run follows the store until ctx ends. While there are events, it looks for more every runPause. After maxQuiet pauses without events it
+// waits until an event wakes it: to wake a goroutine for each store would cost a third of the store.
 func (b *Book) Run(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -251,7 +248,7 @@ func (b *Book) Run(ctx context.Context) {
 			case <-below:
 			case <-b.queue.arrived:
 			}
-			quiet = -1 // there is something
+			quiet = -1 // there were events
 			pause.Reset(runPause)
 		}
 		select {
@@ -275,16 +272,16 @@ func (b *Book) Run(ctx context.Context) {
 }
 
 const (
-	runPause = 100 * time.Millisecond // news wait at most this long for more news
-	maxQuiet = 10                     // pauses without news, before news have to wake Run
+	runPause = 100 * time.Millisecond // events wait at most this long for more events
+	maxQuiet = 10                     // pauses without events after which Run waits to be woken
 )
 
-// catchUp applies the announcements and all events of the store and the tiers, after a scan if events were lost. It wakes
+// catchUp applies the announcements and all events of the store and the tiers; if events were lost, it scans the store first. It wakes
 // readers once, unless there are many records.
 func (b *Book) catchUp() {
 	b.deferReaders(true)
 	defer b.deferReaders(false)
-	batch := b.queue.take() // taken first, so that the events of the announced chunks are there already
+	batch := b.queue.take() // first, so that the events of the announced chunks are there already
 	b.expect(&batch)
 	for more := true; more; {
 		var lost bool
@@ -304,8 +301,8 @@ func (b *Book) deferReaders(on bool) {
 	b.mu.deferred = on
 }
 
-// applyBatch applies some events of the tiers and the store. It applies a change of an object in a tier before a later removal of the object from
-// the pool: else the removal would forget the object's tokens.
+// applyBatch applies some events of the tiers and the store. It applies a tier's change of an object before the removal of the object from
+// the pool that came later, because the removal alone would forget the object's tokens.
 func (b *Book) applyBatch() (more, lost bool) {
 	last := b.source.LastEvent()
 	b.applyTierChanges()
@@ -317,10 +314,10 @@ func (b *Book) applyBatch() (more, lost bool) {
 	return b.applyLocked(last)
 }
 
-// eventBatch is how many events are applied while others wait for the mutex.
+// eventBatch is how many events are applied under the mutex at a time.
 const eventBatch = 1024
 
-// applyLocked applies some events of the store, up to number last.
+// applyLocked applies some events of the store, up to number `last`.
 func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	if b.mu.buffer == nil {
 		b.mu.buffer = make([]store.Event, eventBatch)
@@ -338,7 +335,7 @@ func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	return b.mu.after < last, false
 }
 
-// unlock ends a section that may have made records, and wakes the readers.
+// unlock ends a section that may have added records, and wakes the readers.
 func (b *Book) unlock() {
 	var wake chan struct{}
 	if b.mu.news {
@@ -354,8 +351,8 @@ func (b *Book) unlock() {
 	}
 }
 
-// rescan compares the Book with all that is resident. What changes meanwhile is in the
-// store's events after the number that was asked for first.
+// rescan compares the Book with all resident objects. Changes during the scan are in the store's events after the number that rescan asked
+// for first.
 func (b *Book) rescan() {
 	after := b.source.LastEvent()
 	scan := b.beginScan()
@@ -397,16 +394,16 @@ func (b *Book) listSpaces() (out []*namespaceState) {
 	return out
 }
 
-// forget removes what the scan did not see.
+// forget removes the objects of a namespace that the scan did not see.
 func (b *Book) forget(s *namespaceState, scan uint32) {
 	b.mu.Lock()
 	defer b.unlock()
 	b.removeLocked(s, func(o *keptObject) bool { return o.tier == 0 && o.scan != scan })
 }
 
-// removeLocked removes the objects of a space that f chooses.
+// removeLocked removes the objects of a namespace for which f reports true.
 func (b *Book) removeLocked(s *namespaceState, f func(*keptObject) bool) {
-	for i := len(s.chunks) - 1; i >= 0; i-- { // one that goes is replaced by the last one
+	for i := len(s.chunks) - 1; i >= 0; i-- { // a chunk that is removed is replaced by the last one
 		h := s.chunks[i]
 		changed := false
 		for j := len(h.objects) - 1; j >= 0; j-- {
@@ -421,8 +418,8 @@ func (b *Book) removeLocked(s *namespaceState, f func(*keptObject) bool) {
 	}
 }
 
-// orderLocked sorts the records that came since the last time, without moving one over a removal, so that chunks come after those before
-// them in a prompt: a store commits tails first.
+// orderLocked sorts the records that were added since the last call, so that chunks come after those before them in a prompt, because a
+// store commits tails first. It moves no record past a removal.
 func (b *Book) orderLocked() {
 	size := uint64(len(b.mu.records))
 	at := func(seq uint64) *Record { return &b.mu.records[seq%size] }

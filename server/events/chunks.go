@@ -11,9 +11,9 @@ import (
 )
 
 // setLocked records that an object is in the pool (tier 0) or a tier, or is not. An object in a tier counts only if its chunk is in the
-// pool or has known tokens; else it is a stray.
+// pool or has known tokens; otherwise it is remembered in strays.
 func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
-	code := uint32(k.Rank)>>16<<16 | k.Group&0xffff // the world and the rank are its upper bytes
+	code := uint32(k.Rank)>>16<<16 | k.Group&0xffff // world and rank are its upper bytes
 	bound := b.mu.bindings[k.Chunk]
 	if bound == nil {
 		if tier > 0 {
@@ -58,7 +58,7 @@ func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
 	b.changedLocked(h)
 }
 
-// takeLocked removes an object.
+// takeLocked removes object i of a holding.
 func (b *Book) takeLocked(h *holding, i int) {
 	bound := h.binding
 	if h.objects[i].tier == 0 {
@@ -76,9 +76,9 @@ func (b *Book) takeLocked(h *holding, i int) {
 	h.objects = slices.Delete(h.objects, i, i+1)
 }
 
-// newBindingLocked makes the binding of a chunk that comes into the pool.
+// newBindingLocked returns the new binding of a chunk that comes into the pool.
 func (b *Book) newBindingLocked(hash kv.Hash) *binding {
-	// One allocation for what most have: one space, one family.
+	// One allocation for the usual case: one namespace, one family.
 	all := &struct {
 		binding
 		in    [1]*holding
@@ -90,7 +90,7 @@ func (b *Book) newBindingLocked(hash kv.Hash) *binding {
 	return bound
 }
 
-// of returns the objects that a space has of the chunk.
+// of returns the objects of the chunk in a namespace, or nil.
 func (bound *binding) of(name kv.Namespace) *holding {
 	for _, h := range bound.in {
 		if h.space.name == name {
@@ -118,7 +118,7 @@ func (b *Book) holdLocked(bound *binding, name kv.Namespace) *holding {
 	return h
 }
 
-// changedLocked looks again at a chunk of which an object came or went.
+// changedLocked updates a chunk of which an object was added or removed.
 func (b *Book) changedLocked(h *holding) {
 	bound, s := h.binding, h.space
 	for _, f := range s.families {
@@ -141,7 +141,7 @@ func (b *Book) changedLocked(h *holding) {
 	}
 }
 
-// forgetLocked removes all that tiers have of a chunk that is not in the pool.
+// forgetLocked removes all objects that tiers have of a chunk that is not in the pool.
 func (b *Book) forgetLocked(bound *binding) {
 	for len(bound.in) > 0 {
 		h := bound.in[len(bound.in)-1]
@@ -159,7 +159,7 @@ func (b *Book) unbindLocked(bound *binding) {
 	delete(b.mu.bindings, bound.hash)
 }
 
-// bindLocked copies a chunk's tokens, and reports whether there is memory for them. To make room it forgets chunks that only tiers have.
+// bindLocked copies a chunk's tokens. It reports false if there is no memory for them. To make room it removes chunks that only tiers have.
 func (b *Book) bindLocked(bound *binding, t tokens) bool {
 	for b.mu.bytes+int64(len(t.text)) > b.o.TokenBytes && b.mu.below.first() != nil {
 		b.forgetLocked(b.mu.below.first())
@@ -181,7 +181,7 @@ func (b *Book) bindLocked(bound *binding, t tokens) bool {
 	return true
 }
 
-// dropLocked forgets a space that has nothing; the next store names it again.
+// dropLocked removes a namespace that has no chunks. Its next store adds it again.
 func (b *Book) dropLocked(s *namespaceState) {
 	delete(b.mu.namespaces, s.name)
 	if len(s.families) == 0 {
@@ -203,7 +203,7 @@ func (b *Book) dropLocked(s *namespaceState) {
 	}
 }
 
-// judgeLocked finds out which media have a whole chunk of a family, and makes a record of what has changed.
+// judgeLocked finds out which media have a whole chunk of a family, and adds a record for each change.
 func (b *Book) judgeLocked(f *family, bound *binding) {
 	at := slices.IndexFunc(bound.whole, func(w wholeChunk) bool { return w.family == f })
 	var was, is [media]bool
@@ -216,7 +216,7 @@ func (b *Book) judgeLocked(f *family, bound *binding) {
 	if is == was {
 		return
 	}
-	var c *Chunk // of the tenant, whichever family made it
+	var c *Chunk // the tenant's Chunk, which any of its families may have made
 	for i := range bound.whole {
 		if bound.whole[i].family.tenant == f.tenant {
 			c = bound.whole[i].chunk
@@ -246,7 +246,7 @@ func (b *Book) judgeLocked(f *family, bound *binding) {
 	}
 }
 
-// heldElsewhere reports whether another family of the same tenant has the chunk in a medium, and whether one of the model has.
+// heldElsewhere reports whether another family of the same tenant has the chunk in a medium, and whether one of the same model has.
 func (bound *binding) heldElsewhere(f *family, m Medium) (tenant, model bool) {
 	for i := range bound.whole {
 		w := &bound.whole[i]
@@ -259,7 +259,7 @@ func (bound *binding) heldElsewhere(f *family, m Medium) (tenant, model bool) {
 	return tenant, model
 }
 
-// complete says which media have all of a chunk.
+// complete reports which media have all objects of a chunk that a hit needs.
 func (f *family) complete(bound *binding) (is [media]bool) {
 	is = [media]bool{true, true}
 	for rank, s := range f.each {
@@ -286,8 +286,8 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 	return is
 }
 
-// namedLocked notes the model and salt of a shard, and the shards of its world, which a lookup asks for together. It notes
-// nothing as long as one of these has no chunks.
+// namedLocked records the model and salt of a shard's namespace, and the family of shards that a lookup searches together. It records
+// nothing while one of these shards has no chunks.
 func (b *Book) namedLocked(model, salt []byte, group int, sh *object.Shard) {
 	var few [8]*namespaceState
 	each := few[:0]
@@ -298,7 +298,7 @@ func (b *Book) namedLocked(model, salt []byte, group int, sh *object.Shard) {
 		}
 		s := b.mu.namespaces[name]
 		if s == nil {
-			return // nothing of this shard is there, so nothing is whole
+			return // this shard has no chunk, so no chunk is whole
 		}
 		each = append(each, s)
 	}
@@ -326,12 +326,12 @@ func (b *Book) namedLocked(model, salt []byte, group int, sh *object.Shard) {
 	}
 	of := slices.Clone(f.each[0].chunks)
 	slices.SortFunc(of, func(x, y *holding) int { return cmp.Compare(x.binding.index, y.binding.index) })
-	for _, h := range of { // chunks after those that they follow
+	for _, h := range of { // chunks come after those that they follow
 		b.judgeLocked(f, h.binding)
 	}
 }
 
-// needed are the groups whose objects every hit needs: those of full attention, or all where there are none.
+// needed returns the groups whose objects every hit needs: those of full attention, or all groups if there are none.
 func needed(groups *object.Groups) (out []int) {
 	for g := range groups.Len() {
 		if groups.Full(g) {

@@ -10,7 +10,7 @@ import (
 )
 
 // Feed is what a Publisher publishes: the chunks of a Book, or the files of a keeper. Its methods are safe for concurrent use. The
-// Publisher calls them with its own mutex held.
+// Publisher calls them while it has its own mutex.
 type Feed interface {
 	// Activate begins to record.
 	Activate()
@@ -18,22 +18,22 @@ type Feed interface {
 	Changed() <-chan struct{}
 	// Last returns the number of the newest record.
 	Last() uint64
-	// Read appends to dst the records after number after, limit at most, oldest first. It returns the number of the last one. lost
-	// means that records were dropped: then Read returns none, and the caller reads Everything.
+	// Read appends to dst the records after number `after`, oldest first, limit at most. It returns the number of the last one. lost means
+	// that some of them were dropped: Read then returns none, and the caller must call Everything.
 	Read(after uint64, limit int, dst []Announcement) (_ []Announcement, next uint64, lost bool)
-	// Everything returns what is there, and the number of the newest record that it contains.
+	// Everything returns all present contents, and the number of the newest record that they include.
 	Everything() (all Contents, last uint64)
 }
 
-// Announcement is one record of a Feed: the event that readers get, and the model and tenant that it is about.
+// Announcement is one record of a Feed: the event for the readers, and its model and tenant.
 type Announcement struct {
 	Model string
-	Salt  string // of the tenant; "" where there is none
+	Salt  string // salt of the tenant; "": none
 	Event kvevent.Event
 }
 
-// Contents are what is there at one moment, things of one model together. They never change. Where clients may be limited to some
-// tenants, things of one model and salt are together.
+// Contents has what is there at one moment. It never changes. The events of one model are together. If clients may be limited to some
+// tenants, those of one model and salt are together.
 type Contents interface {
 	Len() int
 	Model(i int) string
@@ -41,14 +41,14 @@ type Contents interface {
 	Event(i int) kvevent.Event // of kind Stored
 }
 
-// bookFeed is a Book as a Feed.
+// bookFeed makes a Feed of a Book.
 type bookFeed struct {
 	*Book
-	chunkTokens int  // of a chunk whose tokens cannot be counted
-	bySalt      bool // what is there is in the order of salts, too
+	chunkTokens int  // tokens of a chunk whose tokens cannot be counted
+	bySalt      bool // contents are also in the order of salts
 }
 
-// Read reads records of the Book.
+// Read implements Feed.
 func (f bookFeed) Read(after uint64, limit int, dst []Announcement) (_ []Announcement, next uint64, lost bool) {
 	records, next, lost := f.Book.Read(after, limit, nil, nil)
 	for _, r := range records {
@@ -57,7 +57,7 @@ func (f bookFeed) Read(after uint64, limit int, dst []Announcement) (_ []Announc
 	return dst, next, lost
 }
 
-// Everything returns the chunks of all media.
+// Everything implements Feed: it returns the chunks in all media.
 func (f bookFeed) Everything() (Contents, uint64) {
 	chunks, last := f.Book.Everything()
 	if f.bySalt {
@@ -66,7 +66,7 @@ func (f bookFeed) Everything() (Contents, uint64) {
 	return placedChunks{f, chunks}, last
 }
 
-// placedChunks are Contents of a Book.
+// placedChunks are the Contents of a Book.
 type placedChunks struct {
 	feed   bookFeed
 	chunks []Placed
@@ -77,17 +77,17 @@ func (c placedChunks) Model(i int) string        { return c.chunks[i].Model }
 func (c placedChunks) Salt(i int) string         { return c.chunks[i].Salt }
 func (c placedChunks) Event(i int) kvevent.Event { return c.feed.event(c.chunks[i], false) }
 
-// mediumNames are vLLM's.
+// mediumNames are vLLM's names of the media.
 var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
 
-// event returns the event that routers get for a chunk.
+// event returns the event for routers about a chunk.
 func (f bookFeed) event(c Placed, removed bool) kvevent.Event {
 	hash := kv.SaltedHash(c.Salt, c.Hash)
 	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: c.Group}
 	if removed {
 		e.Kind = kvevent.Removed
 	}
-	if removed || c.Group >= 0 { // events of vLLM's own tiers say as little about a row
+	if removed || c.Group >= 0 { // the events of vLLM's own tiers say as little about a row
 		return e
 	}
 	e.Encoded, e.BlockTokens = c.Tokens, cmp.Or(kvevent.TokensIn(c.Tokens), f.chunkTokens)
@@ -95,7 +95,7 @@ func (f bookFeed) event(c Placed, removed bool) kvevent.Event {
 		parent := kv.SaltedHash(c.Salt, c.Parent)
 		e.Parent = parent[:]
 	} else {
-		e.Salt = c.Salt // as vLLM, which hashes it into the first block only
+		e.Salt = c.Salt // as in vLLM, which hashes the salt into the first block only
 	}
 	return e
 }

@@ -14,17 +14,16 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Where clients may be limited to some tenants, each message is of one salt, and a client that may not use it gets a message of the same
-// number without events in its place. So no client misses a number.
+// If clients may be limited to some tenants, each message is about one salt only. A client that may not see that salt gets instead a
+// message of the same number without events. So no client misses a number.
 
-// subscriber is who is behind a connection.
+// subscriber is the client behind a connection.
 type subscriber struct {
 	user  auth.Subject
-	limit atomic.Pointer[auth.Limit] // nil until it is asked for
+	limit atomic.Pointer[auth.Limit] // nil until it is needed first
 }
 
-// identify returns the function that finds out who is behind a connection; nil where no client is
-// limited.
+// identify returns the function that finds out the client behind a connection; nil if no client is limited.
 func (p *Publisher) identify() func(net.Conn) any {
 	if p.o.Tenants == nil {
 		return nil
@@ -35,7 +34,7 @@ func (p *Publisher) identify() func(net.Conn) any {
 	}
 }
 
-// limitOf returns the tenants whose events a client gets.
+// limitOf returns the tenants whose events a client may get.
 func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
 	if p.o.Tenants == nil {
 		return nil
@@ -60,14 +59,14 @@ func (p *Publisher) limitOf(peer *zmtp.Peer) *auth.Limit {
 	return l
 }
 
-// sortBySalt orders chunks of one model after another by their salts.
+// sortBySalt sorts the chunks of each model by salt.
 func sortBySalt(chunks []Placed) {
 	slices.SortStableFunc(chunks, func(a, c Placed) int {
 		return cmp.Or(strings.Compare(a.Model, c.Model), strings.Compare(a.Salt, c.Salt))
 	})
 }
 
-// allows reports whether a client with a limit may see a message. One without a salt has no events of chunks.
+// allows reports whether a client with a limit may see a message. A message without a salt has no events of chunks.
 func (m *message) allows(l *auth.Limit) bool { return m.salt == nil || l.Allows(*m.salt) }
 
 // withoutEvents returns m without its events, for a client that may not see them.
@@ -76,7 +75,7 @@ func (p *Publisher) withoutEvents(m message) message {
 	return m
 }
 
-// visible returns the drafts that a client may see.
+// visible returns the drafts that a client with limit l may see.
 func visible(whole []draft, l *auth.Limit) []draft {
 	if !l.Limited() {
 		return whole

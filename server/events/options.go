@@ -16,11 +16,11 @@ import (
 
 // Options configures a Book. A zero field means its default.
 type Options struct {
-	StoreEvents int   // of the store, kept until they are applied, 64 B each; default 65,536
-	Records     int   // kept for readers; default 32,768
-	TokenBytes  int64 // of chunks' tokens in memory; beyond it chunks that only tiers have are dropped, and then no chunk is announced; default 256 MiB
+	StoreEvents int   // events of the store that are kept until they are applied, 64 B each; default 65,536
+	Records     int   // records that are kept for readers; default 32,768
+	TokenBytes  int64 // tokens in memory; beyond it chunks that only tiers have are dropped, then no further chunk is announced; default 256 MiB
 
-	Tiers *tier.Changes // of the tiers below the pool; nil for none
+	Tiers *tier.Changes // changes of the tiers below the pool; nil for none
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -41,19 +41,19 @@ func (o Options) withDefaults() Options {
 
 // PublisherOptions configures a Publisher. A zero field means its default.
 type PublisherOptions struct {
-	Topic          string // ModelInTopic in it stands for the model; default kv@kvasir@{model}
-	ChunkTokens    int    // per block; default 256
+	Topic          string // ModelInTopic in it is replaced by the model; default kv@kvasir@{model}
+	ChunkTokens    int    // tokens per block in events; default 256
 	Encoding       event.Encoding
-	BatchEvents    int                 // per message; default 256
+	BatchEvents    int                 // events per message; default 256
 	Replay         int                 // messages kept for replays; default 10,000
-	ReplayBytes    int                 // of their payloads, at most; default 64 MiB
-	QueueBytes     int                 // of a subscriber, or of a replay; default 16 MiB
+	ReplayBytes    int                 // largest sum of the payloads of these messages; default 64 MiB
+	QueueBytes     int                 // bytes that wait for a subscriber, or for a replay; default 16 MiB
 	MaxSubscribers int                 // default 256
-	Interval       time.Duration       // between two messages with news: what comes meanwhile shares one; default 50 ms
-	Heartbeat      time.Duration       // after which a message without events is sent; default 5 s
-	Networks       *auth.Networks      // from which subscribers may come; nil: any
-	Clients        zmtp.Authentication // how they prove who they are
-	Tenants        *auth.TenantLimits  // whose events they get; nil: all
+	Interval       time.Duration       // time between two messages with events: events in between share one message; default 50 ms
+	Heartbeat      time.Duration       // time after which a message without events is sent; default 5 s
+	Networks       *auth.Networks      // networks from which subscribers may connect; nil: any
+	Clients        zmtp.Authentication // how subscribers prove their identity
+	Tenants        *auth.TenantLimits  // tenants whose events they may get; nil: all
 	Log            *slog.Logger        // nil discards
 }
 

@@ -19,12 +19,11 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher publishes the records of a Feed in vLLM's format on a PUB socket, and answers
-// subscribers that missed some on a ROUTER socket. Its methods are safe for concurrent use.
+// Publisher publishes the records of a Feed in vLLM's format on a PUB socket. On a ROUTER socket it answers subscribers that missed
+// messages. Its methods are safe for concurrent use.
 //
-// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each
-// subscriber that comes later gets the same, for itself. The Publisher
-// begins anew for all when the Feed has dropped a record that was not published yet.
+// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Feed. Each subscriber that comes later gets the same for
+// itself alone. The Publisher begins again for all subscribers when the Feed has dropped a record that was not published yet.
 type Publisher struct {
 	feed   Feed
 	o      PublisherOptions
@@ -32,30 +31,30 @@ type Publisher struct {
 	pub    *zmtp.Pub
 	replay *zmtp.Router
 	epoch  uint64
-	came   chan struct{} // capacity 1: a client subscribed
-	keeps  bool          // messages, for replays; set before Run
+	came   chan struct{} // has a value after a client subscribed; capacity 1
+	keeps  bool          // keeps messages for replays; set before Run
 
-	mu struct { // taken before that of the Feed
+	mu struct { // taken before the mutex of the Feed
 		sync.Mutex
-		cursor  uint64 // of the Feed's records, the last that was published
+		cursor  uint64 // number of the Feed's record that was published last
 		started bool
-		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
+		alone   bool                // no subscriber existed when records were last read, so none missed what was dropped since
 		next    uint64              // sequence of the next message
-		history []message           // the last ones, oldest first
-		bytes   int                 // of their payloads
-		topic   []byte              // of the last one
-		models  map[string]struct{} // whose chunks readers may know, maxModels at most
-		news    []Announcement      // memory of the last read
+		history []message           // the last messages, oldest first
+		bytes   int                 // sum of their payloads
+		topic   []byte              // topic of the last message
+		models  map[string]struct{} // models whose chunks readers may know, maxModels at most
+		news    []Announcement      // memory of the last read, for reuse
 		events  []kvevent.Event
 		n       PublisherStats
 	}
 }
 
-// message is one that was published. It never changes.
+// message is a published message. It never changes.
 type message struct {
 	topic, payload []byte
 	sequence       uint64
-	salt           *string // of its chunks, where it is of one; nil: it has no chunks, or nobody is limited
+	salt           *string // the salt of its chunks; nil: it has no chunks, or no client is limited
 }
 
 // PublisherStats are the figures of a Publisher.
@@ -69,12 +68,12 @@ type PublisherStats struct {
 	Dropped     uint64 `counter:"kvasir_kv_event_dropped_total" help:"Messages dropped for subscribers that did not keep up."`
 }
 
-// NewPublisher returns a Publisher of a Book's chunks that does not listen yet.
+// NewPublisher returns a Publisher of a Book's chunks. It does not listen yet.
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
 	return NewFeedPublisher(bookFeed{book, o.withDefaults().ChunkTokens, o.Tenants != nil}, o)
 }
 
-// NewFeedPublisher returns a Publisher of any Feed that does not listen yet.
+// NewFeedPublisher returns a Publisher of any Feed. It does not listen yet.
 func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
 	p := &Publisher{feed: feed, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
@@ -85,7 +84,7 @@ func NewFeedPublisher(feed Feed, o PublisherOptions) *Publisher {
 	return p
 }
 
-// Listen binds the sockets; an empty endpoint is none. It returns the bound addresses.
+// Listen binds the sockets. An empty replay endpoint means no replay socket. It returns the bound addresses.
 func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt, replayAt string, err error) {
 	p.feed.Activate() // before anything is announced
 	p.keeps = replay != ""
@@ -115,9 +114,9 @@ func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 	}
 }
 
-// begin sends a new subscriber, and no other one, AllBlocksCleared and all chunks that are there. These
-// messages have the numbers before that of the next message that is published. It returns false when
-// more was published meanwhile than can be kept back for the subscriber: then it begins anew.
+// begin sends AllBlocksCleared and all present chunks to a new subscriber, and to no other one. The numbers of these messages are those
+// just before the number of the next published message. begin returns false if more was published meanwhile than can be held back for the
+// subscriber; the caller must then call it again.
 func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	p.feed.Activate()
 	p.mu.Lock()
@@ -126,7 +125,7 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 		return !bytes.HasPrefix(topic, prefix) || p.pub.Covered(peer, topic, prefix)
 	})
 	if model, ok := p.o.modelOf(prefix); ok && len(whole) == 0 {
-		whole = []draft{{model: model}} // nothing of that model is there
+		whole = []draft{{model: model}} // that model has no chunks
 	}
 	for p.mu.next < uint64(len(whole)) {
 		p.sendLocked(p.mu.topic, nil, nil)
@@ -138,14 +137,14 @@ func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
 	for i, d := range whole {
 		m := p.message(d, first+uint64(i))
 		if peer.SendWaiting(m.topic, sequenceFrame(m.sequence), m.payload) != nil {
-			return true // it is gone
+			return true // the subscriber is gone
 		}
 	}
 	return p.pub.Release(peer)
 }
 
-// Run publishes until ctx ends. It does nothing without subscribers: the next subscriber, or the next
-// request for a replay, gets the records that the Feed still has.
+// Run publishes until ctx ends. While there are no subscribers it publishes nothing. The next subscriber, or the next request for a replay,
+// gets the records that the Feed still has.
 func (p *Publisher) Run(ctx context.Context) {
 	p.feed.Activate()
 	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
@@ -181,7 +180,7 @@ func (p *Publisher) Run(ctx context.Context) {
 	}
 }
 
-// Close ends the connections and returns after the last goroutine. Run has returned.
+// Close ends the connections and returns after the last goroutine. Run must have returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
 
 // publish publishes all new records. It reports whether there were some.
@@ -193,7 +192,7 @@ func (p *Publisher) publish() bool {
 	return p.mu.next != before
 }
 
-// catchUpLocked publishes the records up to number last.
+// catchUpLocked publishes the records up to number `last`.
 func (p *Publisher) catchUpLocked(last uint64) {
 	alone := p.mu.alone
 	p.mu.alone = p.pub.Subscribers() == 0
@@ -237,7 +236,7 @@ func (p *Publisher) newsLocked(news []Announcement) {
 	}
 }
 
-// restartLocked makes subscribers forget what they know, and publishes all chunks that are there.
+// restartLocked makes subscribers forget what they know, and publishes all present chunks.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	all, last := p.feed.Everything()
@@ -299,7 +298,7 @@ type draft struct {
 	from, to int
 }
 
-// salt returns the salt of what the message is about; nil where it is about nothing.
+// salt returns the salt of what the message is about; nil if it is about nothing.
 func (d *draft) salt() *string {
 	if d.from == d.to {
 		return nil
@@ -337,7 +336,7 @@ func (p *Publisher) heartbeat() {
 	p.sendLocked(p.mu.topic, nil, nil)
 }
 
-// eventBytes is about what an event takes beside its tokens and salt.
+// eventBytes is about how many bytes an event takes in addition to its tokens and salt.
 const eventBytes = 240
 
 func (p *Publisher) payload(events []kvevent.Event) []byte {
@@ -369,7 +368,7 @@ func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string)
 		[][]byte{m.topic, sequenceFrame(m.sequence), m.payload}, [][]byte{other.topic, sequenceFrame(other.sequence), other.payload})
 }
 
-// keepLocked keeps a message for replays, where there may be some.
+// keepLocked keeps a message for replays, if there is a replay socket.
 func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
@@ -391,7 +390,7 @@ func sequenceFrame(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, 
 // endFrame is the sequence of the message that ends a replay.
 var endFrame = bytes.Repeat([]byte{0xff}, 8)
 
-// snapshotRequest asks for all that is there, in the place of a number.
+// snapshotRequest asks for all present chunks. It stands in the place of a number.
 const snapshotRequest = "snapshot"
 
 // answer answers a request of the replay socket: an empty frame, then a sequence number, big-endian, or "snapshot".
@@ -431,8 +430,8 @@ func number(b []byte) uint64 {
 	return binary.BigEndian.Uint64(full[:])
 }
 
-// messagesFrom returns the messages from number start on, without a gap. It returns none when the first of them is not kept any more, except for
-// number 0: then it returns as many messages as were published, which together have all that is there.
+// messagesFrom returns the messages from number start on, without a gap. It returns none if the first of them is no longer kept. For number
+// 0 it then returns as many messages as were published, at most maxCompacted, if they can contain all present chunks.
 func (p *Publisher) messagesFrom(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -455,8 +454,8 @@ func noMessages(func(message) bool) {}
 // maxCompacted bounds the messages of a replay from number 0 that are made for it.
 const maxCompacted = 1 << 18
 
-// compactedLocked returns a message for each number that was published. Together they have all that
-// is there, each as many events as fit; the last ones are empty.
+// compactedLocked returns a message for each number that was published. Together they contain all present chunks, each as many events as
+// fit; the last ones are empty.
 func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	whole := visible(p.snapshotLocked(), limit)
 	n, topic := p.mu.next, p.mu.topic
@@ -478,8 +477,8 @@ func (p *Publisher) compactedLocked(limit *auth.Limit) iter.Seq[message] {
 	}
 }
 
-// snapshot returns messages with all chunks that are there. All have the number of the next message that is published: a reader applies
-// that message, and those after it, on top of them. Each is made when its reader takes it.
+// snapshot returns messages with all present chunks. All have the number of the next message that is published: a reader applies that
+// message, and those after it, on top of them. Each is made when its reader takes it.
 func (p *Publisher) snapshot(limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -498,8 +497,8 @@ func (p *Publisher) message(d draft, sequence uint64) message {
 	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
 }
 
-// snapshotLocked returns all that is there, as drafts of contents that do not change: until messages are made of them they take no more
-// memory than the Feed gives them.
+// snapshotLocked returns all present chunks as drafts whose contents do not change. Until messages are made of them, they take no more
+// memory than what the Feed gives them.
 func (p *Publisher) snapshotLocked() (out []draft) {
 	all, last := p.feed.Everything()
 	p.catchUpLocked(last)
@@ -536,7 +535,7 @@ func (o *PublisherOptions) topic(model string) []byte {
 	return []byte(strings.ReplaceAll(o.Topic, ModelInTopic, model))
 }
 
-// modelOf returns the model whose topic a prefix is.
+// modelOf returns the model whose topic the prefix is. It reports false if there is none.
 func (o *PublisherOptions) modelOf(prefix []byte) (string, bool) {
 	before, after, ok := strings.Cut(o.Topic, ModelInTopic)
 	model, head := strings.CutPrefix(string(prefix), before)
@@ -544,5 +543,5 @@ func (o *PublisherOptions) modelOf(prefix []byte) (string, bool) {
 	return model, ok && head && tail && model != ""
 }
 
-// ModelInTopic stands in a topic for the model's name.
+// ModelInTopic is the part of Options.Topic that is replaced by the model's name.
 const ModelInTopic = "{model}"

@@ -22,10 +22,9 @@ func (b *Book) Last() uint64 {
 	return b.mu.last
 }
 
-// Read appends to dst the records after number after that want accepts, limit at most,
-// oldest first; a nil want accepts all. It returns the number of the last one it looked at.
-// lost means that some records were dropped, or that after was never a record's number: then
-// Read returns no records, and the caller reads a Snapshot.
+// Read appends to dst the records after number `after` for which want reports true, oldest first, limit at most; a nil want accepts all. It
+// returns the number of the last record that it looked at. lost means that some of these records were dropped, or that `after` was never a
+// record's number: Read then returns no records, and the caller must read a Snapshot.
 func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bool) (_ []Record, next uint64, lost bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -43,9 +42,8 @@ func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bo
 	return dst, after, false
 }
 
-// Snapshot returns what is in the pool with tokens, chunks after those before them in a prompt, and the number of
-// the newest record that it contains. An empty model stands for all; with onePerModel a chunk that several
-// salts have is returned once.
+// Snapshot returns the chunks in the pool whose tokens are known, each after those before it in a prompt, and the number of the newest
+// record that they include. An empty model means all models. With onePerModel a chunk that several salts have is returned once.
 func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last uint64) {
 	placed, last := b.snapshot(model, true)
 	for _, p := range placed {
@@ -57,7 +55,7 @@ func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last u
 	return chunks, last
 }
 
-// Everything is Snapshot of all media, those of one model together, the pool first.
+// Everything is Snapshot for all media. The chunks of one model are together, those in the pool first.
 func (b *Book) Everything() (placed []Placed, last uint64) { return b.snapshot("", false) }
 
 func (b *Book) snapshot(model string, poolOnly bool) (placed []Placed, last uint64) {
@@ -83,7 +81,7 @@ func (b *Book) snapshot(model string, poolOnly bool) (placed []Placed, last uint
 	return placed, last
 }
 
-// firstOf reports whether no family before number i has the chunk for the same tenant.
+// firstOf reports whether no family before number i has the chunk in the medium for the same tenant.
 func (bound *binding) firstOf(i int, m Medium) bool {
 	for _, w := range bound.whole[:i] {
 		if w.in[m] && w.family.tenant == bound.whole[i].family.tenant {
@@ -93,16 +91,16 @@ func (bound *binding) firstOf(i int, m Medium) bool {
 	return true
 }
 
-// Capacity is how many records are kept for readers.
+// Capacity returns how many records are kept for readers.
 func (b *Book) Capacity() int { return b.o.Records }
 
 // Stats is a snapshot of a Book.
 type Stats struct {
 	Counters
 	Active bool
-	Chunks int    // with tokens or without, of which an object is in the pool or, with tokens, in a tier
-	Bytes  int64  // of tokens
-	Kept   int    // records
+	Chunks int    // chunks of which an object is in the pool, or which have tokens and an object in a tier
+	Bytes  int64  // memory of the tokens
+	Kept   int    // number of records that readers can still read
 	Last   uint64 // number of the newest record
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain says of lookups why their hits ended where they did. A Book counts all of
-// them by reason and remembers the last ones that found less than they asked for.
+// Package explain explains why the hits of lookups ended where they did. A Book counts all lookups by reason, and remembers the last ones
+// that found less than they asked for.
 package explain
 
 import (
@@ -22,17 +22,17 @@ import (
 // timeFormat is RFC 3339 with milliseconds.
 const timeFormat = "2006-01-02T15:04:05.000Z07:00"
 
-// Explanation says of lookups why their hits ended where they did: what GET /explain answers.
+// Explanation explains why the hits of lookups ended where they did: the answer to GET /explain.
 type Explanation struct {
-	Kept    int               `json:"kept"`    // lookups that are remembered, miss.MaxEnded at most
-	Reasons map[string]uint64 `json:"reasons"` // of all lookups since the start, by label, those that occurred
+	Kept    int               `json:"kept"`    // number of lookups that are remembered, miss.MaxEnded at most
+	Reasons map[string]uint64 `json:"reasons"` // number of lookups since the start by the label of the reason; only reasons that occurred
 	Lookups []Lookup          `json:"lookups"` // the newest first
-	Advice  map[string]Advice `json:"advice"`  // of the reasons in Lookups
+	Advice  map[string]Advice `json:"advice"`  // by the label of each reason in Lookups
 
-	Requests []Timeline `json:"requests"` // the newest first: the last MaxTimelines are remembered, also those that found all
+	Requests []Timeline `json:"requests"` // the newest first: the last MaxTimelines requests, also those that found everything
 }
 
-// Advice is what to do about a reason.
+// Advice says what a reason means, and what to do about it.
 type Advice struct {
 	What string `json:"what"`
 	Do   string `json:"do"`
@@ -40,29 +40,29 @@ type Advice struct {
 
 // Book remembers lookups. Its methods are safe for concurrent use.
 type Book struct {
-	names  *tier.Names // which model and salt namespaces are of
+	names  *tier.Names // model and salt of each namespace
 	counts [miss.NumReasons]atomic.Uint64
 	lost   [miss.NumReasons]atomic.Uint64 // tokens that lookups asked for and did not find
 	log    miss.Log
 	lines  timelines
 }
 
-// Took notes an operation of a request, from began to ended. An operation without a request id is not noted.
+// Took records an operation of a request, from began to ended. It ignores an operation without a request id.
 func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 	if len(request) > 0 {
 		b.lines.took(operation, request, began, ended)
 	}
 }
 
-// Requests returns the timelines of the last requests, the newest first, at most most.
+// Requests returns the timelines of the last requests, the newest first, `most` at most.
 func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
-// New returns an empty Book. names says which model and salt a namespace is of.
+// New returns an empty Book. names has the model and salt of each namespace.
 func New(names *tier.Names) *Book {
 	return &Book{names: names}
 }
 
-// Count is how many lookups ended for a reason.
+// Count returns how many lookups ended for a reason.
 func (b *Book) Count(why miss.Reason) uint64 { return b.counts[why].Load() }
 
 // LostTokens returns how many tokens lookups asked for and did not find, for a reason.
@@ -76,13 +76,13 @@ type Lookup struct {
 	Salt        string     `json:"cache_salt"`
 	AskedTokens int        `json:"asked_tokens"`
 	HitTokens   int        `json:"hit_tokens"`
-	Reason      string     `json:"reason"` // its label
-	Text        string     `json:"text"`   // in words
+	Reason      string     `json:"reason"` // label of the reason
+	Text        string     `json:"text"`   // the reason in words
 	Chunk       string     `json:"chunk_hash,omitempty"`
 	Shard       int        `json:"shard"`
 	Group       int        `json:"object_group"`
 	Tier        string     `json:"tier,omitempty"`
-	Tags        string     `json:"tags,omitempty"` // of the request: name=value, …
+	Tags        string     `json:"tags,omitempty"` // tags of the request: name=value, …
 	Gone        *GoneChunk `json:"gone,omitempty"`
 	Other       *OtherName `json:"other,omitempty"`
 }
@@ -90,21 +90,21 @@ type Lookup struct {
 // GoneChunk says how the chunk that ended a hit was lost.
 type GoneChunk struct {
 	At      string  `json:"at"`
-	Before  float64 `json:"seconds_before"` // the lookup
+	Before  float64 `json:"seconds_before"` // seconds before the lookup
 	By      string  `json:"by,omitempty"`   // the user or address that needed its room
 	ByModel string  `json:"by_model,omitempty"`
 	BySalt  string  `json:"by_salt,omitempty"`
 }
 
-// OtherName is another name, under which the missing chunk is there.
+// OtherName is another name under which the missing chunk is stored.
 type OtherName struct {
 	Model     string `json:"model_name"`
 	Salt      string `json:"cache_salt"`
 	WorldSize int    `json:"world_size"`
 }
 
-// resolve returns the request id that a client's id stands for: itself, else the only one that
-// begins with it and a dash. Engines number the prompts of a request behind its id.
+// resolve returns the request id that a client's id means: the id itself if it is known, else the only known one that begins with it and a
+// dash. Engines add a dash and a number for each prompt of a request.
 func (b *Book) resolve(request string) string {
 	if request == "" || len(b.log.Of(request, 1)) > 0 || len(b.lines.last(request, 1)) > 0 {
 		return request
@@ -115,7 +115,7 @@ func (b *Book) resolve(request string) string {
 			continue
 		}
 		if found != "" {
-			return request // more than one
+			return request // more than one matches
 		}
 		found = id
 	}
@@ -133,8 +133,8 @@ func (b *Book) ids() (out []string) {
 	return out
 }
 
-// ExplainTo is Explain for a reader who may know of some salts alone. It learns nothing of lookups under other salts, nor whether a chunk is
-// there under one, nor for whom one was evicted.
+// ExplainTo is Explain for a reader who may see only some salts. It reveals nothing of lookups under other salts, nor whether a chunk is
+// stored under another salt, nor for whom a chunk was evicted.
 func (b *Book) ExplainTo(request string, most int, allows func(salt string) bool) Explanation {
 	out := Explanation{Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}, Requests: []Timeline{}}
 	request = b.resolve(request)
@@ -146,7 +146,7 @@ func (b *Book) ExplainTo(request string, most int, allows func(salt string) bool
 		if len(out.Lookups) == most {
 			break
 		}
-		if e.Why == miss.Unsigned || e.Why == miss.ForeignTenant || !allows(e.Salt) { // the tenant of the first two is not known
+		if e.Why == miss.Unsigned || e.Why == miss.ForeignTenant || !allows(e.Salt) { // the tenant of lookups with the first two reasons is not known
 			continue
 		}
 		if e.OtherWorld > 0 && !allows(e.OtherSalt) {
@@ -161,15 +161,15 @@ func (b *Book) ExplainTo(request string, most int, allows func(salt string) bool
 	}
 	out.Kept = len(out.Lookups)
 	for _, l := range b.lines.last(request, MaxTimelines) {
-		if l.Model != "" && allows(l.Salt) && len(out.Requests) < most { // without a model it has no lookup, and its salt is not known
+		if l.Model != "" && allows(l.Salt) && len(out.Requests) < most { // without a model there was no lookup, and the salt is not known
 			out.Requests = append(out.Requests, l)
 		}
 	}
 	return out
 }
 
-// Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most most lookups. An id that is not known stands for the only one that begins with it and a dash. advise returns the advice for a reason.
+// Explain returns why the last lookups of a request id found no more, or those of all requests if the id is empty; `most` lookups at most.
+// An unknown id stands for the only known one that begins with it and a dash. advise returns the advice for a reason.
 func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
 	out := Explanation{Kept: b.log.Len(), Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}}
 	for i := range b.counts {
@@ -211,7 +211,7 @@ func explained(e *miss.Ended) Lookup {
 	return l
 }
 
-// sentence is a lookup in words.
+// sentence describes a lookup in words.
 func sentence(e *miss.Ended) string {
 	var b strings.Builder
 	switch e.Why {
@@ -255,8 +255,8 @@ func withSalt(salt string) string {
 	return fmt.Sprintf(", salt %q", salt)
 }
 
-// Lookup counts the reason why a lookup found less than it asked for, and remembers the lookup. Of a lookup that found all it only notes
-// the timeline.
+// Lookup records the outcome of a lookup. If the lookup found less than it asked for, it counts the reason and remembers the lookup.
+// Otherwise it only records the timeline.
 func (b *Book) Lookup(o *lookup.Outcome) {
 	if o.Searched {
 		b.lines.recordLookup(o)
@@ -283,8 +283,7 @@ func (b *Book) Lookup(o *lookup.Outcome) {
 	b.log.Add(&e)
 }
 
-// elsewhere finds the name that is closest to the one that a lookup asked for, among those
-// under which the missing chunk is there.
+// elsewhere sets, in e, the name that is nearest to the lookup's own among those under which the missing chunk is stored.
 func (b *Book) elsewhere(e *miss.Ended, others []kv.Key) {
 	best := len(nearness)
 	for i := range others {
@@ -298,7 +297,7 @@ func (b *Book) elsewhere(e *miss.Ended, others []kv.Key) {
 	}
 }
 
-// nearness orders names, the closest first.
+// nearness orders the differences between two names, the smallest first.
 var nearness = []miss.Reason{miss.OtherRank, miss.OtherLayout, miss.OtherSalt, miss.OtherModel, miss.OtherName}
 
 func differs(e *miss.Ended, o *kv.Key, of tier.Name, known bool) miss.Reason {
@@ -317,7 +316,7 @@ func differs(e *miss.Ended, o *kv.Key, of tier.Name, known bool) miss.Reason {
 	return miss.OtherLayout
 }
 
-// Do returns what to do about a reason, by its words; empty where that depends on more than the reason.
+// Do returns what to do about a reason, given its text; empty if that depends on more than the reason.
 func Do(why string) string { return advice[why] }
 
 var advice = map[string]string{

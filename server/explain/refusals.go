@@ -17,17 +17,17 @@ type Refused struct {
 	Last  string `json:"last"` // RFC 3339
 }
 
-// Refusals remembers the latest reasons for which registrations were refused. The zero Refusals is
-// empty. Its methods are safe for concurrent use.
+// Refusals remembers the latest reasons for which registrations were refused. The zero Refusals is empty. Its methods are safe for
+// concurrent use.
 type Refusals struct {
 	mu      sync.Mutex
 	reasons []Refused // the latest last
 }
 
-// MaxRefusals bounds the reasons.
+// MaxRefusals bounds the reasons that Refusals remembers.
 const MaxRefusals = 16
 
-// Add notes a refusal.
+// Add records a refusal.
 func (t *Refusals) Add(err error) {
 	why := Refused{Why: safelog.Text(err.Error(), safelog.MaxText), Count: 1, Last: time.Now().UTC().Format(time.RFC3339)}
 	t.mu.Lock()

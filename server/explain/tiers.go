@@ -10,8 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// TierMisses count the lookups that a tier ended. The zero TierMisses is empty; methods are safe for
-// concurrent use.
+// TierMisses counts the lookups whose hit ended because of a tier. The zero TierMisses is empty; methods are safe for concurrent use.
 type TierMisses struct {
 	mu sync.Mutex
 	of map[tierMiss]uint64
@@ -22,11 +21,11 @@ type tierMiss struct {
 	why  miss.Reason
 }
 
-// AnyTier stands for a tier that did not say its name.
+// AnyTier is the name for a tier that is not known.
 const AnyTier = "any"
 
-// Add counts a lookup that a tier ended. A name that no tier has counts for AnyTier, or for the
-// only tier.
+// Add counts a lookup whose hit ended because of a tier. If no tier has the name, the lookup counts for the only tier, or for AnyTier if
+// there are several.
 func (m *TierMisses) Add(tiers []*tier.Counting, name string, why miss.Reason) {
 	if len(tiers) == 0 {
 		return
@@ -45,8 +44,7 @@ func (m *TierMisses) Add(tiers []*tier.Counting, name string, why miss.Reason) {
 	m.of[tierMiss{name, why}]++
 }
 
-// Counts returns the number for each reason of one tier, also those that did not occur.
-// call names the reasons.
+// Counts returns the number of lookups for each reason of one tier, 0 included. call returns the name of a reason.
 func (m *TierMisses) Counts(name string, call func(miss.Reason) string) map[string]uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -57,10 +55,10 @@ func (m *TierMisses) Counts(name string, call func(miss.Reason) string) map[stri
 	return out
 }
 
-// TierEnds are the lookups that a tier ended, for metrics.
+// TierEnds has the lookups whose hits ended because of one tier, for metrics.
 type TierEnds struct {
 	Lookups map[string]uint64 `counter:"kvasir_tier_ended_lookups_total" label:"reason" help:"Lookups whose next chunk this tier could have had, by why it did not give it; tier any where that is not known."`
 }
 
-// Stats returns the lookups that one tier ended.
+// Stats returns the figures of one tier.
 func (m *TierMisses) Stats(name string) TierEnds { return TierEnds{m.Counts(name, miss.Reason.Label)} }

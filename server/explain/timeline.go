@@ -9,8 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/lookup"
 )
 
-// Limits of what is remembered of requests: MaxTimelines of them, each with MaxSpans spans, take less
-// than 1.5 MiB, allocated as they come.
+// Limits of the remembered requests: MaxTimelines of them, each with MaxSpans spans, take less than 1.5 MiB, allocated as they come.
 const (
 	MaxTimelines = 1024
 	MaxSpans     = 24
@@ -18,29 +17,29 @@ const (
 	maxModelName = 64
 )
 
-// Timeline is what a request of an engine asked this server for, and how long each of that took.
+// Timeline is the operations of one engine request at this server, and how long each took.
 type Timeline struct {
 	Request     string `json:"request_id"`
-	Model       string `json:"model_name"` // of its last lookup, as the rest
+	Model       string `json:"model_name"` // of its last lookup, as the next four fields
 	Salt        string `json:"cache_salt"`
 	AskedTokens int    `json:"asked_tokens"`
 	HitTokens   int    `json:"hit_tokens"`
-	BelowTokens int    `json:"below_tokens"` // of the hit, those that came from a tier below the pool for it
+	BelowTokens int    `json:"below_tokens"` // of the hit tokens, those that were read from a tier below the pool for it
 	Began       string `json:"at"`           // RFC 3339
 	Spans       []Span `json:"spans"`        // in the order in which they ended
-	More        int    `json:"more"`         // operations that were not kept, because there were too many
+	More        int    `json:"more"`         // number of operations beyond MaxSpans, which are not listed
 }
 
-// Span is an operation, or several of one kind that followed each other.
+// Span is an operation, or several of the same kind one after the other.
 type Span struct {
 	Operation string  `json:"operation"` // LMCache's name, or WaitSpan
 	FromMS    float64 `json:"from_ms"`   // since the request began
-	MS        float64 `json:"ms"`        // to the end of the last one
+	MS        float64 `json:"ms"`        // until the end of the last one
 	Count     int     `json:"count"`
 }
 
-// WaitSpan is the time between a lookup and its result, where it was pending: tiers were read, or chunks
-// compared with their checksums. It ends when the engine learned the result.
+// WaitSpan is the operation for the time between a lookup and its result, if it was pending: tiers were read, or chunks were compared with
+// their checksums. It ends when the engine got the result.
 const WaitSpan = "wait"
 
 type span struct {
@@ -49,7 +48,7 @@ type span struct {
 	count     int32
 }
 
-// line is one request.
+// line is the timeline of one request.
 type line struct {
 	id, model, salt   string
 	asked, hit, below int
@@ -59,22 +58,22 @@ type line struct {
 	more              int
 }
 
-// timelines remember requests. The zero value is empty; methods are safe for concurrent use, the mutex is a leaf.
+// timelines remembers requests. The zero value is empty; methods are safe for concurrent use, the mutex is a leaf.
 type timelines struct {
 	mu   sync.Mutex
 	of   map[string]*line
-	ring []*line // the oldest at next, once it is full
+	ring []*line // once it is full, the oldest is at next
 	next int
 
-	latest      *line  // of the last call: the next one is mostly of the same request
+	latest      *line  // the line of the last call: the next call is mostly of the same request
 	model, salt string // of the last lookup
 }
 
-// A lookup after the end of a session begins another request of the same id. Workers may still store then.
+// lookupName and endName are names of operations. A lookup after the end of a session begins another request with the same id. Workers may
+// still store for the first one then.
 const lookupName, endName = "lookup", "end_session"
 
-// lineLocked returns the line of a request, a new one where there is none, or where it has ended and
-// is looked up again.
+// lineLocked returns the line of a request. It makes a new one if there is none, or if the request has ended and this is a lookup.
 func (t *timelines) lineLocked(request []byte, began time.Time, lookup bool) *line {
 	request = request[:min(len(request), maxRequestID)]
 	l := t.latest
@@ -105,7 +104,7 @@ func (t *timelines) lineLocked(request []byte, began time.Time, lookup bool) *li
 	return l
 }
 
-// took notes an operation of a request.
+// took records an operation of a request.
 func (t *timelines) took(operation string, request []byte, began, ended time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -144,7 +143,7 @@ func (t *timelines) recordLookup(o *lookup.Outcome) {
 	if t.salt != string(salt) {
 		t.salt = string(salt)
 	}
-	l.model, l.salt = t.model, t.salt // most lookups have those of the one before
+	l.model, l.salt = t.model, t.salt // most lookups have the same names as the one before
 	l.asked, l.hit, l.below = o.AskedTokens(), o.HitTokens(), o.BelowTokens()
 	if o.Waited {
 		from := l.began
@@ -157,7 +156,7 @@ func (t *timelines) recordLookup(o *lookup.Outcome) {
 	}
 }
 
-// last returns the newest timelines, most at most, or that of a request.
+// last returns the newest timelines, `most` at most; only those of a request if request is not empty.
 func (t *timelines) last(request string, most int) []Timeline {
 	out := []Timeline{}
 	t.mu.Lock()

@@ -14,19 +14,19 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/paged"
 )
 
-// ErrChecksums means that the memory has no checksums as LMCache makes them.
+// ErrChecksums means that LMCache's checksums cannot be computed for the memory.
 var ErrChecksums = errors.New("checksums are not supported for this KV")
 
-// Checksums are MD5 digests of a worker's blocks, a fixed number of blocks in each, as POST /cache/checksums of lmcache 0.5.6 makes them
-// (http_apis/cache_api.py, _compute_block_checksums): of each layer's chunk in the order in which it lies in memory, bfloat16
-// widened to float32.
+// Checksums are MD5 digests of a worker's blocks, with a fixed number of blocks in each, as POST /cache/checksums of lmcache 0.5.6 computes
+// them (http_apis/cache_api.py, _compute_block_checksums): over each layer's part of a chunk in the order in which it lies in memory, with
+// bfloat16 widened to float32.
 type Checksums struct {
-	Digests [][]string // of each layer, by chunk; one list for all layers where they have one digest together
-	Layers  []int      // which of the worker's layers each list is of; nil where layers have one digest together
+	Digests [][]string // by layer, then by chunk; one list for all layers if they have one digest together
+	Layers  []int      // the worker's layer of each list; nil if the layers have one digest together
 }
 
-// Checksums computes the digests, with apart of each layer, else of all layers together. It reads memory that the engine may be writing.
-// Errors wrap paged.ErrBlocks for ids that are not there, ErrChecksums, and ctx's.
+// Checksums computes the digests: one for each layer if `apart` is set, otherwise one for all layers together. It reads memory that the
+// engine may be writing. Errors wrap paged.ErrBlocks for ids that do not exist, ErrChecksums, and ctx's error.
 func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bool) (*Checksums, error) {
 	type layer struct {
 		*paged.Layer
@@ -85,11 +85,11 @@ func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bo
 	return out, nil
 }
 
-// sumLayer adds one layer's blocks; wide writes each bfloat16 as the float32 that it is.
+// sumLayer adds one layer's blocks to sum. With wide it writes each bfloat16 as the equal float32.
 func sumLayer(sum hash.Hash, l *paged.Layer, blocks []int, wide bool, scratch []byte) []byte {
 	write := func(row []byte) {
 		if !wide {
-			_, _ = sum.Write(row) // a hash takes all
+			_, _ = sum.Write(row) // a hash takes all bytes
 			return
 		}
 		scratch = scratch[:0]
@@ -114,7 +114,7 @@ func sumLayer(sum hash.Hash, l *paged.Layer, blocks []int, wide bool, scratch []
 	return scratch
 }
 
-// Size returns how many layers there are, and how many blocks those of the first group have.
+// Size returns the number of layers, and the number of blocks that the first group's layers have.
 func (d *KV) Size() (layers, blocks int) {
 	return len(d.reg.Descriptors), d.groups[0].Layers[0].View.Blocks
 }

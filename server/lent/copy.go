@@ -9,14 +9,13 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// Blocks are the engine's blocks of one transfer, checked.
+// Blocks are the engine's block ids for one transfer. They are checked.
 type Blocks struct {
 	of  *KV
 	ids []paged.IDs // by KV group
 }
 
-// Blocks checks the block ids of a transfer of chunks chunks: lists by KV group.
-// Errors wrap paged.ErrBlocks.
+// Blocks checks the block ids of a transfer of `chunks` chunks. lists has the ids of each KV group. Errors wrap paged.ErrBlocks.
 func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	if len(lists) != len(d.groups) {
 		return nil, fmt.Errorf("%w: %d lists for %d KV groups", paged.ErrBlocks, len(lists), len(d.groups))
@@ -25,7 +24,7 @@ func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	for i := range d.groups {
 		g := &d.groups[i]
 		if g.rule.Excluded {
-			continue // never read
+			continue // its blocks are never read
 		}
 		var err error
 		if b.ids[i], err = g.IDs(lists[i], chunks); err != nil {
@@ -35,8 +34,7 @@ func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	return b, nil
 }
 
-// Missing reports whether a chunk has blocks that an object needs and that are not
-// there. Its bytes would mean nothing.
+// Missing reports whether an object of a chunk needs a block that the engine does not have. The bytes of such an object would mean nothing.
 func (b *Blocks) Missing(object, chunk int) bool {
 	for _, g := range b.of.Objects[object].Groups {
 		if !b.ids[g].Whole(chunk) {
@@ -46,8 +44,8 @@ func (b *Blocks) Missing(object, chunk int) bool {
 	return false
 }
 
-// Plan plans the copy of parts: out of the engine's blocks, or with load into them,
-// but for the blocks that lie whole in the first skip tokens.
+// Plan plans the copies of parts: out of the engine's blocks, or with load into them. It leaves out blocks that lie entirely in the first
+// `skip` tokens.
 func (b *Blocks) Plan(parts []store.Part, load bool, skip int) (*paged.Plan, error) {
 	plan := &paged.Plan{Load: load}
 	for _, part := range parts {

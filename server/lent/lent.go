@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lent is the KV memory that CPU engines lend to a server which copies it
-// (lmcache_driven): named segments that are mapped, checked against what the engine
-// described, split into groups of objects, and removed after their owner's death.
+// Package lent has the KV memory that CPU engines lend to a server which copies it (lmcache_driven): named segments that are mapped,
+// checked against what the engine described, divided into groups of objects, and removed after their owner's end.
 package lent
 
 import (
@@ -24,54 +23,53 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// KV is what one worker lends. It is immutable but for its memory's end and for
-// Recognise.
+// KV is the memory that one worker lends. It is immutable, except that Recognise sets owners and Close unmaps the memory.
 type KV struct {
-	Segments []Segment        // as they were at the registration
-	Process  peercred.Process // the worker's, where that is proved; else zero
-	Objects  []Object         // what a chunk is stored as
-	Groups   *object.Groups   // the same objects as the store sees them
-	Bytes    int64            // of a chunk, all objects
+	Segments []Segment        // the segments at the registration
+	Process  peercred.Process // the worker's process, if that is proved; else zero
+	Objects  []Object         // the objects of a chunk
+	Groups   *object.Groups   // the same objects in the store's form
+	Bytes    int64            // of a chunk, in all its objects
 	Layout   kv.Layout        // of the first KV group, for people
 
 	memory memory
 	once   sync.Once
-	json   json.RawMessage // of reg, once
-	reg    lmcache.KVCache // what it registered
+	json   json.RawMessage // JSON of reg, made once
+	reg    lmcache.KVCache // the worker's registration
 	groups []group         // KV groups, in the order of a transfer's block ids
 }
 
-// group is one KV group: layers whose blocks go by one list of ids.
+// group is one KV group: layers that share one list of block ids.
 type group struct {
 	paged.Group
 	dtype          string
-	layers         []int // which of the worker's, in this order
+	layers         []int // indices of the worker's layers, in this order
 	tokensPerBlock int
 	rule           coordinator.ChunkGroup
 }
 
-// Object says what one object of a chunk holds.
+// Object describes one object of a chunk.
 type Object struct {
-	Groups []int // KV groups, in this order
+	Groups []int // its KV groups, in this order
 	Rule   coordinator.ChunkGroup
 	Bytes  int64
 }
 
-// ErrRegistration means that a registration cannot be served.
+// ErrRegistration means that this server cannot serve a registration.
 var ErrRegistration = errors.New("lmcache_driven registration")
 
 // Options says how lent KV is opened.
 type Options struct {
 	ChunkTokens int
-	Separate    bool   // each kind of attention gets objects of its own; else a chunk is one object. LMCache 0.5.6 does both
-	Dir         string // where segments are; empty is shm.Dir
-	// CPUViews takes SGLang's unified layout from the memory of a CPU, for tests: there the client moves views, and the engine's own memory
-	// stays where it was.
+	Separate    bool   // each kind of attention gets its own objects; else a chunk is one object. LMCache 0.5.6 can do both
+	Dir         string // folder of the segments; empty: shm.Dir
+	// CPUViews accepts SGLang's unified layout in the memory of a CPU, for tests. With this layout the client moves views, and the engine's
+	// own memory stays where it was.
 	CPUViews bool
 }
 
-// Open maps the memory that the caller who lends and works out its groups. The error wraps
-// ErrRegistration, and access.ErrLender for memory that who may not lend.
+// Open maps the memory of a worker, which the caller `who` lends, and finds out its groups. The error wraps ErrRegistration, and
+// access.ErrLender for memory that who may not lend.
 func Open(reg *lmcache.KVCache, o Options, who *access.Caller) (*KV, error) {
 	d := &KV{reg: *reg}
 	err := d.open(o, who)
@@ -85,23 +83,22 @@ func Open(reg *lmcache.KVCache, o Options, who *access.Caller) (*KV, error) {
 	return d, nil
 }
 
-// Recognise finds out who made the segments. known are owners that were proved
-// before. It is called before other goroutines know d.
+// Recognise finds out which processes made the segments. known are owners that were proved before. Call it before other goroutines use d.
 func (d *KV) Recognise(known []Segment) {
 	d.memory.findOwners(known)
 	d.Segments = d.memory.list()
 }
 
-// Use calls f while the memory is mapped; it reports false when it is no longer.
+// Use calls f while the memory is mapped. It reports false if the memory is no longer mapped.
 func (d *KV) Use(f func()) bool { return d.memory.use(f) }
 
-// Maps reports whether a segment is among what is mapped.
+// Maps reports whether a segment is one of the mapped ones.
 func (d *KV) Maps(seg Segment) bool { return d.memory.has(seg) }
 
-// Close unmaps the memory after the copies in progress.
+// Close waits for the copies in progress, then unmaps the memory.
 func (d *KV) Close() error { return d.memory.close() }
 
-// Registration returns what the worker registered, as JSON.
+// Registration returns the worker's registration as JSON.
 func (d *KV) Registration() json.RawMessage {
 	d.once.Do(func() {
 		b, err := json.Marshal(&d.reg)
@@ -120,7 +117,7 @@ func (d *KV) open(o Options, who *access.Caller) error {
 	if err := understood(&d.reg, o.CPUViews); err != nil {
 		return err
 	}
-	if err := who.Seen(); err != nil { // before any file is touched for it
+	if err := who.Seen(); err != nil { // before any file is opened for it
 		return err
 	}
 	may := func(f shm.File) error { return who.MayLend(f.UID) }
@@ -150,8 +147,8 @@ func (d *KV) open(o Options, who *access.Caller) error {
 	return d.split(o.ChunkTokens, o.Separate)
 }
 
-// understood refuses an engine whose blocks are arranged in a way that this package does not know.
-// Releases of vLLM send their type; an empty type is taken for vLLM.
+// understood returns an error for an engine whose arrangement of blocks this package does not know. vLLM's releases send their engine type;
+// an empty type counts as vLLM.
 func understood(reg *lmcache.KVCache, cpuViews bool) error {
 	switch reg.EngineType {
 	case "", "vllm":
@@ -175,7 +172,7 @@ func understood(reg *lmcache.KVCache, cpuViews bool) error {
 	return reg.Unread.Err()
 }
 
-// layer maps one layer's memory and checks that the tensor lies in it.
+// layer maps the memory of one layer and checks that the tensor lies within it.
 func (d *KV) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) error) (paged.Layer, error) {
 	switch desc.Type {
 	case lmcache.CPUShm:
@@ -225,7 +222,7 @@ func headsFirst(hint string) (bool, error) {
 	return false, fmt.Errorf("unknown kv_layout %q: NHD, HND, BLNHC and BLHNC are known", hint)
 }
 
-// group makes one KV group out of its layers.
+// group makes a KV group of its layers.
 func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool, chunkTokens int) (group, error) {
 	var k group
 	for _, i := range info.Layers {
@@ -253,7 +250,7 @@ func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool
 	k.Keep = k.PerChunk
 	switch w := info.WindowTokens; {
 	case info.Recurrent:
-		k.Keep = 1 // the state after the last block
+		k.Keep = 1 // only the block with the last state
 	case w == -1:
 	case w < 1:
 		return k, fmt.Errorf("sw_size_tokens %d", w)
@@ -265,13 +262,12 @@ func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool
 	return k, k.Check()
 }
 
-// split forms the object groups: one of all KV groups, or one for each number of
-// chunks that a window needs. A connector's own groups (a tag other than 0) are
-// never loaded, so nothing of them is kept.
+// split forms the object groups: one with all KV groups or, with separate, one for each number of chunks that a window needs. A connector's
+// own groups (with a tag other than 0) are never loaded, so they are not stored.
 func (d *KV) split(chunkTokens int, separate bool) error {
 	type kind struct {
 		recurrent bool
-		chunks    int // -1: all
+		chunks    int // -1: all chunks
 	}
 	at := map[kind]int{}
 	for i := range d.groups {
@@ -314,7 +310,7 @@ func (d *KV) split(chunkTokens int, separate bool) error {
 	return err
 }
 
-// layout is what a chunk holds of the KV group.
+// layout returns the layout of a chunk of the KV group.
 func (k *group) layout() kv.Layout {
 	v := &k.Layers[0].View
 	return kv.Layout{
@@ -322,10 +318,9 @@ func (k *group) layout() kv.Layout {
 	}
 }
 
-// Fingerprint is equal for two workers exactly when their objects mean the same
-// bytes: which layers an object holds, in which order and form. With one group of
-// full attention over all layers in order it is that of an engine-driven worker of
-// the same model: they share chunks.
+// Fingerprint returns a text that is equal for two workers exactly when the bytes of their objects mean the same: which layers an object
+// has, in which order and form. With one group of full attention over all layers in order, it is the fingerprint of an engine-driven worker
+// of the same model, so that the two share chunks.
 func (d *KV) Fingerprint() string {
 	if len(d.Objects) == 1 && len(d.Objects[0].Groups) == 1 && d.Objects[0].Rule.Window == -1 {
 		if k := &d.groups[d.Objects[0].Groups[0]]; !k.Sparse && len(k.layers) == len(d.reg.Descriptors) && slices.IsSorted(k.layers) {
@@ -348,11 +343,10 @@ func (d *KV) Fingerprint() string {
 // KVGroups returns how many KV groups the worker has.
 func (d *KV) KVGroups() int { return len(d.groups) }
 
-// EngineType returns the type of the engine that lends the memory; an engine that does not name it is of vLLM.
+// EngineType returns the type of the engine that lends the memory; vllm if the registration names none.
 func (d *KV) EngineType() string { return cmp.Or(d.reg.EngineType, "vllm") }
 
-// Merged reports whether a group that needs less than the whole prefix shares its
-// objects with others. Then a hit needs all chunks.
+// Merged reports whether a group that needs less than the whole prefix shares its objects with other groups. A hit then needs all chunks.
 func (d *KV) Merged() bool {
 	return slices.ContainsFunc(d.Objects, func(o Object) bool {
 		return o.Rule.Window == -1 && !o.Rule.Recurrent && slices.ContainsFunc(o.Groups, func(k int) bool { return d.groups[k].Sparse })

@@ -18,22 +18,21 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// prefix begins the names of the segments that LMCache's CPU workers lend:
-// lmcache_kv_<pid>_<n>. No other file is ever mapped or removed for a worker.
+// prefix is the beginning of the names of segments that LMCache's CPU workers lend: lmcache_kv_<pid>_<n>. The server never maps or removes
+// any other file for a worker.
 const prefix = "lmcache_kv_"
 
-// maxSegments bounds the segments of one worker: an engine lends one per layer at
-// most, and the deepest models have about 130.
+// maxSegments bounds the segments of one worker. An engine lends at most one for each layer, and the deepest models have about 130 layers.
 const maxSegments = 512
 
-// ErrMemory means that what a worker lends is not there, or not what it says.
+// ErrMemory means that memory which a worker lends does not exist, or is not as the worker describes it.
 var ErrMemory = errors.New("worker's shared memory")
 
 // Segment is one segment that a worker lends.
 type Segment struct {
 	Name  string
 	Inode uint64
-	Owner peercred.Process // who made it; zero when that is not proved
+	Owner peercred.Process // the process that made it; zero: not proved
 }
 
 type mapped struct {
@@ -41,7 +40,7 @@ type mapped struct {
 	owner peercred.Process
 }
 
-// memory is what one worker lends, mapped while it is registered.
+// memory has the segments of one worker, mapped while the worker is registered.
 type memory struct {
 	mu struct {
 		sync.RWMutex // held for reading while a copy uses the memory
@@ -50,9 +49,8 @@ type memory struct {
 	}
 }
 
-// attach maps the segment name of dir, once, and returns its first n bytes. A
-// shorter segment is refused, and so is any other file than a worker's, or one that
-// may refuses.
+// attach maps the segment `name` of dir, unless it is mapped already, and returns its first n bytes. It refuses a shorter segment, a file
+// that is no worker's segment, and one for which may returns an error.
 func (l *memory) attach(dir, name string, n int64, may func(shm.File) error) ([]byte, error) {
 	name = strings.TrimPrefix(name, "/")
 	if !strings.HasPrefix(name, prefix) {
@@ -72,7 +70,7 @@ func (l *memory) attach(dir, name string, n int64, may func(shm.File) error) ([]
 		} else if err != nil {
 			return nil, fmt.Errorf("%w: %w (same host, same user, same /dev/shm?)", ErrMemory, err)
 		}
-		if err := seg.CloseFile(); err != nil { // the mapping is enough
+		if err := seg.CloseFile(); err != nil { // only the mapping is needed
 			return nil, errors.Join(fmt.Errorf("%w: %w", ErrMemory, err), seg.Close())
 		}
 		if l.mu.segments == nil {
@@ -86,7 +84,7 @@ func (l *memory) attach(dir, name string, n int64, may func(shm.File) error) ([]
 	return seg.Bytes(0, n), nil
 }
 
-// use calls f while the memory is mapped; it reports false when it is no longer.
+// use calls f while the memory is mapped. It reports false if the memory is no longer mapped.
 func (l *memory) use(f func()) bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -97,7 +95,7 @@ func (l *memory) use(f func()) bool {
 	return true
 }
 
-// close unmaps the memory after the copies in progress.
+// close waits for the copies in progress, then unmaps the memory.
 func (l *memory) close() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -110,7 +108,7 @@ func (l *memory) close() error {
 	return err
 }
 
-// has reports whether l is among what is mapped.
+// has reports whether a segment is one of the mapped ones.
 func (l *memory) has(of Segment) bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -118,7 +116,7 @@ func (l *memory) has(of Segment) bool {
 	return ok && seg.Inode() == of.Inode
 }
 
-// list returns the mapped segments, with the owner of each where it is proved.
+// list returns the mapped segments, each with its owner if that is proved.
 func (l *memory) list() []Segment {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -129,9 +127,8 @@ func (l *memory) list() []Segment {
 	return out
 }
 
-// findOwners records the creators of the segments: the process in a segment's name, if it maps
-// that file now. Behind another PID namespace, or for another user's process,
-// nothing is proved. known are owners that were proved before.
+// findOwners records which processes made the segments: the process in a segment's name, if it maps that file now. For a process in another
+// PID namespace, or of another user, nothing is proved. known are owners that were proved before.
 func (l *memory) findOwners(known []Segment) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -158,8 +155,8 @@ func (l *memory) findOwners(known []Segment) {
 	}
 }
 
-// Leftovers are the segments of workers that are no longer registered. An engine
-// that dies leaves them behind. Its methods are safe for concurrent use.
+// Leftovers has the segments of workers that are no longer registered. An engine that is killed leaves them. Its methods are safe for
+// concurrent use.
 type Leftovers struct {
 	mu struct {
 		sync.Mutex
@@ -169,8 +166,8 @@ type Leftovers struct {
 
 const maxLeftovers = 1 << 14
 
-// Add takes over segments of a worker that left. It ignores segments without a proved owner, or of
-// another kind of name: this server may not remove them.
+// Add adds the segments of a worker whose registration has ended. It ignores segments without a proved owner, and those with a name of
+// another form, because this server may not remove them.
 func (r *Leftovers) Add(list []Segment) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -182,15 +179,15 @@ func (r *Leftovers) Add(list []Segment) {
 	}
 }
 
-// All returns the segments that were left.
+// All returns all these segments.
 func (r *Leftovers) All() []Segment {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.Clone(r.mu.list)
 }
 
-// Sweep removes the segments whose owner has ended, unless inUse, and forgets
-// those that are gone. It reports whether the list changed.
+// Sweep removes those segments whose owner has ended and for which inUse reports false. It forgets segments that no longer exist. It
+// reports whether the list changed.
 func (r *Leftovers) Sweep(dir string, inUse func(Segment) bool, removed func(Segment)) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

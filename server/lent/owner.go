@@ -10,14 +10,13 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// SameProcess reports whether both workers are proved to be one process.
+// SameProcess reports whether both workers are proved to be of one process.
 func (d *KV) SameProcess(other *KV) bool {
 	return d.Process != (peercred.Process{}) && d.Process == other.Process
 }
 
-// ownProcess proves that the process that made the segments is the one behind c. It
-// returns an error when it is proved to be another, and no process when nothing is
-// proved.
+// ownProcess tries to prove that the process behind c made the segments. It returns an error if another process is proved to have made
+// them, and no process if nothing is proved.
 func (l *memory) ownProcess(c *access.Caller) (peercred.Process, error) {
 	var of peercred.Process
 	for _, seg := range l.list() {
@@ -55,7 +54,7 @@ func (d *KV) Owned() bool {
 // Dead reports whether every segment's owner is proved, and has ended.
 func (d *KV) Dead() bool { return d.EndedBy(peercred.Process.Gone) }
 
-// EndedBy is Dead where gone reports whether a process has ended.
+// EndedBy is Dead with gone as the function that reports whether a process has ended.
 func (d *KV) EndedBy(gone func(peercred.Process) bool) bool {
 	return d.Owned() && !slices.ContainsFunc(d.Segments, func(seg Segment) bool { return !gone(seg.Owner) })
 }

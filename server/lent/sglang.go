@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// SGLang registers planes: all K layers, then all V layers, each a tensor of its own. Its two clients for LMCache (lmcache 0.5.6) say by
-// kv_list_layout how a plane lies:
+// SGLang registers planes: first all K layers, then all V layers, each a tensor of its own. Its two clients for LMCache (lmcache 0.5.6)
+// give the form of a plane in kv_list_layout:
 //
 //	unified  [blocks, page, heads, size], [blocks, page, size] of MLA
 //	k_v      [blocks × page, heads, size], with the page in tokens_per_block
@@ -25,7 +25,7 @@ const (
 // maxPage bounds the tokens of a page.
 const maxPage = 1 << 20
 
-// understoodSGLang refuses an engine of SGLang whose hints are missing or contradict each other.
+// understoodSGLang returns an error for an engine of SGLang whose hints are missing or contradict each other.
 func understoodSGLang(reg *lmcache.KVCache, cpuViews bool) error {
 	switch {
 	case reg.ListLayout != unified && reg.ListLayout != listKV:
@@ -49,7 +49,7 @@ func understoodSGLang(reg *lmcache.KVCache, cpuViews bool) error {
 	return nil
 }
 
-// sglangTensor returns a plane with an axis for pages, and its form.
+// sglangTensor returns the tensor of a plane with a dimension for pages, and its form.
 func sglangTensor(reg *lmcache.KVCache, t paged.Tensor) (paged.Form, paged.Tensor, error) {
 	if len(t.Stride) != len(t.Shape) {
 		return 0, t, fmt.Errorf("shape %v with strides %v", t.Shape, t.Stride)

@@ -22,7 +22,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxTenants bounds the tenants of one engine whose namespaces are kept. Beyond it all are forgotten and made anew.
+// maxTenants is the largest number of tenants whose namespaces one engine keeps. When it is reached, all are forgotten and made again when
+// needed.
 const maxTenants = 1024
 
 // engine is one connection of an engine.
@@ -32,16 +33,16 @@ type engine struct {
 	caller     access.Caller
 	hello      vllm.Hello
 	region     Region
-	instance   int64 // names its stores; each connection has another one
+	instance   int64 // identifies its stores; differs for each connection
 	since      time.Time
 	groups     *object.Groups
-	keys       []vllm.Key            // memory of the last Ask
-	namespaces map[space]named       // of the goroutine that reads
-	tenants    map[string]struct{}   // of namespaces
-	stores     map[uint64][]transfer // of the goroutine that reads, by id
+	keys       []vllm.Key            // reused for the keys of each Ask
+	namespaces map[space]named       // used only by the goroutine that reads
+	tenants    map[string]struct{}   // those with an entry in namespaces
+	stores     map[uint64][]transfer // stores in progress, by id; used only by the goroutine that reads
 	pending    sync.WaitGroup        // lookups that wait for the tier below or for checksums
 	figures    struct {
-		lent   atomic.Int64 // bytes that lookups lend, also those on their way
+		lent   atomic.Int64 // bytes lent to the engine, including those of lookups that are not answered yet
 		stores atomic.Int64
 	}
 
@@ -49,24 +50,24 @@ type engine struct {
 		sync.Mutex
 		left  bool // the connection has ended
 		lent  map[uint64]loan
-		begun int // lookups that are not in lent yet
+		begun int // lookups that have no entry in lent yet
 	}
 }
 
-// space names a namespace: of a tenant's rows of one group.
+// space is a key of engine.namespaces: a tenant and a group.
 type space struct {
 	tenant string
 	group  uint32
 }
 
-// named is a namespace, and what tells its rows apart from others of the model where names of objects have no namespace: names of
-// LMCache's layouts have neither vLLM's groups nor its parallelism.
+// named is a namespace with the name of its layout. That name tells its rows apart from others of the model in tiers whose object names
+// contain no namespace: names in LMCache's layouts contain neither vLLM's groups nor its parallelism.
 type named struct {
 	ns     kv.Namespace
 	layout string
 }
 
-// loan is what a lookup lends.
+// loan is what one lookup lends to the engine.
 type loan struct {
 	loan   *store.Loan
 	rows   uint32
@@ -74,7 +75,7 @@ type loan struct {
 	tenant string
 }
 
-// transfer is a store of one group that is not committed.
+// transfer is a store of one group that is not committed yet.
 type transfer struct {
 	name    hold.Transfer
 	request []byte
@@ -121,8 +122,8 @@ func (e *engine) handle(kind byte, body []byte) error {
 	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
 }
 
-// leave ends the engine's loans, and with ended its stores: the engine touches no memory any more. Without ended the server ends first, and
-// what the engine may be writing stays held for the next server.
+// leave ends the engine's loans. With ended the engine touches no memory any more, and leave ends its stores, too. Without ended the server
+// ends before the engine, which may still be writing: those places stay held for the next server.
 func (e *engine) leave(ended bool) {
 	if s := e.server.store; ended {
 		s.Detach(e.instance)
@@ -150,7 +151,7 @@ func (e *engine) takeAll() map[uint64]loan {
 	return all
 }
 
-// namespace returns the namespace of a tenant's rows of a group; false for what the engine cannot have.
+// namespace returns the namespace of a tenant's rows of a group. It reports false for a tenant or a group that the engine cannot have.
 func (e *engine) namespace(tenant []byte, group uint32) (named, bool) {
 	if n, ok := e.namespaces[space{string(tenant), group}]; ok {
 		return n, true
@@ -176,7 +177,7 @@ func (e *engine) name(n named, tenant []byte) {
 	}
 }
 
-// lookup answers a Lookup: at once if all rows are ready, else later, all rows together.
+// lookup answers a Lookup: at once if all rows are ready, else later, in one answer for all rows.
 func (e *engine) lookup(body []byte) error {
 	a, err := vllm.DecodeAsk(body, e.keys)
 	if err != nil {
@@ -224,7 +225,7 @@ func (e *engine) lookup(body []byte) error {
 		ctx, stop := context.WithTimeout(e.server.life, e.server.opts.Patience)
 		defer stop()
 		x.Fetch(ctx)
-		_ = l.answer(x) // the connection is gone
+		_ = l.answer(x) // fails only if the connection is gone
 	}
 	if !e.server.store.Go(wait) {
 		e.pending.Done()
@@ -241,7 +242,7 @@ func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	return k
 }
 
-// begin notes a lookup; false for a used id, or when too many are not released.
+// begin counts a lookup that begins. It reports false if the id is in use, if too many lookups are not released, or if the engine has left.
 func (e *engine) begin(id uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -252,7 +253,8 @@ func (e *engine) begin(id uint64) bool {
 	return true
 }
 
-// keep notes what a lookup lends; false when that is nothing, when another lookup of that id was faster, or when the engine has left.
+// keep records what a lookup lends. It reports false if it lends nothing, if another lookup with this id was faster, or if the engine has
+// left.
 func (e *engine) keep(id uint64, l loan) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -271,19 +273,19 @@ type found struct {
 	tenant  string
 	request string
 	keys    []kv.Key
-	runs    []run // of keys
-	at      []int // of the keys, in the Lookup
+	runs    []run // parts of keys
+	at      []int // position of each key in the Lookup
 	places  []vllm.Place
 }
 
-// run is keys of one namespace, one after the other.
+// run is a part of found.keys that is in one namespace.
 type run struct {
 	ns    kv.Namespace
 	group uint32
-	from  int // up to the next run
+	from  int // index of its first key; it ends where the next run begins
 }
 
-// announce describes the rows that were found, as long as the pool may have rows that were never announced.
+// announce describes the rows that were found, as long as the pool may contain rows that were never announced.
 func (l *found) announce(x *store.EachLookup) {
 	o := &l.engine.server.opts
 	if !o.HasUnannounced() {
@@ -350,7 +352,7 @@ func (l *found) ended(r *store.LookupResult) {
 	})
 }
 
-// release ends what lookups lend.
+// release takes back what lookups lent.
 func (e *engine) release(body []byte) error {
 	list, err := vllm.DecodeReleased(body)
 	if err != nil {
@@ -388,7 +390,7 @@ func (e *engine) take(id uint64) (loan, bool) {
 	return l, ok
 }
 
-// store answers a Store: it takes places for the rows that are not there.
+// store answers a Store: it reserves places for the rows that the pool does not have.
 func (e *engine) store(body []byte) error {
 	a, err := vllm.DecodeAsk(body, e.keys)
 	if err != nil {
@@ -409,7 +411,7 @@ func (e *engine) store(body []byte) error {
 	return e.conn.Write(vllm.TypePlaces, func(dst []byte) []byte { return vllm.AppendPlaces(dst, a.ID, places) })
 }
 
-// beginStores takes places, group by group.
+// beginStores reserves places, group by group.
 func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) {
 	at := make(map[uint32][]int)
 	var order []uint32
@@ -447,7 +449,7 @@ func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) 
 	return out
 }
 
-// commit ends a store.
+// commit ends a store. Its rows become visible, or are dropped if the engine gave the store up.
 func (e *engine) commit(body []byte) error {
 	id, ok, err := vllm.DecodeCommit(body)
 	if err != nil {

@@ -3,11 +3,11 @@
 // Package offload serves engines of vLLM whose tiered offloading has a Kvasir tier: it answers the messages of package vllm over
 // a store. The engine copies the rows itself, between its region and the pool's memory, whose descriptor it gets.
 //
-// What a lookup finds is lent to the engine until the engine releases it or its connection ends, however long that takes: a
-// stopped engine must find the same bytes when it goes on. The same holds for places that a store may write to. So the end of a
-// connection by the engine is the one sign that it touches nothing any more: the kernel closes the socket of a killed process after
-// its last thread is gone, and the module closes its own socket after its copies have ended. Where the server ends first, places that
-// were lent for writing stay held: the next server over the pool has them in quarantine, as after a kill.
+// What a lookup finds is lent to the engine until the engine releases it or its connection ends, however long that takes: an engine that
+// was stopped must find the same bytes when it continues. The same holds for places that a store may write to. So only one sign shows that
+// an engine no longer touches the memory: the engine's side of the connection ends. The kernel closes the socket of a killed process after
+// the process's last thread is gone, and the module closes its own socket after its copies have ended. If the server ends first, places
+// that were lent for writing stay held: the next server over the pool has them in quarantine, as after a kill.
 package offload
 
 import (
@@ -38,25 +38,36 @@ import (
 // Options configures a Server. A zero field means its default.
 type Options struct {
 	Version string
-	Dir     string       // where regions have their names; default /dev/shm
+	Dir     string       // directory of the regions; default /dev/shm
 	Log     *slog.Logger // nil discards
 
-	MaxEngines int     // connections; default 256
-	Share      float64 // of the pool's bytes that one engine may have lent; default 1/4
-	MaxLent    int     // lookups of one engine that are not released; default 4,096
-	MaxStores  int     // stores of one engine that are not committed; default 1,024
+	MaxEngines int     // most connections; default 256
+	Share      float64 // largest part of the pool's bytes that is lent to one engine; default 1/4
+	MaxLent    int     // most lookups of one engine that are not released; default 4,096
+	MaxStores  int     // most stores of one engine that are not committed; default 1,024
 
-	Revisions      map[string]string                                                       // of the weights of models
-	Name           func(ns kv.Namespace, model, salt []byte, layout string)                // notes whose namespaces are, and what tells their rows apart from others of the model; nil for none
-	Ended          func(*lookup.Outcome)                                                   // gets the end of each lookup; nil for none
-	Loaded         func(model string, salt []byte, engine int64, n int)                    // gets the rows that engines loaded; nil for none
-	Announce       func(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash) // gets rows that were stored, and with HasUnannounced those that were found; nil for none
-	HasUnannounced func() bool                                                             // whether there are rows in the pool that were not announced; nil for never
-	Draining       func() bool                                                             // whether stores and lookups are declined; nil for never
-	Patience       time.Duration                                                           // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
-	HelloTime      time.Duration                                                           // that a peer has for its Hello; default 10 s
-	Grace          time.Duration                                                           // that engines have to end their copies when the server ends; default 1 s
-	Identify       func(c net.Conn, number uint64) (access.Caller, bool)                   // who a peer is; tests have their own
+	// Revisions has the revision of the weights, by model.
+	Revisions map[string]string
+	// Name is told the model, salt and layout of each namespace; nil for none.
+	Name func(ns kv.Namespace, model, salt []byte, layout string)
+	// Ended gets each lookup that was answered; nil for none.
+	Ended func(*lookup.Outcome)
+	// Loaded gets the number of rows that an engine loaded; nil for none.
+	Loaded func(model string, salt []byte, engine int64, n int)
+	// Announce gets rows that were stored, and with HasUnannounced those that were found; nil for none.
+	Announce func(model, salt []byte, group int, sh *object.Shard, hashes []kv.Hash)
+	// HasUnannounced reports whether the pool contains rows that were not announced; nil for never.
+	HasUnannounced func() bool
+	// Draining reports whether stores and lookups are declined; nil for never.
+	Draining func() bool
+	// Patience is the longest time that a lookup waits for the tier below; default 1.5 s, since the module waits for 1.8 s.
+	Patience time.Duration
+	// HelloTime is the time in which a peer must send its Hello; default 10 s.
+	HelloTime time.Duration
+	// Grace is the time that engines get to end their copies when the server ends; default 1 s.
+	Grace time.Duration
+	// Identify tells who a peer is; tests have their own.
+	Identify func(c net.Conn, number uint64) (access.Caller, bool)
 }
 
 // Server serves engines on UNIX sockets. Its methods are safe for concurrent use.
@@ -69,8 +80,8 @@ type Server struct {
 	life  context.Context // ends with Close
 	end   context.CancelFunc
 
-	sweep sync.Mutex // one removal of regions at a time; before mu
-	looks int        // guarded by sweep
+	sweep sync.Mutex // held while regions are removed; taken before mu
+	looks int        // calls of Tick; guarded by sweep
 	mu    struct {
 		sync.Mutex // a leaf
 		closed     bool
@@ -78,8 +89,8 @@ type Server struct {
 		listeners  []net.Listener
 		conns      map[net.Conn]struct{}
 		engines    map[uint64]*engine // by the number of their connection
-		left       []Region           // regions of engines that are gone
-		strangers  []Region           // of engines that were never connected
+		left       []Region           // regions of engines that are gone, until they are removed
+		strangers  []Region           // regions of engines that this server never knew
 	}
 }
 
@@ -155,7 +166,7 @@ func (s *Server) addListener(l net.Listener) bool {
 	return !s.mu.closed
 }
 
-// removeStale removes a socket file without a listener, as a killed server leaves it.
+// removeStale removes the socket file that a killed server left: one without a listener.
 func removeStale(ctx context.Context, path string) {
 	st, err := os.Lstat(path)
 	if err != nil || st.Mode()&os.ModeSocket == 0 {
@@ -171,7 +182,7 @@ func removeStale(ctx context.Context, path string) {
 	}
 }
 
-// accept serves what connects.
+// accept serves the connections to l.
 func (s *Server) accept(l net.Listener) {
 	for {
 		c, err := l.Accept()
@@ -247,14 +258,14 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 	s.sweepAfter(e)
 }
 
-// peerEnded waits until the peer has closed its side, which an engine does after its last copy. It reports false where this server ends
-// and the peer did not close in time, as one that is stopped: it may go on copying.
+// peerEnded waits until the peer has closed its side; an engine does so after its last copy. It reports false if this server ended and the
+// peer did not close its side in time, perhaps because it is stopped: it may still copy later.
 func peerEnded(c *net.UnixConn) bool {
 	_, err := io.Copy(io.Discard, c)
 	return !errors.Is(err, net.ErrClosed) && !errors.Is(err, os.ErrDeadlineExceeded)
 }
 
-// sweepAfter looks for the region that an engine left once its process has ended, which is a moment after its socket, or never.
+// sweepAfter removes the region that an engine left, once its process has ended. That is a moment after the end of its socket, or never.
 func (s *Server) sweepAfter(e *engine) {
 	for wait := 5 * time.Millisecond; wait < time.Second && !e.region.process.Gone(); wait *= 2 {
 		select {
@@ -289,7 +300,7 @@ func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine
 	if s.life.Err() != nil { // Close may have set a deadline, which was just removed
 		return nil, io.EOF
 	}
-	caller, ok := s.opts.Identify(c, number) // after the frame: what a peer has not read is lost when unread bytes are left here
+	caller, ok := s.opts.Identify(c, number) // only now: if Close left unread bytes here, the peer could not read the refusal
 	if !ok {
 		return nil, fmt.Errorf("%w: the peer is %s, the server uid %d", errUser, caller.String(), os.Geteuid())
 	}
@@ -334,8 +345,7 @@ func (s *Server) welcome(conn *vllm.Conn) error {
 	return conn.WriteFile(vllm.TypeWelcome, w.Append, f)
 }
 
-// addEngine enters an engine. One that connects anew under the id of another one of the same process replaces it: the earlier
-// connection is about to end.
+// addEngine adds an engine. If its region is one that an earlier connection left, the region is in use again.
 func (s *Server) addEngine(e *engine) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -347,7 +357,7 @@ func (s *Server) addEngine(e *engine) error {
 	return nil
 }
 
-// removeEngine forgets an engine, and remembers its region, which a killed one leaves.
+// removeEngine forgets an engine, and remembers its region: an engine that was killed leaves it behind.
 func (s *Server) removeEngine(e *engine) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -362,8 +372,8 @@ func (s *Server) removeEngine(e *engine) {
 	}
 }
 
-// Close ends all connections, and what they have lent, and waits for their goroutines. What an engine was writing stays held unless it
-// closes its side, too, which one that is not stopped does at once.
+// Close ends all connections and all that they have lent, and waits for their goroutines. What an engine was writing stays held unless the
+// engine closes its side, too. A running engine does so at once.
 func (s *Server) Close() error {
 	err := s.beginClose()
 	s.wg.Wait()
@@ -383,7 +393,7 @@ func (s *Server) beginClose() (err error) {
 	}
 	for c := range s.mu.conns {
 		_ = c.(*net.UnixConn).CloseWrite()              // it may have ended by itself
-		_ = c.SetDeadline(time.Now().Add(s.opts.Grace)) // also of a write that waits for a peer that reads nothing: CloseWrite does not end it
+		_ = c.SetDeadline(time.Now().Add(s.opts.Grace)) // also ends a write to a peer that reads nothing, which CloseWrite does not
 	}
 	return err
 }

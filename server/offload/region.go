@@ -21,10 +21,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxLeft bounds the regions of engines that are gone.
+// maxLeft is the largest number of regions of former engines that are remembered.
 const maxLeft = 1 << 12
 
-// Region is the file of an engine's region. A killed engine leaves it, with all of its memory.
+// Region is the file of an engine's region. An engine that was killed leaves the file, and the file keeps all of its memory.
 type Region struct {
 	Name  string `json:"name"` // under /dev/shm
 	Bytes int64  `json:"bytes"`
@@ -35,7 +35,8 @@ type Region struct {
 	process peercred.Process
 }
 
-// region checks the descriptor that came with a Hello. Without one the region has no inode, and is never removed.
+// region checks the descriptor that came with a Hello and returns the region. Without a descriptor the region has no inode, and is never
+// removed.
 func (s *Server) region(h *vllm.Hello, file *os.File, caller *access.Caller) (Region, error) {
 	name, err := vllm.RegionName(h.EngineID)
 	r := Region{Name: name, Bytes: h.RowBytes * h.Rows, PID: caller.Peer.PID}
@@ -76,8 +77,8 @@ func (s *Server) Tick() {
 // one may read all of /proc.
 const strangersEvery = 10
 
-// strangers returns regions of this user that no process maps and no engine of this server had: their engines were killed while
-// no server ran, or had another one. Nothing proves that, so they stay.
+// strangers returns regions of this user that no process maps and no engine of this server had. Probably their engines were killed while no
+// server ran, or another one. Since nothing proves that, the regions are only reported.
 func (s *Server) strangers() (out []Region) {
 	names, err := filepath.Glob(filepath.Join(cmp.Or(s.opts.Dir, shm.Dir), "vllm_offload_*.mmap"))
 	if err != nil {
@@ -115,7 +116,7 @@ func (s *Server) noteStrangers(list []Region) {
 	s.mu.strangers = list
 }
 
-// Left returns the regions that engines left, as far as they are still there; also those of engines that this server never knew.
+// Left returns the regions that former engines left and that still exist, including those of engines that this server never knew.
 func (s *Server) Left() []Region {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -129,7 +130,7 @@ func (s *Server) lost() []Region {
 	return slices.Clone(s.mu.left)
 }
 
-// noteRegionEnd notes what became of a region.
+// noteRegionEnd records the result of remove.
 func (s *Server) noteRegionEnd(r Region, why string, gone bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,8 +144,8 @@ func (s *Server) noteRegionEnd(r Region, why string, gone bool) {
 	}
 }
 
-// remove removes a region if its name leads to the file that the engine sent, its process has ended and no process maps it. gone
-// says that there is nothing to remove any more; else why says what keeps it.
+// remove removes a region if its name leads to the file that the engine sent, its process has ended and no process maps it. gone means that
+// nothing is left to remove; otherwise why is the reason why the region stays.
 func (s *Server) remove(r *Region) (why string, gone bool) {
 	path, err := shm.Path(s.opts.Dir, r.Name)
 	if err != nil {
@@ -189,7 +190,7 @@ type Engine struct {
 	Region    string  `json:"region"`
 	Connected float64 `json:"connected_s"`
 	LentBytes int64   `json:"lent_bytes"` // found by lookups and not released
-	Stores    int64   `json:"stores"`     // that are not committed
+	Stores    int64   `json:"stores"`     // not committed yet
 }
 
 // Engines returns the engines that are connected, by id.

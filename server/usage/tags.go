@@ -14,23 +14,23 @@ import (
 	"github.com/kvasir-kv/kvasir/server/lookup"
 )
 
-// MaxTags bounds the tags that have figures of their own, by name and value; the rest share those of Other. The values of
-// one name may use half of what other names leave, and so may the tags of one user or address, so that a high-cardinality
-// tag cannot starve others. A tag without requests for TagIdle gives its place to a new one: its figures go to Other.
+// MaxTags bounds the tags that have figures of their own, by name and value; the others share those of Other. The values of one name may be
+// half of those that other names leave free, and so may the tags of one user or address: a tag with many values cannot starve others. A tag
+// without requests for TagIdle gives its place to a new one, and its figures are added to Other.
 const (
 	MaxTags = 256
 	TagIdle = time.Hour
 )
 
-// tagSweep is how often, at most, all tags are looked at for idle ones.
+// tagSweep is the least time between two searches for idle tags.
 const tagSweep = time.Minute
 
-// tags are the figures by tag.
+// tags has the figures by tag.
 type tags struct {
 	of     map[pair]*tagCounts // by name and value
-	other  *tagCounts          // of the rest; in of, too
-	names  fair.Shares         // how many there are of a name
-	owners fair.Shares         // and how many a user or address brought
+	other  *tagCounts          // figures of all other tags; also in `of`
+	names  fair.Shares         // number of tags by name
+	owners fair.Shares         // number of tags by the user or address that sent them first
 	swept  time.Time
 }
 
@@ -38,8 +38,8 @@ type tags struct {
 type tagCounts struct {
 	lookups, asked, hit atomic.Uint64
 
-	owner string    // who brought it
-	used  time.Time // by a request; guarded by Tally.mu
+	owner string    // the user or address that sent it first
+	used  time.Time // time of the last request with it; guarded by Tally.mu
 }
 
 func (t *tags) init() {
@@ -47,12 +47,12 @@ func (t *tags) init() {
 	t.of = map[pair]*tagCounts{{Other, Other}: t.other}
 }
 
-// take returns the figures of a tag that a request of owner has.
+// take returns the figures for a tag of a request of owner.
 func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
 	k := pair{string(tag.Name), string(tag.Value)}
 	c := t.of[k]
 	if c == nil {
-		if !utf8.Valid(tag.Name) || !utf8.Valid(tag.Value) { // a label is a text
+		if !utf8.Valid(tag.Name) || !utf8.Valid(tag.Value) { // a label must be UTF-8
 			return t.other
 		}
 		if !t.hasShare(k[0], owner) && !(t.sweep(now) && t.hasShare(k[0], owner)) {
@@ -71,7 +71,7 @@ func (t *tags) hasShare(name, owner string) bool {
 	return t.names.MayCount(name, MaxTags) && t.owners.MayCount(owner, MaxTags)
 }
 
-// sweep adds the figures of idle tags to those of all other tags, at most once in tagSweep. It reports whether it did.
+// sweep adds the figures of idle tags to those of other, at most once in tagSweep. It reports whether it looked.
 func (t *tags) sweep(now time.Time) bool {
 	if now.Sub(t.swept) < tagSweep {
 		return false
@@ -92,13 +92,13 @@ func (t *tags) sweep(now time.Time) bool {
 	return true
 }
 
-// Tagged are the tags of one request. It is safe for concurrent use.
+// Tagged has the figures of one request's tags. It is safe for concurrent use.
 type Tagged struct {
 	of   []*tagCounts
 	text string
 }
 
-// Tagged returns the counters of a request's tags; nil for a request without tags. owner is the user, or the address, that sent it.
+// Tagged returns the figures of a request's tags; nil for a request without tags. owner is the user or address that sent the request.
 func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 	if len(tags) == 0 {
 		return nil
@@ -114,7 +114,7 @@ func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 		text.Write(tag.Name)
 		text.WriteByte('=')
 		text.Write(tag.Value)
-		if c := t.mu.tags.take(tag, owner, now); !slices.Contains(out.of, c) { // a tag may come twice, and several may be Other
+		if c := t.mu.tags.take(tag, owner, now); !slices.Contains(out.of, c) { // a tag may come twice, and several may share Other
 			out.of = append(out.of, c)
 		}
 	}
@@ -122,7 +122,7 @@ func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 	return out
 }
 
-// Count counts the end of a lookup that was searched for, for each of its tags.
+// Count adds a lookup with a search to the figures of each of its tags.
 func (x *Tagged) Count(o *lookup.Outcome) {
 	if x == nil {
 		return
@@ -134,7 +134,7 @@ func (x *Tagged) Count(o *lookup.Outcome) {
 	}
 }
 
-// String returns the tags as name=value, ...; a client chooses this text.
+// String returns the tags as name=value, ... A client chooses this text.
 func (x *Tagged) String() string {
 	if x == nil {
 		return ""

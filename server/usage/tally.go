@@ -18,21 +18,20 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// MaxPairs bounds the pairs of model and salt that have figures of their own, and MaxLoads the
-// workers of pairs that load. Later ones share the figures of Other. A pair takes about 1 KiB and its
-// names, 1,024 bytes and 128 characters at most.
+// MaxPairs bounds the pairs of model and salt that have figures of their own. MaxLoads bounds the workers of such pairs whose loads are
+// counted. Later ones share the figures of Other. A pair takes about 1 KiB and its names, 1,024 bytes and 128 characters at most.
 const (
 	MaxPairs = 256
 	MaxLoads = 1024
 )
 
-// Other stands for what has no place of its own.
+// Other is the label of all names without figures of their own.
 const Other = "_other"
 
-// earlyReasons are why lookups end without a search, in LMCache's words where it has one.
+// earlyReasons are the reasons of lookups without a search, in LMCache's words if it has one.
 var earlyReasons = [...]string{"empty_chunk_hashes", "no_gpu_context", "declined", "load_policy_recompute"}
 
-// earlyOf returns the place in earlyReasons of the reason of a lookup without a search.
+// earlyOf returns the index in earlyReasons for the reason of a lookup without a search.
 func earlyOf(why miss.Reason) int {
 	switch why {
 	case miss.Short:
@@ -77,11 +76,10 @@ type load struct {
 	worker      int64
 }
 
-// otherWorkers are the workers that have no place of their own.
+// otherWorkers is the key of all workers without figures of their own.
 var otherWorkers = load{Other, Other, -1}
 
-// New returns a Tally with the figures of the empty names and of Other, so that all series are
-// there from the start.
+// New returns a Tally with the figures of the empty names and of Other, so that all series exist from the start.
 func New() *Tally {
 	t := &Tally{}
 	t.mu.of = map[string]map[string]*Counts{"": {"": new(Counts)}, Other: {Other: new(Counts)}}
@@ -91,8 +89,8 @@ func New() *Tally {
 	return t
 }
 
-// of returns the figures of a model and salt. Where register is false, a pair that has none of its own
-// gets none: a model without a registered worker takes no place.
+// of returns the figures of a model and salt. With register false a pair without figures of its own gets none, because a model without a
+// registered worker must not take a place.
 func (t *Tally) of(model, salt []byte, register bool) *Counts {
 	t.mu.RLock()
 	c := t.mu.of[string(model)][string(salt)]
@@ -106,7 +104,7 @@ func (t *Tally) of(model, salt []byte, register bool) *Counts {
 	switch {
 	case c != nil:
 		return c
-	case !register || t.mu.pairs == MaxPairs || !utf8.Valid(model) || !utf8.Valid(salt): // a label is a text
+	case !register || t.mu.pairs == MaxPairs || !utf8.Valid(model) || !utf8.Valid(salt): // a label must be UTF-8
 		return t.mu.of[Other][Other]
 	}
 	if t.mu.of[string(model)] == nil {
@@ -118,7 +116,7 @@ func (t *Tally) of(model, salt []byte, register bool) *Counts {
 	return c
 }
 
-// Lookup counts the end of a lookup, also for its tags where its note is Tagged.
+// Lookup counts the end of a lookup. If the lookup's note is Tagged, it also counts for the tags.
 func (t *Tally) Lookup(o *lookup.Outcome) {
 	c := t.of(o.Model, o.Salt, o.Registered)
 	c.lookups.Add(1)
@@ -155,12 +153,12 @@ func (t *Tally) Loaded(model string, salt []byte, worker int64, chunks int) {
 	n.Add(uint64(chunks))
 }
 
-// otherCopiers are the workers that have no place of their own.
+// otherCopiers is the key of all copiers without figures of their own.
 var otherCopiers = copier{Other, -1}
 
-// Copied counts the speed of one request for which this process copied bytes bytes.
+// Copied counts the speed of one request for which this process copied `bytes` bytes.
 func (t *Tally) Copied(load bool, model string, worker, bytes int64, took time.Duration) {
-	if took <= 0 { // nothing was copied between memories
+	if took <= 0 { // nothing was copied
 		return
 	}
 	t.mu.Lock()
@@ -229,7 +227,7 @@ func (t *Tally) Stats() Stats {
 	for model, of := range t.mu.of {
 		for salt, c := range of {
 			p := pair{model, salt}
-			// In the opposite order of Lookup: no part is more than its whole.
+			// Read in the opposite order of Lookup, so that no part is larger than its whole.
 			out.KeysL2[p], out.KeysL1[p], out.HitL2[p], out.HitL1[p] = c.objectsL2.Load(), c.objectsL1.Load(), c.hitL2.Load(), c.hitL1.Load()
 			out.Hit[p], out.Asked[p], out.Lookups[p] = c.hit.Load(), c.asked.Load(), c.lookups.Load()
 			for i, reason := range earlyReasons {
@@ -257,10 +255,10 @@ func (t *Tally) Stats() Stats {
 	return out
 }
 
-// Transfers counts stores or retrieves by who copies. The zero Transfers is empty.
+// Transfers counts stores or retrieves by the side that copies. The zero Transfers is empty.
 type Transfers struct{ engine, server atomic.Uint64 }
 
-// Add counts one; byServer says that this process copies, not the engine.
+// Add counts one transfer. byServer says that this process copies, not the engine.
 func (t *Transfers) Add(byServer bool) {
 	if byServer {
 		t.server.Add(1)
@@ -269,16 +267,15 @@ func (t *Transfers) Add(byServer bool) {
 	t.engine.Add(1)
 }
 
-// Sum is how many there were.
+// Sum returns the number of all transfers.
 func (t *Transfers) Sum() uint64 { return t.engine.Load() + t.server.Load() }
 
-// ByDevice returns the number of each kind by LMCache's device: cpu where this process copies,
-// engine where the engine does.
+// ByDevice returns the numbers by LMCache's device: cpu for copies of this process, engine for those of the engine.
 func (t *Transfers) ByDevice() map[string]uint64 {
 	return map[string]uint64{"cpu": t.server.Load(), "engine": t.engine.Load()}
 }
 
-// Tier are the figures of one tier below the pool, under LMCache's names.
+// Tier has the figures of one tier below the pool, under LMCache's names.
 type Tier struct {
 	Used  int64  `gauge:"lmcache_mp_l2_usage_bytes" help:"Bytes that the tier keeps, as far as it knows."`
 	Loads uint64 `counter:"lmcache_mp_l2_load_completed_requests_total" help:"Objects read from the tier."`

@@ -11,25 +11,25 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// maxClients bounds the clients whose process is still to be found.
+// maxClients bounds the clients whose process is being looked for.
 const maxClients = 1024
 
 // Client is who looks up over one connection: the scheduler of an engine.
 type Client struct {
 	by      access.Principal
 	socket  uint64
-	tries   int // of FindProcesses' goroutine
+	tries   int // used only by FindProcesses' goroutine
 	engine  atomic.Pointer[engine]
 	process atomic.Pointer[family]
 }
 
-// engine is what a client's lookups of a model have shown of its workers. Another model, or another layout, is another engine.
+// engine is what a client's lookups of a model have shown about its workers. Lookups of another model or layout begin another engine.
 type engine struct {
 	model layoutKey
-	most  int // workers that were the client's relatives at a time
+	most  int // the largest number of workers that were the client's relatives at one time
 }
 
-// relatives returns the largest number of workers of a model's layout that were k's relatives at one time; now is the present number.
+// relatives returns the largest number of workers of a model's layout that were k's relatives at one time; `now` is the present number.
 func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
 	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {
@@ -43,18 +43,18 @@ func (k *Client) relatives(q *Query, first string, now int) int {
 	return of.most
 }
 
-// family is a process and its ancestors, the nearest first, as they were when it was found.
+// family is a process and its ancestors, the nearest first, at the time when the process was found.
 type family struct {
 	process   peercred.Process
 	ancestors []peercred.Process
 }
 
-// related reports whether one of two processes is the other, or has started it.
+// related reports whether both families have the same process, or one process is an ancestor of the other.
 func (f *family) related(other *family) bool {
 	return f.process == other.process || slices.Contains(f.ancestors, other.process) || slices.Contains(other.ancestors, f.process)
 }
 
-// knowFamily notes the family of a worker that lent memory whose creator is known.
+// knowFamily records the family of a worker that lent memory, if the process that made the memory is known.
 func (w *Worker) knowFamily() {
 	if w.family.Load() == nil && w.Lent != nil && w.Lent.Owned() {
 		w.family.Store(familyOf(w.Lent.Segments[0].Owner))
@@ -63,8 +63,7 @@ func (w *Worker) knowFamily() {
 
 func familyOf(p peercred.Process) *family { return &family{p, p.Ancestors()} }
 
-// NewClient returns the client behind a connection. Its process is known at once, or
-// FindProcesses looks for it.
+// NewClient returns the client behind a connection. Its process is known at once, or FindProcesses looks for it.
 func (r *Registry) NewClient(c *access.Caller) *Client {
 	k := &Client{by: c.By, socket: c.Peer.Socket}
 	if p, ok := peercred.Running(c.Peer.PID); ok {
@@ -82,7 +81,7 @@ func (r *Registry) NewClient(c *access.Caller) *Client {
 	return k
 }
 
-// searching returns the clients whose process is looked for now.
+// searching returns the clients whose process must be looked for now.
 func (r *Registry) searching() (out []*Client) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -102,19 +101,19 @@ func (r *Registry) foundClient(k *Client, p peercred.Process) {
 	delete(r.mu.clients, k)
 }
 
-// isAlive reports whether it is proved that the process of a worker runs.
+// isAlive reports whether the process of a worker is proved to run.
 func (r *Registry) isAlive(in *Worker) bool {
 	p, ended := in.Ended(r.gone)
 	return p != (peercred.Process{}) && !ended
 }
 
-// loaders returns how many workers of the layout can load what a client looks up. The lookup needs need workers.
+// loaders returns how many workers of the layout can load what a client looks up. `need` is how many workers the lookup needs.
 //
 //   - Workers that are asleep do not count.
-//   - All others count where the client's process is not known.
-//   - Where as many as needed were seen to be of the client's process or its relatives, only those count.
-//   - Where fewer were, workers whose process is not known count as well.
-//   - Where none was, all count but the relatives of other clients.
+//   - If the client's process is not known, all others count.
+//   - If at least `need` workers were seen to be the client's relatives, only those count.
+//   - If fewer were, workers whose process is not known count as well.
+//   - If none was, all count except the relatives of other clients.
 func (l *engineLayout) loaders(q *Query, need int) int {
 	from := q.From
 	var own *family
@@ -141,7 +140,7 @@ func (l *engineLayout) loaders(q *Query, need int) int {
 	}
 	most := from.relatives(q, l.first, relatives)
 	switch {
-	case most >= need: // all of its engine's workers are its relatives
+	case most >= need: // all workers of the client's engine are its relatives
 		return relatives
 	case most > 0:
 		return relatives + unknown
@@ -149,7 +148,7 @@ func (l *engineLayout) loaders(q *Query, need int) int {
 	return unknown + free
 }
 
-// Awake returns how many workers can load now: they are neither refused nor asleep.
+// Awake returns how many workers can load now: they are registered, neither refused nor asleep.
 func (r *Registry) Awake() (n int) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -161,16 +160,16 @@ func (r *Registry) Awake() (n int) {
 	return n
 }
 
-// Asleep reports whether the worker has been silent for so long that no lookup counts on it.
+// Asleep reports whether the worker was silent for so long that lookups do not count on it.
 func (in *Worker) Asleep() bool { return in.asleep.Load() }
 
-// sleepLocked takes a silent worker out of what lookups count on. Its next request wakes it.
+// sleepLocked removes a silent worker from those that lookups count on. Its next request wakes it.
 func (r *Registry) sleepLocked(in *Worker) {
 	in.asleep.Store(true)
 	r.unlistLocked(in)
 }
 
-// wake wakes a worker that has shown that it lives, if it is asleep.
+// wake wakes a worker that is asleep, after a sign of life.
 func (r *Registry) wake(in *Worker) {
 	if !in.asleep.Load() {
 		return
@@ -189,11 +188,10 @@ func (r *Registry) wake(in *Worker) {
 // Woke reports whether a worker woke since the last call.
 func (r *Registry) Woke() bool { return r.woke.Swap(false) }
 
-// Silent returns the workers that have been silent too long, of which no process is known to
-// run: for reap when they have pinged, for grace when they never did; 0 is never. One that lends memory is
-// removed, because its memory may be a dead process'. Any other one falls asleep: it is
-// returned once, and its next request wakes it.
-// After a pause of this process no worker counts as silent: pings may wait unread.
+// Silent returns the workers that were silent for too long and of which no process is known to run: longer than reap if they have pinged,
+// longer than grace if they never did; 0: never. A worker that lends memory is removed, because the memory may be a dead process's. Any
+// other worker falls asleep: it is returned once, and its next request wakes it. After a pause of this process no worker counts as silent,
+// because its pings may be unread.
 func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (silent []*Worker) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -15,30 +15,29 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// modelLayouts is what the registry knows of one model and world size: its layouts, and who is registered with each. Engines
-// of unlike layouts, as a vLLM and a SGLang, share the model's name and no chunk.
+// modelLayouts has the layouts of one model and world size, and the workers of each. Engines with different layouts, such as a vLLM and a
+// SGLang, share the model's name but no chunk.
 type modelLayouts struct {
 	of []*engineLayout // in the order of their first registrations
 }
 
-// engineLayout is one layout of a model: who is registered with it, and which fingerprint the worker of each shard has.
+// engineLayout is one layout of a model: its workers, and for each shard the fingerprint of the shard's worker.
 //
-// A registration does not say which shard its worker keeps; transfers do. The
-// workers of a pipeline's stages hold unlike numbers of layers, so each shard is
-// looked up under the fingerprint of its own worker.
+// A registration does not tell which shard its worker keeps; transfers do. The workers of a pipeline's stages have different numbers of
+// layers, so each shard is looked up under the fingerprint of its own worker.
 type engineLayout struct {
 	first   string    // fingerprint of its first worker
-	workers []*Worker // newest last
+	workers []*Worker // the newest last
 	shards  []shardLayout
 }
 
-// shardLayout is the fingerprint of a shard's newest worker that transferred anything.
+// shardLayout is the fingerprint of the newest worker that has transferred anything of a shard.
 type shardLayout struct {
-	fingerprint string // empty while no worker did
+	fingerprint string // empty: no worker has
 	seq         uint64 // of that worker's registration
 }
 
-// holding returns the layout that a worker is registered with, or nil.
+// holding returns the layout under which a worker is registered, or nil.
 func (m *modelLayouts) holding(in *Worker) *engineLayout {
 	if m == nil {
 		return nil
@@ -51,7 +50,7 @@ func (m *modelLayouts) holding(in *Worker) *engineLayout {
 	return nil
 }
 
-// joining returns the layout that a worker is to be registered with, or nil where that is a new one.
+// joining returns the layout to which a worker belongs, or nil if that is a new one.
 func (m *modelLayouts) joining(in *Worker) *engineLayout {
 	for _, l := range m.of {
 		if slices.ContainsFunc(l.workers, in.ofOneEngine) {
@@ -69,8 +68,8 @@ func (m *modelLayouts) count() (n int) {
 	return n
 }
 
-// ofOneEngine reports whether two workers of a model can be of one engine: they have one fingerprint, or may be stages of a
-// pipeline. Stages have unlike numbers of layers, and where KV is lent unlike groups of KV in objects of one kind.
+// ofOneEngine reports whether two workers of a model can belong to one engine: they have the same fingerprint, or may be stages of a
+// pipeline. Stages have different numbers of layers and, if they lend their KV, different groups of KV in objects of one kind.
 func (w *Worker) ofOneEngine(o *Worker) bool {
 	switch a, b := &w.Layout, &o.Layout; {
 	case w.Fingerprint == o.Fingerprint:
@@ -84,12 +83,12 @@ func (w *Worker) ofOneEngine(o *Worker) bool {
 	}
 }
 
-// vllm is the type of engines that registrations name so, or do not name.
+// vllm is the engine type in vLLM's registrations.
 const vllm = "vllm"
 
-// ofVLLM reports whether a worker is known to be vLLM's (yes), and whether it is known to be another engine's (no). A registration
-// with engine_driven names no type: two planes of a layer are vLLM's; one plane is that of MLA, of a vLLM with K and V side by side, or
-// SGLang's.
+// ofVLLM reports whether a worker is known to be vLLM's (yes), and whether it is known to be another engine's (no). A registration for
+// engine_driven names no engine type. Layers with two planes are vLLM's. Layers with one plane are those of MLA, of a vLLM with K and V
+// side by side, or of SGLang.
 func (w *Worker) ofVLLM() (yes, no bool) {
 	switch {
 	case w.Engine != "":
@@ -100,7 +99,7 @@ func (w *Worker) ofVLLM() (yes, no bool) {
 	return slices.ContainsFunc(w.Objects, func(l kv.Layout) bool { return !l.SinglePlane }), false
 }
 
-// ofVLLM is Worker.ofVLLM of a layout: one of its workers decides.
+// ofVLLM is Worker.ofVLLM for a layout: yes if it holds for one of the workers, no if for all.
 func (l *engineLayout) ofVLLM() (yes, no bool) {
 	no = true
 	for _, w := range l.workers {
@@ -110,8 +109,8 @@ func (l *engineLayout) ofVLLM() (yes, no bool) {
 	return yes, no
 }
 
-// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's. A stage
-// of a pipeline is compared with the other engine's stage of as many layers.
+// splits reports whether l has K and V of each layer in planes of their own, while o has them side by side: l is then SGLang's layout of
+// the model. A stage of a pipeline is compared with the other engine's stage of the same number of layers.
 func (l *engineLayout) splits(o *engineLayout) bool {
 	return slices.ContainsFunc(l.workers, func(w *Worker) bool {
 		a := &w.Layout
@@ -122,12 +121,11 @@ func (l *engineLayout) splits(o *engineLayout) bool {
 	})
 }
 
-// newest is the worker that registered last.
+// newest returns the worker that registered last.
 func (l *engineLayout) newest() *Worker { return l.workers[len(l.workers)-1] }
 
-// fitting returns a registered worker that has that fingerprint and can be looked up together with
-// in: its object groups follow the same rules. Otherwise one of the two could not load a hit. It is
-// nil when there is none.
+// fitting returns a registered worker with that fingerprint whose object groups follow the same rules as those of the worker `in`, so that
+// both can load the same hit. It returns nil if there is none.
 func (l *engineLayout) fitting(fingerprint string, in *Worker) *Worker {
 	for _, o := range l.workers {
 		if o.Fingerprint == fingerprint && o.Groups.Like(in.Groups) {
@@ -137,8 +135,7 @@ func (l *engineLayout) fitting(fingerprint string, in *Worker) *Worker {
 	return nil
 }
 
-// learn notes that in keeps that shard. A worker that registered before the one
-// that is known changes nothing.
+// learn records that in keeps that shard. It changes nothing if a worker that registered later is known for the shard.
 func (l *engineLayout) learn(in *Worker, shard int) {
 	if shard < 0 || shard >= in.World {
 		return
@@ -151,7 +148,7 @@ func (l *engineLayout) learn(in *Worker, shard int) {
 	}
 }
 
-// fingerprints returns those of the layout's shards, and that of its first worker.
+// fingerprints returns the fingerprints of the layout's first worker and of its shards.
 func (l *engineLayout) fingerprints() []string {
 	out := []string{l.first}
 	for _, s := range l.shards {
@@ -162,7 +159,8 @@ func (l *engineLayout) fingerprints() []string {
 	return out
 }
 
-// cutTwice reports whether the registered workers of one shard have unlike fingerprints: they are of pipelines with unlike stages.
+// cutTwice reports whether registered workers of the same shard have different fingerprints: they belong to pipelines with different
+// stages.
 func (l *engineLayout) cutTwice() bool {
 	first := l.workers[0].Fingerprint
 	if !slices.ContainsFunc(l.workers, func(w *Worker) bool { return w.Fingerprint != first }) {
@@ -181,10 +179,9 @@ func (l *engineLayout) cutTwice() bool {
 	return false
 }
 
-// each returns, for each shard, a worker of the fingerprint that it is looked up in: the one
-// that is known, as long as a registered worker has it that fits and the newest
-// registration is of a known one too; else the newest worker. It is nil when that is
-// the newest worker for all.
+// each returns a worker for each shard; a lookup names the shard's objects by the fingerprint of that worker. For a shard with a known
+// fingerprint it is a registered worker with this fingerprint that fits, if there is one, otherwise the newest worker. each returns nil,
+// for the newest worker in all shards, if no shard has the newest worker's fingerprint, or if none has another known one.
 func (l *engineLayout) each() []*Worker {
 	newest := l.newest()
 	known, unlike := false, false
@@ -212,26 +209,26 @@ func (l *engineLayout) each() []*Worker {
 var (
 	// ErrNoWorker means that no worker of a model, world size and chunk size is registered.
 	ErrNoWorker = errors.New("no worker is registered for this model and world size")
-	// ErrLayouts means that workers of a model have several layouts, and that nothing says which of them a lookup is for.
+	// ErrLayouts means that the workers of a model have several layouts, and that it is not known which of them a lookup is for.
 	ErrLayouts = errors.New("engines of this model have several layouts, and the connection has not named its worker")
 )
 
-// Query is what a lookup asks about: a model, and who asks.
+// Query is the model of a lookup, and who asks.
 type Query struct {
 	Model, Salt  []byte
 	World, Chunk int
 	By           access.Principal
-	From         *Client // whose connection it came over; nil for requests of this process
-	Named        bool    // the connection has named a worker: Worker
+	From         *Client // the client of its connection; nil for a request of this process
+	Named        bool    // the connection has named a worker, which is Worker
 	Worker       int64
 }
 
-// layoutLocked returns the layout that a lookup is for. If there are several it is that of the worker that the connection has named, and
-// none if that worker is not registered; else that of the workers of the client's process or its relatives; else vLLM's, whose schedulers
-// name no worker. If several are left the error is ErrLayouts.
+// layoutLocked returns the layout that a lookup is for. If the model has several, it is that of the worker that the connection has named,
+// and none if that worker is not registered; else that of the workers of the client's process or its relatives; else vLLM's, whose
+// schedulers name no worker. If several are left the error is ErrLayouts.
 //
-// by's own workers count alone where there is one for each shard. So a layout that another user
-// registers under a model's name does not turn by's lookups into misses.
+// If the user or address q.By has a worker for each shard, only its own workers count. So a layout that another user registers under a
+// model's name does not turn its lookups into misses.
 func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 	all := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]
 	if all == nil {
@@ -243,7 +240,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		if l == nil || len(l.workers) < q.World {
 			l = all.holding(in)
 		}
-		if l == nil { // it is asleep
+		if l == nil { // the named worker is asleep
 			return nil, ErrNoWorker
 		}
 		return l.onlyLayout()
@@ -260,7 +257,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		return l.onlyLayout()
 	}
 	var left []*engineLayout
-	for _, known := range []bool{true, false} { // first layouts known to be vLLM's, else those that may be
+	for _, known := range []bool{true, false} { // first layouts that are known to be vLLM's, then those that may be
 		for _, l := range all.of {
 			if yes, no := l.ofVLLM(); yes || !known && !no && !slices.ContainsFunc(all.of, l.splits) {
 				left = append(left, l)
@@ -276,7 +273,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 	return left[0].onlyLayout()
 }
 
-// onlyLayout returns the layout if lookups need no other knowledge.
+// onlyLayout returns the layout if it can be looked up without further knowledge about the asker.
 func (l *engineLayout) onlyLayout() (*engineLayout, error) {
 	if l.cutTwice() {
 		return nil, fmt.Errorf("%w: pipelines with unlike stages", ErrLayouts)
@@ -284,8 +281,8 @@ func (l *engineLayout) onlyLayout() (*engineLayout, error) {
 	return l, nil
 }
 
-// namedLocked returns the worker that the connection has named, if it is one of the model's. It reports false where that worker could
-// load nothing: it is refused or not registered.
+// namedLocked returns the worker that the connection has named, if it is one of the model's. can is false if that worker could load
+// nothing, because it is refused or not registered.
 func (r *Registry) namedLocked(q *Query) (in *Worker, can bool) {
 	if !q.Named {
 		return nil, true
@@ -293,13 +290,13 @@ func (r *Registry) namedLocked(q *Query) (in *Worker, can bool) {
 	switch in = r.mu.instances[workerID{q.Worker, q.By}]; {
 	case in == nil || in.Refused != "":
 		return nil, false
-	case in.World != q.World || in.Chunk != q.Chunk || in.Model != string(q.Model): // its client looks up for another one
+	case in.World != q.World || in.Chunk != q.Chunk || in.Model != string(q.Model): // its client looks up for another worker
 		return nil, true
 	}
 	return in, true
 }
 
-// ofClient returns the layout of the workers that are of a client's process or its relatives; nil where that is no layout, or several.
+// ofClient returns the layout of those workers that are of a client's process or its relatives; nil if there is none, or several.
 func (m *modelLayouts) ofClient(from *Client) (out *engineLayout) {
 	if from == nil {
 		return nil
@@ -320,7 +317,7 @@ func (m *modelLayouts) ofClient(from *Client) (out *engineLayout) {
 	return out
 }
 
-// String names the layouts for people.
+// String returns a text with the layouts, for people.
 func (m *modelLayouts) String() string {
 	var out []string
 	for _, l := range m.of {
@@ -333,15 +330,15 @@ func (m *modelLayouts) String() string {
 	return strings.Join(out, ", ")
 }
 
-// Target is where a lookup searches, and who can load what it finds.
+// Target says where a lookup searches, and how many workers can load the hit.
 type Target struct {
 	Shard   object.Shard
-	Loaders int     // workers that can load it: see loaders
-	Inline  *Worker // of them the one with the largest chunks, where the chunks of all of them pass through the socket; else nil
+	Loaders int     // number of workers that can load it: see loaders
+	Inline  *Worker // the one of them with the largest chunks, if the chunks of all of them pass through the socket; else nil
 }
 
-// Target returns what is known for a lookup that needs need workers. The error says why no shard is known to search in: ErrNoWorker or
-// ErrLayouts.
+// Target returns the Target of a lookup that needs `need` workers. The error is ErrNoWorker or ErrLayouts if no shard is known to search
+// in.
 func (r *Registry) Target(q *Query, need int) (t Target, err error) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -352,7 +349,7 @@ func (r *Registry) Target(q *Query, need int) (t Target, err error) {
 	return Target{l.shard(q), l.loaders(q, need), l.largestInline(q.By)}, nil
 }
 
-// largestInline returns Target.Inline: of by's own workers where there are some.
+// largestInline returns Target.Inline, among the workers of the user or address `by` if it has any.
 func (l *engineLayout) largestInline(by access.Principal) (of *Worker) {
 	own := slices.ContainsFunc(l.workers, func(in *Worker) bool { return in.By == by })
 	for _, in := range l.workers {
@@ -367,7 +364,7 @@ func (l *engineLayout) largestInline(by access.Principal) (of *Worker) {
 	return of
 }
 
-// EachShardsOf returns where the shards of a model are, of each of its layouts.
+// EachShardsOf returns the shards of a model, one entry for each of its layouts.
 func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -381,7 +378,7 @@ func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
 	return out
 }
 
-// CountLayouts returns how many layouts a model has, those of workers that are asleep included.
+// CountLayouts returns how many layouts a model has, including those of workers that are asleep.
 func (r *Registry) CountLayouts(q *Query) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -389,7 +386,7 @@ func (r *Registry) CountLayouts(q *Query) int {
 	if m == nil {
 		m = &modelLayouts{}
 	}
-	var others []*Worker // of layouts that are all asleep, one of each
+	var others []*Worker // one worker of each layout that is all asleep
 	for _, in := range r.mu.instances {
 		if in.Refused == "" && in.asleep.Load() && in.Model == string(q.Model) && in.World == q.World && in.Chunk == q.Chunk &&
 			m.joining(in) == nil && !slices.ContainsFunc(others, in.ofOneEngine) {
@@ -399,15 +396,16 @@ func (r *Registry) CountLayouts(q *Query) int {
 	return len(m.of) + len(others)
 }
 
-// Unlike is how the workers of a model differ.
+// Unlike says how the workers of a model differ.
 type Unlike struct {
 	Layouts  int
-	Groups   bool // some have object groups of other rules
-	Equal    bool // some have objects of equal length and unlike bytes
-	Declined bool // lookups over connections that have named no worker are declined
+	Groups   bool // some have object groups with other rules
+	Equal    bool // some have objects of the same length with different bytes
+	Declined bool // lookups are declined if their connection has named no worker
 }
 
-// Unlike returns how the workers of in's model differ from in. Of those that are asleep only their bytes count: their next request wakes them.
+// Unlike returns how the workers of the model of `in` differ from `in`. For workers that are asleep only the bytes count, because their
+// next request wakes them.
 func (r *Registry) Unlike(in *Worker) (u Unlike) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -452,8 +450,7 @@ func (l *engineLayout) shard(q *Query) object.Shard {
 	return sh
 }
 
-// NoteShard notes which shard a worker keeps, from the first transfer that says it.
-// It reports whether that was news.
+// NoteShard records which shard a worker keeps, from the first transfer that shows it. It reports whether that was news.
 func (r *Registry) NoteShard(in *Worker, shard int) bool {
 	if int(in.shard.Load()) == shard+1 {
 		return false
@@ -471,21 +468,21 @@ func (r *Registry) NoteShard(in *Worker, shard int) bool {
 	return true
 }
 
-// clock measures how long workers have been silent. It uses the monotonic time of
-// this process: wall-clock steps do not count as silence.
+// clock measures how long workers have been silent. It uses the monotonic time of this process, so steps of the wall clock do not count as
+// silence.
 type clock struct {
 	epoch  time.Time
-	last   time.Duration // of the Tick before
+	last   time.Duration // of the last Tick
 	ticked bool
 }
 
 func (c *clock) at(now time.Time) time.Duration { return now.Sub(c.epoch) }
 
-// stoodStill is how much time may pass between two Ticks. After more, the time does not count as
-// silence of a worker: the process or the machine did not run.
+// stoodStill is the longest time between two Ticks that counts as silence of workers. After a longer one the process or the machine did not
+// run.
 const stoodStill = 10 * time.Second
 
-// gap reports whether this process did not run for a while before now.
+// gap reports whether this process did not run for a while before the time `now`.
 func (c *clock) gap(now time.Duration) bool {
 	gap := c.ticked && now-c.last > stoodStill
 	c.last, c.ticked = now, true

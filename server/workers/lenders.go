@@ -14,19 +14,18 @@ import (
 )
 
 var (
-	// ErrUnknown means that no worker of that id and peer is registered.
+	// ErrUnknown means that the peer has registered no worker of that id.
 	ErrUnknown = errors.New("worker instance is not registered")
 	// ErrRefused means that the worker's registration was refused.
 	ErrRefused = errors.New("worker's registration was refused")
 	// ErrTooMany means that the table of workers is full.
 	ErrTooMany = errors.New("too many workers are registered")
-	// ErrMappings means that more segments cannot be mapped, for one peer or at all.
+	// ErrMappings means that no more segments can be mapped, for one peer or at all.
 	ErrMappings = errors.New("too many segments are mapped")
 )
 
-// maxMappings returns how many segments are mapped at once, of all workers: a
-// quarter of what the kernel allows a process. The Go runtime needs mappings, too,
-// and ends the process without them.
+// maxMappings returns how many segments of all workers are mapped at once: a quarter of the mappings that the kernel allows a process. The
+// Go runtime needs mappings too, and ends the process if it gets none.
 var maxMappings = sync.OnceValue(func() int {
 	b, err := os.ReadFile("/proc/sys/vm/max_map_count")
 	n, perr := strconv.Atoi(strings.TrimSpace(string(b)))
@@ -36,9 +35,8 @@ var maxMappings = sync.OnceValue(func() int {
 	return n / 4
 })
 
-// mayLendLocked checks the segments of in, which takes the place of old: no other worker
-// may lend them, and there are not too many. Errors: access.ErrLender with the other
-// worker, ErrMappings.
+// mayLendLocked checks the segments of the worker `in`, which replaces old: no other worker may lend them, and there must not be too many.
+// Errors: access.ErrLender, with the other worker, and ErrMappings.
 func (r *Registry) mayLendLocked(in, old *Worker) (lender *Worker, err error) {
 	if in.Lent == nil {
 		return nil, nil
@@ -101,5 +99,5 @@ func (r *Registry) unlendLocked(in *Worker) {
 	}
 }
 
-// SetMaxMappings sets how many segments are mapped at once; tests need few.
+// SetMaxMappings sets how many segments may be mapped at once. Tests use it.
 func (r *Registry) SetMaxMappings(n int) { r.maxMappings = n }

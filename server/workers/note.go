@@ -21,15 +21,15 @@ const noteVersion = 1
 // ErrNewer means that a later release wrote a note. It must stay as it is.
 var ErrNewer = errors.New("a later release wrote the note of registrations")
 
-// Note is the state of the workers, saved beside the pool for the server that takes over.
+// Note has the registrations of workers. The server stores it beside the pool for the next server.
 type Note struct {
 	Version int               `json:",omitempty"` // noteVersion; 0 in notes of release 0.1.0
 	Workers []json.RawMessage // Saved, in the order of their registrations
-	Remains []lent.Segment    // segments of workers that left and whose process lived on
-	PIDs    string            // the PID namespace in which processes are named
-	Chunks  []int             `json:",omitempty"` // sizes that were announced to engines, besides the server's own
+	Remains []lent.Segment    // segments of workers that unregistered and whose process still ran
+	PIDs    string            // the PID namespace to which the process ids belong
+	Chunks  []int             `json:",omitempty"` // chunk sizes that were announced to engines, other than the server's own
 	Mixed   []string          `json:",omitempty"` // models that have had several layouts; see tier.Names.Mix
-	Pages   []SavedPages      `json:",omitempty"` // workers whose device has other pages pinned than the pool's
+	Pages   []SavedPages      `json:",omitempty"` // workers whose device has pages pinned that are not the pool's
 }
 
 // Saved is a registration in a Note.
@@ -37,27 +37,27 @@ type Saved struct {
 	ID      int64
 	Model   string
 	World   int
-	Chunk   int `json:",omitempty"` // tokens; 0 in notes of servers that had one size
+	Chunk   int `json:",omitempty"` // tokens; 0 in notes of servers that had only one size
 	Base    int `json:",omitempty"` // chunk size of the listener that it registered over
 	Layout  kv.Layout
 	Groups  []lmcache.GroupLayout `json:",omitempty"`
 	Pinged  bool
 	Shard   int              `json:",omitempty"` // 1 + the shard it keeps
-	By      access.Principal // who may speak for it
-	Side    Side             `json:",omitzero"`  // where its chunks pass
-	Client  string           `json:",omitempty"` // generations that it can be of; empty: any
-	Process peercred.Process `json:",omitzero"`  // which registered it, where that is proved
+	By      access.Principal // the user or address that may speak for it
+	Side    Side             `json:",omitzero"`  // how its chunks pass
+	Client  string           `json:",omitempty"` // generations that its client may be of; empty: any
+	Process peercred.Process `json:",omitzero"`  // the process that registered it, if that is proved
 	Mapped  int64            `json:",omitzero"`  // bytes of the pool that it was offered; 0 in notes of servers that could not resize
 	Asleep  bool             `json:",omitzero"`  // no lookup counts on it before its next request
-	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker whose KV the server copies
+	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker that lends its KV
 	Lent    []lent.Segment   `json:",omitempty"`
 }
 
-// Encode returns what is to be kept, n with the registrations: at most max bytes. Of registrations that do not
-// fit, the largest are left out; refused ones are not kept.
+// Encode returns the note n with the registrations, at most max bytes. Refused workers are left out. left is how many registrations had no
+// room: the largest ones.
 func (r *Registry) Encode(n Note, max int) (b []byte, left int, err error) {
 	n.Version, n.PIDs, n.Pages = noteVersion, peercred.Namespace(), r.savedPages()
-	total := 1 << 10 // braces and names
+	total := 1 << 10 // braces and field names
 	for _, m := range n.Mixed {
 		total += 6*len(m) + 3 // as JSON
 	}
@@ -105,8 +105,8 @@ func (in *Worker) saved() *Saved {
 	return w
 }
 
-// DecodeNote reads a Note. The numbers of processes mean something only in the PID
-// namespace where they were noted: elsewhere they are forgotten. Error: ErrNewer.
+// DecodeNote decodes a Note. Process ids have a meaning only in the PID namespace in which they were recorded; in another one they are
+// removed. Error: ErrNewer.
 func DecodeNote(b []byte) (n Note, err error) {
 	var v struct{ Version int }
 	if json.Unmarshal(b, &v) == nil && v.Version > noteVersion {
@@ -124,7 +124,7 @@ func DecodeNote(b []byte) (n Note, err error) {
 	return n, nil
 }
 
-// Worker reads registration i of the note.
+// Worker decodes registration i of the note.
 func (n *Note) Worker(i int) (*Saved, error) {
 	var w Saved
 	if err := json.Unmarshal(n.Workers[i], &w); err != nil {

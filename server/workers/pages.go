@@ -9,24 +9,24 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// A worker whose device copies has the pool's pages pinned at some address of its process. LMCache's clients, up to 0.5.7rc2,
-// unmap the pool when they register again and do not give the pinned pages up. Their new mapping often gets the old address: the
-// device then goes on with the old pages, whatever is mapped there. That is right while the pool is the same file of the same
-// length. Else what the device writes reaches nobody, and what it reads is old.
+// The device of a worker has the pool's pages pinned at some address of the worker's process. LMCache's clients, up to 0.5.7rc2, unmap the
+// pool when they register again, but do not release the pinned pages. Their new mapping often gets the same address: the device then uses
+// the old pages, whatever is mapped there. That is right while the pool is the same file with the same length. Otherwise nobody sees what
+// the device writes, and it reads old bytes.
 
-// maxPages bounds the workers in pages.
+// maxPages bounds the workers that pages remembers.
 const maxPages = 4096
 
-// pages remembers by worker which pages its device can have pinned. When it is full it forgets the oldest worker of the user or address
-// with most workers, so that nobody can push out the workers of others.
+// pages remembers, by worker, which pages its device may have pinned. When it is full, it forgets the oldest worker of the user or address
+// with the most workers, so that no user can displace the workers of others.
 type pages struct {
 	of    map[workerID]page
 	order []workerID // oldest first
 }
 
 type page struct {
-	other bool   // they are not this pool's
-	since uint64 // peercred.Ticks of when that was noted, 0 unknown
+	other bool   // the pages are not those of this pool
+	since uint64 // peercred.Ticks when that was recorded; 0: not known
 }
 
 func (p *pages) note(who workerID, is page) {
@@ -41,7 +41,7 @@ func (p *pages) note(who workerID, is page) {
 	p.of[who] = is
 }
 
-// firstOfMost returns the position of the first worker of the user or address with most workers.
+// firstOfMost returns the index of the first worker of the user or address with the most workers.
 func firstOfMost(order []workerID) (first int) {
 	type owned struct{ n, first int }
 	by, most := make(map[access.Principal]owned), 0
@@ -59,7 +59,7 @@ func firstOfMost(order []workerID) (first int) {
 	return first
 }
 
-// SavedPages is a worker in a Note whose device has other pages pinned than the pool's.
+// SavedPages is a worker of a Note whose device has pages pinned that are not the pool's.
 type SavedPages struct {
 	ID    int64
 	By    access.Principal
@@ -77,7 +77,7 @@ func (r *Registry) savedPages() (list []SavedPages) {
 	return list
 }
 
-// PinnedOther takes over what an earlier server had in its note.
+// PinnedOther takes over these workers from an earlier server's note.
 func (r *Registry) PinnedOther(list []SavedPages) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -86,18 +86,18 @@ func (r *Registry) PinnedOther(list []SavedPages) {
 	}
 }
 
-// PinsOther notes that a worker's device has other pages pinned than the pool's: later registrations of its process are not offered
-// the pool.
+// PinsOther records that a worker's device has pages pinned that are not the pool's. Later registrations of its process are not offered the
+// pool.
 func (r *Registry) PinsOther(id int64, by access.Principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.mu.pages.note(workerID{id, by}, page{true, peercred.Ticks()})
 }
 
-// MayPinOther reports whether the device of a worker that registers may have other pages pinned than the pool's: it had them before,
-// or it comes from another server. Clients ping for the first time after they have registered, so a worker that pinged before it
-// registers comes from another server. started is when its process started, in ticks after boot, 0 for one that is not seen. A process
-// that started after the other pages were noted has none of them: containers give the id of one engine to the next.
+// MayPinOther reports whether the device of a worker that registers may have pages pinned that are not the pool's: it had such pages
+// before, or the worker comes from another server. Clients ping for the first time after they have registered, so a worker that pinged
+// before it registers comes from another server. started is when its process started, in ticks after boot; 0: not seen. A process that
+// started after such pages were recorded has none of them: containers give the id of one engine to the next.
 func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64) bool {
 	const second = 100 // ticks
 	r.mu.RLock()
@@ -110,7 +110,7 @@ func (r *Registry) MayPinOther(id int64, by access.Principal, started uint64) bo
 	return pinged
 }
 
-// notePagesLocked notes which pages a worker that has registered can have pinned.
+// notePagesLocked records which pages a newly registered worker may have pinned.
 func (r *Registry) notePagesLocked(in *Worker) {
 	switch {
 	case in.Side() == Pickle:

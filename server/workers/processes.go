@@ -10,12 +10,12 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// maxTries is how often the process of one worker is looked for.
+// maxTries is how often the process of a worker or client is looked for.
 const maxTries = 3
 
-// FindProcesses finds who has the connections open over which workers registered and clients
-// looked up, and reports whether the process of a worker was found. One goroutine calls it and FindMappings. Looking reads
-// all of /proc, so it looks for a twentieth of the time at most.
+// FindProcesses finds the processes that have the connections open over which workers registered and clients looked up. It reports whether
+// it found the process of a worker. Only one goroutine may call it and FindMappings. A search reads all of /proc, so searches take at most
+// a twentieth of the time.
 func (r *Registry) FindProcesses(now time.Time) bool {
 	if now.Before(r.nextSearch) {
 		return false
@@ -61,11 +61,11 @@ func (r *Registry) FindProcesses(now time.Time) bool {
 	return found
 }
 
-// maxLooks is how often a worker's process is looked at for the pool.
+// maxLooks is how often FindMappings looks at a worker's process.
 const maxLooks = 20
 
-// FindMappings notes which workers' processes map the pool, a segment of that name and
-// inode. A worker that copies itself does so soon after its registration.
+// FindMappings records which workers' processes map the pool, a segment of that name and inode. A worker that copies itself maps it soon
+// after its registration.
 func (r *Registry) FindMappings(pool string, inode uint64) {
 	for _, in := range r.List() {
 		p := in.Process.Load()
@@ -78,14 +78,13 @@ func (r *Registry) FindMappings(pool string, inode uint64) {
 	}
 }
 
-// Ending is a worker and the process whose end proves its own.
+// Ending is a worker, and the process whose end proves that the worker has ended.
 type Ending struct {
 	*Worker
 	Process peercred.Process
 }
 
-// Ended returns the workers whose process is proved to have ended, in the order of
-// their registrations.
+// Ended returns the workers whose process is proved to have ended, in the order of their registrations.
 func (r *Registry) Ended() (ended []Ending) {
 	known := map[peercred.Process]bool{} // many workers may be of one process
 	gone := func(p peercred.Process) bool {
@@ -104,10 +103,9 @@ func (r *Registry) Ended() (ended []Ending) {
 	return ended
 }
 
-// LeftAlone reports whether it is proved that no process can touch the slots of a dead
-// worker any more: the process that ended was the one that mapped the pool, and
-// those that map it now are registered workers, or this process. The proof fails where a
-// child inherited the mapping, or where the peer only forwards for another process.
+// LeftAlone reports whether it is proved that no process can touch the slots of a dead worker any more: the process that ended had mapped
+// the pool, and all processes that map it now are registered workers or this process. The proof fails if a child inherited the mapping, or
+// if the peer only forwards for another process.
 func (r *Registry) LeftAlone(w *Worker, pool string, inode uint64) bool {
 	p := w.Process.Load()
 	if p == nil || !w.Search.MapsPool || !p.Gone() {

@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// NamespaceOf returns where the worker's chunks of one tenant live.
+// NamespaceOf returns the namespace of the worker's chunks for a salt.
 func (in *Worker) NamespaceOf(salt []byte) kv.Namespace {
 	if len(salt) == 0 {
 		return in.unsalted
@@ -26,28 +26,28 @@ func (in *Worker) NamespaceOf(salt []byte) kv.Namespace {
 	return kv.NamespaceOf(in.kept, string(salt), in.Fingerprint)
 }
 
-// Registry knows the workers. Its methods are safe for concurrent use.
+// Registry has the registered workers. Its methods are safe for concurrent use.
 type Registry struct {
 	max         int
 	maxMappings int
-	nextSearch  time.Time                   // of FindProcesses' goroutine
+	nextSearch  time.Time                   // used only by FindProcesses' goroutine
 	clock       clock                       // its epoch is immutable, the rest belongs to Tick
 	gone        func(peercred.Process) bool // Process.Gone; tests have their own
-	woke        atomic.Bool                 // a worker woke since Woke was asked
+	woke        atomic.Bool                 // a worker woke since the last call of Woke
 	mu          struct {
 		sync.RWMutex
 		seq       uint64
 		instances map[workerID]*Worker
 		byModel   map[modelKey]*modelLayouts
-		departed  map[layoutKey][]shardLayout // of layouts without a worker
-		gone      map[workerID]*Worker        // gone with transfers in progress
+		departed  map[layoutKey][]shardLayout // of layouts that have no worker any more
+		gone      map[workerID]*Worker        // workers that are gone and left transfers in progress
 		lenders   map[uint64][]*Worker        // by inode of a segment
-		mappings  map[access.Principal]int    // mapped segments, by the user or address they belong to
-		unknown   map[workerID]unregisteredID // unknown ones that got their false ping
-		order     []workerID                  // of unknown, oldest first; see firstOfMost
-		clients   map[*Client]struct{}        // whose process is looked for
-		former    map[workerID]formerWorker   // of an earlier server, not taken over
-		pages     pages                       // that devices of workers can have pinned
+		mappings  map[access.Principal]int    // number of mapped segments, by user or address
+		unknown   map[workerID]unregisteredID // ids without a registration whose first ping was answered false
+		order     []workerID                  // keys of unknown, oldest first; see firstOfMost
+		clients   map[*Client]struct{}        // clients whose process is looked for
+		former    map[workerID]formerWorker   // workers of an earlier server that were not taken over
+		pages     pages                       // which pages the devices of workers may have pinned
 	}
 }
 
@@ -57,33 +57,31 @@ type formerWorker struct {
 	world, chunk, base int
 }
 
-// modelKey names the workers of one model and chunk size: those of one peer, or everybody's.
+// modelKey identifies the workers of one model and chunk size: those of one user or address, or of all.
 type modelKey struct {
 	model string
 	world int
 	chunk int              // tokens
-	by    access.Principal // zero for everybody's
+	by    access.Principal // zero: of all
 }
 
 func (in *Worker) modelKeys() [2]modelKey {
 	return [2]modelKey{{in.Model, in.World, in.Chunk, in.By}, {in.Model, in.World, in.Chunk, access.Principal{}}}
 }
 
-// layoutKey names a layout among those of a modelKey.
+// layoutKey identifies a layout among those of a modelKey.
 type layoutKey struct {
 	modelKey
 	print string // fingerprint of one of its workers
 }
 
-// workerID names a worker: clients choose their ids, so the same id of another peer
-// is another worker.
+// workerID identifies a worker. Clients choose their ids, so the same id from another user or address is another worker.
 type workerID struct {
 	id int64
 	by access.Principal
 }
 
-// key stands for the worker in the store and in the pool's index, where a worker
-// is a number. No client can choose an id that has another worker's key.
+// key returns the number of the worker in the store and in the pool's index. No client can choose an id that has another worker's key.
 func (w workerID) key() int64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%d %v", w.id, w.by))
 	return int64(binary.LittleEndian.Uint64(sum[:]))
@@ -113,16 +111,16 @@ func NewRegistry(max int) *Registry {
 	return r
 }
 
-// Saw notes that a worker lived at now.
+// Saw records a sign of life of a worker.
 func (r *Registry) Saw(in *Worker, now time.Time) { in.lastSeen.Store(int64(r.clock.at(now))) }
 
-// Silence is how long a worker has said nothing.
+// Silence returns how long a worker has been silent.
 func (r *Registry) Silence(in *Worker, now time.Time) time.Duration {
 	return r.clock.at(now) - time.Duration(in.lastSeen.Load())
 }
 
-// Get returns the worker that by registered as id, and notes that it lives. The
-// error wraps ErrUnknown, or ErrRefused for one whose mode is not served.
+// Get returns the worker that `by` registered as id, and records that it lives. The error wraps ErrUnknown, or ErrRefused for a worker
+// whose registration was refused.
 func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
 	r.mu.RLock()
 	in := r.mu.instances[workerID{id, by}]
@@ -138,22 +136,20 @@ func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
 	return in, nil
 }
 
-// Departed returns a worker of by's that is gone and left transfers in quarantine,
-// or nil.
+// Departed returns a worker of `by` that is gone and left transfers in quarantine, or nil.
 func (r *Registry) Departed(id int64, by access.Principal) *Worker {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	return r.mu.gone[workerID{id, by}]
 }
 
-// KeepDeparted remembers a worker that left transfers in quarantine, for its late
-// commits. Beyond as many as may be registered, any one is forgotten: its slots
-// then wait for the end of the quarantine.
+// KeepDeparted remembers a worker that left transfers in quarantine, for its late commits. Beyond as many as may be registered it forgets
+// an arbitrary one: the slots of that worker then wait for the end of the quarantine.
 func (r *Registry) KeepDeparted(in *Worker) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mu.instances[in.who()] != nil {
-		return // registered again: its commits find it there
+		return // it has registered again, and its commits find it there
 	}
 	for id := range r.mu.gone {
 		if len(r.mu.gone) < r.max {
@@ -174,9 +170,8 @@ func (r *Registry) NewestOf(q *Query) *Worker {
 	return nil
 }
 
-// Add registers in, in place of an earlier worker of the same id and owner. old is
-// the other worker, or nil. Errors: access.ErrLender with the worker that lends the same
-// segment, ErrMappings, ErrTooMany.
+// Add registers in, and replaces an earlier worker of the same id and owner, which it returns as old. Errors: access.ErrLender, with the
+// worker that lends the same segment as lender; ErrMappings; ErrTooMany.
 func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	r.Saw(in, time.Now())
 	in.knowFamily()
@@ -237,7 +232,7 @@ func (r *Registry) knowLocked(in *Worker) {
 	}
 }
 
-// Remove forgets a worker of by's; nil when it is not registered.
+// Remove removes and returns a worker of `by`. It returns nil if the worker is not registered.
 func (r *Registry) Remove(id int64, by access.Principal) *Worker {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -248,7 +243,7 @@ func (r *Registry) Remove(id int64, by access.Principal) *Worker {
 	return in
 }
 
-// RemoveThis forgets in; false when it is no longer the one registered.
+// RemoveThis removes in. It reports false if in is no longer registered.
 func (r *Registry) RemoveThis(in *Worker) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -265,7 +260,7 @@ func (r *Registry) forgetLocked(in *Worker) {
 	r.unlistLocked(in)
 }
 
-// unlistLocked takes in out of the workers of its model.
+// unlistLocked removes in from the workers of its model.
 func (r *Registry) unlistLocked(in *Worker) {
 	for _, k := range in.modelKeys() {
 		m := r.mu.byModel[k]
@@ -281,7 +276,7 @@ func (r *Registry) unlistLocked(in *Worker) {
 		if len(m.of) == 0 {
 			delete(r.mu.byModel, k)
 		}
-		for _, print := range l.fingerprints() { // the next engine of the model is probably of the same layout
+		for _, print := range l.fingerprints() { // the model's next engine probably has the same layout
 			if l.shards != nil && len(r.mu.departed) < maxDeparted {
 				r.mu.departed[layoutKey{k, print}] = l.shards
 			}
@@ -289,10 +284,9 @@ func (r *Registry) unlistLocked(in *Worker) {
 	}
 }
 
-// Ping answers a worker's heartbeat. The first one of an id that its sender has not
-// registered is answered false, later ones true: that makes a stock client register
-// again, once, after the server lost its registration. news says that a registered
-// worker pinged for the first time.
+// Ping answers a worker's heartbeat. The first ping of an id that its sender has not registered is answered false, later ones true. So
+// LMCache's client registers again, once, after the server lost its registration. news says that a registered worker pinged for the first
+// time.
 func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 	r.mu.RLock()
 	in := r.mu.instances[workerID{id, by}]
@@ -320,20 +314,20 @@ func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 	return false, false
 }
 
-// unregisteredID is an id that pings and is not registered.
+// unregisteredID has the pings of an id that is not registered.
 type unregisteredID struct {
 	pings int
 	last  time.Time
 }
 
-// Bounds of Strangers. A client of vLLM registers again after its first ping.
+// Limits of Strangers. vLLM's client registers again after its first ping.
 const (
 	strangerPings = 3
 	strangerTime  = time.Minute // since the last ping
 )
 
-// Strangers returns how many ids go on pinging without a registration, as those of SGLang's clients do, which register once; and one of
-// them.
+// Strangers returns how many ids keep pinging without a registration, and one of them. SGLang's clients do this, because they register only
+// once.
 func (r *Registry) Strangers(now time.Time) (n int, one int64) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -345,7 +339,7 @@ func (r *Registry) Strangers(now time.Time) (n int, one int64) {
 	return n, one
 }
 
-// ForgetUnknown makes the next ping of an unregistered id the first one again.
+// ForgetUnknown makes the next ping of an unregistered id count as its first.
 func (r *Registry) ForgetUnknown(id int64, by access.Principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -359,10 +353,9 @@ func (r *Registry) forgetUnknownLocked(who workerID) {
 	}
 }
 
-// Crowd returns the worker that makes room for in, where the table is full and in is not in it: of
-// the user or address with most workers, the one that is silent longest. A worker of in's own user
-// that is asleep goes first. It is nil when in's own user has most and none of its workers is
-// asleep.
+// Crowd returns the worker that must make room for the worker `in`, if the table is full and does not contain `in`. It is a sleeping worker
+// of the user of `in`, if there is one. Otherwise it is, of the user or address with the most workers, the worker that was silent for
+// longest. It is nil if the user of `in` has the most workers.
 func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -405,8 +398,8 @@ func (r *Registry) List() []*Worker {
 	return out
 }
 
-// GenerationsOf returns what the client of a worker of by's can be of, or, when none is named,
-// those of by's workers of a model. The set is empty when nothing is known.
+// GenerationsOf returns the generations that the client of a worker of `by` may be of. Without a known worker it returns those of all
+// workers of `by` for the model. The set is empty if nothing is known.
 func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, world int) (g lmcache.Generations) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -414,21 +407,21 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 		return in.Generations
 	}
 	for _, in := range r.mu.instances {
-		if in.By == by && in.World == world && in.Model == string(model) { // workers of other peers say nothing about by's clients
+		if in.By == by && in.World == world && in.Model == string(model) { // workers of other peers tell nothing about this peer's clients
 			g |= in.Generations
 		}
 	}
 	return g
 }
 
-// AnyBase stands for workers of all listeners.
+// AnyBase, as a base, means workers of all listeners.
 const AnyBase = -1
 
-// ChunksOf returns the chunk sizes, rising, that an engine may use which has not asked this server. If by's worker id is named and known,
-// it is the size of that worker alone. Else it is those of the workers of a model that registered over a listener of chunk size base, as
-// engines use one listener; of by's own alone where there is one for each shard. If no such worker is registered, workers count that an
-// earlier server knew and this one did not take over. sure reports whether the size is that of the named worker, or an earlier server knew
-// one of the workers.
+// ChunksOf returns the chunk sizes, in rising order, that an engine may use which has not asked this server. If the worker id of `by` is
+// named and known, it returns only that worker's size. Otherwise it returns the sizes of the model's workers that registered over a
+// listener of chunk size base, because an engine uses one listener; only those of `by` if it has a worker for each shard. If no such worker
+// is registered, workers of an earlier server that were not taken over count. sure reports whether the size is the named worker's, or an
+// earlier server knew one of the workers.
 func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world, base int) (sizes []int, sure bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -468,7 +461,7 @@ func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world, 
 	return slices.Compact(all), allSure
 }
 
-// ChunksOfClient returns the chunk sizes, rising, of those workers of a model that are of a client's process or its relatives.
+// ChunksOfClient returns the chunk sizes, in rising order, of those workers of a model that are of a client's process or its relatives.
 func (r *Registry) ChunksOfClient(from *Client, model []byte, world int) (sizes []int) {
 	if from == nil {
 		return nil
@@ -488,8 +481,8 @@ func (r *Registry) ChunksOfClient(from *Client, model []byte, world int) (sizes 
 	return slices.Compact(sizes)
 }
 
-// NotTaken remembers a worker that an earlier server knew and that is not registered here: its engine uses chunks of chunk tokens. Once it
-// registers again, its registration says its size.
+// NotTaken remembers a worker of an earlier server that is not registered here: its engine uses chunks of `chunk` tokens. When the worker
+// registers again, its registration shows its size.
 func (r *Registry) NotTaken(w *Saved, chunk int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -498,7 +491,7 @@ func (r *Registry) NotTaken(w *Saved, chunk int) {
 	}
 }
 
-// Pickles reports whether by has a worker that may send pickled chunks.
+// Pickles reports whether `by` has a worker that may send pickled chunks.
 func (r *Registry) Pickles(by access.Principal) bool {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -4,13 +4,12 @@ package evict
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// ARC keeps what was used once and what was used more often in two LRUs, and learns how much room
-// each deserves: what comes back soon after its eviction shows which of them was too small. Sizes
-// are bytes. After N. Megiddo and D. Modha, "ARC: a self-tuning, low overhead replacement cache",
-// FAST 2003.
+// ARC keeps slots that were used once, and slots that were used more often, in two LRUs. It learns how much room each needs: a chunk that
+// comes back soon after its eviction shows that the LRU it was evicted from was too small. Sizes are in bytes. After N. Megiddo and D.
+// Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
 type ARC struct {
 	capacity int64 // bytes of the pool
-	target   int64 // bytes for what was used once
+	target   int64 // bytes for slots that were used once
 	parts    [2]arcPart
 	entries  container.PagedSlice[arcEntry] // by slot
 }
@@ -60,7 +59,8 @@ func (a *ARC) Add(slot uint32, id, _ uint64, weight int64) {
 	a.parts[part].order.Add(slot, id, 0, weight)
 }
 
-// steps returns how far the target moves: the fewer ghosts the right part has, the further.
+// steps returns by how many bytes the target changes: more if `right`, the ghosts of the part that should grow, are fewer than those of the
+// other part.
 func steps(weight, other, right int64) int64 {
 	if right > 0 && other > right {
 		return int64(float64(weight) * float64(other) / float64(right))
@@ -95,7 +95,7 @@ func (a *ARC) Use(slot uint32) {
 	a.parts[usedOften].order.Use(slot)
 }
 
-// Remove implements Policy. What went is remembered.
+// Remove implements Policy. It remembers the slot's id as a ghost.
 func (a *ARC) Remove(slot uint32) {
 	e := a.entry(slot)
 	if e == nil {
@@ -120,7 +120,7 @@ func (a *ARC) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool) {
 	return a.parts[1-first].order.Victim(busy)
 }
 
-// Ascend implements Policy: what was used once first.
+// Ascend implements Policy. Slots that were used once come first.
 func (a *ARC) Ascend(f func(slot uint32) bool) {
 	more := true
 	for i := range a.parts {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package evict holds eviction policies as pure state machines: they know slot
-// numbers, weights and what was used, not bytes or memory. Lifetimes watches a sample of what they evict.
+// Package evict has eviction policies as pure state machines. They know slot numbers, weights and uses, not bytes or memory. Lifetimes
+// watches a sample of the evictions.
 //
-// A policy is not safe for concurrent use: its owner locks. No call takes long: a
-// Victim looks at a bounded number of slots, everything else at a few.
+// A policy is not safe for concurrent use: its owner locks. No call takes long: Victim looks at a bounded number of slots, every other call
+// at a few.
 package evict
 
 import (
@@ -13,40 +13,34 @@ import (
 	"strings"
 )
 
-// Policy chooses the next victim of eviction. It knows every slot in use, from Add to Remove.
-// A slot that is being read stays in its books and cannot be a victim.
+// Policy chooses the slot to evict next. It knows every slot in use, from Add to Remove. A slot that is busy stays in its books but is
+// never returned by Victim.
 type Policy interface {
-	// Add notes that a slot holds something new, of weight bytes. id stands for the
-	// content: what comes back after its eviction has the same. parent is the id of
-	// what it continues, the chunk before it in its prompt; 0 for none, or if that is
-	// not known. The slots of a prompt are added tail first. The slot is not in the
-	// policy.
+	// Add records that a slot, which is not in the policy, has new content of weight bytes. id identifies the content: content that comes
+	// back after its eviction has the same id. parent is the id of the chunk before it in its prompt; 0 if there is none, or if it is not
+	// known. The slots of a prompt are added tail first.
 	Add(slot uint32, id, parent uint64, weight int64)
 
-	// Use notes that a slot was served or stored again. The owner also calls it when
-	// a slot was busy and no longer is: Victim does not look again at what it found
-	// busy before that. A slot that is not in the policy is left alone.
+	// Use records that a slot was served or stored again. The owner must also call it when a busy slot is no longer busy, because Victim
+	// does not look at a busy slot again before that. It does nothing for a slot that is not in the policy.
 	Use(slot uint32)
 
-	// Remove notes that a slot holds nothing any more. A slot that is not in the
-	// policy is left alone.
+	// Remove records that a slot has no content any more. It does nothing for a slot that is not in the policy.
 	Remove(slot uint32)
 
-	// Victim returns the slot to evict next of those for which busy answers false. It
-	// stays in the policy until Remove. ok is false when there is none, or, with
-	// more, when it has not looked at all of them: the next call goes on from there.
+	// Victim returns the slot to evict next, among those for which busy reports false. The slot stays in the policy until Remove. If ok is
+	// false there is none; with more, Victim has not looked at all slots yet, and the next call continues.
 	Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool)
 
-	// Ascend calls f for the slots that Victim did not find busy, about in the order
-	// in which they are to be evicted, until f answers false. f must not change the
-	// policy.
+	// Ascend calls f for the slots that Victim did not find busy, about in the order in which they would be evicted, until f reports false.
+	// f must not change the policy.
 	Ascend(f func(slot uint32) bool)
 }
 
-// maxLooks bounds the slots that one Victim looks at.
+// maxLooks is how many slots one call of Victim looks at.
 const maxLooks = 256
 
-// Names are the policies that New knows.
+// Names are the names of the policies that New knows.
 var Names = []string{"lru", "leaf-lru", "s3fifo", "arc", "leaf-hazard"}
 
 // Default is the name of the policy that a server uses unless a flag names another.

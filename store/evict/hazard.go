@@ -7,64 +7,62 @@ import (
 	"math/bits"
 )
 
-// LeafHazard evicts the leaf, a slot without a resident successor, that is the least likely
-// to be used again soon. The likelihood depends on the prompt that used the slot last: which turn
-// of a conversation it was, how long, how much of it was new, and how long ago that is. A fork, from which prompts went
-// on differently, and what is before it have a class of their own. LeafHazard learns
-// while it runs: a probe watches each end of a prompt, also after its eviction,
-// until a longer prompt or the same one comes, and each fork until its next use.
+// LeafHazard evicts the leaf (a slot without a resident successor) that is the least likely to be used again soon. The likelihood depends
+// on the last prompt that used the slot: its turn in the conversation, its length, how much of it was new, and how long ago it was. A fork
+// (a slot after which prompts continued differently), and the slots before it, have classes of their own. LeafHazard learns while it runs.
+// A probe watches each end of a prompt, also after its eviction, until the same or a longer prompt comes. A probe watches each fork until
+// its next use.
 //
-// The index of a leaf is the best ratio, over all times to come, of the chance that it is used until
-// then to the time that it takes up room: Gittins' index of a job that may end. A chance of reuse
-// right now would not do: people think before they answer, so what was just used has the least.
-// The index first rises with age, where people think, and falls later. So within a class the least is at one of two places:
-// the leaf that was not used for longest, or the one that was used last.
+// The index of a leaf is the best ratio, over all future times, of the chance that it is used until then to the time that it takes up room:
+// Gittins' index of a job that may end. The chance of reuse right now would not do, because people think before they answer: a leaf that
+// was just used has the smallest chance. Where people think, the index first rises with age, and falls later. So the lowest index of a
+// class is that of the leaf that was not used for longest, or of the leaf that was used last.
 //
-// Time is counted in slots added. Without parents it works as an LRU.
+// Time is counted in added slots. If no slot has a parent, LeafHazard works as an LRU.
 type LeafHazard struct {
 	leaves
 	probes probes
 
-	events  [classes][buckets]float64 // reuses, by age
-	passed  [classes][buckets]float64 // time that probes were watched, by age
+	events  [classes][buckets]float64 // number of reuses, by age
+	passed  [classes][buckets]float64 // total time that probes were watched, by age
 	index   [classes][buckets]float64
-	learnt  int // probes begun
-	refresh int // the class whose index is next
+	learnt  int // number of probes that were begun
+	refresh int // the class whose index is computed next
 
-	ends     *[]PromptEnd // for Teach; nil: none are noted
-	endsMask uint64       // of the last Lessons
+	ends     *[]PromptEnd // for Teach; nil: none are recorded
+	endsMask uint64       // Mask of the last Lessons
 
-	watched [classes][buckets]watched // probes that are of that age now
-	spent   [classes][buckets]float64 // passed and watched when the class's index was computed
+	watched [classes][buckets]watched // running probes of that age
+	spent   [classes][buckets]float64 // passed and watched together, when the class's index was computed
 
-	seen, expected [classes][spans]float64 // reuses by age, smoothed: those of the class; those of average prompts in its place
+	seen, expected [classes][spans]float64 // reuses by age, smoothed: those of the class, and those that average prompts would have had in its place
 	factors        [spans]factors
 
-	families [2]family // ends of prompts, forks
+	families [2]family // ends of prompts; forks
 }
 
-// family is the sum over its classes of events and spent.
+// family has, by age, the events and spent of all its classes together.
 type family struct{ events, spent [buckets]float64 }
 
 const (
 	turns   = 3  // classes of conversation turns
 	lengths = 3  // classes of prompt lengths: below 7 slots, below 63, more
-	sizes   = 8  // of what was new: 0 (the same prompt again), 1, 2 to 3, 4 to 7 and so on
-	forks   = 5  // classes of forks, by their uses: 1, 2 to 3, 4 to 7 and so on
-	buckets = 64 // of ages, two to each power of two
+	sizes   = 8  // classes by number of new slots: 0 (the same prompt again), 1, 2 to 3, 4 to 7 and so on
+	forks   = 5  // classes of forks by number of uses: 1, 2 to 3, 4 to 7 and so on
+	buckets = 64 // classes of ages, two for each power of two
 
 	forkClass   = turns * lengths * sizes // the first class of forks
 	classes     = forkClass + forks
 	maxForkUses = 1<<forks - 1
 
-	// sameUse is an age below which uses are one: lookup, load and store of one request.
+	// sameUse is an age below which several uses count as one: the lookup, load and store of one request.
 	sameUse = 8
 
-	// halfLife is how many probes are begun until what was seen counts half.
+	// halfLife is after how many new probes the earlier observations count half.
 	halfLife = 1 << 14
 )
 
-// watched are probes of one age: their number and the sum of when they began.
+// watched is the running probes of one age: their number, and the sum of the clock at their beginnings.
 type watched struct{ n, began int64 }
 
 // NewLeafHazard returns an empty LeafHazard.
@@ -122,7 +120,7 @@ func (h *LeafHazard) Victim(busy func(slot uint32) bool) (slot uint32, ok, more 
 	return h.victim(busy, h.least)
 }
 
-// least returns the leaf of the lowest index, of several the one not used for longest.
+// least returns the leaf with the lowest index. Of several it returns the one that was not used for longest.
 func (h *LeafHazard) least() (place uint32, leaf *node) {
 	best := math.Inf(1)
 	for c := range classes {
@@ -142,12 +140,12 @@ func (h *LeafHazard) least() (place uint32, leaf *node) {
 	return place, leaf
 }
 
-// continued closes the probe of a prompt's end that a longer prompt continues, and finds forks.
+// continued ends the probe of a prompt's end when a longer prompt continues it. It also finds forks.
 func (h *LeafHazard) continued(parent, _ *node) {
 	switch {
 	case parent.probe != 0 && parent.forkUses > 0: // Use began a probe for this use
 	case parent.probe != 0:
-		// A class of size 0 says that Use began this probe, and counted this use already.
+		// A class of size 0 means that Use began this probe, and has counted this use.
 		h.observe(parent.probe, parent.class%sizes != 0)
 	case parent.state == linked:
 		h.useFork(parent)
@@ -155,7 +153,7 @@ func (h *LeafHazard) continued(parent, _ *node) {
 	}
 }
 
-// useFork counts a use of a fork, which gives it its class.
+// useFork counts one more use of a fork, and gives the fork the class for that count.
 func (h *LeafHazard) useFork(n *node) {
 	n.forkUses = min(n.forkUses+1, maxForkUses)
 	n.class, n.marked = forkClassOf(n.forkUses), h.clock
@@ -171,13 +169,13 @@ func familyOf(class int) int {
 	return 0
 }
 
-// endOfPrompt gives the end of a prompt its class and a probe.
+// endOfPrompt sets the class of a prompt's end, and begins a probe of it.
 func (h *LeafHazard) endOfPrompt(place uint32, end *node) {
 	size, turn, known := 0, 0, false
 	n := end
 	count := 0
 	for ; n != nil && n.state == waiting && count <= mostWaiting; n = h.up(n) {
-		if i := h.probes.ghosts[n.id]; i != 0 { // an evicted prompt comes back
+		if i := h.probes.ghosts[n.id]; i != 0 { // a prompt that was evicted comes back
 			uses := h.probes.at(i).forkUses
 			if !known && uses == 0 {
 				known, size, turn = true, count, int(h.probes.at(i).turn)+min(count, 1)
@@ -210,7 +208,7 @@ func (h *LeafHazard) endOfPrompt(place uint32, end *node) {
 	h.watch(place, end)
 }
 
-// classOf returns the class of a prompt that ends with n, of which the last size slots were new.
+// classOf returns the class of a prompt that ends with n and of which the last `size` slots were new.
 func (h *LeafHazard) classOf(n *node, size int) uint8 {
 	return (n.turn*lengths+uint8(min(bits.Len32(n.depth+1)/3, lengths-1)))*sizes + uint8(min(bits.Len(uint(size)), sizes-1))
 }

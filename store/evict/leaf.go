@@ -2,15 +2,14 @@
 
 package evict
 
-// LeafLRU evicts the least recently used leaf: a slot without a resident successor. Callers may
-// use heads before tails.
+// LeafLRU evicts the least recently used leaf: a slot without a resident successor. Callers may record uses of heads before those of tails.
 //
 // While every leaf is busy it evicts the least recently used of the other slots.
 type LeafLRU struct {
 	leaves
 }
 
-// leaves is a tree with an LRU beside it: the LRU names what may be evicted when no leaf may.
+// leaves is a tree, and an LRU of the same slots from which victims come while every leaf is busy.
 type leaves struct {
 	tree
 	all LRU
@@ -58,7 +57,7 @@ func (l *LeafLRU) Victim(busy func(slot uint32) bool) (slot uint32, ok, more boo
 	return l.victim(busy, func() (uint32, *node) { return l.oldest(0) })
 }
 
-// victim asks next for leaves until one is idle.
+// victim calls next for leaves until it finds one that is not busy.
 func (l *leaves) victim(isBusy func(slot uint32) bool, next func() (uint32, *node)) (slot uint32, ok, more bool) {
 	l.settle()
 	for range maxLooks {

@@ -9,14 +9,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// lifetimeSample is the sampling rate: one chunk in lifetimeSample is watched, chosen by its id.
+// lifetimeSample is the sampling rate: one chunk in 64, chosen by its id, is watched.
 const lifetimeSample = 64
 
-// lifetimeSeconds are the bounds of the histograms, LMCache's.
+// lifetimeSeconds are the bounds of the histograms' buckets, those of LMCache.
 var lifetimeSeconds = []int64{1, 5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400}
 
-// Lifetimes watches a sample of the chunks of eviction policies: how long they live, how long they were unused before they
-// were evicted, and how much time passes between two uses, in milliseconds. Methods are safe for concurrent use.
+// Lifetimes watches a sample of the chunks of eviction policies. It measures, in milliseconds, how long they live, how long they were
+// unused before their eviction, and the time between two uses. Methods are safe for concurrent use.
 type Lifetimes struct {
 	life, idle, gap *histogram.Histogram
 	every           uint64
@@ -45,8 +45,8 @@ func (h *Lifetimes) Stats() LifetimeStats {
 	return LifetimeStats{h.life.Counts(), h.idle.Counts(), h.gap.Counts()}
 }
 
-// Watch returns a policy that does what p does and counts. Like p it is not safe for concurrent use. It takes
-// four bytes for each slot, and 32 for each chunk that is watched.
+// Watch returns a policy that works as p and measures. Like p it is not safe for concurrent use. It takes 4 bytes for each slot, and 32 for
+// each chunk that is watched.
 func (h *Lifetimes) Watch(p Policy) Policy { return &sampledPolicy{Policy: p, of: h} }
 
 type sampledPolicy struct {
@@ -55,7 +55,7 @@ type sampledPolicy struct {
 	places container.PagedSlice[uint32] // by slot: 1 + the index in chunks; 0: not watched
 	chunks []watchedChunk
 	spare  []uint32 // indices that are free
-	victim uint32   // 1 + the slot that is to be evicted next
+	victim uint32   // 1 + the slot that Victim returned last
 }
 
 type watchedChunk struct{ added, used time.Time }
@@ -78,14 +78,14 @@ func (w *sampledPolicy) Add(slot uint32, id, parent uint64, weight int64) {
 	w.Policy.Add(slot, id, parent, weight)
 }
 
-// Teach implements Teacher: for a policy that is none, it does nothing.
+// Teach implements Teacher. It does nothing if the policy is no Teacher.
 func (w *sampledPolicy) Teach(l *Lessons, whole bool) {
 	if t, ok := w.Policy.(Teacher); ok {
 		t.Teach(l, whole)
 	}
 }
 
-// place returns where a slot's chunk is, or nil.
+// place returns the entry of w.places for a slot that is watched, or nil.
 func (w *sampledPolicy) place(slot uint32) *uint32 {
 	if int(slot) >= w.places.Len() {
 		return nil
@@ -96,7 +96,7 @@ func (w *sampledPolicy) place(slot uint32) *uint32 {
 	return nil
 }
 
-// forget ends the watch of a slot, and returns what was known.
+// forget ends the watch of a slot, and returns the times that were recorded.
 func (w *sampledPolicy) forget(slot uint32) (c watchedChunk, ok bool) {
 	p := w.place(slot)
 	if p == nil {
@@ -128,7 +128,8 @@ func (w *sampledPolicy) Victim(busy func(slot uint32) bool) (slot uint32, ok, mo
 	return slot, ok, more
 }
 
-// Remove implements evict.Policy. A slot that Victim returned just before is evicted; others are removed for other reasons.
+// Remove implements evict.Policy. A slot that Victim returned just before counts as evicted; other slots are removed for other reasons and
+// not measured.
 func (w *sampledPolicy) Remove(slot uint32) {
 	if c, ok := w.forget(slot); ok && w.victim == slot+1 {
 		now := time.Now()

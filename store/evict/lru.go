@@ -4,23 +4,22 @@ package evict
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// LRU evicts what was not used for longest. To evict tails of a prompt before heads,
-// its owner uses later chunks before earlier ones.
+// LRU evicts the slot that was not used for longest. To evict the tail of a prompt before its head, the owner records uses of later chunks
+// before those of earlier ones.
 //
-// Victim moves what it finds busy to a list aside, where it stays until its next Use,
-// so that it is looked at once. All operations take constant time, and allocate only
-// to grow.
+// Victim moves busy slots to a list aside, where they stay until their next Use, so that it looks at each only once. All operations take
+// constant time, and allocate only to grow.
 type LRU struct {
 	links container.PagedSlice[link] // the anchors, then slot s at s+firstSlot
 }
 
-// link is a place in a ring: of the slots in order of use, or of those set aside.
-// The zero link of a slot is in none.
+// link is a place in a ring: that of the slots in order of use, or that of the slots that were set aside. A slot with the zero link is in
+// no ring.
 type link struct{ older, newer uint32 } // indices into LRU.links
 
 const (
 	inOrder   = 1 // anchor of the slots in order of use
-	aside     = 2 // anchor of those found busy
+	aside     = 2 // anchor of the slots that were found busy
 	firstSlot = 3 // 0 is no place
 )
 
@@ -68,7 +67,7 @@ func (l *LRU) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool) {
 	return 0, false, true
 }
 
-// setAside takes a busy slot out of the order until its next Use.
+// setAside moves a busy slot out of the order until its next Use.
 func (l *LRU) setAside(slot uint32) {
 	if l.unlink(slot) {
 		l.linkNewest(aside, slot+firstSlot)
@@ -90,7 +89,7 @@ func (l *LRU) linkNewest(anchor, i uint32) {
 	l.at(anchor).older = i
 }
 
-// unlink reports false for a slot that is in no ring.
+// unlink removes a slot from its ring. It reports false for a slot that is in none.
 func (l *LRU) unlink(slot uint32) bool {
 	i := slot + firstSlot
 	if int(i) >= l.links.Len() || *l.at(i) == (link{}) {

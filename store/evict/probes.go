@@ -4,30 +4,30 @@ package evict
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// probe watches the end of a prompt, or a fork, until it is used again.
+// probe watches the end of a prompt, or a fork, until that is used again.
 type probe struct {
 	id           uint64
-	place        uint32 // of the node that it watches, until that is evicted
-	began        uint64 // the clock then
-	older, newer uint32 // in the queue of its age, or of free ones
+	place        uint32 // place of the node that it watches, until the node is evicted
+	began        uint64 // the clock at its beginning
+	older, newer uint32 // in the queue of its age, or of the free probes
 	class, turn  uint8
-	forkUses     uint8 // of the node that it watches
-	age          uint8 // its bucket
-	ghost        bool  // what it watches was evicted
+	forkUses     uint8 // uses of the node that it watches, if that is a fork
+	age          uint8 // bucket of its age
+	ghost        bool  // the node that it watches was evicted
 }
 
-// maxProbes bounds the prompts that are watched: 4 MB.
+// maxProbes bounds the running probes: 4 MB.
 const maxProbes = 1 << 16
 
-// maxAging bounds the probes that one call moves to the next age.
+// maxAging is how many probes one call moves to the next age.
 const maxAging = 256
 
-// probes are in queues by age, oldest first. Places 1 to buckets are the anchors of the queues.
+// probes has the probes in queues by age, the oldest first. Places 1 to `buckets` are the anchors of the queues.
 type probes struct {
 	all    container.PagedSlice[probe]
-	used   int               // places that were ever used
-	free   []uint32          // of these, those that are free
-	ghosts map[uint64]uint32 // content that was evicted to its probe
+	used   int               // number of places that were ever used
+	free   []uint32          // places that are free again
+	ghosts map[uint64]uint32 // ids of evicted content, and the places of their probes
 }
 
 func (p *probes) init() {
@@ -41,10 +41,10 @@ func (p *probes) init() {
 
 func (p *probes) at(i uint32) *probe { return p.all.At(int(i)) }
 
-// evicted notes that the slot that a probe watches goes.
+// evicted records that the slot of a probe was evicted.
 func (p *probes) evicted(id uint64, i uint32) {
 	if old := p.ghosts[id]; old != 0 {
-		p.at(old).ghost = false // the names collide; no lookup will find the old one
+		p.at(old).ghost = false // the two ids collide; no lookup will find the old one
 	}
 	p.ghosts[id] = i
 	p.at(i).ghost, p.at(i).place = true, 0
@@ -62,7 +62,7 @@ func (p *probes) unlink(i uint32) {
 	p.at(q.older).newer, p.at(q.newer).older = q.newer, q.older
 }
 
-// forksPerIndex is how many probes of forks lead to one new index: a prompt may pass several forks.
+// forksPerIndex is after how many probes of forks one index is computed again: a prompt may pass several forks.
 const forksPerIndex = 4
 
 // watch begins a probe of a prompt's end or of a fork.
@@ -94,7 +94,7 @@ func (h *LeafHazard) watch(place uint32, end *node) {
 	h.refresh = (h.refresh + 1) % classes
 }
 
-// observe ends a probe. used says that what it watched was used again; else that is not known.
+// observe ends a probe. With used the slot that it watched was used again; otherwise that is not known.
 func (h *LeafHazard) observe(i uint32, used bool) {
 	p := &h.probes
 	q := p.at(i)
@@ -116,7 +116,7 @@ func (h *LeafHazard) observe(i uint32, used bool) {
 	p.free = append(p.free, i)
 }
 
-// grow moves probes on to the age that they have reached.
+// grow moves probes to the queue of the age that they have reached.
 func (h *LeafHazard) grow() {
 	p, moves := &h.probes, 0
 	for b := buckets - 2; b >= 0; b-- {
@@ -139,22 +139,21 @@ func (h *LeafHazard) grow() {
 	}
 }
 
-// pass notes that a probe was watched from the beginning of bucket from to that of bucket to.
+// pass counts the time for which a probe was watched, from the beginning of bucket `from` to that of bucket `to`.
 func (h *LeafHazard) pass(q *probe, from, to int) {
 	for b := from; b < to; b++ {
 		h.time(q, b, lower[b+1]-lower[b])
 	}
 }
 
-// open counts a probe that enters or, with -1, leaves the bucket of its age.
+// open adds n probes (1 or -1) to the running probes of q's class and age.
 func (h *LeafHazard) open(q *probe, n int64) {
 	o := &h.watched[q.class][q.age]
 	o.n += n
 	o.began += n * int64(q.began)
 }
 
-// spentIn is how long all probes of a class were watched while they were of an age, those that
-// still are of that age too.
+// spentIn returns for how long all probes of class c were watched in the age bucket b, running probes included.
 func (h *LeafHazard) spentIn(c, b int) float64 {
 	o := &h.watched[c][b]
 	return h.passed[c][b] + max(0, float64(o.n*int64(h.clock)-o.began)-float64(o.n)*lower[b])
@@ -174,7 +173,7 @@ func (h *LeafHazard) dropOldest() {
 	}
 }
 
-// fade halves what was learnt, so that newer prompts count more.
+// fade halves the observations, so that newer prompts count more.
 func (h *LeafHazard) fade() {
 	for b := range buckets {
 		for f := range h.families {

@@ -7,22 +7,21 @@ import (
 	"math/bits"
 )
 
-// What a class is known to be: its rate of reuse at an age is that of its family (ends of prompts, or forks) at that age,
-// times a factor. The factor is what the class was seen to do, drawn towards the product of the factors of its turn, its length and
-// its size. So a class with few prompts is judged by those that it resembles. Factors of near ages are drawn towards each
-// other.
+// How the reuse of a class is estimated: its rate of reuse at an age is the rate of its family (ends of prompts, or forks) at that age,
+// times a factor. The factor is that of the reuses that were seen in the class, drawn towards the product of the factors of its turn,
+// length and size. So a class with few prompts is judged by similar classes. Factors of near ages are drawn towards each other.
 const (
-	spanBuckets = 4 // ages that have one factor
+	spanBuckets = 4 // number of age buckets that have one factor
 	spans       = buckets / spanBuckets
 
-	nextSpan = 0.7 // weight of what was seen in the span beside, against that of its own
+	nextSpan = 0.7 // weight of what was seen in the next span, relative to its own span
 
-	// classPrior and featurePrior are how many expected reuses a class, or a feature, needs to see before it counts half on its own.
+	// classPrior and featurePrior are how many expected reuses a class, or a feature, must see before its own observations count half.
 	classPrior   = 8
 	featurePrior = 8
 )
 
-// factors are those of the features, in a span of ages.
+// factors are the factors of the features, in one span of ages.
 type factors struct {
 	turn   [turns]float64
 	length [lengths]float64
@@ -37,7 +36,7 @@ func (f *factors) init() {
 	}
 }
 
-// lower are the least ages of the buckets.
+// lower has the lowest age of each bucket.
 var lower = func() (l [buckets + 1]float64) {
 	for b := range l {
 		l[b] = math.Exp2(float64(b/2)) * (1 + 0.5*float64(b%2))
@@ -54,8 +53,8 @@ func bucketOf(age uint64) int {
 	return min(2*exponent+int(age>>(exponent-1)&1), buckets-1)
 }
 
-// reindex computes the index of a class anew: at each age the steepest fall, from there on, of the part that was not used again
-// over the time that it takes up room. It may rise with age.
+// reindex computes the index of a class at each age: the largest ratio, over all later ages, of the part that is used again until then to
+// the time that it takes up room until then. The index may rise with age.
 func (h *LeafHazard) reindex(c int) {
 	rate, top := h.measure(c)
 	var left, spent [buckets + 1]float64 // by age: the part that is not used again until then; the time until then
@@ -76,7 +75,7 @@ func (h *LeafHazard) reindex(c int) {
 		return (left[from] - left[to]) / (spent[to] - spent[from])
 	}
 	h.index[c] = [buckets]float64{}
-	hull := [buckets + 1]int{top} // ages at which the lower convex hull of left over spent bends, the youngest last
+	hull := [buckets + 1]int{top} // ages at which the lower convex hull of left over spent has its corners, the youngest last
 	n := 1
 	for a := top - 1; a >= 0; a-- {
 		for n > 1 && slope(a, hull[n-1]) <= slope(hull[n-1], hull[n-2]) {
@@ -88,7 +87,7 @@ func (h *LeafHazard) reindex(c int) {
 	}
 }
 
-// measure counts what was seen of a class and what was to be expected of average prompts in its place. It returns the rate of reuse of the
+// measure sets, for class c, the reuses that were seen and those that average prompts would have had. It returns the rate of reuse of the
 // class's family by age, and the number of ages that are known.
 func (h *LeafHazard) measure(c int) (rate [buckets]float64, top int) {
 	family := &h.families[familyOf(c)]
@@ -110,7 +109,7 @@ func (h *LeafHazard) measure(c int) (rate [buckets]float64, top int) {
 	return rate, top
 }
 
-// spread adds to each span the values of the other spans: the farther a span, the less of it.
+// spread adds to each span the values of the other spans, with less weight the farther away they are.
 func spread(x *[spans]float64) {
 	var older, younger float64
 	var sum [spans]float64
@@ -125,7 +124,7 @@ func spread(x *[spans]float64) {
 	*x = sum
 }
 
-// fit refits the factors of the features of a class, each with the others as they are, and returns their product.
+// fit computes the factors of the features of a class again, each with the others unchanged, and returns their product.
 func (h *LeafHazard) fit(c, g int) float64 {
 	if c >= forkClass {
 		return 1

@@ -2,26 +2,23 @@
 
 package evict
 
-// S3FIFO evicts what is not used again soon after it came, and of the rest what was
-// not used lately: three first-in-first-out queues. What is new enters a small queue,
-// of a tenth of the bytes, and leaves it for the main queue if it was used at least
-// twice, else for good; of the latter a third queue remembers the ids, and what comes
-// back while it does enters the main queue. A scan through many prompts that are never
-// seen again so passes by what is used often. After J. Yang et al., "FIFO queues are
-// all you need for cache eviction", SOSP 2023, algorithm 1; sizes are bytes here.
+// S3FIFO has three first-in-first-out queues. A new slot enters the small queue, which has a tenth of the bytes. If it was used at least
+// twice it moves from there to the main queue, otherwise it is evicted. A third queue remembers the ids of such evicted slots; content that
+// comes back while its id is remembered enters the main queue. So a scan through many prompts that are never seen again does not evict what
+// is used often. After J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1; sizes here are in bytes.
 //
-// What Victim finds busy is taken out of its queue until its next Use, and then put
-// back where it was, so that it is looked at once. An operation takes constant time.
+// Victim takes busy slots out of their queue until their next Use, which puts them back at their former place. So it looks at each only
+// once. An operation takes constant time.
 type S3FIFO struct {
 	capacity int64 // bytes of the pool
 	pages    []*entryPage
 	queues   [3]queue // by queue
-	clock    uint64   // of the last entry into a queue
+	clock    uint64   // counts entries into a queue
 	hint     uint32   // 1 + the slot that was put back last
 	ghosts   ghostQueue
 }
 
-// queueOf says in which queue a slot is; aside from it while it was found busy.
+// queueOf is the queue of a slot. A slot keeps it while it is set aside because it was busy.
 type queueOf uint8
 
 const (
@@ -37,27 +34,27 @@ const (
 	smallPart = 10
 )
 
-// maxWalk bounds the search for the place to which a slot is put back.
+// maxWalk is how many slots putBack looks at for the place of a slot.
 const maxWalk = 32
 
 // entry is the state of a slot.
 type entry struct {
 	older, newer uint32 // 1 + slot in the queue; 0 for its ends
 	of           queueOf
-	aside        bool  // out of its queue: busy when Victim looked
+	aside        bool  // out of its queue, because Victim found it busy
 	freq         uint8 // uses
 	weight       int64
 	id           uint64
-	came         uint64 // when it entered the queue
+	came         uint64 // the clock when it entered the queue
 }
 
 // entryPage is a run of entries: the table grows without being copied.
 type entryPage [4096]entry
 
-// queue is a list by when its entries came.
+// queue is a list of slots in the order in which they entered.
 type queue struct {
 	oldest, newest uint32 // 1 + slot; 0 while it is empty
-	weight         int64  // of all that belong to it, aside or not
+	weight         int64  // of all slots that belong to it, aside or not
 	len            int
 }
 
@@ -101,7 +98,7 @@ func (p *S3FIFO) Use(slot uint32) {
 	}
 }
 
-// Remove implements Policy. What was new and hardly used is remembered.
+// Remove implements Policy. It remembers the id of a slot that was new and hardly used.
 func (p *S3FIFO) Remove(slot uint32) {
 	e := p.entry(slot)
 	if e == nil || e.of == nowhere {
@@ -156,7 +153,7 @@ func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// enter puts a slot at the new end of a queue.
+// enter puts a slot at the newest end of a queue.
 func (p *S3FIFO) enter(slot uint32, e *entry, of queueOf) {
 	p.clock++
 	e.of, e.came = of, p.clock
@@ -165,7 +162,7 @@ func (p *S3FIFO) enter(slot uint32, e *entry, of queueOf) {
 	p.insert(slot, e, q.newest)
 }
 
-// leave takes a slot out of its queue's books.
+// leave removes a slot from its queue.
 func (p *S3FIFO) leave(slot uint32, e *entry) {
 	p.queues[e.of].weight -= e.weight
 	if !e.aside {
@@ -174,7 +171,7 @@ func (p *S3FIFO) leave(slot uint32, e *entry) {
 	e.of, e.aside = nowhere, false
 }
 
-// insert links a slot behind older: 1 + a slot of the queue, or 0 for the old end.
+// insert links a slot after the slot older-1 of its queue, or with 0 at the oldest end.
 func (p *S3FIFO) insert(slot uint32, e *entry, older uint32) {
 	q := &p.queues[e.of]
 	e.older, e.newer = older, q.oldest
@@ -208,9 +205,8 @@ func (p *S3FIFO) unlink(slot uint32, e *entry) {
 	q.len--
 }
 
-// putBack links a slot that was aside where it was. Only others that were put back are
-// older than it. They mostly come back in order, so the search begins at the last one;
-// after maxWalk of them it ends.
+// putBack puts a slot that was aside back to its former place in its queue. Only slots that were put back before can be older. As they
+// mostly come back in order, the search begins at the last of them; it ends after maxWalk slots.
 func (p *S3FIFO) putBack(slot uint32, e *entry) {
 	older := uint32(0)
 	if p.hint != 0 {
@@ -232,10 +228,10 @@ func (p *S3FIFO) putBack(slot uint32, e *entry) {
 	p.hint = slot + 1
 }
 
-// maxGhosts bounds the ids that are remembered: 40 MB.
+// maxGhosts bounds the ids that a ghostQueue remembers: 40 MB.
 const maxGhosts = 1 << 20
 
-// ghostQueue remembers the ids of what left the small queue, as many as weigh limit.
+// ghostQueue remembers the ids of slots that were evicted from the small queue, as many as together weigh `limit` bytes.
 type ghostQueue struct {
 	limit  int64
 	weight int64

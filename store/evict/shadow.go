@@ -4,42 +4,43 @@ package evict
 
 import "math"
 
-// Shadow is leaf-hazard for a sampled cache of another size. It evicts by the classes and indices that the LeafHazard of a whole
-// cache has learned. A sample could not learn them: the class of a prompt depends on all of its chunks. It is not safe
-// for concurrent use.
+// Shadow is leaf-hazard for a sampled cache of another size. It evicts by the classes and indices that the LeafHazard of a whole cache has
+// learned. A sample could not learn them, because the class of a prompt depends on all of its chunks. It is not safe for concurrent use.
 type Shadow struct {
 	leaves
 	from *Lessons
 }
 
-// Lessons are what Shadows take from a LeafHazard. Teach fills them in. With the zero Lessons a Shadow works as leaf-lru.
+// Lessons are the classes and indices that Shadows take from a LeafHazard. Teach fills them in. With the zero Lessons a Shadow works as
+// leaf-lru.
 type Lessons struct {
 	Ends []PromptEnd // classes of prompts since the last Teach; the owner of the Shadows passes each to Mark
-	Mask uint64      // set by the owner: it wants no forks whose ids have bits of it
+	Mask uint64      // set by the owner: a fork whose id has one of these bits is left out
 
 	clock uint64
 	index *[classes][buckets]float64 // nil: none yet
 }
 
-// PromptEnd is the class that a prompt got: all its chunks are as likely to be used again as its last one. Only chunks
-// up to a fork have the class of that fork.
+// PromptEnd is the class of a prompt: all its chunks are as likely to be used again as its last one, except that chunks up to a fork have
+// the class of that fork.
 type PromptEnd struct {
-	ID    uint64 // of the last chunk or, with Fork, of any
-	Fork  bool   // the class of this chunk alone, which is up to a fork
+	ID    uint64 // id of the prompt's last chunk or, with Fork, of one chunk
+	Fork  bool   // the class is that of this chunk alone, which is a fork or before one
 	class uint8
 }
 
 // Teacher is a policy that teaches Shadows.
 type Teacher interface {
-	// Teach fills l in: the classes of the prompts since its last call, the first call aside. With whole it copies the indices, 36 KiB.
+	// Teach fills in l: the classes of the prompts since its last call (the first call gives none). With whole it copies the indices, 36
+	// KiB.
 	Teach(l *Lessons, whole bool)
 }
 
-// maxEnds bounds the prompts that wait for Teach: of more, the later ones are lost.
+// maxEnds bounds the prompts that wait for Teach; later ones are dropped.
 const maxEnds = 1 << 12
 
-// unmarked is the ring of slots whose class is not known. They are evicted last, for as many additions to the whole cache as
-// unmarkedLife, and first afterwards.
+// unmarked is the class of slots whose class is not known. They are evicted last for the next unmarkedLife additions to the whole cache,
+// and first after that.
 const (
 	unmarked     = classes
 	unmarkedLife = 1 << 12
@@ -52,7 +53,7 @@ func (h *LeafHazard) noteEnd(n *node) {
 	}
 }
 
-// noteFork records the class of a fork for it and for what is before it, to the next fork or for mostWaiting slots.
+// noteFork records the class of a fork for the fork and for the slots before it, up to the next fork or mostWaiting slots.
 func (h *LeafHazard) noteFork(fork *node) {
 	if h.ends == nil {
 		return
@@ -108,7 +109,7 @@ func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 	s.setClass(slot, n, of.class)
 }
 
-// Share notes that a prompt used a slot: it went on differently than the prompt before it did, if forks is true.
+// Share records that a prompt used a slot. forks says that the prompt continued differently than the one before.
 func (s *Shadow) Share(slot uint32, forks bool) {
 	s.settle()
 	if n := s.node(slot); n != nil && (forks || n.forkUses > 0) {
@@ -146,7 +147,7 @@ func (s *Shadow) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool
 	return s.victim(busy, s.least)
 }
 
-// least is that of LeafHazard, with the indices of the lessons.
+// least is as LeafHazard.least, with the indices of the lessons.
 func (s *Shadow) least() (place uint32, leaf *node) {
 	best := math.Inf(1)
 	for c := range classes + 1 {
@@ -166,7 +167,7 @@ func (s *Shadow) least() (place uint32, leaf *node) {
 	return place, leaf
 }
 
-// value returns the index of a leaf of a class that was not used for age additions.
+// value returns the index of a leaf of a class that was not used for `age` additions.
 func (s *Shadow) value(class int, age uint64) float64 {
 	switch {
 	case class == unmarked && age <= unmarkedLife:

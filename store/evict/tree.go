@@ -4,22 +4,21 @@ package evict
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// tree knows which slots continue which: the prefix tree of what is resident. Its leaves stand in
-// rings, one for each class, in the order of their last use.
+// tree is the prefix tree of the resident slots: it knows which slot continues which. Its leaves are in rings, one for each class, in the
+// order of their last use.
 //
-// A prompt's slots are added tail first, so a slot comes before the one that it continues. They
-// wait until settle links all that came since.
+// A prompt's slots are added tail first, so a slot is added before its parent. Added slots wait until settle links them.
 type tree struct {
-	nodes   container.PagedSlice[node] // place 0 is none; then an anchor for each class; then the slots
+	nodes   container.PagedSlice[node] // place 0 is not used; then one anchor for each class; then the slots
 	first   uint32                     // the place of slot 0
-	at      map[uint64]uint32          // content to place
-	waiting []uint32                   // slots for settle, at most mostWaiting
-	lost    map[uint64]uint32          // content that settle missed to the place that continues it, at most mostLost
+	at      map[uint64]uint32          // place of each id
+	waiting []uint32                   // slots that settle must link, at most mostWaiting
+	lost    map[uint64]uint32          // ids that settle did not find, and the places of the slots that continue them; at most mostLost
 	clock   uint64                     // slots added so far
 
-	// ended is called by settle for the last slot of a prompt and sets its class; it may be nil.
+	// settle calls ended for the last slot of a prompt, and ended sets the slot's class; it may be nil.
 	ended func(place uint32, n *node)
-	// joined is called by settle when child continues parent; it may be nil.
+	// settle calls joined when child continues parent; it may be nil.
 	joined func(parent, child *node)
 }
 
@@ -30,14 +29,14 @@ type node struct {
 	marked       uint64 // the clock when it got its class
 	up           uint32 // place of its parent; 0: not known
 	kids         int32
-	depth        uint32 // blocks before it in its prompt, as far as known
+	depth        uint32 // number of chunks before it in its prompt, as far as known
 	older, newer uint32 // places in the ring; 0: in none
 	probe        uint32 // 1 + the probe that watches it
 	class        uint8
 	turn         uint8
 	state        nodeState
 	tip          bool  // a prompt ended here
-	forkUses     uint8 // of a slot from which prompts went on differently: uses since, at most maxForkUses; 0: it is none
+	forkUses     uint8 // for a fork: uses since it became one, at most maxForkUses; 0: no fork
 }
 
 type nodeState uint8
@@ -49,13 +48,13 @@ const (
 	busy // a leaf that Victim found busy: in no ring until its next use
 )
 
-// mostWaiting bounds what one settle does.
+// mostWaiting bounds the slots that one settle links.
 const mostWaiting = 512
 
-// mostLost bounds what is remembered of slots that came long before what they continue.
+// mostLost bounds the slots that are remembered because they were added long before their parents.
 const mostLost = 1 << 12
 
-// maxClimb bounds the search for a place in a ring.
+// maxClimb is how many leaves enter looks at for a place in a ring.
 const maxClimb = 32
 
 func (t *tree) init(classes int) {
@@ -79,7 +78,7 @@ func (t *tree) node(slot uint32) *node {
 	return nil
 }
 
-// up returns the parent, nil where it is not resident.
+// up returns the parent of n, nil if it is not resident.
 func (t *tree) up(n *node) *node {
 	if n.up == 0 {
 		return nil
@@ -100,7 +99,7 @@ func (t *tree) add(slot uint32, id, parent uint64) {
 	*t.place(i) = node{id: id, parent: parent, last: t.clock, state: waiting}
 	t.at[id] = i
 	t.waiting = append(t.waiting, slot)
-	if child := t.lost[id]; child != 0 { // the head of a long prompt comes after its tail
+	if child := t.lost[id]; child != 0 { // the head of a long prompt was added after its tail
 		delete(t.lost, id)
 		if n := t.place(child); n.state != gone && n.parent == id && n.up == 0 && child != i {
 			n.up = i
@@ -109,7 +108,7 @@ func (t *tree) add(slot uint32, id, parent uint64) {
 	}
 }
 
-// settle links what was added, and puts the ends of prompts into their rings.
+// settle links the slots that were added, and puts the ends of prompts into their rings.
 func (t *tree) settle() {
 	if len(t.waiting) == 0 {
 		return
@@ -150,7 +149,7 @@ func (t *tree) settle() {
 			t.enter(slot+t.first, n, false)
 		}
 	}
-	for _, slot := range t.waiting { // what is left continues itself: names that collide
+	for _, slot := range t.waiting { // slots that are left continue themselves: their ids collide
 		if n := t.node(slot); n != nil && n.state == waiting {
 			n.state = linked
 		}
@@ -158,7 +157,7 @@ func (t *tree) settle() {
 	t.waiting = t.waiting[:0]
 }
 
-// mark gives the class of a prompt's end to all slots that came with it.
+// mark gives the class of a prompt's end to all slots that were added with it.
 func (t *tree) mark(end *node) {
 	n, depth := end, end.depth
 	for range mostWaiting + 1 {
@@ -174,7 +173,7 @@ func (t *tree) mark(end *node) {
 	}
 }
 
-// use notes a use.
+// use records a use of the slot n at place i.
 func (t *tree) use(n *node, i uint32) {
 	n.last = t.clock
 	if n.older != 0 || n.state == busy {
@@ -183,8 +182,7 @@ func (t *tree) use(n *node, i uint32) {
 	}
 }
 
-// remove forgets a slot. Its parent may become a leaf, and is then as likely to be used again as
-// what continued it last.
+// remove removes a slot. If its parent becomes a leaf, the parent gets the class of this slot, which continued it last.
 func (t *tree) remove(slot uint32, n *node) {
 	t.leave(n)
 	if t.at[n.id] == slot+t.first {
@@ -202,8 +200,7 @@ func (t *tree) remove(slot uint32, n *node) {
 	*n = node{}
 }
 
-// enter puts a leaf into the ring of its class: as the newest or, with old, where its last use
-// belongs, sought among the oldest.
+// enter puts a leaf into the ring of its class: as the newest or, with old, at the place of its last use, which it seeks among the oldest.
 func (t *tree) enter(i uint32, n *node, old bool) {
 	anchor := 1 + uint32(n.class)
 	older := t.place(anchor).older

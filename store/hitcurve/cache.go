@@ -4,7 +4,7 @@ package hitcurve
 
 import "github.com/kvasir-kv/kvasir/store/evict"
 
-// cache is a sampled cache: a policy over the sampled chunks, with a part of the bytes of the cache that it stands for.
+// cache is a sampled cache: a policy over the sampled chunks, with the same part of the bytes of the cache that it stands for.
 type cache struct {
 	policy   evict.Policy
 	capacity int64 // bytes
@@ -12,14 +12,14 @@ type cache struct {
 	at       map[uint64]uint32 // chunk to slot
 	slots    []slot
 	free     []uint32
-	isNew    []bool // of the chunks of a prompt
+	isNew    []bool // for each chunk of the prompt that is played
 }
 
-// slot is what a sampled cache knows of a chunk.
+// slot is a chunk in a sampled cache.
 type slot struct {
 	id     uint64
 	bytes  int64
-	prompt uint32 // the last prompt that it was part of
+	prompt uint32 // number of the last prompt that had it
 	tail   uint64 // the last sampled chunk of that prompt
 }
 
@@ -27,9 +27,9 @@ func newCache(policy evict.Policy, capacity int64) *cache {
 	return &cache{policy: policy, capacity: capacity, at: make(map[uint64]uint32)}
 }
 
-// play looks the sampled chunks of a prompt up, stores those that are missing, and returns how many of those that count were there, in a
-// row from the beginning. parent is the sampled chunk before them, 0 for none. The policy sees what a store shows it: what is there is
-// busy while the rest is stored; then the chunks are added and used, the last one first.
+// play looks up the sampled chunks of a prompt and stores those that are missing. It returns how many of the chunks that count were there,
+// in a row from the beginning. parent is the sampled chunk before them, 0 for none. The policy sees the same calls as in a store: chunks
+// that are there are busy while the rest is stored; then all are added and used, the last one first.
 func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32) (hits int) {
 	c.isNew = append(c.isNew[:0], make([]bool, len(chunks))...)
 	run, found := true, 0
@@ -51,7 +51,7 @@ func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32
 			continue
 		}
 		if !c.makeRoom(bytes, prompt) {
-			break // the prompt's tail finds no room
+			break // there is no room for the prompt's tail
 		}
 		c.at[s.id] = c.take(slot{id: s.id, bytes: bytes, prompt: prompt})
 		c.isNew[i] = true
@@ -76,7 +76,8 @@ func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32
 	return hits
 }
 
-// share shows the policy the chunks that a prompt has in common with an earlier one. The prompts part there, unless the earlier one ended there.
+// share tells the policy which chunks a prompt has in common with an earlier one. The prompts part at the last of them, unless the earlier
+// prompt ended there.
 func (c *cache) share(chunks []sampled) {
 	s, ok := c.policy.(*evict.Shadow)
 	if !ok || len(chunks) == 0 {
@@ -100,7 +101,7 @@ func (c *cache) take(content slot) (at uint32) {
 	return uint32(len(c.slots) - 1)
 }
 
-// thin drops the chunks whose names have bits of mask, and half of the capacity.
+// thin removes the chunks whose names have a bit of mask, and halves the capacity.
 func (c *cache) thin(mask uint64) {
 	c.capacity = max(c.capacity/2, 1)
 	for at := range c.slots {
@@ -119,7 +120,7 @@ func (c *cache) drop(at uint32) {
 	c.free = append(c.free, at)
 }
 
-// makeRoom evicts until bytes fit. It reports false where all else is part of the prompt.
+// makeRoom evicts until `bytes` bytes fit. It reports false if all that is left is part of the prompt.
 func (c *cache) makeRoom(bytes int64, prompt uint32) bool {
 	if bytes > c.capacity {
 		return false // chunks of another model: nothing gives way to them

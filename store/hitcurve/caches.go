@@ -10,24 +10,24 @@ import (
 
 // Limits of what the caches remember.
 const (
-	maxSeen    = 1 << 14 // sampled names, twice
-	maxForks   = 1 << 13 // sampled chunks up to forks, twice
+	maxSeen    = 1 << 14 // sampled names in each of the two parts of seen
+	maxForks   = 1 << 13 // sampled chunks in each of the two parts of forks
 	maxEnds    = 512     // prompts whose class is not known yet, and prompts whose class is known
 	teachEvery = 32      // batches between two copies of the policy's indices
 )
 
-// caches are the sampled caches.
+// caches has the sampled caches of all sizes.
 type caches struct {
-	own   []*cache // of the store's policy, of Factors; none where it is lru
-	lru   []*cache // of Options.sizes
+	own   []*cache // with the store's policy, for the sizes of Factors; none if that policy is lru
+	lru   []*cache // with lru, for the sizes of Options.sizes
 	batch int
 
 	prompt  uint32
-	seen    [2]map[uint64]struct{} // sampled names: the newer, the older ones
+	seen    [2]map[uint64]struct{} // sampled names: the newer ones, the older ones
 	lessons evict.Lessons
-	waiting recent[[]sampled]             // sampled chunks by the last chunk of their prompt
-	ended   recent[evict.PromptEnd]       // by the last chunk of the prompt
-	forks   [2]map[uint64]evict.PromptEnd // sampled chunks up to a fork: those noted last, older ones
+	waiting recent[[]sampled]             // sampled chunks of prompts whose class is not known yet, by the last chunk of the prompt
+	ended   recent[evict.PromptEnd]       // classes of prompts, by the last chunk of the prompt
+	forks   [2]map[uint64]evict.PromptEnd // sampled chunks that are a fork or before one: the newer ones, the older ones
 }
 
 func (c *caches) init() {
@@ -37,7 +37,7 @@ func (c *caches) init() {
 	c.ended.init()
 }
 
-// learn takes from the store's policy what it has learned since.
+// learn takes from the store's policy what it has learned since the last call.
 func (c *caches) learn(o *Options, rate uint64) {
 	if o.Teach == nil {
 		return
@@ -55,7 +55,7 @@ func (c *caches) learn(o *Options, rate uint64) {
 	}
 }
 
-// mark gives chunks the class of a prompt that has them, or of the fork that they are up to.
+// mark gives each chunk of a chain the class of the prompt, or of the fork that it belongs to.
 func (c *caches) mark(chain []sampled, end evict.PromptEnd) {
 	for i := range chain {
 		of := end
@@ -71,7 +71,7 @@ func (c *caches) mark(chain []sampled, end evict.PromptEnd) {
 	}
 }
 
-// noteFork remembers that a chunk is up to a fork.
+// noteFork remembers that a chunk is a fork or before one.
 func (c *caches) noteFork(end evict.PromptEnd) {
 	if len(c.forks[0]) >= maxForks {
 		c.forks[1], c.forks[0] = c.forks[0], make(map[uint64]evict.PromptEnd)
@@ -82,8 +82,7 @@ func (c *caches) noteFork(end evict.PromptEnd) {
 	}
 }
 
-// play plays the sampled chunks of a job in every cache and counts in n what they have. The chain begins with the chunks that were
-// played before.
+// play plays the sampled chunks of a job in every cache, and adds their hits to n. The chain begins with chunks that were played before.
 func (c *caches) play(o *Options, n *counts, chain []sampled, j *job) {
 	if c.prompt++; j.play > 0 {
 		c.playNew(n, chain, j)
@@ -121,7 +120,7 @@ func (c *caches) playNew(n *counts, chain []sampled, j *job) {
 	}
 }
 
-// remember reports whether a sampled name was seen before, and remembers it.
+// remember remembers a sampled name. It reports whether the name was seen before.
 func (c *caches) remember(id uint64) bool {
 	_, newer := c.seen[0][id]
 	if newer {
@@ -135,7 +134,7 @@ func (c *caches) remember(id uint64) bool {
 	return older
 }
 
-// begin makes the caches, when the size of a chunk is known.
+// begin makes the caches. It is called when the size of a chunk is known.
 func (c *caches) begin(o *Options, rate uint64, bytes int64) {
 	sizes, _ := o.sizes()
 	for i, s := range sizes {
@@ -149,7 +148,7 @@ func (c *caches) begin(o *Options, rate uint64, bytes int64) {
 	}
 }
 
-// chunks returns how many chunks the caches of lru have; those of the store's policy have no more.
+// chunks returns how many chunks the lru caches have. The other caches have no more.
 func (c *caches) chunks() (n int) {
 	for _, cache := range c.lru {
 		n += len(cache.at)
@@ -157,14 +156,14 @@ func (c *caches) chunks() (n int) {
 	return n
 }
 
-// thin removes chunks that are in no sample of one in rate, half of them, and half of the room.
+// thin removes the half of the chunks that is not in a sample of one in `rate`, and half of the room.
 func (c *caches) thin(rate uint64) {
 	for _, cache := range append(slices.Clone(c.own), c.lru...) {
 		cache.thin(rate - 1)
 	}
 }
 
-// policy returns the store's for a sampled cache; nil where it evicts as lru does.
+// policy returns the store's policy for a sampled cache, or nil if that evicts as lru does.
 func (c *caches) policy(name string, bytes int64) evict.Policy {
 	switch name {
 	case "lru", "leaf-lru":
@@ -179,7 +178,7 @@ func (c *caches) policy(name string, bytes int64) evict.Policy {
 	return p
 }
 
-// recent is the last maxEnds of something, by names.
+// recent has the last maxEnds values that were put, by name.
 type recent[T any] struct {
 	of    map[uint64]T
 	order [maxEnds]uint64

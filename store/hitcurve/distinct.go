@@ -15,7 +15,7 @@ const registerBits = 16
 // large numbers. The sketch of a union is the larger register of each pair.
 type sketch [1 << registerBits]uint8
 
-// add notes a hash, whose bits are uniform.
+// add adds a hash. The bits of hashes must be uniform.
 func (s *sketch) add(hash uint64) {
 	rank := uint8(bits.LeadingZeros64(hash<<registerBits|1<<(registerBits-1))) + 1 // 64-registerBits+1 at most
 	if r := &s[hash>>(64-registerBits)]; *r < rank {
@@ -54,10 +54,10 @@ func (s *smallSketch) merge(other *smallSketch) {
 
 func (s *smallSketch) count() float64 { return countOf(s[:], smallBits) }
 
-// countOf is the count of a sketch of 1<<log registers.
+// countOf returns the count of a sketch of 1<<log registers.
 func countOf(ranks []uint8, log int) float64 {
 	registers, most := float64(len(ranks)), 64-log
-	var of [64 + 2]float64 // registers by rank
+	var of [64 + 2]float64 // number of registers by rank
 	for _, rank := range ranks {
 		of[rank]++
 	}
@@ -69,7 +69,7 @@ func countOf(ranks []uint8, log int) float64 {
 	return registers * registers / (2 * math.Ln2 * z)
 }
 
-// sigma and tau are Ertl's corrections for registers of the least and of the greatest rank.
+// sigma and tau are Ertl's corrections for the registers of the lowest and of the highest rank.
 func sigma(x float64) float64 {
 	if x == 1 {
 		return math.Inf(1)

@@ -4,32 +4,32 @@ package hitcurve
 
 import "time"
 
-// Point is the estimate for one size.
+// Point is the estimate for one size of the pool.
 type Point struct {
-	Bytes int64   `json:"bytes"` // of the pool
+	Bytes int64   `json:"bytes"` // size of the pool
 	Rate  float64 `json:"hit_rate"`
 	LRU   float64 `json:"lru_hit_rate"` // with lru instead of the store's policy
 }
 
-// TierPoint is the estimate for the pool and all tiers up to one.
+// TierPoint is the estimate for the pool and all tiers up to this one.
 type TierPoint struct {
 	Name  string  `json:"tier"`
-	Bytes int64   `json:"bytes"` // of the tier; 0: without end
+	Bytes int64   `json:"bytes"` // size of the tier; 0: unlimited
 	Rate  float64 `json:"hit_rate"`
 }
 
-// Window is what was asked for and found in a window of time, and what more memory would have found. Rates are parts of the
-// chunks that lookups asked for.
+// Window is what lookups asked for and found in a window of time, and what more memory would have found. Rates are relative to the chunks
+// that lookups asked for.
 type Window struct {
-	Seconds  float64     `json:"seconds"` // that it covers at least, where the server ran as long
+	Seconds  float64     `json:"seconds"` // length of the window, or less if the server has not run as long
 	Lookups  uint64      `json:"lookups"`
 	Asked    uint64      `json:"asked_chunks"`
 	Bytes    uint64      `json:"asked_bytes"`
-	Tokens   uint64      `json:"asked_tokens"`    // of these chunks; models may have chunks of several sizes
+	Tokens   uint64      `json:"asked_tokens"`    // tokens of these chunks; models may have chunks of different sizes
 	Distinct float64     `json:"distinct_chunks"` // estimated
 	Pool     float64     `json:"pool_hit_rate"`   // measured
 	Hit      float64     `json:"hit_rate"`        // measured, with tiers
-	Ceiling  float64     `json:"ceiling"`         // with memory without end
+	Ceiling  float64     `json:"ceiling"`         // with unlimited memory
 	Curve    []Point     `json:"curve"`
 	Tiers    []TierPoint `json:"tiers"`
 }
@@ -45,7 +45,7 @@ func (c *Curves) Estimate(now time.Duration) []Window {
 	return out
 }
 
-// last returns the stretches of the windows, nil without a lookup.
+// last returns the stretches of the three windows; nil for a window without a lookup.
 func (c *Curves) last(now time.Duration) (short, mid, long *stretch) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -63,10 +63,10 @@ func (c *Curves) window(s *stretch) Window {
 	w.Lookups, w.Asked, w.Bytes, w.Tokens, w.Distinct = s.lookups, s.asked, s.bytes, s.tokens, s.names.count()
 	w.Pool, w.Hit = float64(s.pool)/asked, float64(s.pool+s.below)/asked
 	fresh := min(max(w.Distinct-s.distinctAnswers(), 0), float64(s.named))
-	// What was stored before the window, or by an earlier server, is found the first time that it is asked for.
+	// Chunks that were stored before the window, or by an earlier server, are found even the first time that they are asked for.
 	repeated := max(float64(s.named)-fresh, float64(s.pool+s.below))
 	w.Ceiling = max(repeated/asked, w.Hit)
-	hot := min(float64(s.hot), float64(s.pool)) // hot chunks: no more than the pool had hits
+	hot := min(float64(s.hot), float64(s.pool)) // no more hot chunks than the pool had hits
 	rate := func(missed float64) float64 { return min((hot+(repeated-hot)*(1-missed))/asked, w.Ceiling) }
 	own := s.own[:]
 	if c.opts.Policy == "lru" || c.opts.Policy == "leaf-lru" {
@@ -85,15 +85,15 @@ func (c *Curves) window(s *stretch) Window {
 			p.Rate = max(rate(missed(s.lru[tiers[i]], s.again)), w.Curve[poolFactor].Rate)
 		}
 		if i == len(c.opts.Tiers)-1 {
-			p.Rate = max(p.Rate, w.Hit) // what pool and all tiers had
+			p.Rate = max(p.Rate, w.Hit) // the hit rate that pool and all tiers had
 		}
 		w.Tiers = append(w.Tiers, p)
 	}
 	return w
 }
 
-// distinctAnswers returns how many chunks were stored and not asked for. Those that are stored again, because they were evicted, count
-// once: where there are any, the sketch says so.
+// distinctAnswers returns how many distinct chunks were stored and not asked for. A chunk that is stored again, because it was evicted,
+// counts once: the sketch tells how many there are if the counts differ.
 func (s *stretch) distinctAnswers() float64 {
 	if distinct := s.answered.count(); distinct < 0.95*float64(s.answers) {
 		return distinct
@@ -101,7 +101,8 @@ func (s *stretch) distinctAnswers() float64 {
 	return float64(s.answers)
 }
 
-// missed is the part of the repeated chunks of the sample that a cache did not have; 1 if the sample has none, which then show no gain.
+// missed returns which part of the repeated chunks of the sample a cache missed. It is 1 if the sample has none; the cache then shows no
+// gain.
 func missed(hits, again uint64) float64 {
 	if again == 0 {
 		return 1
@@ -109,8 +110,8 @@ func missed(hits, again uint64) float64 {
 	return 1 - float64(hits)/float64(again)
 }
 
-// correct returns a function that makes the curve go through the hits that the pool had of the repeated chunks. It maps the parts that the
-// sample missed: the part at the pool's size becomes what the pool missed, 0 stays 0, and 1 stays 1.
+// correct returns a function that makes the curve go through the pool's measured hits of the repeated chunks. It maps the missed parts: the
+// part at the pool's size becomes what the pool missed, 0 stays 0, and 1 stays 1.
 func correct(sample, hits, repeated float64) func(float64) float64 {
 	if repeated <= 0 {
 		return func(m float64) float64 { return m }

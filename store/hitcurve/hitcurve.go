@@ -2,15 +2,15 @@
 
 // Package hitcurve estimates, from the lookups of a running store, what other amounts of memory would have found.
 //
-// The ceiling is the hit rate of a memory without end: all chunks but the first of each name. Sketches count the names. The
-// curve is the hit rate at 1/2 to 16 times the pool, and of the tiers below it. Small caches play a
-// sample of the chunks, chosen by their names (SHARDS: C. Waldspurger et al., FAST 2015), with the store's own policy and with
-// lru. A sample of chunks gives the hits of whole prompts, because a cache that drops the end of a prompt before its beginning has
-// with a chunk all that is before it.
+// The ceiling is the hit rate of an unlimited memory: all chunks are hits except the first of each name. Sketches count the names. The
+// curve is the hit rate at 1/2 to 16 times the pool's size, and at the size of the pool and its tiers. For the curve, small caches play a
+// sample of the chunks, chosen by their names (SHARDS: C. Waldspurger et al., FAST 2015), with the store's own policy and with lru. A
+// sample of chunks gives the hits of whole prompts, because a cache that drops the end of a prompt before its beginning has, with a chunk,
+// all chunks before it.
 //
-// Three corrections make a small sample do. The sample says only which part of the repeated chunks a cache misses; how many
-// are repeated is known from the sketches. Chunks that very many prompts have count as hits, outside of the sample.
-// And the curve of the store's policy goes through the hit rate that the pool had.
+// Three corrections allow a small sample. The sample tells only which part of the repeated chunks a cache misses; the sketches tell how
+// many chunks are repeated. Chunks that very many prompts have count as hits, outside of the sample. And the curve of the store's policy is
+// made to go through the hit rate that the pool really had.
 package hitcurve
 
 import (
@@ -21,29 +21,29 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// Factors are the sizes of the curve, in pools.
+// Factors are the sizes of the curve, as multiples of the pool's size.
 var Factors = [...]float64{0.5, 1, 2, 4, 8, 16}
 
-// poolFactor is the place of the pool's own size in Factors.
+// poolFactor is the index of the pool's own size in Factors.
 const poolFactor = 1
 
 // Options configures Curves.
 type Options struct {
-	Policy string // of the store, one of evict.Names
+	Policy string // the store's policy, one of evict.Names
 	Bytes  int64  // of the pool
-	Tiers  []Tier // below it, in the order in which they are asked
+	Tiers  []Tier // tiers below the pool, in the order in which they are asked
 
 	// Teach fills in what the store's leaf-hazard has learned (evict.LeafHazard.Teach); nil: nothing.
 	Teach func(l *evict.Lessons, whole bool)
 }
 
-// Tier is a place below the pool.
+// Tier is a tier below the pool.
 type Tier struct {
 	Name  string
-	Bytes int64 // 0: without end
+	Bytes int64 // 0: unlimited
 }
 
-// maxTierBytes is the size, of the pool and tiers together, from which on a tier counts as one without end.
+// maxTierBytes is the size of pool and tiers together from which on a tier counts as unlimited.
 const maxTierBytes = 1 << 58
 
 // MaxTiers bounds the tiers of a curve.
@@ -51,13 +51,13 @@ const MaxTiers = 8
 
 // Limits of the sample.
 const (
-	maxSampled = 15 << 10 // chunks of all sampled caches of one policy
+	maxSampled = 15 << 10 // chunks in all sampled caches of one policy
 	maxQueued  = 1 << 14  // sampled chunks that wait for Play; further prompts are left out
 	maxRate    = 1 << 20
 )
 
-// Curves estimates. Its methods are safe for concurrent use. The mutex mu is a leaf; playing comes before it, and before what
-// Options.Teach locks.
+// Curves makes the estimates. Its methods are safe for concurrent use. The mutex mu is a leaf. The mutex playing is taken before mu, and
+// before the locks of Options.Teach.
 type Curves struct {
 	opts    Options
 	news    chan struct{} // something is queued; capacity 1
@@ -68,27 +68,27 @@ type Curves struct {
 		sync.Mutex
 		windows windows
 		hot     hotChunks
-		rate    uint64 // one chunk in rate is sampled; 0 until the first chunk
+		rate    uint64 // one chunk in `rate` is sampled; 0 until the first chunk
 		jobs    []job
-		queue   []sampled // of the jobs
+		queue   []sampled // sampled chunks of the jobs
 	}
 }
 
-// sampled is a chunk of the sample. It counts where it was asked for and is not hot.
+// sampled is a chunk of the sample. counts: a lookup asked for it and it is not hot.
 type sampled struct {
 	id     uint64
 	counts bool
 }
 
-// job is a part of a prompt with sampled chunks. Its chunks are the next ones of the queue: first those that were played before,
-// then those to play.
+// job is a part of a prompt that has sampled chunks. Its chunks are the next ones of the queue: first `played` chunks that were played
+// before, then `play` chunks to play.
 type job struct {
 	played, play int
 	last         uint64 // name of the last chunk of the part
 	bytes        int64  // of a chunk
 }
 
-// New returns Curves that have seen nothing.
+// New returns Curves that have recorded nothing.
 func New(o Options) *Curves {
 	o.Tiers = o.Tiers[:min(len(o.Tiers), MaxTiers)]
 	c := &Curves{opts: o, news: make(chan struct{}, 1)}
@@ -96,21 +96,21 @@ func New(o Options) *Curves {
 	return c
 }
 
-// Lookup is what a lookup asked for and found.
+// Lookup is what one lookup asked for and found.
 type Lookup struct {
 	Asked int // chunks
 	Pool  int // chunks of them that the pool had
 	Below int // chunks of them that came from tiers
 
-	// Chunks are the names of the leading chunks of the prompt, of those that are known. The others may follow when the request stores
+	// Chunks are the names of the leading chunks of the prompt, as far as they are known. The others may follow when the request stores
 	// them: see Stored.
 	Chunks []uint64
-	From   int   // chunks that the engine had itself: they are used, not asked for
-	Bytes  int64 // of a chunk, all its objects
+	From   int   // leading chunks that the engine had itself: they count as used, not as asked for
+	Bytes  int64 // of a chunk, in all its objects
 	Tokens int   // of a chunk
 }
 
-// Lookup notes a lookup. now is the time since a fixed moment.
+// Lookup records a lookup. `now` is the time since a fixed moment.
 func (c *Curves) Lookup(l *Lookup, now time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -126,8 +126,8 @@ func (c *Curves) Lookup(l *Lookup, now time.Duration) {
 	c.noteLocked(n, l.Chunks, from, len(l.Chunks), asked, l.Bytes)
 }
 
-// Stored notes chunks that a request stores beyond those that its Lookup named: chunks[:from] are the ones that come before
-// them. Those of its prompt, prompt chunks, were asked for, those of its answer were not.
+// Stored records the chunks that a request stores and that its Lookup did not name: chunks[from:]. Those within the first `prompt` chunks
+// belong to the prompt and were asked for; those after it belong to the answer and were not.
 func (c *Curves) Stored(chunks []uint64, from, prompt int, bytes int64, now time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -138,17 +138,16 @@ func (c *Curves) Stored(chunks []uint64, from, prompt int, bytes int64, now time
 	n.answers += uint64(len(chunks) - prompt)
 }
 
-// noted is why chunks are noted.
+// noted says why a chunk is recorded.
 type noted uint8
 
 const (
 	asked    noted = iota
-	had            // by the engine: not asked for. They change the caches and count nowhere
-	answered       // stored and not asked for. They are distinct chunks, which stretch.answers takes out again
+	had            // the engine had it, so it was not asked for: it changes the caches and counts nowhere
+	answered       // stored and not asked for: it counts as a distinct chunk, which stretch.answers subtracts again
 )
 
-// noteLocked counts chunks[from:to]. It does not count the chunks before them, but queues those of
-// the sample as played before.
+// noteLocked counts chunks[from:to]. It does not count the chunks before them, but queues those of the sample as played before.
 func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted, bytes int64) {
 	if from == to {
 		return
@@ -195,15 +194,15 @@ func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted,
 }
 
 const (
-	// playDelay is how long sampled chunks wait for others, so that lookups do not wake a goroutine each time.
+	// playDelay is how long sampled chunks wait for others, so that not every lookup wakes a goroutine.
 	playDelay = 50 * time.Millisecond
 
-	// mayTake is the part of a processor that Run may take, over playPeriod. The sample is halved when it takes more.
+	// mayTake is the part of a processor's time that Run may take, over playPeriod. If Run takes more, it halves the sample.
 	mayTake    = 0.05
 	playPeriod = 10 * time.Second
 )
 
-// Run plays what is sampled until ctx ends.
+// Run plays the sampled chunks until ctx ends.
 func (c *Curves) Run(ctx context.Context) {
 	delay := time.NewTimer(playDelay)
 	defer delay.Stop()
@@ -239,7 +238,7 @@ func (c *Curves) thin() {
 	c.thinPlayed()
 }
 
-// thinPlayed is thin for a caller that has playing.
+// thinPlayed is thin for a caller that has the mutex playing.
 func (c *Curves) thinPlayed() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -251,7 +250,7 @@ func (c *Curves) thinPlayed() {
 	c.caches.thin(c.mu.rate)
 }
 
-// Play plays what is sampled and was not played yet.
+// Play plays the sampled chunks that were not played yet.
 func (c *Curves) Play() {
 	c.playing.Lock()
 	defer c.playing.Unlock()
@@ -280,7 +279,7 @@ func (c *Curves) Play() {
 	}
 }
 
-// take empties the queue.
+// take empties the queue and returns what was in it.
 func (c *Curves) take() (jobs []job, queue []sampled, rate uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -288,8 +287,8 @@ func (c *Curves) take() (jobs []job, queue []sampled, rate uint64) {
 	return jobs, queue, c.mu.rate
 }
 
-// sizes returns the sizes that caches stand for: those of Factors, then one for each tier that ends, of the pool and all tiers up to it.
-// tiers has for each tier its index in sizes, -1 for a tier without end and for the tiers below it.
+// sizes returns the sizes for which there are caches: those of Factors, then for each tier that has a limit the size of the pool and all
+// tiers up to it. tiers has for each tier its index in sizes; -1 for an unlimited tier and for the tiers below it.
 func (o *Options) sizes() (sizes []int64, tiers []int) {
 	for _, f := range Factors {
 		sizes = append(sizes, int64(f*float64(o.Bytes)))
@@ -307,8 +306,7 @@ func (o *Options) sizes() (sizes []int64, tiers []int) {
 	return sizes, tiers
 }
 
-// rate returns the sampling rate for chunks of bytes bytes: one chunk in so many is sampled, a
-// power of two.
+// rate returns the sampling rate for chunks of `bytes` bytes: one chunk in that many is sampled. It is a power of two.
 func (o *Options) rate(bytes int64) uint64 {
 	sizes, _ := o.sizes()
 	all := int64(0)

@@ -2,9 +2,9 @@
 
 package hitcurve
 
-// hotChunks finds chunks that more than a third of all prompts have, such as those of a system prompt: a cache of any useful size
-// has them, and in a sample each would weigh too much. A place for each position in a prompt counts the two most frequent chunks
-// there (J. Misra, D. Gries, 1982).
+// hotChunks finds chunks that more than a third of all prompts have, such as those of a system prompt. A cache of any useful size has them,
+// and in a sample each would weigh too much. For each position in a prompt it counts the two most frequent chunks (J. Misra, D. Gries,
+// 1982).
 type hotChunks [hotPositions][2]struct {
 	id    uint64
 	count uint32
@@ -12,11 +12,11 @@ type hotChunks [hotPositions][2]struct {
 
 const (
 	hotPositions = 64   // from the start of a prompt
-	hotFrom      = 32   // the count from which on a chunk is hot
-	mostHot      = 1024 // bounds how long it stays so once prompts have others
+	hotFrom      = 32   // count from which on a chunk is hot
+	mostHot      = 1024 // largest count; it bounds how long a chunk stays hot once prompts have others
 )
 
-// note notes a lookup of the chunk at a position below hotPositions, and reports whether the chunk is hot.
+// note counts a lookup of the chunk at a position below hotPositions, and reports whether the chunk is hot.
 func (h *hotChunks) note(position int, id uint64) bool {
 	p := &h[position]
 	for i := range p {

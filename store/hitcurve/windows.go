@@ -4,20 +4,20 @@ package hitcurve
 
 import "time"
 
-// counts are what lookups of one stretch of time asked for and found. All but lookups, bytes and tokens are chunks.
+// counts has what the lookups in one stretch of time asked for and found. All fields but lookups, bytes and tokens count chunks.
 type counts struct {
 	lookups uint64
 	asked   uint64
-	bytes   uint64 // of those asked for
-	tokens  uint64 // of those asked for
+	bytes   uint64 // bytes of the chunks asked for
+	tokens  uint64 // tokens of the chunks asked for
 	pool    uint64 // found in the pool
-	below   uint64 // came from tiers
-	named   uint64 // asked for, with a name that is known
+	below   uint64 // found in tiers
+	named   uint64 // asked for, with a known name
 	answers uint64 // stored and not asked for
-	hot     uint64 // named, of hotChunks
+	hot     uint64 // named, and one of hotChunks
 
 	sampled uint64 // named and in the sample
-	again   uint64 // of them, not for the first time
+	again   uint64 // of those, not for the first time
 	own     [len(Factors)]uint64
 	lru     [len(Factors) + MaxTiers]uint64
 }
@@ -42,42 +42,42 @@ func (c *counts) add(o *counts) {
 	}
 }
 
-// stretch is a stretch of time: its counts, the names of its chunks and those of answers.
+// stretch has the figures of one period: its counts, a sketch of the names of its chunks, and one of the names of answers' chunks.
 type stretch struct {
 	counts
 	names    sketch
 	answered smallSketch // of the answers
 }
 
-// Lengths of stretches. A window is the current stretch and the ended ones before it: of 15 minutes up to 20, of an hour
-// up to 75 minutes, of 24 hours up to 28 hours.
+// Lengths of stretches. A window is the current stretch and the ended ones before it: the window of 15 minutes has up to 20 minutes, that
+// of an hour up to 75, that of 24 hours up to 28 hours.
 const (
 	shortLength  = 5 * time.Minute
 	shortsPerMid = 3  // make 15 minutes
 	midsPerLong  = 16 // make 4 hours
 
-	shorts, mids, longs = 3, 4, 6 // that are remembered of those that ended
+	shorts, mids, longs = 3, 4, 6 // numbers of ended stretches that are remembered
 )
 
-// windows are the stretches of the last 28 hours: 15 of them at most, 64 KiB each. A stretch joins those of its level; three short
-// ones are a middle one, and 16 of these a long one. Stretches are allocated when they are needed.
+// windows has the stretches of the last 28 hours: at most 15, of 64 KiB each. Three short stretches are joined to a middle one, and 16 of
+// these to a long one. A stretch is allocated when it is needed.
 type windows struct {
 	began bool
 	epoch time.Duration // when the current stretch began
-	count int           // short stretches that ended
+	count int           // number of short stretches that ended
 
 	current *stretch
 	short   [shorts]*stretch // the latest first
 	mid     [mids]*stretch
-	growing *stretch // of the middle ones that make the next long one; nil: none yet
+	growing *stretch // the middle ones so far of the next long stretch; nil: none yet
 	long    [longs]*stretch
 }
 
-// at returns the counts of now. Callers may come a little out of order.
+// at returns the counts for the time `now`. Calls may come a little out of order.
 func (w *windows) at(now time.Duration) *counts {
 	switch passed := now - w.epoch; {
 	case !w.began || passed < -shortLength || passed > (longs+2)*midsPerLong*shortsPerMid*shortLength:
-		*w = windows{began: true, epoch: now} // all is older than the longest window, or the clock is another one
+		*w = windows{began: true, epoch: now} // all stretches are older than the longest window, or the clock is another one
 	default:
 		for ; passed >= shortLength; passed -= shortLength {
 			w.end()
@@ -89,7 +89,7 @@ func (w *windows) at(now time.Duration) *counts {
 	return &w.current.counts
 }
 
-// names returns the sketch of now; at was called.
+// names returns the sketch of the current stretch. at must have been called.
 func (w *windows) names() *sketch { return &w.current.names }
 
 // end ends the current stretch.
@@ -109,13 +109,13 @@ func (w *windows) end() {
 	}
 }
 
-// push puts a stretch before the others. The last one goes.
+// push puts a stretch before the others, and drops the last.
 func push(of []*stretch, s *stretch) {
 	copy(of[1:], of)
 	of[0] = s
 }
 
-// union returns a new stretch of all of them; nil for none.
+// union returns a new stretch that joins those of `of`; nil if there are none.
 func union(of ...*stretch) (u *stretch) {
 	for _, s := range of {
 		if s == nil {
@@ -131,7 +131,7 @@ func union(of ...*stretch) (u *stretch) {
 	return u
 }
 
-// unfinished are the short stretches that are part of no middle one yet, the current one among them.
+// unfinished returns the short stretches that no middle one has yet, the current one among them.
 func (w *windows) unfinished() []*stretch {
 	return append([]*stretch{w.current}, w.short[:w.count%shortsPerMid]...)
 }

@@ -11,40 +11,38 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// MaxDebts bounds the commits that are waited for without slots to give back.
+// MaxDebts bounds the commits that a Table expects although there are no slots to release.
 const MaxDebts = 1 << 13
 
-// Forever is later than any copy ends: the life of a hold that its owner ends.
+// Forever is longer than any copy takes: the life of a hold that its owner ends.
 const Forever = 100 * 365 * 24 * time.Hour
 
-// owing are the prepares of one name and request whose commits have not all come.
+// owing has the holds of one name and request whose commits have not all come.
 //
-// A single hold ends with its commit. Among several holds a commit does not say which one it
-// means, so all of them end together, once as many commits as holds have come:
-// only then has each worker thread finished its copy.
+// A single hold ends with its commit. With several holds a commit does not tell which of them it means. So all of them end together, once
+// as many commits as holds have come: only then has each worker thread finished its copy.
 type owing struct {
 	holds []*Hold // oldest first
-	came  int     // commits
+	came  int     // number of commits that came
 }
 
-// Table finds transfers by what their commits say, and by worker.
+// Table finds the holds of transfers by what their commits say, and by worker.
 type Table struct {
 	life time.Duration
 	max  int
 
 	byPrepared map[prepared]*owing
 	byInstance map[int64]map[*Hold]struct{}
-	former     map[uint64][]time.Time // transfers of an earlier server, by name; until when commits may come
+	former     map[uint64][]time.Time // transfers of an earlier server, by Transfer.Name: until when their commits may come
 	last       uint64
-	own        uint64          // transfers without a name that a commit could mean
-	staged     map[int64]int64 // pool bytes that workers may write and have not committed, by instance
-	transfers  fair.Shares     // with slots, by Transfer.By; their size is what is staged
-	debts      fair.Shares     // without slots
+	own        uint64          // number of holds so far that no commit can mean
+	staged     map[int64]int64 // by instance: pool bytes that workers may write and have not committed
+	transfers  fair.Shares     // holds with slots, by Transfer.By; their size is the staged bytes
+	debts      fair.Shares     // holds without slots
 	orphans    int
 }
 
-// NewTable returns a table of at most most holds. Each lives for life after its prepare, or after the
-// end of its worker.
+// NewTable returns a table for `most` holds at most. Each hold lives for `life` after its prepare, or after the end of its worker.
 func NewTable(life time.Duration, most int) *Table {
 	return &Table{
 		life: life, max: most,
@@ -53,8 +51,7 @@ func NewTable(life time.Duration, most int) *Table {
 	}
 }
 
-// MayBegin reports whether the user or address by may have one more transfer. If not, too many are
-// in progress.
+// MayBegin reports whether the user or address `by` may have one more transfer. If not, too many are in progress.
 func (t *Table) MayBegin(by string) bool { return t.transfers.MayCount(by, t.max) }
 
 // Number returns the next number in the order of prepares.
@@ -63,15 +60,14 @@ func (t *Table) Number() uint64 {
 	return t.last
 }
 
-// Add enters a hold.
+// Add adds a hold.
 func (t *Table) Add(h *Hold) {
 	h.number = t.Number()
 	t.recognize(h.Transfer, []byte(h.RequestID))
 	t.link(h)
 }
 
-// AddOwn enters a hold of this process itself: no commit can mean it, and it lives until
-// it is removed.
+// AddOwn adds a hold of this process itself. No commit can mean it, and it lives until it is removed.
 func (t *Table) AddOwn(h *Hold) {
 	t.own++
 	h.Transfer.own = t.own
@@ -79,8 +75,8 @@ func (t *Table) AddOwn(h *Hold) {
 	h.Deadline = h.Deadline.Add(Forever)
 }
 
-// AddFormer enters a hold of an earlier server's worker, in quarantine. With a name, a
-// commit may come for it, once the same transfer is begun here.
+// AddFormer adds a hold of an earlier server's worker, in quarantine. With a name, a commit may come for it once the same transfer is begun
+// here.
 func (t *Table) AddFormer(h *Hold, name uint64) {
 	if name != 0 {
 		t.former[name] = append(t.former[name], h.Deadline.Add(t.life))
@@ -89,13 +85,12 @@ func (t *Table) AddFormer(h *Hold, name uint64) {
 	t.AddLoan(h)
 }
 
-// FormerDue reports whether the time of a hold of an earlier server's worker is over.
+// FormerDue reports whether the deadline of any hold of an earlier server's worker is over.
 func (t *Table) FormerDue(now time.Time) bool {
 	return len(t.filter(func(h *Hold) bool { return h.former && !now.Before(h.Deadline) })) > 0
 }
 
-// AddLoan enters a hold that no commit ends: it lives until its deadline or its removal, and
-// nothing waits for it, as in quarantine.
+// AddLoan adds a hold that no commit ends. It lives until its deadline or its removal, and counts as in quarantine.
 func (t *Table) AddLoan(h *Hold) {
 	t.own++
 	h.Transfer.own, h.orphan = t.own, true
@@ -103,17 +98,16 @@ func (t *Table) AddLoan(h *Hold) {
 	t.orphans++
 }
 
-// Owe notes that a commit of name and request may come for which there are no slots to
-// give back. Beyond the share of name.By in MaxDebts none is noted.
+// Owe records that a commit of name and request may come for which there are no slots to release. It does nothing if name.By has its share
+// of MaxDebts.
 func (t *Table) Owe(name Transfer, requestID []byte, now time.Time) {
 	if t.debts.MayCount(name.By, MaxDebts) {
 		t.Add(&Hold{Transfer: name, RequestID: string(requestID), Deadline: now.Add(t.life)})
 	}
 }
 
-// recognize finds out whether an earlier server began transfers of that name and
-// request: their commits may arrive here, and are owed. Their slots wait for the
-// end of the quarantine all the same.
+// recognize finds out whether an earlier server began transfers of that name and request. If so, their commits may arrive here and are
+// expected. Their slots still wait for the end of the quarantine.
 func (t *Table) recognize(name Transfer, requestID []byte) {
 	if len(t.former) == 0 || name.Load || name.own != 0 {
 		return
@@ -146,8 +140,7 @@ func (t *Table) link(h *Hold) {
 	of[h] = struct{}{}
 }
 
-// Remove forgets h. If a commit came before that could have meant h, it counts as h's: the holds
-// that are left wait for commits of their own.
+// Remove removes h. If a commit came before that could have meant h, it counts as h's: the other holds wait for commits of their own.
 func (t *Table) Remove(h *Hold) {
 	o := t.byPrepared[h.prepared()]
 	for i := range o.holds {
@@ -167,7 +160,7 @@ func (t *Table) Remove(h *Hold) {
 	t.unlist(h)
 }
 
-// unlist forgets that h keeps slots.
+// unlist removes h from the holds with slots.
 func (t *Table) unlist(h *Hold) {
 	t.Count(&h.Transfer, -h.Staged)
 	of := t.byInstance[h.Transfer.Instance]
@@ -181,8 +174,7 @@ func (t *Table) unlist(h *Hold) {
 	}
 }
 
-// Count notes that the worker of a transfer may write n bytes more. The table itself counts what
-// its holds stage.
+// Count records that the worker of a transfer may write n bytes more. The table itself counts the bytes that its holds stage.
 func (t *Table) Count(of *Transfer, n int64) {
 	if n == 0 {
 		return
@@ -202,9 +194,9 @@ func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 // Share is the part of a pool that a worker, and all workers of its user or address together, may stage by evicting objects of others.
 type Share struct{ Worker, By float64 }
 
-// MayStage returns how many bytes a transfer may stage. limit holds where staging evicts; first holds for the first chunk,
-// which is allowed even if it is larger than the share; most holds where memory is free. The table counts counted of these
-// bytes already. In a pool of many chunks an eighth is left for other workers.
+// MayStage returns how many bytes a transfer may stage. limit applies where staging evicts. first applies to the first chunk, which is
+// allowed even if it is larger than the share. most applies where memory is free; in a pool of many chunks it leaves an eighth for other
+// workers. counted is how many of these bytes the table counts already.
 func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (limit, first, most int64) {
 	worker, by := t.StagedBy(of)
 	worker, by = worker-counted, by-counted
@@ -223,10 +215,9 @@ func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (l
 	return limit, first, most
 }
 
-// Commit notes a commit of name and request. It removes and returns the holds that end
-// with it: none while others of the same name are waited for. Found is false when
-// nothing of that name and request waits for a commit: after a restart, or for a
-// commit that was sent twice. Late is true if some of them come too late.
+// Commit records a commit of name and request. It removes and returns the holds that end with it: none while commits of other holds of the
+// same name are expected. found is false if nothing of that name and request waits for a commit, as after a restart, or for a commit that
+// was sent twice. late is true if any of the holds ended too late.
 func (t *Table) Commit(name Transfer, requestID []byte) (ended []*Hold, found, late bool) {
 	t.recognize(name, requestID)
 	o := t.byPrepared[preparedAs(name, string(requestID))]
@@ -251,7 +242,7 @@ func (t *Table) InProgress() []*Hold {
 	return t.filter(func(h *Hold) bool { return len(h.Slots) > 0 })
 }
 
-// Keeps reports whether h is in the table, with its slots.
+// Keeps reports whether h is in the table and has its slots.
 func (t *Table) Keeps(h *Hold) bool {
 	_, keeps := t.byInstance[h.Transfer.Instance][h]
 	return keeps
@@ -272,8 +263,8 @@ func (t *Table) filter(f func(*Hold) bool) (out []*Hold) {
 	return out
 }
 
-// Orphans returns the transfers of an instance that is gone, oldest first: their commits
-// publish nothing from now on, and their quarantine begins.
+// Orphans marks the transfers of an instance that is gone, and returns them, oldest first. Their commits publish nothing from now on, and
+// their quarantine begins.
 func (t *Table) Orphans(instance int64, now time.Time) []*Hold {
 	of := slices.SortedFunc(maps.Keys(t.byInstance[instance]), older)
 	for _, h := range of {
@@ -288,7 +279,7 @@ func (t *Table) Orphans(instance int64, now time.Time) []*Hold {
 	return of
 }
 
-// EndQuarantine ends the quarantine of an instance's transfers now. It returns their number.
+// EndQuarantine ends the quarantine of an instance's transfers at once, and returns the number of these transfers.
 func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 	for h := range t.byInstance[instance] {
 		if h.orphan && h.Transfer.own == 0 {
@@ -299,9 +290,9 @@ func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 	return n
 }
 
-// Expire takes the slots of holds whose time is over, and returns them as holds that are in no table. A hold without its slots waits for
-// its commit: a worker may be slower than that, and its late commit must not end a later hold of the same name. With keepFormer, holds of
-// an earlier server's workers stay.
+// Expire removes the slots from holds whose deadline is over, and returns these slots as holds that are in no table. The hold itself stays
+// and waits for its commit: a worker may be that slow, and its late commit must not end a later hold of the same name. With keepFormer,
+// holds of an earlier server's workers do not expire.
 func (t *Table) Expire(now time.Time, keepFormer bool) (ended []*Hold) {
 	for hash, of := range t.former {
 		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {
@@ -330,16 +321,16 @@ func (t *Table) Expire(now time.Time, keepFormer bool) (ended []*Hold) {
 // Stats are figures of a Table.
 type Stats struct {
 	Transfers   int // holds with slots
-	Quarantined int // of those, by detached workers
-	Debts       int // commits that may come for nothing
+	Quarantined int // of those, holds of detached workers
+	Debts       int // commits that are expected without slots to release
 }
 
-// Stats returns figures of the table.
+// Stats returns the figures of the table.
 func (t *Table) Stats() Stats {
 	return Stats{Transfers: t.transfers.All().Count, Quarantined: t.orphans, Debts: t.debts.All().Count}
 }
 
-// Empty reports whether nothing at all is in the books.
+// Empty reports whether the table has no hold, debt or count at all.
 func (t *Table) Empty() bool {
 	return t.transfers.Empty() && t.debts.Empty() && t.orphans == 0 && len(t.byPrepared) == 0 && len(t.byInstance) == 0 &&
 		len(t.former) == 0 && len(t.staged) == 0

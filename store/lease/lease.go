@@ -2,13 +2,12 @@
 
 // Package lease keeps the pins between a lookup and the retrieves that follow it.
 //
-// A lookup promises an engine a prefix hit; until it is read, given up or its
-// session ends, the store must not evict those chunks. Pins belong to a session
-// (an engine request), and a session that is idle too long loses them. They are
-// promises only: while a chunk's bytes are copied, a hold in the pool keeps them.
+// A lookup promises an engine a prefix hit. Until the hit is read, given up or its session ends, the store must not evict those chunks.
+// Pins belong to a session (an engine's request), and a session that is idle too long loses them. A pin is only a promise: while a chunk's
+// bytes are copied, a hold in the pool keeps them.
 //
-// A Table only keeps books. It starts no goroutine and takes no lock: its owner
-// locks, and undoes the pins of what it gets back.
+// A Table only keeps books. It starts no goroutine and takes no lock: its owner locks. The owner must unpin the slots of the leases that it
+// gets back.
 package lease
 
 import (
@@ -20,41 +19,40 @@ import (
 type Options struct {
 	Idle        time.Duration // life of a session after its last use; default 600 s
 	MaxSessions int           // default 65,536
-	MaxLeases   int           // per session; default 4; the oldest makes room
+	MaxLeases   int           // leases of one session; default 4; beyond it the oldest is dropped
 	MaxPins     int           // slots of all leases together; default 2^23
 }
 
-// Owner is who opened a session. At the limits the session that has been idle
-// longest makes room, of the connection that has most, of the peer that has most.
+// Owner identifies who opened a session. At a limit, a session must make room: of the peer with the most, of its connection with the most,
+// the session that was idle for longest.
 type Owner struct {
 	Peer string // a user or an address
 	Conn uint64 // a connection of the peer
 }
 
-// Lease is what one lookup pinned: of the leading Chunks chunks of each row (one
-// for each object group and shard) those that are needed.
+// Lease is what one lookup pinned: of the first Chunks chunks of each row (one for each object group and shard), those slots that a load
+// needs.
 type Lease struct {
-	From         int // chunks before it were not asked for
+	From         int // chunks before it were not pinned, because the engine has them
 	Chunks, Rows int
 	Slots        []uint32 // [chunk*Rows + row]
-	Left         []uint8  // readers left, parallel to Slots; 0 is given back, or never pinned
+	Left         []uint8  // pins left, parallel to Slots; 0: released, or never pinned
 }
 
-// Span is a run of chunks of one row, the first of them chunk From.
+// Span is consecutive chunks of one row, from chunk From on.
 type Span struct {
 	Row, From int
 	Slots     []uint32
 }
 
-// Session is one request of one engine: a request id as one connection means it.
-// Engines count their requests, so the same id of two connections is two sessions. N is the
-// type of what the Table's owner notes of a session.
+// Session is one request of one engine: a request id on one connection. Engines count their requests, so the same id on two connections
+// means two sessions. N is the type of the owner's note on a session.
 type Session[N any] struct {
 	ID   string
-	Note N // of the Table's owner; the Table never looks at it
+	Note N // the owner's note; the Table never looks at it
 
 	leases       []Lease
-	first        [1]Lease // memory of the first leases; used once, as Drop hands it out
+	first        [1]Lease // memory for the first lease; used once, because Drop gives it away
 	firstUsed    bool
 	pins         int // slots of leases
 	last         time.Time
@@ -62,30 +60,30 @@ type Session[N any] struct {
 
 	table *Table[N]
 	of    *share[N]
-	mine  struct{ older, newer *Session[N] }    // among those of the same owner
-	named [2]struct{ older, newer *Session[N] } // among those of the same name, by place in names
+	mine  struct{ older, newer *Session[N] }    // neighbours among the sessions of the same owner
+	named [2]struct{ older, newer *Session[N] } // neighbours among the sessions of the same name, by place in names
 }
 
-// share is what one owner has.
+// share is what one owner has in the Table.
 type share[N any] struct {
 	owner    Owner
 	sessions int
 	pins     int
-	ring     Session[N] // anchor of mine, as Table.ring
+	ring     Session[N] // anchor of the owner's sessions, as Table.ring
 }
 
-// Table holds the sessions of one store, in order of last use.
+// Table has the sessions of one store, in the order of their last use.
 type Table[N any] struct {
 	opts   Options
-	named  map[name]*Session[N] // the newest
+	named  map[name]*Session[N] // the newest session of each name
 	shares map[Owner]*share[N]
-	spare  *share[N] // of an owner whose last session ended
+	spare  *share[N] // the share of an owner whose last session ended, to be used again
 	len    int
 	pins   int
-	ring   Session[N] // anchor: ring.newer is the oldest, ring.older the newest
+	ring   Session[N] // anchor: ring.newer is the least recently used session, ring.older the most recently used
 }
 
-// name finds the sessions of one request id: those of one peer, or of any.
+// name is a request id of one peer, or of any peer.
 type name struct{ peer, id string }
 
 // anyPeer stands for all peers; no peer has this name.
@@ -102,15 +100,14 @@ func New[N any](o Options) *Table[N] {
 	return t
 }
 
-// Len is the number of sessions.
+// Len returns the number of sessions.
 func (t *Table[N]) Len() int { return t.len }
 
-// Pins is the number of slots of all leases together.
+// Pins returns the number of slots of all leases together.
 func (t *Table[N]) Pins() int { return t.pins }
 
-// Open returns owner's session id, a new one if need be, and restarts its idle
-// timer. pushed is the session that had to make room, or nil; its pins are the
-// caller's to undo.
+// Open returns owner's session id, a new one if there is none, and restarts its idle time. pushed is the session that had to make room, or
+// nil; the caller must unpin its slots.
 func (t *Table[N]) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session[N]) {
 	if s := t.Get(id, owner, now); s != nil {
 		return s, nil
@@ -134,7 +131,7 @@ func (t *Table[N]) Open(id []byte, owner Owner, now time.Time) (s, pushed *Sessi
 	return s, pushed
 }
 
-// share returns what owner has, which may be nothing yet.
+// share returns the share of owner, an empty one if there was none.
 func (t *Table[N]) share(owner Owner) *share[N] {
 	if of := t.shares[owner]; of != nil {
 		return of
@@ -149,7 +146,8 @@ func (t *Table[N]) share(owner Owner) *share[N] {
 	return of
 }
 
-// heaviest returns the share with most of the peer with most, by that measure.
+// heaviest returns the heaviest share by `weight`: it picks the peer whose shares weigh most together, and then the heaviest share of that
+// peer.
 func (t *Table[N]) heaviest(weight func(*share[N]) int) (most *share[N]) {
 	peers := map[string]int{}
 	for owner, of := range t.shares {
@@ -176,7 +174,7 @@ const (
 	ofAny
 )
 
-// names returns what finds s.
+// names returns the two names under which s is found.
 func (s *Session[N]) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anyPeer, s.ID}} }
 
 // find returns owner's session id, or nil.
@@ -188,7 +186,7 @@ func (t *Table[N]) find(id []byte, owner Owner) *Session[N] {
 	return s
 }
 
-// Get returns owner's session id, or nil, and restarts its idle timer.
+// Get returns owner's session id, or nil, and restarts its idle time.
 func (t *Table[N]) Get(id []byte, owner Owner, now time.Time) *Session[N] {
 	s := t.find(id, owner)
 	if s != nil {
@@ -197,14 +195,12 @@ func (t *Table[N]) Get(id []byte, owner Owner, now time.Time) *Session[N] {
 	return s
 }
 
-// maxOthers is how many sessions of other peers are searched for a lease.
+// maxOthers is how many sessions of other peers Pinned searches for a lease.
 const maxOthers = 64
 
-// Pinned returns the newest lease, of a session id of any of the peer's connections,
-// in which every slot of every span has readers left, and restarts that session's
-// idle timer. An engine's workers have other connections than its scheduler, and on
-// other hosts they are another peer: so where the peer has no such lease, those of
-// others are searched. known reports whether there was any lease at all.
+// Pinned returns the newest lease in which every slot of every span has pins left, of a session id on any of the peer's connections. It
+// restarts that session's idle time. An engine's workers have other connections than its scheduler, and on other hosts they are another
+// peer. So if the peer has no such lease, it searches those of other peers. known reports whether there was any lease of that id.
 func (t *Table[N]) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l *Lease, known bool) {
 	newest := [...]*Session[N]{ofPeer: t.named[name{peer, string(id)}], ofAny: t.named[name{anyPeer, string(id)}]}
 	for place, limit := range [...]int{ofPeer: t.opts.MaxSessions, ofAny: maxOthers} {
@@ -219,7 +215,7 @@ func (t *Table[N]) Pinned(id []byte, peer string, now time.Time, spans ...Span) 
 	return nil, known
 }
 
-// End removes and returns owner's session id, or nil.
+// End removes and returns owner's session id. It returns nil if there is none.
 func (t *Table[N]) End(id []byte, owner Owner) *Session[N] {
 	s := t.find(id, owner)
 	if s != nil {
@@ -233,8 +229,7 @@ func (t *Table[N]) used(s *Session[N], now time.Time) {
 	t.link(s, now)
 }
 
-// Expire removes and returns one session that has been idle for Options.Idle, or
-// nil when none has.
+// Expire removes and returns one session that was idle for Options.Idle, or nil if there is none.
 func (t *Table[N]) Expire(now time.Time) *Session[N] {
 	s := t.ring.newer
 	if s == &t.ring || now.Sub(s.last) < t.opts.Idle {
@@ -244,7 +239,7 @@ func (t *Table[N]) Expire(now time.Time) *Session[N] {
 	return s
 }
 
-// Each calls f for every session, the one idle longest first. f must not end it.
+// Each calls f for every session, the least recently used first. f must not end it.
 func (t *Table[N]) Each(f func(*Session[N])) {
 	for s := t.ring.newer; s != &t.ring; s = s.newer {
 		f(s)
@@ -277,7 +272,7 @@ func (t *Table[N]) remove(s *Session[N]) {
 	s.table, s.of = nil, nil
 }
 
-// count notes that the session's leases name n slots more.
+// count records that the session's leases have n slots more.
 func (s *Session[N]) count(n int) {
 	if s.table != nil {
 		s.table.pins += n
@@ -300,9 +295,8 @@ func (t *Table[N]) unlink(s *Session[N]) {
 	s.mine.older.mine.newer, s.mine.newer.mine.older = s.mine.newer, s.mine.older
 }
 
-// Grant adds a lease. dropped are leases that had to make room: the session's
-// oldest, or all of another session, which ends. Their pins are the caller's to
-// undo.
+// Grant adds a lease to a session. dropped are the leases that had to make room: the session's oldest, or all leases of another session,
+// which ends. The caller must unpin their slots.
 func (t *Table[N]) Grant(s *Session[N], l Lease) (dropped []Lease) {
 	if len(s.leases) >= t.opts.MaxLeases {
 		dropped = append(dropped, s.leases[0])
@@ -325,8 +319,8 @@ func (t *Table[N]) Grant(s *Session[N], l Lease) (dropped []Lease) {
 	return dropped
 }
 
-// overweight returns the session that makes room for pins of s: of the heaviest
-// owner; when owner has only s, of its peer; else of any owner.
+// overweight returns the session that must make room for pins of s: one of the heaviest owner; if that owner has only s, one of its peer;
+// else one of any owner.
 func (t *Table[N]) overweight(s *Session[N]) (other *Session[N]) {
 	of := t.heaviest(func(of *share[N]) int { return of.pins })
 	for o := of.ring.mine.newer; o != &of.ring; o = o.mine.newer {
@@ -348,8 +342,8 @@ func (t *Table[N]) overweight(s *Session[N]) (other *Session[N]) {
 	return other
 }
 
-// Over returns, of the peer with most pins, the session with pins that has been idle
-// longest; nil when that peer is the one named, or has no more than limit pins.
+// Over returns, of the peer with the most pins, the least recently used session with pins. It returns nil if that peer is `peer`, or has at
+// most `limit` pins.
 func (t *Table[N]) Over(peer string, limit int) *Session[N] {
 	of := t.heaviest(func(of *share[N]) int { return of.pins })
 	if of == nil || of.owner.Peer == peer {
@@ -372,8 +366,8 @@ func (t *Table[N]) Over(peer string, limit int) *Session[N] {
 	return nil
 }
 
-// GiveUp gives back the last chunks of the session's oldest lease, at most slots
-// slots or one chunk, and calls unpin for each that has readers left.
+// GiveUp removes the last chunks of the session's oldest lease, `slots` slots at most or one chunk, and calls unpin for each slot that has
+// pins left.
 func (s *Session[N]) GiveUp(slots int, unpin func(slot uint32)) {
 	l := &s.leases[0]
 	from := max(0, l.Chunks-max(1, slots/l.Rows))
@@ -390,8 +384,7 @@ func (s *Session[N]) GiveUp(slots int, unpin func(slot uint32)) {
 // Ended reports whether the session is no longer in its Table.
 func (s *Session[N]) Ended() bool { return s.table == nil }
 
-// Newest calls f for up to n sessions of owner, the one used last first, until f answers
-// false. f must not end one.
+// Newest calls f for up to n sessions of owner, the most recently used first, until f reports false. f must not end a session.
 func (t *Table[N]) Newest(owner Owner, n int, f func(*Session[N]) bool) {
 	of := t.shares[owner]
 	if of == nil {
@@ -402,14 +395,13 @@ func (t *Table[N]) Newest(owner Owner, n int, f func(*Session[N]) bool) {
 	}
 }
 
-// EndThis removes a session of the Table.
+// EndThis removes the session s from the Table.
 func (t *Table[N]) EndThis(s *Session[N]) { t.remove(s) }
 
 // Leases returns the session's leases, oldest first.
 func (s *Session[N]) Leases() []Lease { return s.leases }
 
-// Drop forgets the session's leases and returns them; their pins are the
-// caller's to undo.
+// Drop removes and returns the session's leases. The caller must unpin their slots.
 func (s *Session[N]) Drop() []Lease {
 	l := s.leases
 	s.leases = nil
@@ -417,8 +409,7 @@ func (s *Session[N]) Drop() []Lease {
 	return l
 }
 
-// Find returns the newest lease in which every slot of every span has readers
-// left; nil when there is none.
+// Find returns the newest lease in which every slot of every span has pins left, or nil.
 func (s *Session[N]) Find(spans ...Span) *Lease {
 	for i := len(s.leases) - 1; i >= 0; i-- {
 		if l := &s.leases[i]; l.covers(spans) {
@@ -442,7 +433,7 @@ func (l *Lease) covers(spans []Span) bool {
 	return true
 }
 
-// Pinned reports whether a slot of the chunks [from, to), which the lease has, has readers left.
+// Pinned reports whether any slot of the chunks [from, to), which the lease must have, has pins left.
 func (l *Lease) Pinned(from, to int) bool {
 	for _, n := range l.Left[from*l.Rows : to*l.Rows] {
 		if n > 0 {
@@ -452,8 +443,8 @@ func (l *Lease) Pinned(from, to int) bool {
 	return false
 }
 
-// Take gives back up to readers readers of each chunk [from, to) of row and
-// calls unpin for each chunk that has none left, last chunk first.
+// Take releases up to `readers` pins of each chunk [from, to) of a row. It calls unpin for each chunk that has none left, the last chunk
+// first.
 func (l *Lease) Take(row, from, to, readers int, unpin func(slot uint32)) {
 	if row >= l.Rows {
 		return

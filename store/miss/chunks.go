@@ -10,19 +10,18 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Chunks finds slots by the bare hash of their chunk, whatever model, salt, layout, shard
-// and group they are of: what a lookup missed may be there under another name. The zero
-// Chunks is empty. It takes no lock: its owner's covers it. 1 MiB, and 8 bytes per slot,
-// taken as slots come.
+// Chunks finds slots by the hash of their chunk alone, in any namespace, shard and group: a chunk that a lookup missed may be there under
+// another name. The zero Chunks is empty. It takes no lock: its owner's covers it. It takes 1 MiB, and 8 bytes for each slot, allocated as
+// slots come.
 type Chunks struct {
-	heads container.PagedSlice[uint32] // by bits of the hash: slot + 1 of the newest, 0 is none
+	heads container.PagedSlice[uint32] // by bits of the hash: slot + 1 of the newest; 0: none
 	links container.PagedSlice[link]   // by slot
 }
 
-// link is a slot's place among those with the same bits.
+// link is a slot's place in the list of slots whose hashes have the same bits.
 type link struct {
-	next   uint32 // slot + 1 of the next older one, 0 is none
-	before uint32 // slot + 1 of the next newer one, first of the newest, 0 of what is in no list
+	next   uint32 // slot + 1 of the next older slot; 0: none
+	before uint32 // slot + 1 of the next newer slot; first: it is the newest; 0: it is in no list
 }
 
 const (
@@ -34,7 +33,7 @@ func headOf(h *kv.Hash) int {
 	return int(binary.LittleEndian.Uint64(h[8:]) & (1<<headBits - 1))
 }
 
-// Add notes the chunk of a slot, which is not there yet.
+// Add adds a slot, which must not be there yet, with the hash of its chunk.
 func (c *Chunks) Add(slot uint32, h *kv.Hash) {
 	at := headOf(h)
 	c.heads.Grow(at + 1)
@@ -47,7 +46,7 @@ func (c *Chunks) Add(slot uint32, h *kv.Hash) {
 	*head = slot + 1
 }
 
-// Remove forgets a slot. One that is not there may be removed, too.
+// Remove removes a slot. The slot need not be there.
 func (c *Chunks) Remove(slot uint32, h *kv.Hash) {
 	if int(slot) >= c.links.Len() {
 		return
@@ -67,8 +66,7 @@ func (c *Chunks) Remove(slot uint32, h *kv.Hash) {
 	*l = link{}
 }
 
-// Each yields slots, the newest first, until yield returns false: all that have the chunk,
-// and some with others.
+// Each calls yield for slots, the newest first, until it returns false: for all slots that have the chunk, and some that have other chunks.
 func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
 	at := headOf(h)
 	if at >= c.heads.Len() {
@@ -79,11 +77,11 @@ func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
 }
 
 const (
-	maxOthers    = 8   // names in an answer
+	maxOthers    = 8   // names that Others returns
 	maxLookedFor = 512 // slots that are searched for them
 )
 
-// Of returns the keys of slots that have a chunk's hash; 512 slots are looked at, at most.
+// Of returns the keys of slots that have the chunk h. It looks at 512 slots at most.
 func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
 	left := maxLookedFor
 	c.Each(h, func(slot uint32) bool {
@@ -96,9 +94,8 @@ func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
 	return out
 }
 
-// Others returns a few other names under which slots have the chunk of k. No slot has k itself.
-// With window the reason is Window if other groups of the same shard have the chunk: then the store
-// left out what no hit could load.
+// Others returns a few other names under which slots have the chunk of k. No slot may have k itself. With window it returns the reason
+// Window if other groups of the same shard have the chunk: the store then left out an object that no hit could need.
 func (c *Chunks) Others(k *kv.Key, window bool, keyOf func(slot uint32) kv.Key) (why Reason, others []kv.Key) {
 	for _, other := range c.Of(&k.Chunk, keyOf) {
 		same := other.Namespace == k.Namespace && other.Rank == k.Rank

@@ -10,8 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Ended is a lookup whose hit ended before its prompt did, and why. Texts are kept as far
-// as their fields in a Log reach: 128 bytes of ids and salts, 64 of others.
+// Ended is a lookup whose hit ended before its prompt, and why. A Log cuts texts: ids and salts to 128 bytes, other texts to 64.
 type Ended struct {
 	At      time.Time
 	Request string
@@ -20,26 +19,25 @@ type Ended struct {
 	Asked   int // tokens
 	Hit     int // tokens
 	Why     Reason
-	Missing kv.Key // the object at which the hit ended; zero where none was searched for
-	Shard   int    // of it
-	Tier    string // that is to blame, where that is known
+	Missing kv.Key // the object at which the hit ended; zero if none was searched for
+	Shard   int    // shard of that object
+	Tier    string // the tier that caused it, if that is known
 	Detail  string // why the lookup was declined
-	Tags    string // of its request
+	Tags    string // tags of its request
 
-	GoneAt              time.Time // of what was there once; zero where that is not known
+	GoneAt              time.Time // when an object that was there before was dropped; zero: not known
 	GoneBy              string    // the user or address that got its room
-	GoneModel, GoneSalt string    // and for what
+	GoneModel, GoneSalt string    // model and salt for which the room was needed
 
-	OtherModel, OtherSalt string // that have the chunk
+	OtherModel, OtherSalt string // another model and salt that have the chunk
 	OtherWorld            int
 }
 
-// MaxEnded is how many lookups a Log keeps.
+// MaxEnded is how many lookups a Log remembers.
 const MaxEnded = 4096
 
-// Log keeps the last lookups that ended before their prompts did. Its memory is MaxEnded
-// records of a fixed size, allocated page by page as lookups come; Add allocates nothing
-// else. Its methods are safe for concurrent use; its mutex is a leaf. The zero Log is empty.
+// Log remembers the last lookups that ended before their prompts. Its memory is MaxEnded records of a fixed size, allocated page by page as
+// lookups come; Add allocates nothing else. Its methods are safe for concurrent use; its mutex is a leaf. The zero Log is empty.
 type Log struct {
 	mu struct {
 		sync.Mutex
@@ -72,7 +70,7 @@ func (t *long) String() string  { return string(t.b[:t.n]) }
 
 // record is an Ended without pointers.
 type record struct {
-	at, goneAt                  int64 // Unix, ns; 0 is not known
+	at, goneAt                  int64 // Unix, ns; 0: not known
 	asked, hit, shard           int32
 	otherWorld                  int32
 	why                         Reason
@@ -83,7 +81,7 @@ type record struct {
 	tier, goneBy, tags          short
 }
 
-// Add notes a lookup in the place of the oldest one.
+// Add adds a lookup; in a full Log it replaces the oldest.
 func (l *Log) Add(e *Ended) {
 	id := maphash.String(seed, e.Request)
 	l.mu.Lock()
@@ -115,14 +113,14 @@ func (l *Log) Add(e *Ended) {
 	r.otherSalt.set(e.OtherSalt)
 }
 
-// Of returns the lookups of a request id, the newest first, at most most. Engines count
-// their requests from 0, so that several may have one id.
+// Of returns the lookups of a request id, the newest first, `most` at most. Engines count their requests from 0, so several requests may
+// have the same id.
 func (l *Log) Of(request string, most int) []Ended {
 	id := maphash.String(seed, request)
 	return l.latest(most, func(of uint64) bool { return of == id })
 }
 
-// Last returns the last lookups, the newest first, at most most.
+// Last returns the last lookups, the newest first, `most` at most.
 func (l *Log) Last(most int) []Ended {
 	return l.latest(most, func(uint64) bool { return true })
 }
@@ -143,7 +141,7 @@ func (l *Log) latest(most int, want func(id uint64) bool) []Ended {
 	return out
 }
 
-// Len is how many lookups are kept.
+// Len returns how many lookups are remembered.
 func (l *Log) Len() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

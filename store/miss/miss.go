@@ -17,29 +17,29 @@ type Reason uint8
 // The reasons of a miss.
 const (
 	None          Reason = iota
-	NeverStored          // no chunk of that key was seen, or too long ago
+	NeverStored          // no chunk of that key is remembered
 	Evicted              // to make room
 	Cleared              // by an operator or a client
 	Expired              // unused for its TTL
 	RequestTTL           // the TTL of the request that stored it was over
 	Failed               // its writer never committed it
 	BeingStored          // reserved, not committed yet
-	NotPinned            // no lookup of that session promised it
+	NotPinned            // no lookup of that session pinned it
 	Busy                 // too many transfers in progress
 	Corrupt              // differed from its checksum after a restart
 	Unsummed             // had no checksum yet when the server was killed
-	NotCompared          // kept by an earlier server, and not yet compared with its checksum
+	NotCompared          // an earlier server stored it, and it was not yet compared with its checksum
 	BelowSlow            // the tier below did not answer in time
-	BelowFailed          // the tier below failed, or had lost it
-	BelowCorrupt         // the tier below has something else
+	BelowFailed          // the tier below failed, or has lost it
+	BelowCorrupt         // the tier below has other bytes
 	BelowSlower          // the tier below was not asked: computing is expected to be faster
-	NoRoom               // the tier below has it, and all of the pool is pinned, being written or within others' quotas
-	Window               // a group with a window or states lacks it, which others of the chunk do not
+	NoRoom               // the tier below has it, but all of the pool is pinned, being written or within the quotas of others
+	Window               // a group with a window or states lacks it; other groups of the chunk have it
 	OtherSalt            // only prompts with another salt stored it
 	OtherModel           // only another model did
 	OtherRank            // only other ranks of the model, or another world size
-	OtherLayout          // only workers that keep it in another layout
-	OtherName            // only under a name of which model and salt are not known here
+	OtherLayout          // only workers with another layout stored it
+	OtherName            // it is stored only under a name whose model and salt are not known here
 	Short                // the prompt was shorter than a chunk
 	Unregistered         // no worker of the model and world size is registered
 	Declined             // the lookup was declined for another reason
@@ -74,11 +74,11 @@ var labels = [NumReasons]string{
 // Label returns the reason's name in metrics.
 func (r Reason) Label() string { return labels[r] }
 
-// IsBelow reports whether a reason is about what lies below the pool.
+// IsBelow reports whether a reason is about the tier below the pool.
 func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
 
-// Because returns why a chunk is not served that the pool does not have and the tier
-// below might have had, and how it ended, where that is the reason.
+// Because returns the reason of a miss after the tier below was asked and did not help, for the reason `below`. If the pool simply does not
+// have the chunk, below is the reason; otherwise the reason stays r.
 func (r Reason) Because(below Reason, gone Gone) (Reason, Gone) {
 	switch r {
 	case NeverStored, Evicted, Cleared, Expired, Failed, Window:
@@ -87,36 +87,35 @@ func (r Reason) Because(below Reason, gone Gone) (Reason, Gone) {
 	return r, gone
 }
 
-// Gone says why an object is not there.
+// Gone says why an object is not in the pool.
 type Gone struct {
 	Why Reason
-	At  time.Time    // when it went; zero where that is not known
-	By  string       // the user or address that needed its room; empty where none did
-	For kv.Namespace // whose objects got the room
+	At  time.Time    // when it was dropped; zero: not known
+	By  string       // the user or address that needed its room; empty: none did
+	For kv.Namespace // the namespace whose objects got the room
 }
 
-// Memory remembers 64 bits of the keys that were dropped last, when, why and for whom. A key that
-// was dropped again has its last place only. Two
-// keys that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
-// covers it. Less than 112 bytes for each key, taken as keys come.
+// Memory remembers which keys were dropped last, when, why and for whom. It knows a key by 64 bits; two keys with the same bits only
+// explain a miss wrongly. A key that was dropped again has only its last entry. It takes no lock: its owner's covers it. It takes less than
+// 112 bytes for each key, allocated as keys come.
 type Memory struct {
-	began time.Time // what the times of entries count from: a clock that is set changes no age
+	began time.Time // the times of entries count from it, so that setting the clock changes no age
 	most  int
 	len   int
-	at    map[uint64]uint32 // where in ring
+	at    map[uint64]uint32 // index in ring
 	ring  container.PagedSlice[entry]
 	next  int
 }
 
 type entry struct {
 	id   uint64
-	at   time.Duration // since Memory.began; 0 is not known
+	at   time.Duration // since Memory.began; 0: not known
 	by   string
 	of   kv.Namespace
 	gone Reason
 }
 
-// NewMemory returns a Memory of that many keys at most.
+// NewMemory returns a Memory of `most` keys at most.
 func NewMemory(most int) *Memory {
 	return &Memory{began: time.Now(), most: most, at: make(map[uint64]uint32)}
 }
@@ -127,7 +126,7 @@ func ID(k *kv.Key) uint64 {
 	return le.Uint64(k.Chunk[:]) ^ le.Uint64(k.Namespace[:]) ^ uint64(k.Rank)<<32 ^ uint64(k.Group)
 }
 
-// Add notes that an object was dropped, and why.
+// Add records that an object was dropped, and why.
 func (m *Memory) Add(k *kv.Key, gone Gone) {
 	id := ID(k)
 	var i uint32
@@ -150,7 +149,7 @@ func (m *Memory) Add(k *kv.Key, gone Gone) {
 	*m.ring.At(int(i)) = entry{id: id, at: at, by: gone.By, of: gone.For, gone: gone.Why}
 }
 
-// Why returns why an object is not there: NeverStored of what is not remembered.
+// Why returns why an object is not in the pool; NeverStored for a key that is not remembered.
 func (m *Memory) Why(k *kv.Key) Gone {
 	i, ok := m.at[ID(k)]
 	if !ok {
@@ -160,7 +159,7 @@ func (m *Memory) Why(k *kv.Key) Gone {
 	gone := Gone{Why: e.gone, By: e.by, For: e.of}
 	if e.at != 0 {
 		now := time.Now()
-		gone.At = now.Add(e.at - now.Sub(m.began)) // on the clock as it is now
+		gone.At = now.Add(e.at - now.Sub(m.began)) // in terms of the present clock
 	}
 	return gone
 }

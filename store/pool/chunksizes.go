@@ -10,20 +10,19 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// An engine reads the chunk size once, when it starts, and uses it for life. So the
-// index records the sizes that earlier servers of this pool announced, even when a
-// server makes the pool anew with another size: header bytes 88 to 119, eight numbers of
-// 4 bytes, 0 for none.
+// An engine reads the chunk size once, when it starts, and keeps it for life. So the index records the sizes that earlier servers of this
+// pool announced, even if a server makes the pool anew with another size. They are in header bytes 88 to 119: eight numbers of 4 bytes, 0
+// for none.
 const (
 	headerFormer = 88
 	maxFormer    = 8
 )
 
-// FormerChunkTokens returns the chunk sizes other than its own that earlier servers of
-// the pool announced to engines. Those engines may still run.
+// FormerChunkTokens returns the chunk sizes, other than the pool's own, that earlier servers of the pool announced to engines. Such engines
+// may still run.
 func (p *Pool) FormerChunkTokens() []int { return formerOf(p.index) }
 
-// ForgetFormer forgets the former chunk sizes, when no engine uses one any more.
+// ForgetFormer forgets the former chunk sizes. Call it when no engine uses one any more.
 func (p *Pool) ForgetFormer() { setFormer(p.index, nil) }
 
 func formerOf(index *shm.Segment) (out []int) {
@@ -50,24 +49,22 @@ func setFormer(index *shm.Segment, sizes []int) {
 	}
 }
 
-// announcedSizes returns the chunk sizes other than ours that the servers of an index
-// announced, the latest first.
+// announcedSizes returns the chunk sizes other than `ours` that the servers of an index announced, the latest first.
 func announcedSizes(index *shm.Segment, h header, ours int) []int {
 	announced := append([]int{h.opts.ChunkTokens}, formerOf(index)...)
 	announced = slices.DeleteFunc(announced, func(n int) bool { return n == ours || n == 0 })
 	return announced[:min(len(announced), maxFormer)]
 }
 
-// FormerTransfer is what one transfer of an earlier server's worker may still touch.
+// FormerTransfer has the slots that one transfer of an earlier server's worker may still touch.
 type FormerTransfer struct {
-	Writer Writer        // see Held
-	For    time.Duration // since the first start that found it so
-	Reads  bool          // the slots are resident
+	Writer Writer        // the transfer; see Held
+	For    time.Duration // time since the first start of a server that found the slots held
+	Reads  bool          // the transfer reads: the slots are resident
 	Slots  []Slot
 }
 
-// FormerTransfers returns the slots of Restored that are held, by transfer, the latest
-// ones first.
+// FormerTransfers returns the held slots of Restored, by transfer, the latest transfer first.
 func (p *Pool) FormerTransfers() []FormerTransfer {
 	type key struct {
 		writer Writer

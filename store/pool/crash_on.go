@@ -11,8 +11,8 @@ import (
 	"syscall"
 )
 
-// crashAfter counts down to the point at which this process kills itself: the
-// value of KVASIR_CRASH_AT. Without it nothing happens.
+// crashAfter counts down to the crash point at which this process kills itself. It begins with the value of KVASIR_CRASH_AT; without that
+// variable the process never kills itself.
 var crashAfter = func() *atomic.Int64 {
 	left := new(atomic.Int64)
 	left.Store(-1)
@@ -25,6 +25,6 @@ var crashAfter = func() *atomic.Int64 {
 func crashPoint() {
 	if crashAfter.Load() >= 0 && crashAfter.Add(-1) < 0 {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-		select {} // until it arrives
+		select {} // until the signal arrives
 	}
 }

@@ -18,12 +18,11 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Everybody may make files in /dev/shm, under any name. So a pool's files are used
-// only if they are this user's alone (shm.Ours), and removed only if they are this
-// user's.
+// Any user may make files in /dev/shm, under any name. So a pool's files are used only if no other user can write to them (shm.Ours), and
+// removed only if they belong to this user.
 
-// Files is the part of a Pool that needs no lock: its name, its size, the files beside it, and
-// the places that earlier servers gave to engines. Pool documents the methods.
+// Files is the part of a Pool that needs no lock: its name, its size, the files beside it, and the places that earlier servers gave to
+// engines. Pool documents the methods.
 type Files interface {
 	Name() string
 	Bytes() int64
@@ -41,7 +40,7 @@ type Files interface {
 // ErrOwner means that a file of the pool's name belongs to another user.
 var ErrOwner = errors.New("pool: the file is another user's")
 
-// MaxNote is the longest note that is kept, in bytes.
+// MaxNote is the length of the longest note, in bytes.
 const MaxNote = 16 << 20
 
 // foreign returns an error that wraps ErrOwner if path is another user's file, else
@@ -61,8 +60,8 @@ func userName(uid int) string {
 	return fmt.Sprintf("uid %d", uid)
 }
 
-// unusable returns the error for an index that cannot be attached because of why. It is nil if the
-// index may be discarded, by o.Cold or since its server was killed before the index had a size.
+// unusable returns the error for an index that cannot be attached for the reason why. It returns nil if the index may be discarded: with
+// o.Cold, or because its server was killed before the index had a size.
 func unusable(path string, o Options, patient bool, why error) error {
 	index := path + IndexSuffix
 	if err := foreign(index); err != nil {
@@ -89,19 +88,18 @@ func unusable(path string, o Options, patient bool, why error) error {
 	return lock.Close()
 }
 
-// namedByUs reports whether a pool's name is one of Kvasir's: a segment without an index
-// may be another program's.
+// namedByUs reports whether the name of a segment is one of Kvasir's. A segment without an index and without such a name may be another
+// program's.
 func namedByUs(name string) bool { return strings.Contains(name, "kvasir") }
 
-// discard removes the files of a pool that no process serves. It removes the index last,
-// so that a pool of which only a part is removed is still found.
+// discard removes the files of a pool that no process serves. It removes the index last, so that a pool that is removed in part is still
+// found.
 func discard(path, name string) error {
 	_, err := remove(path, name)
 	return err
 }
 
-// remove removes a pool's files, as far as they are this user's, and returns the
-// memory that they took.
+// remove removes those of a pool's files that belong to this user, and returns the memory that they took.
 func remove(path, name string) (taken int64, err error) {
 	_, noIndex := os.Lstat(path + IndexSuffix)
 	for _, p := range []string{path, path + NoteSuffix, path + IndexSuffix} {
@@ -111,7 +109,7 @@ func remove(path, name string) (taken int64, err error) {
 		}
 		if ferr := foreign(p); ferr != nil {
 			if p == path+NoteSuffix {
-				continue // it is never read either
+				continue // such a file is never read either
 			}
 			return taken, ferr
 		}
@@ -133,9 +131,8 @@ func remove(path, name string) (taken int64, err error) {
 // ErrNothing means that there is no file of the pool's name.
 var ErrNothing = errors.New("pool: nothing to remove")
 
-// Drop removes the pool of a name, damaged or not, and returns the memory that its
-// files took. Engines that map it keep their mapping. Errors: ErrNothing, ErrInUse,
-// ErrOwner, ErrForeign.
+// Drop removes the pool of a name, damaged or not, and returns the memory that its files took. Engines that map the pool keep their
+// mapping. Errors: ErrNothing, ErrInUse, ErrOwner, ErrForeign.
 func Drop(dir, name string) (taken int64, err error) {
 	path, err := shm.Path(dir, name)
 	if err != nil {
@@ -169,7 +166,7 @@ func Drop(dir, name string) (taken int64, err error) {
 	return remove(path, name)
 }
 
-// servedBy returns the process that an index names, 0 for none.
+// servedBy returns the id of the process that an index names as its server, 0 for none.
 func servedBy(path string) int {
 	index, err := shm.AttachIf(path, shm.Ours)
 	if err != nil {
@@ -183,14 +180,13 @@ func servedBy(path string) int {
 	return h.pid
 }
 
-// ChangedError says that the pool that is kept is not as asked for. It wraps
-// ErrChanged.
+// ChangedError means that the existing pool has another alignment or chunk size than Open was asked for. It wraps ErrChanged.
 type ChangedError struct {
 	Path        string
 	Kept, Asked Shape
 }
 
-// Shape is the part of a pool's options that cannot change as long as the pool is kept.
+// Shape has the options that cannot change while the pool exists.
 type Shape struct {
 	Align       int64
 	ChunkTokens int
@@ -217,10 +213,10 @@ func (e *ChangedError) Unwrap() error { return ErrChanged }
 type SpaceError struct {
 	Dir        string
 	Need, Free int64     // bytes, with the index
-	More       bool      // Need is what a pool that becomes larger takes in addition
-	Held       int64     // bytes of the pool of that name that stay in use after its removal
-	Holders    []int     // processes that map it
-	Removed    []Removed // pools that are removed and still mapped
+	More       bool      // the pool becomes larger, and Need is the additional memory
+	Held       int64     // bytes of the existing pool of that name that stay in use after its removal
+	Holders    []int     // processes that map this existing pool
+	Removed    []Removed // removed pools that processes still map
 }
 
 func (e *SpaceError) Error() string {
@@ -252,8 +248,8 @@ func (p *Pool) notePath() string {
 // ErrNote means that a note is longer than MaxNote.
 var ErrNote = errors.New("pool: note too long")
 
-// SetNote keeps b beside the pool, for its owner after a restart. The old note or
-// the new one is there at any moment. Error: ErrNote.
+// SetNote stores b beside the pool, for the pool's owner after a restart. At any moment either the old or the new note is there. Error:
+// ErrNote.
 func (p *Pool) SetNote(b []byte) error {
 	if len(b) > MaxNote {
 		return fmt.Errorf("%w: %d bytes", ErrNote, len(b))
@@ -264,8 +260,7 @@ func (p *Pool) SetNote(b []byte) error {
 	return nil
 }
 
-// Note returns what SetNote kept last, nil when there is nothing. A file that is
-// not this user's alone is an error.
+// Note returns the last note of SetNote, nil if there is none. A file that another user can write to is an error.
 func (p *Pool) Note() ([]byte, error) {
 	b, err := shm.Read(p.notePath(), MaxNote)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -15,10 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// The index is a shared-memory file beside the pool segment, named after it with
-// IndexSuffix. It outlives the process, so that a later one can tell which slots
-// hold committed chunks and which may still be written by a worker. All numbers
-// are little-endian.
+// The index is a shared-memory file beside the pool segment, with the segment's name and IndexSuffix. It outlives the process, so that a
+// later process knows which slots have committed chunks and which slots a worker may still write. All numbers are little-endian.
 //
 //	header, one page            record i, at 4096 + 128*i
 //	  0  8  "KVASIRIX"            0  8  state word, written atomically:
@@ -40,12 +38,10 @@ import (
 //	128  8  use stamp of the last clear: a record with none that is larger is from before it; 0 for none
 //	136  8  pool bytes since it was resized; 0: those at 16
 //
-// Order makes it safe to be killed anywhere. The header is written last when a
-// pool is made; a zero magic is a pool that never was. A record's bytes are
-// written while its state word says free, and one atomic store of the word turns
-// it into staged, resident, condemned or free again. Nothing is promised to a
-// peer before the store. States: 0 free; 1 staged, reserved and not committed; 2
-// resident; 3 condemned, the key is gone and the memory waits for its holds to end.
+// The order of writes makes it safe to kill the server at any moment. When a pool is made, the header is written last; an index whose magic
+// is zero is of a pool that was never finished. The bytes of a record are written while its state word says free. One atomic store of the
+// word then makes it staged, resident, condemned or free again. Nothing is promised to a peer before that store. States: 0 free; 1 staged,
+// reserved and not committed; 2 resident; 3 condemned, the key is gone and the memory waits for its holds to end.
 const (
 	IndexSuffix = ".kvasir"
 
@@ -60,13 +56,13 @@ const (
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 var (
-	// ErrIndex means that an index file is not one, or is damaged.
+	// ErrIndex means that a file is not a pool index, or a damaged one.
 	ErrIndex = errors.New("pool: not a pool index, or a damaged one")
-	// ErrChanged means that a pool is there whose alignment, chunk size or version is another than asked for.
+	// ErrChanged means that the existing pool has another alignment, chunk size or version than was asked for.
 	ErrChanged = errors.New("pool: the existing pool does not fit")
 )
 
-// offsets of the header's changing words
+// Offsets of the header's words that change.
 const (
 	headerPid     = 64
 	headerStarted = 72
@@ -108,7 +104,7 @@ func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
 	crashPoint()
 }
 
-// claim notes which process serves the pool.
+// claim records in the index that this process serves the pool, and since when.
 func claim(s *shm.Segment) {
 	crashPoint()
 	s.Word(headerPid).Store(uint64(os.Getpid()))
@@ -116,7 +112,7 @@ func claim(s *shm.Segment) {
 	s.Word(headerStarted).Store(uint64(time.Now().UnixNano()))
 }
 
-// header is what an index says of its pool.
+// header has the fields of an index header.
 type header struct {
 	opts    Options
 	records int64
@@ -124,8 +120,7 @@ type header struct {
 	pid     int
 }
 
-// errUnfinished means that the server that made the index was killed before it
-// had made the pool.
+// errUnfinished means that the server that made the index was killed before it had made the pool.
 var errUnfinished = errors.New("pool: index without a header")
 
 // readHeader returns an index's header. Errors: errUnfinished, ErrIndex,
@@ -151,7 +146,7 @@ func readHeader(s *shm.Segment) (h header, err error) {
 	case le.Uint32(b[56:]) != crc32.Checksum(b[:56], castagnoli) || s.Len() < headerBytes+made*recordBytes:
 		return h, fmt.Errorf("%w: header checksum", ErrIndex)
 	}
-	h.records = min((s.Len()-headerBytes)/recordBytes, maxRecords) // a pool that grew has more than it was made with
+	h.records = min((s.Len()-headerBytes)/recordBytes, maxRecords) // a pool that grew has more records than it was made with
 	if resized := int64(s.Word(headerResized).Load()); resized != 0 {
 		h.opts.Bytes = resized
 	}
@@ -206,10 +201,9 @@ func (r record) key() (k kv.Key) {
 	return k
 }
 
-// heldFor returns how long ago a starting server first found the slot held by a worker
-// of an earlier one. If none has, it records now. So a quarantine ends however often the
-// server restarts. now is the time since boot, which all processes share; a pool does
-// not outlive a boot.
+// heldFor returns how long ago a starting server first found the slot held by a worker of an earlier server. If none has, it records the
+// present time. So a quarantine ends even if the server restarts often. `now` is the time since boot, which all processes share; a pool
+// does not outlive a boot.
 func (r record) heldFor(now time.Duration) time.Duration {
 	le := binary.LittleEndian
 	if at := le.Uint64(r.b[120:]); at > 0 && at <= uint64(now) {
@@ -221,10 +215,10 @@ func (r record) heldFor(now time.Duration) time.Duration {
 	return 0
 }
 
-// resetHeld forgets that time, because another worker may touch the slot from now on.
+// resetHeld clears that time, because another worker may touch the slot from now on.
 func (r record) resetHeld() { clear(r.b[120:128]) }
 
-// intact reports whether the record's bytes are what write left.
+// intact reports whether the record's bytes are those that write wrote.
 func (r record) intact() bool {
 	return binary.LittleEndian.Uint32(r.b[92:]) == crc32.Checksum(r.b[8:92], castagnoli)
 }
@@ -232,13 +226,13 @@ func (r record) intact() bool {
 func (r record) stamp() uint64     { return binary.LittleEndian.Uint64(r.b[96:]) }
 func (r record) setStamp(v uint64) { binary.LittleEndian.PutUint64(r.b[96:], v) }
 
-// sum returns the checksum of the bytes that this generation of the record names.
+// sum returns the checksum of the object of this generation. It reports false if there is none.
 func (r record) sum() (uint64, bool) {
 	le := binary.LittleEndian
 	return le.Uint64(r.b[104:]), le.Uint64(r.b[112:])&(1<<belowShift-1) == sumMark|uint64(r.generation())
 }
 
-// below returns the mark of the place below where the object is, 0 for none.
+// below returns the mark of the tier that also has the object, 0 for none.
 func (r record) below() uint32 {
 	if _, ok := r.sum(); !ok {
 		return 0
@@ -262,7 +256,7 @@ func (r record) state() State       { return State(r.word.Load() & 0xff) }
 func (r record) holds() int         { return int(r.word.Load() >> 8 & 0xffffff) }
 func (r record) generation() uint32 { return uint32(r.word.Load() >> 32) }
 
-// put makes one transition.
+// put stores the state word: one transition of the slot.
 func (r record) put(word uint64) {
 	crashPoint()
 	r.word.Store(word)
@@ -277,12 +271,12 @@ func (r record) setHolds(n int) {
 	r.put(r.word.Load()&^0xffffff00 | uint64(n)<<8)
 }
 
-// set writes state and holds at once.
+// set stores state and holds together.
 func (r record) set(s State, holds int) {
 	r.put(uint64(r.generation())<<32 | uint64(holds)<<8 | uint64(s))
 }
 
-// begin starts a new generation in state s.
+// begin starts a new generation of the slot, in state s.
 func (r record) begin(s State, holds int) {
 	r.put(uint64(r.generation()+1)<<32 | uint64(holds)<<8 | uint64(s))
 }

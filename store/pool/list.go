@@ -17,24 +17,23 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// Found is a pool in a folder, of any user.
+// Found is a pool in a folder. It may belong to any user.
 type Found struct {
 	Name    string    `json:"name"`
-	Owner   string    `json:"owner"`            // its user
-	Ours    bool      `json:"ours"`             // this process's user may remove it
-	Bytes   int64     `json:"bytes"`            // of the segment, as its makers asked for
-	Taken   int64     `json:"memory_bytes"`     // of all its files
-	Server  int       `json:"server,omitempty"` // process that serves it, 0 for none or not known
+	Owner   string    `json:"owner"`            // the user that it belongs to
+	Ours    bool      `json:"ours"`             // it belongs to this process's user, who may remove it
+	Bytes   int64     `json:"bytes"`            // size of the segment, as the pool was made
+	Taken   int64     `json:"memory_bytes"`     // memory that all its files take
+	Server  int       `json:"server,omitempty"` // id of the process that serves it; 0: none, or not known
 	Since   time.Time `json:"since"`
-	Mappers []int     `json:"mapped_by,omitempty"` // processes, the server and engines, as far as this user may see
-	Trouble string    `json:"trouble,omitempty"`   // why a server cannot take it over, if so
+	Mappers []int     `json:"mapped_by,omitempty"` // ids of processes that map it, the server's and engines', as far as this user may see them
+	Trouble string    `json:"trouble,omitempty"`   // why a server cannot take it over; empty: it can
 }
 
 // InUse reports whether a process serves or maps the pool.
 func (f *Found) InUse() bool { return f.Server != 0 || len(f.Mappers) > 0 }
 
-// List returns the pools of a folder, by name: those with an index, and those without
-// whose names are Kvasir's.
+// List returns the pools of a folder, by name: all segments with an index, and those without an index that have a name of Kvasir's.
 func List(dir string) ([]Found, error) {
 	dir = cmp.Or(dir, shm.Dir)
 	entries, err := os.ReadDir(dir)
@@ -64,7 +63,7 @@ func List(dir string) ([]Found, error) {
 	return out, nil
 }
 
-// find describes one pool; false when its files have gone.
+// find describes one pool. It reports false if the pool's files are gone.
 func find(path string) (f Found, ok bool) {
 	f.Ours = true
 	for _, p := range []string{path, path + IndexSuffix, path + NoteSuffix} {
@@ -105,16 +104,16 @@ func find(path string) (f Found, ok bool) {
 	return f, ok
 }
 
-// Removed is a pool without a name that processes still map: its memory comes back when they
-// end or map another.
+// Removed is a pool whose files were removed and that processes still map. Its memory comes back when these processes end or map another
+// pool.
 type Removed struct {
-	Name    string `json:"name"`         // that it had
-	Bytes   int64  `json:"bytes"`        // of the mapping
-	Taken   int64  `json:"memory_bytes"` // of its file; Bytes where this process may not know
+	Name    string `json:"name"`         // its former name
+	Bytes   int64  `json:"bytes"`        // length of the mapping
+	Taken   int64  `json:"memory_bytes"` // memory that its file takes; equal to Bytes if this process may not know
 	Mappers []int  `json:"mapped_by"`
 }
 
-// ListRemoved returns the pools of a folder that were removed and are still mapped, as far as this user may see.
+// ListRemoved returns the pools of a folder that were removed and are still mapped, as far as this user may see them.
 func ListRemoved(dir string) []Removed {
 	var out []Removed
 	for _, m := range peercred.MappedRemoved(cmp.Or(dir, shm.Dir)) {
@@ -125,7 +124,7 @@ func ListRemoved(dir string) []Removed {
 	return out
 }
 
-// processes names processes, with their commands.
+// processes returns a text with the ids of processes and their commands.
 func processes(pids []int) string {
 	var out []string
 	for _, pid := range pids {

@@ -8,30 +8,29 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Map is what lies where in the pool: the pool's bytes in cells of one size, and in each the
-// bytes that are resident, staged, and of slots that wait for a worker that is gone. The
-// rest of a cell is free.
+// Map shows where in the pool memory is in use. It divides the pool's bytes into cells of one size, and gives for each cell the bytes that
+// are resident, staged, and quarantined because of a detached worker. The rest of a cell is free.
 type Map struct {
 	CellBytes   int64   `json:"cell_bytes"`
 	Resident    []int64 `json:"resident"`
 	Staged      []int64 `json:"staged"`
 	Quarantined []int64 `json:"quarantined"`
-	Sampled     bool    `json:"sampled"` // one slot in several was looked at, and stands for the others
+	Sampled     bool    `json:"sampled"` // only one slot in several was looked at, and stands for the others
 
-	Owner  []int   `json:"owner"` // of each cell, the namespace that has about the most of it, as an index of Owners; -1 where there is no chunk
-	Owners []Owner `json:"-"`     // of the chunks that are resident or staged, MaxOwners at most; more share the last one
+	Owner  []int   `json:"owner"` // of each cell: the index in Owners of the namespace that has about the most of it; -1 if the cell has no chunk
+	Owners []Owner `json:"-"`     // namespaces with resident or staged chunks, at most MaxOwners; further ones share the last entry
 
 	bytes int64 // of the pool
 	most  int   // slots to look at
-	next  int   // slot
+	next  int   // the slot to look at next
 
-	lead  []int64 // of each cell, by how many bytes its owner leads
+	lead  []int64 // of each cell: by how many bytes its owner leads
 	place map[kv.Namespace]int
 }
 
-// Owner is what one namespace has of the pool.
+// Owner is how much of the pool one namespace has.
 type Owner struct {
-	Namespace kv.Namespace // zero: of the namespaces beyond MaxOwners
+	Namespace kv.Namespace // zero: all namespaces beyond MaxOwners
 	Bytes     int64
 	Chunks    int
 }
@@ -44,8 +43,8 @@ const (
 	MaxOwners = 256
 )
 
-// NewMap returns an empty Map of a pool of bytes bytes, in at most cells cells, of at least
-// 4,096 bytes. AddSome fills it. most is how many slots are looked at, 0 for the default.
+// NewMap returns an empty Map of a pool of `bytes` bytes, with at most `cells` cells of at least 4,096 bytes. AddSome fills it. `most` is
+// how many slots AddSome looks at, 0 for the default.
 func NewMap(bytes int64, cells, most int) Map {
 	parts := int64(min(max(cells, 1), maxMapCells))
 	cell := max((bytes+parts-1)/parts, 4096)
@@ -61,7 +60,7 @@ func NewMap(bytes int64, cells, most int) Map {
 	return m
 }
 
-// AddSome looks at n slots of p, and reports whether there are more.
+// AddSome looks at the next n slots of p, and reports whether there are more.
 func (m *Map) AddSome(p *Pool, n int) (more bool) {
 	slots := p.Slots()
 	step := max(1, (slots+m.most-1)/m.most)
@@ -87,7 +86,7 @@ func (m *Map) AddSome(p *Pool, n int) (more bool) {
 }
 
 // own counts a chunk for its namespace, and in the cells that have it. The Owner of a cell is the namespace with the majority of its bytes,
-// where there is one; else one of those that were seen there.
+// if there is one; otherwise one of those that were seen there.
 func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	at, known := m.place[of]
 	if !known {
@@ -117,8 +116,8 @@ func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	}
 }
 
-// add adds n bytes at off, times times, to the cells that have them. No cell gets more than its own
-// size, which samples may add up to.
+// add adds n bytes at offset off, `times` times, to the cells that have them. A cell never gets more than its own size, even if the samples
+// add up to more.
 func (m *Map) add(of []int64, off, n, times int64) {
 	for n > 0 {
 		i := off / m.CellBytes

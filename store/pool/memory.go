@@ -16,43 +16,42 @@ import (
 )
 
 const (
-	provideStep       = 8 << 20          // provided at a time
-	maxProvided       = 256 << 20        // for one request; the background goes on
-	provideRetryDelay = 10 * time.Second // when the file system had no more
+	provideStep       = 8 << 20          // bytes provided in one step
+	maxProvided       = 256 << 20        // bytes provided for one request; the background continues
+	provideRetryDelay = 10 * time.Second // time until the next try after the file system had no more
 )
 
-// Sparse is a pool that gets its memory from Memory. Its methods are safe for concurrent use.
+// Sparse is a pool whose memory Memory provides. Its methods are safe for concurrent use.
 type Sparse interface {
 	Bytes() int64     // its size
-	FreeBytes() int64 // of it, those without a chunk
-	Provided() int64  // from its start, what has memory already
+	FreeBytes() int64 // bytes of it that no chunk takes
+	Provided() int64  // bytes from its start that have memory already
 
-	// Populate has the kernel provide n bytes from an offset on, and with mapped map
-	// them into this process. Error: shm.ErrNoPopulate where no kernel can.
+	// Populate makes the kernel provide n bytes from the offset `from` on. With mapped it also maps them into this process. Error:
+	// shm.ErrNoPopulate if the kernel cannot do this.
 	Populate(from, n int64, mapped bool) error
-	NoteProvided(to int64) // for a later server
+	NoteProvided(to int64) // records this for a later server
 
-	// Limit lets nothing above that many bytes be handed out. What was handed out, or is kept,
-	// stays. An error means that there is no memory for the index of that many bytes.
+	// Limit prevents that Reserve takes anything above that many bytes. Slots above that are in use already stay. An error means that there
+	// is no memory for the index of that many bytes.
 	Limit(bytes int64) error
 }
 
-// Memory provides the memory of a sparse pool ahead of its use. /dev/shm promises no memory for a file: a worker that
-// touches a page which the file system cannot provide is killed (SIGBUS). So places are handed out only below what has
-// been provided: in the background, from the lowest offset up, and ahead of a request that needs more. Its methods are
-// safe for concurrent use.
+// Memory provides the memory of a sparse pool ahead of its use. /dev/shm promises no memory for a file: a worker that touches a page which
+// the file system cannot provide is killed (SIGBUS). So slots are given out only in memory that was provided: in the background, from the
+// lowest offset up, and ahead of a request that needs more. Its methods are safe for concurrent use.
 type Memory struct {
 	pool     Sparse
-	rate     int64 // bytes per second; 0: nothing is provided, and everything is handed out
+	rate     int64 // bytes per second; 0: nothing is provided, and all of the pool is given out
 	log      *slog.Logger
-	provided atomic.Int64 // from the pool's start, bytes
+	provided atomic.Int64 // bytes from the pool's start that were provided
 	trouble  atomic.Pointer[error]
 	filling  sync.Mutex    // orders the steps
-	mapped   chan struct{} // closed with the first call of MapAhead
+	mapped   chan struct{} // closed by the first call of MapAhead
 	mapOnce  sync.Once
 }
 
-// NewMemory finds what has memory already and lets no more be handed out.
+// NewMemory finds out how much of p has memory already, and limits p to that.
 func NewMemory(p Sparse, rate int64, log *slog.Logger) *Memory {
 	m := &Memory{pool: p, rate: rate, log: log, mapped: make(chan struct{})}
 	if rate <= 0 {
@@ -65,7 +64,7 @@ func NewMemory(p Sparse, rate int64, log *slog.Logger) *Memory {
 	return m
 }
 
-// noteExhausted notes that the file system has no more than from bytes for the pool.
+// noteExhausted records that the file system has memory only for the first `from` bytes of the pool.
 func (m *Memory) noteExhausted(from int64, err error) {
 	why := fmt.Errorf("/dev/shm has no memory for the whole pool: %s of %s can be used (%w)",
 		kv.FormatBytes(from), kv.FormatBytes(m.pool.Bytes()), err)
@@ -75,7 +74,7 @@ func (m *Memory) noteExhausted(from int64, err error) {
 	}
 }
 
-// Trouble returns why not all of the pool can be used; nil when it can.
+// Trouble returns why not all of the pool can be used, or nil.
 func (m *Memory) Trouble() error {
 	if err := m.trouble.Load(); err != nil {
 		return *err
@@ -83,10 +82,10 @@ func (m *Memory) Trouble() error {
 	return nil
 }
 
-// Provided returns how many bytes from the pool's start were provided ahead of use.
+// Provided returns how many bytes from the pool's start were provided.
 func (m *Memory) Provided() int64 { return m.provided.Load() }
 
-// Usable returns how many bytes of the pool may be handed out.
+// Usable returns how many bytes of the pool may be given out.
 func (m *Memory) Usable() int64 {
 	if m.rate <= 0 {
 		return m.pool.Bytes()
@@ -94,8 +93,8 @@ func (m *Memory) Usable() int64 {
 	return m.provided.Load()
 }
 
-// MapAhead has Run map the pool into this process, too: the caller is going to copy
-// into it and out of it, which is several times faster then.
+// MapAhead makes Run also map the pool into this process. Call it if this process will copy into the pool and out of it: that is several
+// times faster then.
 func (m *Memory) MapAhead() { m.mapOnce.Do(func() { close(m.mapped) }) }
 
 func (m *Memory) mapsAhead() bool {
@@ -107,11 +106,11 @@ func (m *Memory) mapsAhead() bool {
 	}
 }
 
-// Whole reports whether all of the pool may be handed out.
+// Whole reports whether all of the pool may be given out.
 func (m *Memory) Whole() bool { return m.Usable() >= m.pool.Bytes() }
 
-// Prepare prepares memory for bytes more bytes, as far as there is any: else they would
-// evict other chunks while most of the pool is unused.
+// Prepare provides memory for `bytes` more bytes, as far as there is any. Otherwise these bytes would evict other chunks while most of the
+// pool is unused.
 func (m *Memory) Prepare(bytes int64) {
 	total := m.pool.Bytes()
 	for left := int64(maxProvided); left > 0; left -= provideStep {
@@ -128,11 +127,11 @@ func (m *Memory) Prepare(bytes int64) {
 	}
 }
 
-// More provides one step more of the pool's memory now, as Run does in its time:
-// for a caller that knows that there is memory again. An error says that there is none.
+// More provides one more step of the pool's memory now, as Run does in the background. It is for a caller that knows that there is memory
+// again. An error says that there is none.
 func (m *Memory) More() error { return m.step(m.Usable()) }
 
-// step provides one step more than from, unless another goroutine just did.
+// step provides one step of memory from the offset `from` on, unless another goroutine has just done so.
 func (m *Memory) step(from int64) error {
 	m.filling.Lock()
 	defer m.filling.Unlock()
@@ -162,9 +161,8 @@ func (m *Memory) step(from int64) error {
 	return nil
 }
 
-// Run provides the whole pool until ctx ends, in the order in which slots are
-// handed out: a worker also copies several times faster into memory that was touched
-// before. After MapAhead it maps that memory too.
+// Run provides the whole pool until ctx ends, in the order in which slots are given out. A worker also copies several times faster into
+// memory that was touched before. After MapAhead Run also maps that memory.
 func (m *Memory) Run(ctx context.Context) {
 	if m.rate <= 0 {
 		return
@@ -192,7 +190,7 @@ func (m *Memory) Run(ctx context.Context) {
 		return
 	case <-m.mapped:
 	}
-	tick.Reset(providePause(4 * m.rate)) // the pages are there
+	tick.Reset(providePause(4 * m.rate)) // the pages have memory and need only be mapped
 	for off := int64(0); off < total; off += provideStep {
 		select {
 		case <-ctx.Done():
@@ -206,7 +204,7 @@ func (m *Memory) Run(ctx context.Context) {
 	}
 }
 
-// providePause is the time from one step to the next.
+// providePause is the time between two steps at a rate.
 func providePause(rate int64) time.Duration {
 	return max(time.Duration(float64(provideStep)/float64(rate)*float64(time.Second)), time.Millisecond)
 }

@@ -4,10 +4,9 @@ package pool
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// regions lists the used slots of each stretch of the segment, so that what lies
-// near a place is found without a look at all.
+// regions lists the used slots of each stretch of the segment, so that the slots near a place are found without a look at all slots.
 type regions struct {
-	bytes int64                            // of a region
+	bytes int64                            // length of a region
 	heads []uint32                         // 1 + the first slot of each region, 0 for none
 	links container.PagedSlice[neighbours] // by slot
 }
@@ -44,8 +43,8 @@ func (r *regions) remove(s Slot, off int64) {
 	}
 }
 
-// slotsNear appends the used slots that begin in the regions of the bytes [from, to),
-// in no order, and the end of these regions, below the limit.
+// slotsNear appends the used slots that begin in the regions of the bytes [from, to), in no order. end is the end of these regions, or the
+// pool's limit if that is lower.
 func (p *Pool) slotsNear(slots []Slot, from, to int64) (_ []Slot, end int64) {
 	r := &p.near
 	first := max(from, 0) / r.bytes
@@ -59,5 +58,5 @@ func (p *Pool) slotsNear(slots []Slot, from, to int64) (_ []Slot, end int64) {
 	return slots, min((last+1)*r.bytes, limit)
 }
 
-// Round returns the bytes that a slot of n bytes takes.
+// Round returns the bytes of the pool that a slot of n bytes takes.
 func (p *Pool) Round(n int64) int64 { return p.arena.Round(n) }

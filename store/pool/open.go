@@ -18,29 +18,28 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
-// NoteSuffix is put after the pool's name for its owner's note.
+// NoteSuffix follows the pool's name in the name of the file with the owner's note.
 const NoteSuffix = ".workers"
 
-// Restored is what an earlier server left in the pool.
+// Restored has what an earlier server left in the pool.
 type Restored struct {
 	Resident []Slot // committed chunks, the least recently used first
-	Held     []Held // slots that a worker may still touch, one hold each: some are resident, the others have no key
-	Bytes    int64  // size of the pool then: workers of the earlier server map that many bytes
+	Held     []Held // slots that a worker may still touch, with one hold each: some are resident, the others have no key
+	Bytes    int64  // the pool's former size: workers of the earlier server map that many bytes
 }
 
 // Held is a slot that a worker of an earlier server may still touch.
 type Held struct {
 	Slot Slot
-	For  time.Duration // since the first start that found it so
+	For  time.Duration // time since the first start of a server that found the slot held
 
-	// Writer is the one given to Reserve, for a slot without a key: that writer may still
-	// be writing. It is zero for a resident slot, which was only read.
+	// Writer is the one that was given to Reserve, for a slot without a key: that transfer may still be writing. It is zero for a resident
+	// slot, which is only read.
 	Writer Writer
 }
 
-// Open opens the pool of o.Name and locks it: the one an earlier server left,
-// with its committed chunks, or a new one. See Restored for what became of the
-// old content.
+// Open opens the pool of o.Name and locks it: the pool that an earlier server left, with its committed chunks, or a new one. Restored
+// returns what it found.
 func Open(o Options) (*Pool, error) {
 	o.Align = cmp.Or(o.Align, DefaultAlign)
 	if o.Clock == nil {
@@ -62,17 +61,16 @@ func Open(o Options) (*Pool, error) {
 	}
 }
 
-// A server that makes a pool gives its index a size microseconds after its name.
+// A server that makes a pool gives its index a size microseconds after the file has its name.
 const (
 	startStep = 10 * time.Millisecond
 	startWait = 300 * time.Millisecond
 )
 
-// errStarting means that another process may be making the pool now.
+// errStarting means that another process may be making the pool at this moment.
 var errStarting = errors.New("pool: an index without a size")
 
-// open is one try. With patient, an index without a size is errStarting; else it is
-// one whose server was killed.
+// open tries once. With patient, an index without a size is the error errStarting; otherwise open takes its server for killed.
 func open(path string, o Options, patient bool) (*Pool, error) {
 	index, err := shm.AttachIf(path+IndexSuffix, shm.Ours)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -103,8 +101,7 @@ func open(path string, o Options, patient bool) (*Pool, error) {
 	return p, err
 }
 
-// reopen takes over an existing pool. It returns neither pool nor error if there was
-// nothing to take over; it has then removed what there was.
+// reopen takes over an existing pool. If there was nothing to take over, it has removed the files and returns neither a pool nor an error.
 func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	h, herr := readHeader(index)
 	if errors.Is(herr, ErrIndex) && !o.Cold {
@@ -148,7 +145,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	return p, nil
 }
 
-// newPool returns a Pool of a segment and its index of that many records, which knows no slot yet.
+// newPool returns a Pool over a segment and an index of `records` records. It knows no slot yet.
 func newPool(o Options, segment, index *shm.Segment, records int) *Pool {
 	return &Pool{opts: o, segment: segment, index: index, records: records, arena: arena.New(o.Bytes, o.Align), near: newRegions(max(o.Bytes, segment.Len()))}
 }
@@ -186,8 +183,8 @@ func create(path string, o Options) (*Pool, error) {
 	return p, nil
 }
 
-// monotonic is CLOCK_MONOTONIC: it does not jump when the wall clock is set, and
-// stands still while the machine is suspended, as workers do.
+// monotonic returns CLOCK_MONOTONIC. It does not jump when the wall clock is set, and stands still while the machine is suspended, as
+// workers do.
 func monotonic() time.Duration {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
@@ -196,9 +193,8 @@ func monotonic() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// restore takes over what the index says. Committed chunks are served again.
-// Whatever a worker may still touch stays out of use: it gets one hold, which the
-// pool's owner ends.
+// restore takes over the slots that the index records. Committed chunks are served again. A slot that a worker may still touch stays out of
+// use: it gets one hold, which the pool's owner ends.
 func (p *Pool) restore() error {
 	used := p.index.Word(headerUsed).Load()
 	if used > uint64(p.records) {
@@ -251,8 +247,8 @@ func (p *Pool) restore() error {
 	return nil
 }
 
-// takeRange takes the range of a record out of the free ones. A slot that a worker may still touch may lie
-// above the end of a pool that became smaller.
+// takeRange takes the range of a record out of the free ranges. The slot of a worker that may still touch it can lie above the end of a
+// pool that became smaller.
 func (p *Pool) takeRange(state State, r record) bool {
 	off, n := r.offset(), r.length()
 	inside := p.inside(off, n)
@@ -270,5 +266,5 @@ func (p *Pool) inside(off, n int64) int64 {
 	return max(0, min(off+p.Round(n), p.arena.Size())-off)
 }
 
-// Restored returns what Open found.
+// Restored returns what Open found in the pool.
 func (p *Pool) Restored() Restored { return p.restored }

@@ -1,19 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package pool is the RAM tier and the truth about it: a shared-memory segment
-// that workers write and read themselves, which of its bytes belong to which
-// chunk, and which may still be touched by a worker. It keeps that truth in an
-// index file beside the segment; index.go gives the format. Memory provides its
-// pages ahead of use.
+// Package pool is the RAM tier: a shared-memory segment that workers write and read themselves. It knows which bytes of the segment belong
+// to which chunk, and which a worker may still touch. It records this in an index file beside the segment; index.go gives the format.
+// Memory provides the segment's pages ahead of use.
 //
-// A slot is one object's place. It goes free → staged (Reserve) → resident
-// (Commit) → free (Drop). A hold says that a worker may touch the slot's bytes; a
-// slot dropped while held is condemned: its key is gone at once, its memory comes
-// back when the last hold ends.
+// A slot is the place of one object. It goes: free → staged (Reserve) → resident (Commit) → free (Drop). A hold says that a worker may
+// touch the slot's bytes. A slot that is dropped while held is condemned: its key is gone at once, and its memory becomes free when the
+// last hold ends.
 //
-// A Pool decides nothing: what to evict and when a hold ends is its owner's
-// business. It is not safe for concurrent use, except Populate, BackIndex, BackIndexFor and
-// Hash; its owner locks.
+// A Pool decides nothing: its owner decides what to evict and when a hold ends. A Pool is not safe for concurrent use, except Populate,
+// BackIndex, BackIndexFor and Hash; its owner locks.
 package pool
 
 import (
@@ -56,32 +52,30 @@ const DefaultAlign = 4096
 type Options struct {
 	Name        string // segment name, without a slash
 	Bytes       int64  // size of the segment
-	Align       int64  // of slots, a power of two; default DefaultAlign
+	Align       int64  // alignment of slots, a power of two; default DefaultAlign
 	ChunkTokens int    // recorded in the index
-	Cold        bool   // discard what an earlier server left
+	Cold        bool   // discard the chunks of an earlier server
 	Dir         string // default shm.Dir; tests use another
 
-	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
+	// Clock returns the time since boot; default CLOCK_MONOTONIC. Tests use another.
 	Clock func() time.Duration
 
-	// Providing is called before the kernel is asked for memory, which may take long; default
-	// none. Tests use it.
+	// Providing is called before the kernel is asked for memory, which may take long. Default none. Tests use it.
 	Providing func()
 
 	former []int // chunk sizes that earlier servers announced
 }
 
-// Writer names a transfer that writes slots, for the server that takes the pool
-// over. The zero Writer names no transfer.
+// Writer identifies a transfer that writes slots, for the server that takes over the pool. The zero Writer identifies no transfer.
 type Writer struct {
-	Name   uint64 // which its commit repeats
+	Name   uint64 // hold.Transfer.Name, which its commit has too
 	Number uint32 // distinguishes transfers of one name
 }
 
-// Slot numbers an object's place; the number is reused.
+// Slot is the number of an object's place. A number is used again after the slot was freed.
 type Slot uint32
 
-// State is what a slot is.
+// State is the state of a slot.
 type State uint8
 
 // The states of a slot, as in the index.
@@ -92,15 +86,15 @@ const (
 	Condemned
 )
 
-// Usage counts bytes, alignment included.
+// Usage counts the pool's bytes by their use, alignment included.
 type Usage struct {
-	Bytes          int64 // the segment
+	Bytes          int64 // size of the segment
 	FreeBytes      int64
 	StagedBytes    int64
 	ResidentBytes  int64
 	CondemnedBytes int64
 	Resident       int   // objects
-	HighBytes      int64 // end of the highest byte ever handed out
+	HighBytes      int64 // end of the highest byte that was ever given out
 }
 
 // Pool is an open pool.
@@ -111,12 +105,12 @@ type Pool struct {
 	arena   *arena.Arena
 	table   table
 	near    regions
-	spare   []Slot // free records below used
-	used    int    // records ever used
+	spare   []Slot // records below used that are free
+	used    int    // number of records that were ever used
 	records int
-	bytes   [4]int64 // rounded bytes by State
+	bytes   [4]int64 // bytes that slots take, by State
 	count   [4]int
-	stamp   uint64 // of the latest use
+	stamp   uint64 // stamp of the latest use
 
 	backing  sync.Mutex   // orders BackIndex
 	backed   atomic.Int64 // records whose index pages the kernel has provided; grows under backing
@@ -137,10 +131,10 @@ func (p *Pool) Inode() uint64 { return p.segment.Inode() }
 // Bytes returns the segment's size.
 func (p *Pool) Bytes() int64 { return p.opts.Bytes }
 
-// FormerBytes returns the size that the pool had when the earlier server served it, its own without one.
+// FormerBytes returns the size that the pool had under the earlier server. A new pool returns its own size.
 func (p *Pool) FormerBytes() int64 { return p.restored.Bytes }
 
-// Find returns the slot that is staged or resident under k.
+// Find returns the slot that is staged or resident under k, and its state; the state is Free if there is none.
 func (p *Pool) Find(k *kv.Key) (Slot, State) {
 	if s, ok := p.table.find(p, k); ok {
 		return s, p.record(s).state()
@@ -148,8 +142,8 @@ func (p *Pool) Find(k *kv.Key) (Slot, State) {
 	return 0, Free
 }
 
-// Reserve stages n bytes under k, with one hold for the worker that will write
-// them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull, ErrIndexMemory.
+// Reserve stages a slot of n bytes under k, with one hold for the worker that will write it. by identifies that worker's transfer for
+// Restored. Errors: ErrExists, ErrFull, ErrIndexMemory.
 func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if _, ok := p.table.find(p, k); ok {
 		return 0, ErrExists
@@ -177,7 +171,7 @@ func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	return s, nil
 }
 
-// takeRecord returns a free record: one that was used before, else the next.
+// takeRecord returns a free record: one that was used before if there is one, otherwise the next.
 func (p *Pool) takeRecord() (s Slot) {
 	if last := len(p.spare) - 1; last >= 0 {
 		s, p.spare = p.spare[last], p.spare[:last]
@@ -190,20 +184,19 @@ func (p *Pool) takeRecord() (s Slot) {
 	return s
 }
 
-// BackIndex makes the kernel provide the next pages of the index, which is sparse: touching a page
-// that a full file system cannot provide would kill the process. It is safe for concurrent use, so
-// that its owner need not lock: the kernel may take long. After an error Reserve answers ErrFull
-// once instead of ErrIndexMemory.
+// BackIndex makes the kernel provide the next pages of the index. The index is sparse: a page that a full file system cannot provide would
+// kill the process that touches it. BackIndex is safe for concurrent use, so its owner need not lock while the kernel takes long. After an
+// error Reserve returns ErrFull once instead of ErrIndexMemory.
 func (p *Pool) BackIndex() error {
 	return p.backIndexTo(int(p.backed.Load()) + 64<<10/recordBytes)
 }
 
-// BackIndexFor is BackIndex for the slots of a pool of that many bytes.
+// BackIndexFor is BackIndex for the records of a pool of `bytes` bytes.
 func (p *Pool) BackIndexFor(bytes int64) error {
 	return p.backIndexTo(p.recordsFor(bytes))
 }
 
-// backIndexTo makes the kernel provide the pages of the index for that many records.
+// backIndexTo makes the kernel provide the index pages of that many records.
 func (p *Pool) backIndexTo(records int) error {
 	p.backing.Lock()
 	defer p.backing.Unlock()
@@ -223,7 +216,7 @@ func (p *Pool) backIndexTo(records int) error {
 	return nil
 }
 
-// providing calls Options.Providing.
+// providing calls Options.Providing, if it is set.
 func (p *Pool) providing() {
 	if p.opts.Providing != nil {
 		p.opts.Providing()
@@ -239,8 +232,8 @@ func (p *Pool) Commit(s Slot) {
 	r.set(Resident, 0)
 }
 
-// Drop removes a staged or resident slot's key. The memory is free at once when
-// nothing holds the slot, else when the last hold ends.
+// Drop removes the key of a staged or resident slot. The memory becomes free at once if nothing holds the slot, otherwise when the last
+// hold ends.
 func (p *Pool) Drop(s Slot) {
 	r := p.record(s)
 	state := r.state()
@@ -257,7 +250,7 @@ func (p *Pool) Drop(s Slot) {
 	p.account(Condemned, r.offset(), r.length(), 1)
 }
 
-// Hold says that a worker may now read or write the slot's bytes.
+// Hold adds a hold: a worker may now read or write the slot's bytes.
 func (p *Pool) Hold(s Slot) {
 	r := p.record(s)
 	if r.state() == Free || r.holds() >= 0xffffff {
@@ -267,7 +260,7 @@ func (p *Pool) Hold(s Slot) {
 	r.setHolds(r.holds() + 1)
 }
 
-// Unhold ends one hold and frees a condemned slot with its last.
+// Unhold ends one hold. The last one frees a condemned slot.
 func (p *Pool) Unhold(s Slot) {
 	r := p.record(s)
 	if r.holds() == 0 {
@@ -298,7 +291,7 @@ func (p *Pool) free(s Slot, r record) {
 	p.spare = append(p.spare, s)
 }
 
-// account notes that the bytes of a slot at off, those below the pool's end, are of a state, or with d -1 no more.
+// account adds the n bytes of a slot at offset off, except those beyond the pool's end, to those of a state; with d -1 it subtracts them.
 func (p *Pool) account(state State, off, n int64, d int) {
 	p.bytes[state] += int64(d) * p.inside(off, n)
 	p.count[state] += d
@@ -313,10 +306,10 @@ func (p *Pool) requireState(s Slot, r record, want State) {
 // Offset returns where the slot's bytes begin in the segment.
 func (p *Pool) Offset(s Slot) int64 { return p.record(s).offset() }
 
-// Length returns the slot's bytes.
+// Length returns the length of the slot's object in bytes.
 func (p *Pool) Length(s Slot) int64 { return p.record(s).length() }
 
-// KeyOf returns the key a slot was reserved under.
+// KeyOf returns the key under which a slot was reserved.
 func (p *Pool) KeyOf(s Slot) kv.Key { return p.record(s).key() }
 
 // Holds returns how many holds a slot has.
@@ -325,7 +318,7 @@ func (p *Pool) Holds(s Slot) int { return p.record(s).holds() }
 // StateOf returns a slot's state.
 func (p *Pool) StateOf(s Slot) State { return p.record(s).state() }
 
-// Usage returns what the pool's bytes are.
+// Usage returns how the pool's bytes are used.
 func (p *Pool) Usage() Usage {
 	return Usage{
 		Bytes: p.opts.Bytes, FreeBytes: p.arena.Free(), HighBytes: p.arena.High(),
@@ -334,13 +327,13 @@ func (p *Pool) Usage() Usage {
 	}
 }
 
-// Slots is how many slots were ever used: their numbers are smaller.
+// Slots returns how many slots were ever used. All slot numbers are smaller.
 func (p *Pool) Slots() int { return p.used }
 
-// Generation returns the number of a slot's content, which earlier and later contents do not share.
+// Generation returns the number of a slot's present content. No earlier or later content of the slot has the same.
 func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
 
-// Sum returns the recorded checksum of a slot's bytes; false when there is none.
+// Sum returns the recorded checksum of a slot's bytes. It reports false if there is none.
 func (p *Pool) Sum(s Slot) (uint64, bool) { return p.record(s).sum() }
 
 // SetSum records the checksum of a resident slot's bytes, for the check after a
@@ -349,20 +342,19 @@ func (p *Pool) SetSum(s Slot, sum uint64) {
 	r := p.record(s)
 	p.requireState(s, r, Resident)
 	off := headerBytes + int64(s)*recordBytes
-	p.index.Word(off + 104).Store(sum) // before the mark: a crash between leaves none
+	p.index.Word(off + 104).Store(sum) // before the mark: after a crash in between there is no checksum
 	crashPoint()
 	p.index.Word(off + 112).Store(sumMark | uint64(r.generation()))
 }
 
-// MarkOf returns the mark of a place below the pool by its name: never 0.
+// MarkOf returns the mark of a tier by its name; it is never 0.
 func MarkOf(place string) uint32 {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(place))
 	return max(1, h.Sum32()>>(belowShift-32))
 }
 
-// SetBelow notes that a resident slot with a checksum is kept below the pool, too: in the
-// place of that mark, or nowhere with 0.
+// SetBelow records that the tier with that mark also has the object of a resident slot with a checksum; 0: no tier has it.
 func (p *Pool) SetBelow(s Slot, mark uint32) {
 	r := p.record(s)
 	p.requireState(s, r, Resident)
@@ -370,13 +362,11 @@ func (p *Pool) SetBelow(s Slot, mark uint32) {
 	p.index.Word(headerBytes + int64(s)*recordBytes + 112).Store(uint64(mark)<<belowShift | sumMark | uint64(r.generation()))
 }
 
-// Below returns the mark of the place below the pool where the slot's object is kept, 0
-// for none.
+// Below returns the mark of the tier that also has the slot's object, 0 for none.
 func (p *Pool) Below(s Slot) uint32 { return p.record(s).below() }
 
-// Hash returns the xxh3 of n bytes at off, read through buf. Safe beside every
-// other method but Close: a slot that is reused meanwhile gives some other sum,
-// and another Generation.
+// Hash returns the xxh3 of the n bytes at offset off, which it reads through buf. It may run at the same time as every other method but
+// Close. If the slot is reused meanwhile, the result is the checksum of other bytes, and the slot has another Generation.
 func (p *Pool) Hash(off, n int64, buf []byte) (uint64, error) {
 	h := xxh3.New()
 	for n > 0 {
@@ -390,18 +380,17 @@ func (p *Pool) Hash(off, n int64, buf []byte) (uint64, error) {
 	return h.Sum64(), nil
 }
 
-// View returns the slot's bytes in the segment. A worker may be writing them.
+// View returns the slot's bytes in the segment. A worker may be writing them at the same time.
 func (p *Pool) View(s Slot) []byte {
 	r := p.record(s)
 	return p.segment.Bytes(r.offset(), r.length())
 }
 
-// At returns the n bytes at off.
+// At returns the n bytes of the segment at offset off.
 func (p *Pool) At(off, n int64) []byte { return p.segment.Bytes(off, n) }
 
-// Populate makes the kernel provide n bytes of the segment at off, clipped to its
-// end, without changing their content; with keep they stay mapped here. Safe beside
-// every other method.
+// Populate makes the kernel provide the n bytes of the segment at offset off, up to the segment's end, without a change of their content.
+// With keep they stay mapped into this process. It may run at the same time as every other method.
 func (p *Pool) Populate(off, n int64, keep bool) error {
 	p.providing()
 	return p.segment.Populate(off, min(n, p.opts.Bytes-off), keep)
@@ -412,33 +401,30 @@ func (p *Pool) Provided() int64 {
 	return min(p.opts.Bytes, p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes)))))
 }
 
-// NoteProvided records for a later server that the first bytes bytes of the segment
-// have memory: it need not look for holes in them.
+// NoteProvided records for a later server that the first `bytes` bytes of the segment have memory. That server need not look for holes in
+// them.
 func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(uint64(bytes)) }
 
-// recordPer is how much of the segment a record of the index is provided for ahead
-// of use: less than most chunks take.
+// recordPer is the number of pool bytes for which one record of the index is provided ahead of use. It is less than most chunks take.
 const recordPer = 64 << 10
 
-// Limit lets Reserve take nothing above that many bytes; it begins as Bytes. What
-// was taken stays. It rises only if BackIndexFor has succeeded for as many.
+// Limit prevents that Reserve takes anything above that many bytes; at first the limit is Bytes. Slots that are in use stay. The limit
+// becomes higher only if BackIndexFor has succeeded for as many bytes.
 func (p *Pool) Limit(bytes int64) {
 	if bytes < p.arena.End() || p.backed.Load() >= int64(p.recordsFor(bytes)) {
 		p.arena.Limit(bytes)
 	}
 }
 
-// recordsFor returns how many records have memory where that many bytes may be used.
+// recordsFor returns how many index records need memory for a pool of which that many bytes may be used.
 func (p *Pool) recordsFor(bytes int64) int {
 	return min(int(min(bytes/recordPer, int64(p.records)))+firstRecords, p.records)
 }
 
-// NameLost reports whether the segment's name no longer leads to it, so that no
-// further client can map the pool.
+// NameLost reports whether the segment's name no longer leads to the segment. No further client can then map the pool.
 func (p *Pool) NameLost() bool { return !p.segment.Exists() }
 
-// Close unmaps the pool and gives up its lock. Its files stay, for a later server
-// to go on with.
+// Close unmaps the pool and releases its lock. Its files stay for a later server.
 func (p *Pool) Close() error {
 	return errors.Join(p.segment.Close(), p.index.Close())
 }
@@ -453,21 +439,20 @@ func (p *Pool) Remove() error {
 	return errors.Join(err, p.index.Unlink())
 }
 
-// Stamp notes that a slot was used later than all others, for the order after a
-// restart.
+// Stamp records that a slot was used later than all others, for the order after a restart.
 func (p *Pool) Stamp(s Slot) {
 	p.stamp++
 	p.record(s).setStamp(p.stamp)
 }
 
-// Expire makes a slot expired for a later server, unless it is stamped afterwards.
+// Expire marks a slot as expired for a later server, unless Stamp is called for it afterwards.
 func (p *Pool) Expire(s Slot) {
 	crashPoint()
 	p.record(s).setStamp(0)
 	crashPoint()
 }
 
-// Expired reports whether an earlier server left a slot that it had not stamped.
+// Expired reports whether an earlier server left the slot without a stamp.
 func (p *Pool) Expired(s Slot) bool { return p.record(s).stamp() == 0 }
 
 // Outdate makes all slots outdated for a later server, unless they are stamped again.
@@ -478,8 +463,7 @@ func (p *Pool) Outdate() {
 	crashPoint()
 }
 
-// Outdated reports whether Outdate was called since a slot was stamped, by this server
-// or by an earlier one.
+// Outdated reports whether this or an earlier server called Outdate after the slot's last stamp.
 func (p *Pool) Outdated(s Slot) bool {
 	cleared := p.index.Word(headerCleared).Load()
 	return cleared > 0 && p.record(s).stamp() <= cleared

@@ -12,16 +12,15 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// A pool is resized in place, while no server runs: its segment keeps its inode, so
-// that engines that map it go on. The header's word at 136 has the size.
+// A pool is resized in place while no server runs. Its segment keeps its inode, so that engines that map it can continue. The header's word
+// at 136 has the new size.
 //
-// Smaller: chunks above the new end move into free ranges below it, the latest used
-// first; the memory above the end is given back, except what a worker may still touch. The
-// file keeps its length, so that mappings stay whole. Larger: the segment and the index
-// get longer files. A kill at any moment leaves the old size or the new one, and loses
-// the chunk that was moving, at most.
+// To become smaller: chunks above the new end move into free ranges below it, the most recently used first. The memory above the end is
+// given back, except where a worker may still touch it. The file keeps its length, so that mappings stay whole. To become larger: the
+// segment and the index get longer files. A kill at any moment leaves the old size or the new one, and loses at most the chunk that was
+// being moved.
 
-// resize gives the pool o.Bytes. It returns the pool as it is afterwards; p is not used any more.
+// resize makes the pool o.Bytes long and returns it. p must not be used afterwards.
 func (p *Pool) resize(o Options) (_ *Pool, err error) {
 	if o.Bytes < p.opts.Bytes {
 		p.shrink(o.Bytes)
@@ -38,10 +37,10 @@ func (p *Pool) resize(o Options) (_ *Pool, err error) {
 	return p, nil
 }
 
-// shrink keeps the part of the pool that fits below to.
+// shrink keeps the chunks for which there is room below the new size `to`, and drops the others.
 func (p *Pool) shrink(to int64) {
 	p.arena.Limit(to)
-	var moving []Slot // the latest used first
+	var moving []Slot // the most recently used first
 	left := to - p.heldBelow(to)
 	for _, s := range slices.Backward(p.restored.Resident) {
 		n, beyond := p.Round(p.Length(s)), p.reaches(s, to)
@@ -71,10 +70,10 @@ func (p *Pool) shrink(to int64) {
 	crashPoint()
 }
 
-// reaches reports whether a slot has bytes above to.
+// reaches reports whether a slot has bytes above the new size `to`.
 func (p *Pool) reaches(s Slot, to int64) bool { return p.Offset(s)+p.Round(p.Length(s)) > to }
 
-// heldBelow returns the bytes below to that a worker may still touch.
+// heldBelow returns how many bytes below `to` a worker may still touch.
 func (p *Pool) heldBelow(to int64) (n int64) {
 	for _, h := range p.restored.Held {
 		off := p.Offset(h.Slot)
@@ -83,7 +82,7 @@ func (p *Pool) heldBelow(to int64) (n int64) {
 	return n
 }
 
-// compact moves what nothing holds to lower places, so that the free ranges join. It reports whether anything moved.
+// compact moves slots that are not held to lower places, so that free ranges join. It reports whether it moved any.
 func (p *Pool) compact(to int64) (moved bool) {
 	var all []Slot
 	for s := range Slot(p.used) {
@@ -98,18 +97,18 @@ func (p *Pool) compact(to int64) (moved bool) {
 	return moved
 }
 
-// placesForMove is how many slots are looked at for a run of neighbours.
+// placesForMove is how many slots makeRoom looks at for a run of neighbours to drop.
 const placesForMove = 256
 
-// makeRoom drops neighbours below to that were used before s and that nothing holds, so that there is a free range
-// for s. It reports false where there are none.
+// makeRoom drops neighbouring slots below `to` that were used before s and are not held, so that there is a free range for s. It reports
+// false if there are none.
 func (p *Pool) makeRoom(s Slot, to int64) bool {
 	mine := p.record(s).stamp()
 	stays := func(o uint32) bool {
 		return p.StateOf(Slot(o)) != Resident || p.Holds(Slot(o)) > 0 || p.record(Slot(o)).stamp() >= mine || p.reaches(Slot(o), to)
 	}
 	run, _ := p.CheapestRun(p.Length(s), placesForMove, func(yield func(uint32) bool) {
-		for o := range uint32(p.used) { // in no order of use: what is hotter stays
+		for o := range uint32(p.used) { // in no order of use: slots that were used after s stay
 			if !stays(o) && !yield(o) {
 				return
 			}
@@ -121,8 +120,7 @@ func (p *Pool) makeRoom(s Slot, to int64) bool {
 	return len(run.Slots) > 0
 }
 
-// move gives a resident slot's object another place, below to. It reports false when
-// there is none.
+// move moves a resident slot's object to another place, below `to`. It reports false if there is none.
 func (p *Pool) move(s Slot, to int64) bool {
 	from := p.record(s)
 	n := from.length()
@@ -148,11 +146,11 @@ func (p *Pool) move(s Slot, to int64) bool {
 	moved := p.takeRecord()
 	r := p.record(moved)
 	r.write(&key, off, n, from.writer())
-	r.begin(Staged, 1) // a server that finds it so drops it
+	r.begin(Staged, 1) // a server that finds the slot in this state drops it
 	p.account(Staged, off, n, 1)
 	p.near.add(moved, off)
 	copied := shm.Guard(func() { copy(p.segment.Bytes(off, n), p.segment.Bytes(from.offset(), n)) }) == nil
-	p.Drop(s) // before the other is resident: a key has one slot
+	p.Drop(s) // before the new slot is resident: a key must have only one slot
 	p.table.insert(p, moved)
 	if !copied {
 		p.Drop(moved)
@@ -168,8 +166,7 @@ func (p *Pool) move(s Slot, to int64) bool {
 	return true
 }
 
-// extend gives the files the length of a pool of o.Bytes. Error: SpaceError, with
-// nothing changed.
+// extend makes the files as long as a pool of o.Bytes needs. Error: *SpaceError; then nothing has changed.
 func (p *Pool) extend(o Options) error {
 	need := filesBytes(o) - p.segment.Taken() - p.index.Taken()
 	dir := cmp.Or(o.Dir, shm.Dir)
@@ -185,32 +182,32 @@ func (p *Pool) extend(o Options) error {
 	return nil
 }
 
-// filesBytes is how long a pool's segment and index are.
+// filesBytes returns the length of a pool's segment and index together.
 func filesBytes(o Options) int64 {
 	return o.Bytes + headerBytes + min(o.Bytes/o.Align, maxRecords)*recordBytes
 }
 
-// giveBackBeyond gives back the memory above the pool's end, which a shrunken pool's file
-// may have, but for what a worker may still touch.
+// giveBackBeyond gives back the memory above the pool's end, which the file of a pool that became smaller may have. It leaves out slots
+// that a worker may still touch.
 func (p *Pool) giveBackBeyond() {
 	end := p.opts.Bytes
 	if p.segment.Len() <= end {
 		return
 	}
 	if w := p.index.Word(headerProvided); w.Load() > uint64(end) {
-		w.Store(uint64(end)) // first: a server that makes the pool larger must not find more than there is
+		w.Store(uint64(end)) // done first: a server that makes the pool larger must not find more than there is
 	}
 	var kept []span
 	for _, h := range p.restored.Held {
 		kept = append(kept, span{p.Offset(h.Slot), p.Offset(h.Slot) + p.Round(p.Length(h.Slot))})
 	}
-	_ = punchExcept(p.segment, end, kept) // a file system that cannot keeps the memory until the pool is removed
+	_ = punchExcept(p.segment, end, kept) // on a file system that cannot do this, the memory stays until the pool is removed
 }
 
 // span is a range of bytes.
 type span struct{ from, to int64 }
 
-// punchExcept gives the memory of a segment from off on back, except that of kept.
+// punchExcept gives back the memory of a segment from offset off on, except that of the spans in kept.
 func punchExcept(s *shm.Segment, off int64, kept []span) error {
 	slices.SortFunc(kept, func(a, b span) int { return cmp.Compare(a.from, b.from) })
 	for _, k := range kept {
@@ -227,9 +224,9 @@ func punchExcept(s *shm.Segment, off int64, kept []span) error {
 	return s.Punch(off, s.Len()-off)
 }
 
-// replace removes a pool that no process serves, for a new one of o, if there is room
-// for that. Engines that map the old one keep their mapping, and its memory: so replace first gives back what
-// no worker may touch. index is the old pool's, nil where it cannot be read. Error: SpaceError, with nothing changed.
+// replace removes a pool that no process serves, to make room for a new pool of o, if there is room enough. Engines that map the old pool
+// keep their mapping and its memory, so replace first gives back the memory that no worker may touch. index is the old pool's, or nil if it
+// cannot be read. Error: *SpaceError; then nothing has changed.
 func replace(path string, index *shm.Segment, o Options) error {
 	dir := cmp.Or(o.Dir, shm.Dir)
 	file, err := shm.Stat(path)
@@ -238,7 +235,7 @@ func replace(path string, index *shm.Segment, o Options) error {
 	}
 	kept, readable := touchable(index, file)
 	pids, whole := peercred.Mappers(o.Name, file.Inode, peercred.Process{})
-	held := int64(0) // that stay when the pool is removed
+	held := int64(0) // bytes that stay in use after the pool is removed
 	switch {
 	case !readable && len(pids) > 0:
 		held = file.Taken
@@ -256,7 +253,7 @@ func replace(path string, index *shm.Segment, o Options) error {
 	}
 	if readable {
 		if s, err := shm.AttachIf(path, shm.Ours); err == nil {
-			_ = punchExcept(s, 0, kept) // where the file system cannot, the memory comes back with the last mapping
+			_ = punchExcept(s, 0, kept) // if the file system cannot, the memory comes back with the last mapping
 			if err := s.Close(); err != nil {
 				return err
 			}
@@ -265,8 +262,7 @@ func replace(path string, index *shm.Segment, o Options) error {
 	return discard(path, o.Name)
 }
 
-// touchable returns the ranges of a pool's file that a worker may still touch; false where
-// the index does not say so.
+// touchable returns the ranges of a pool's file that a worker may still touch. It reports false if the index does not tell.
 func touchable(index *shm.Segment, file shm.File) (kept []span, ok bool) {
 	if index == nil {
 		return nil, false

@@ -7,23 +7,21 @@ import (
 	"slices"
 )
 
-// maxNear is how many slots a search for a run looks at.
+// maxNear is how many slots one search for a run looks at.
 const maxNear = 1 << 14
 
-// Run is a run of neighbours whose eviction makes a free range.
+// Run is a run of neighbouring slots whose eviction makes a free range.
 type Run struct {
 	Slots []Slot
-	Bytes int64 // to evict; -1 while there is no run
+	Bytes int64 // bytes to evict; -1: there is no run
 }
 
-// CheapestRun finds a run of neighbours whose eviction leaves n bytes free. Of the runs around the
-// first places slots of order it returns the one that costs the fewest bytes; if there is none it
-// looks around further slots until it finds one. order calls its argument for slots until that
-// answers false. Slots that are not resident, or for which busy answers true, cannot be evicted.
-// all says that every slot of order was looked at.
+// CheapestRun finds a run of neighbouring slots whose eviction leaves n bytes free in a row. Of the runs around the first `places` slots of
+// order it returns the one that evicts the fewest bytes. If there is none, it looks around further slots until it finds one. order calls
+// its argument for each slot until that reports false. Slots that are not resident, or for which busy reports true, cannot be evicted. all
+// says that it looked at every slot of order.
 //
-// In a pool of small chunks the order of use alone frees places all over, and rarely two
-// beside each other.
+// In a pool of small chunks, eviction in the order of use frees places all over the pool, and rarely two beside each other.
 func (p *Pool) CheapestRun(n int64, places int, order func(func(slot uint32) bool), busy func(slot uint32) bool) (best Run, all bool) {
 	n = p.Round(n)
 	best, all = Run{Bytes: -1}, true
@@ -48,8 +46,8 @@ func (p *Pool) CheapestRun(n int64, places int, order func(func(slot uint32) boo
 	return best, all
 }
 
-// cheapestOf finds, among slots, the run of evictable neighbours that leaves n bytes free and costs
-// the fewest. No other slot begins between the first of slots and end.
+// cheapestOf finds, among slots, the run of evictable neighbours that leaves n bytes free and evicts the fewest bytes. slots has all slots
+// between the first of them and end.
 func (p *Pool) cheapestOf(slots []Slot, end, n int64, busy func(slot uint32) bool) Run {
 	slices.SortFunc(slots, func(a, b Slot) int { return cmp.Compare(p.Offset(a), p.Offset(b)) })
 	best := Run{Bytes: -1}
@@ -63,7 +61,7 @@ func (p *Pool) cheapestOf(slots []Slot, end, n int64, busy func(slot uint32) boo
 		if i < len(slots) {
 			right = min(p.Offset(slots[i]), end)
 		}
-		// While the range without its first slot is long enough still, it is cheaper.
+		// The range is cheaper without its first slot, if it is still long enough.
 		for first < i {
 			after := p.Offset(slots[first]) + p.Round(p.Length(slots[first]))
 			if right-after < n {

@@ -10,23 +10,21 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// table finds slots by key: open addressing with linear probing over slot
-// numbers, 4 bytes each; the keys are the index records'.
+// table finds slots by key. It is a hash table with open addressing and linear probing over slot numbers, 4 bytes each; the keys are in the
+// index records.
 //
-// It grows a little with each insertion: the former cells stay until all their
-// entries have moved, so that no call takes long. An entry that moves, or is
-// removed there, leaves a mark that a search passes over. In the current cells
-// deletion shifts later entries back.
+// The table grows a little with each insertion: the former cells stay until all their entries have moved, so that no call takes long. An
+// entry that is moved or removed there leaves a mark, which a search passes over. In the current cells a removal shifts later entries back.
 type table struct {
 	cells  cells // slot + 1; 0 is empty
-	former cells // the same, half as many; none unless entries are left in it
-	moved  int   // cells of former that are done with
+	former cells // the cells before the last growth, half as many; empty once all their entries have moved
+	moved  int   // number of former cells whose entries have moved
 	len    int
 	seed   uint64
 }
 
-// cells are a power of two of cells. Memory for them is taken page by page as they are used: a
-// million at once would keep others from the lock for milliseconds.
+// cells is a power of two of cells. Their memory is allocated page by page as they are used: an allocation of a million at once would keep
+// other goroutines from the lock for milliseconds.
 type cells struct {
 	len   int
 	pages []*[cellPage]uint32 // nil: all its cells are 0
@@ -53,15 +51,14 @@ func (c *cells) set(i int, v uint32) {
 	(*p)[uint(i)%cellPage] = v
 }
 
-// gone marks a cell of former whose entry moved or was removed.
+// gone marks a cell of former whose entry was moved or removed.
 const gone = ^uint32(0)
 
-// moveStep is how many cells of former an insertion moves: enough to be done well
-// before the table has to grow again.
+// moveStep is how many former cells one insertion moves. It is large enough that all have moved well before the table grows again.
 const moveStep = 4
 
-// home returns the cell of mask+1 that a key hashes to. The chunk hash is a BLAKE3
-// digest, so a seeded mix of parts of the key spreads well.
+// home returns the cell, of mask+1 cells, at which the search for a key begins. The chunk hash is a BLAKE3 digest, so a seeded mix of parts
+// of the key spreads well.
 func (t *table) home(k *kv.Key, mask int) int {
 	le := binary.LittleEndian
 	h := le.Uint64(k.Chunk[:]) ^ t.seed
@@ -128,7 +125,7 @@ func (t *table) grow() {
 	t.cells = newCells(max(64, 2*t.cells.len))
 }
 
-// move moves the entries of n cells of former.
+// move moves the entries of the next n former cells.
 func (t *table) move(p *Pool, n int) {
 	for ; n > 0 && t.former.len > 0; n-- {
 		if t.moved == t.former.len {

@@ -4,18 +4,17 @@ package tenant
 
 import "github.com/kvasir-kv/kvasir/kv"
 
-// maxOwners bounds the namespaces whose tenant a Table knows: models and layouts of the
-// tenants that have a quota, a TTL or pins of their own.
+// maxOwners bounds the namespaces whose tenant a Table knows. They are those of tenants that have a quota, a TTL or pins of their own.
 const maxOwners = 1 << 14
 
-// owners maps a namespace to its tenant. When full it forgets the least recently named one without slots; where all
-// have slots, a further namespace has no tenant. The zero owners is empty.
+// owners maps a namespace to its tenant. When it is full, it forgets the namespace without slots that was named least recently. If all
+// namespaces have slots, a further namespace has no tenant. The zero owners is empty.
 type owners[T comparable] struct {
 	of    map[kv.Namespace]*owner[T]
-	empty owner[T] // the ring of those without a slot: next was not named for the longest
+	empty owner[T] // anchor of the ring of namespaces without a slot; next is the one that was not named for longest
 }
 
-// owner is a namespace and its tenant. Its slots keep it when it is forgotten.
+// owner is a namespace and its tenant. Slots refer to it, so it stays in use after owners has forgotten it.
 type owner[T comparable] struct {
 	name      kv.Namespace
 	tenant    T
@@ -25,7 +24,7 @@ type owner[T comparable] struct {
 	next, before *owner[T] // in the ring of empty ones; nil outside it
 }
 
-// name sets the tenant of a namespace. It reports whether that was a change.
+// name sets the tenant of a namespace. It reports whether the namespace had another tenant, or none, before.
 func (s *owners[T]) name(ns kv.Namespace, tenant T) (news bool) {
 	old := s.of[ns]
 	switch {
@@ -68,10 +67,10 @@ func (s *owners[T]) forget(of *owner[T]) {
 	delete(s.of, of.name)
 }
 
-// anyEmpty reports whether a namespace has no slot.
+// anyEmpty reports whether any namespace has no slot.
 func (s *owners[T]) anyEmpty() bool { return s.empty.next != nil && s.empty.next != &s.empty }
 
-// link puts a namespace at the end of the ring.
+// link puts a namespace at the newest end of the ring.
 func (s *owners[T]) link(of *owner[T]) {
 	ring := &s.empty
 	if ring.next == nil {
@@ -95,7 +94,7 @@ func (s *owners[T]) enter(of *owner[T]) {
 	of.slots++
 }
 
-// leave counts one less.
+// leave counts one slot less in a namespace.
 func (s *owners[T]) leave(of *owner[T]) {
 	of.slots--
 	if of.slots == 0 && !of.forgotten {

@@ -12,30 +12,29 @@ const (
 	// MaxPins bounds the slots that are pinned, of all tenants together; each takes about 60 bytes.
 	MaxPins = 1 << 16
 
-	// MaxPinLife bounds how long a pin lasts unless it is made again.
+	// MaxPinLife bounds the life of a pin. A new pin of the same slot may extend it.
 	MaxPinLife = 7 * 24 * time.Hour
 )
 
 var (
-	// ErrNoPins means that a tenant may pin nothing.
+	// ErrNoPins means that a tenant has no limit of pins, so it may pin nothing.
 	ErrNoPins = errors.New("tenant: nothing may be pinned of this tenant")
-	// ErrPinLimit means that a tenant has pinned what it may.
+	// ErrPinLimit means that a pin would exceed the tenant's limit.
 	ErrPinLimit = errors.New("tenant: the tenant has pinned as much as it may")
-	// ErrTooManyPins means that there are MaxPins.
+	// ErrTooManyPins means that there are MaxPins pins.
 	ErrTooManyPins = errors.New("tenant: too many pins")
 )
 
-// pins are slots that an operator wants to stay, for a time. The owner of the Table keeps them from
-// being evicted from Pin to Unpin or EndPins.
+// pins are slots that an operator wants to stay for a time. The owner of the Table must not evict them from Pin to Unpin or EndPins.
 type pins struct {
-	budgets map[string]*budget // by salt, of those that may pin or have pinned
-	at      map[uint32]int     // where in list a slot is
+	budgets map[string]*budget // by salt; of tenants that may pin or have pinned
+	at      map[uint32]int     // index in list of each slot
 	list    []pin
-	next    uint32 // before that no pin ends
-	over    bool   // a budget may be passed
+	next    uint32 // the earliest second at which a pin may end
+	over    bool   // a tenant may have more pins than its limit
 }
 
-// budget is what a tenant may pin and has pinned.
+// budget is how much a tenant may pin, and has pinned.
 type budget struct {
 	salt    string
 	limit   int64 // bytes; 0: nothing
@@ -43,7 +42,7 @@ type budget struct {
 	objects int
 }
 
-// pin is a slot that is pinned, until a second.
+// pin is a pinned slot. until is a second of ttls.now.
 type pin struct {
 	slot  uint32
 	until uint32
@@ -51,8 +50,9 @@ type pin struct {
 	bytes int64
 }
 
-// SetPinLimit says how many bytes a tenant may pin, 0 for none. EndPins ends pins beyond that. Limits and quotas together fit into the
-// pool: of each tenant the larger counts. Errors: ErrTooMany, ErrSum, ErrQuota, kv.ErrSalt.
+// SetPinLimit sets how many bytes of a tenant's objects may be pinned; 0: none. EndPins ends pins beyond the limit. Limits and quotas of
+// all tenants must fit into the pool together; of each tenant the larger of the two counts. Errors: ErrTooMany, ErrSum, ErrQuota,
+// kv.ErrSalt.
 func (t *Table) SetPinLimit(salt string, bytes int64) error {
 	p := &t.pins
 	b := p.budgets[salt]
@@ -85,7 +85,7 @@ func (t *Table) SetPinLimit(salt string, bytes int64) error {
 	return nil
 }
 
-// limitOf returns what a tenant may pin.
+// limitOf returns how many bytes of a tenant's objects may be pinned.
 func (p *pins) limitOf(salt string) int64 {
 	if b := p.budgets[salt]; b != nil {
 		return b.limit
@@ -93,15 +93,15 @@ func (p *pins) limitOf(salt string) int64 {
 	return 0
 }
 
-// forget forgets a budget that means nothing any more.
+// forget removes a budget with neither a limit nor pins.
 func (p *pins) forget(b *budget) {
 	if b.limit == 0 && b.objects == 0 {
 		delete(p.budgets, b.salt)
 	}
 }
 
-// Pin notes that a resident slot of a tenant is to stay for so long, at most MaxPinLife; one that is pinned stays
-// for longer, never for less. fresh says that it was not pinned before. Errors: ErrNoPins, ErrPinLimit, ErrTooManyPins.
+// Pin pins a resident slot of a tenant for the time life, at most MaxPinLife. A slot that is pinned for longer already keeps its longer
+// pin. fresh says that the slot was not pinned before. Errors: ErrNoPins, ErrPinLimit, ErrTooManyPins.
 func (t *Table) Pin(salt string, slot uint32, life time.Duration) (fresh bool, _ error) {
 	p := &t.pins
 	until := t.ttls.now + 1 + inSeconds(min(life, MaxPinLife))
@@ -148,15 +148,15 @@ func (p *pins) remove(i int) {
 	delete(p.at, gone.slot)
 }
 
-// EndPins ends at most most pins: those whose time is over or that pass their tenant's limit, or with all any pin.
-// It calls f for their slots. more says that further pins are left.
+// EndPins ends `most` pins at most: those whose time is over or that exceed their tenant's limit, or with all any pin. It calls f for their
+// slots. more says that further pins must end.
 func (t *Table) EndPins(all bool, most int, f func(slot uint32)) (more bool) {
 	p := &t.pins
 	if !all && !p.over && (len(p.list) == 0 || t.ttls.now < p.next) {
 		return false
 	}
 	next := ^uint32(0)
-	for i := len(p.list) - 1; i >= 0; i-- { // the last moves to the place of one that goes
+	for i := len(p.list) - 1; i >= 0; i-- { // the last pin moves to the place of a pin that ends
 		of := &p.list[i]
 		if !all && of.until > t.ttls.now && of.of.bytes <= of.of.limit {
 			next = min(next, of.until)
@@ -180,8 +180,8 @@ type Pinned struct {
 	Left time.Duration // until the pin ends
 }
 
-// Pins appends pinned slots to dst, from number from on, at most most. next is where to continue, 0 where none is left.
-// A pin that changes between two calls may be missed or returned twice.
+// Pins appends pinned slots to dst, `most` at most, from number `from` on. next is the number for the next call, or 0 when none is left. A
+// pin that changes between two calls may be missed or returned twice.
 func (t *Table) Pins(from, most int, dst []Pinned) (_ []Pinned, next int) {
 	list := t.pins.list
 	to := min(from+most, len(list))

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tenant has an account for each cache salt with a quota: its use of the pool, its
-// quota, and an eviction policy of its own. All other tenants share one policy. The package
-// also knows the time to live of slots and the pins of operators. Terms has the settings of
-// operators for tenants, and their file.
+// Package tenant has an account for each cache salt with a quota: its use of the pool, its quota, and an eviction policy of its own. All
+// other tenants share one policy. The package also knows the TTLs of slots and the pins of operators. Terms has the settings of operators
+// for tenants, and the file that stores them.
 //
-// A quota is a guarantee, not a limit: where memory is free a tenant may have more. Eviction
-// takes the slots beyond a quota first, then those of tenants without a quota. It takes slots
-// within a quota only for their own tenant.
+// A quota is a guarantee, not a limit: while memory is free a tenant may have more. Eviction first takes slots beyond a tenant's quota,
+// then slots of tenants without a quota. It takes slots within a quota only to make room for the same tenant.
 //
 // A Table takes no lock: its owner's covers it.
 package tenant
@@ -27,47 +25,47 @@ import (
 )
 
 const (
-	// MaxQuotas bounds the tenants with a quota, those with a TTL of their own and those that may pin.
-	// A quota takes what its policy takes: leaf-hazard 8 MB at most, and what a slot costs.
+	// MaxQuotas bounds the tenants with a quota; also those with a TTL of their own, and those that may pin. A quota costs the memory of
+	// its policy: for leaf-hazard 8 MB at most, and a part for each slot.
 	MaxQuotas = 256
 )
 
 var (
-	// ErrTooMany means that MaxQuotas tenants have one.
+	// ErrTooMany means that MaxQuotas tenants have a quota, a TTL or a limit of pins already.
 	ErrTooMany = errors.New("tenant: too many quotas")
-	// ErrSum means that all quotas, and what may be pinned beyond them, are more than the pool.
+	// ErrSum means that all quotas, with the limits of pins that are larger, are more than the pool.
 	ErrSum = errors.New("tenant: the quotas do not fit into the pool")
 	// ErrQuota means that a quota is negative.
 	ErrQuota = errors.New("tenant: a quota below 0")
 )
 
-// Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and
-// Ascend are those of evict.Policy, with the slot's tenant.
+// Table has the accounts and knows every slot in use. Its methods Add, Use, Remove, Victim and Ascend are those of evict.Policy, for all
+// tenants together.
 type Table struct {
 	pool   int64 // bytes
 	common evict.Policy
-	policy func(quota int64) evict.Policy // for an account
+	policy func(quota int64) evict.Policy // makes the policy of an account
 	busy   func(slot uint32) bool
 	bytes  func(slot uint32) int64
 
 	accounts map[string]*account // by salt
-	order    []*account          // the same, for a walk without a map
+	order    []*account          // the same accounts, in a slice
 	owners   owners[*account]
-	slots    container.PagedSlice[place] // of those in an account; only grown while there are any
+	slots    container.PagedSlice[place] // by slot, for slots in an account; grows only while there are accounts
 	ttls     ttls
 	pins     pins
 
-	writer *account // for whom room is made; nil for one without a quota
-	need   int64    // bytes
+	writer *account // the account for which room is made; nil for a tenant without a quota
+	need   int64    // bytes that are needed for it
 }
 
-// place is where a slot is in the books. The zero place is in no account.
+// place is the account of a slot. The zero place is in none.
 type place struct {
 	in    *owner[*account]
-	local uint32 // 1 + its number in the account's policy; 0 while it is staged
+	local uint32 // 1 + the slot's number in the account's policy; 0 while it is staged
 }
 
-// of is the account that a slot is in, nil for none.
+// of returns the account of a slot, nil for none.
 func (p place) of() *account {
 	if p.in == nil {
 		return nil
@@ -84,25 +82,25 @@ type account struct {
 	busy   func(local uint32) bool
 }
 
-// Usage says what a tenant has.
+// Usage is how much of the pool a tenant has, and its settings.
 type Usage struct {
 	Salt         string
-	QuotaBytes   int64 // -1: it has none, then the next four are not counted
-	Bytes        int64 // staged and resident, as they are rounded in the pool
-	Objects      int   // the same
+	QuotaBytes   int64 // -1: no quota; then the next four are not counted
+	Bytes        int64 // of staged and resident objects, as the pool rounds them
+	Objects      int   // staged and resident
 	Evicted      uint64
 	EvictedBytes uint64
 
-	TTL     time.Duration // its own; 0: it has none, then Expired is not counted; or Forever
-	Expired uint64        // objects
+	TTL     time.Duration // the tenant's own TTL, or Forever; 0: none, and Expired is not counted
+	Expired uint64        // objects that expired
 
-	PinLimit      int64 // bytes
+	PinLimit      int64 // bytes that may be pinned
 	PinnedBytes   int64
 	PinnedObjects int
 }
 
-// New returns a Table without quotas for a pool of pool bytes. policy makes the policy of
-// a tenant; busy reports whether a slot cannot be a victim, bytes how much of the pool a slot takes.
+// New returns a Table without quotas for a pool of `pool` bytes. policy makes the policy of a tenant with a quota. busy reports whether a
+// slot cannot be evicted. bytes returns how much of the pool a slot takes.
 func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
 	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account)}
 }
@@ -110,7 +108,7 @@ func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy,
 // Any reports whether any tenant has a quota.
 func (t *Table) Any() bool { return len(t.order) > 0 }
 
-// Named reports whether any tenant has a quota or a TTL of its own, for which its namespaces must be named.
+// Named reports whether any tenant has a quota or a TTL of its own. Only then namespaces must be named.
 func (t *Table) Named() bool { return t.Any() || len(t.ttls.of) > 0 }
 
 func checkSalt(salt string) error {
@@ -123,8 +121,8 @@ func checkSalt(salt string) error {
 	return nil
 }
 
-// mayReserve reports why a tenant may not have a quota and a limit of pins: of each tenant the larger of the
-// two counts, and all together fit into the pool.
+// mayReserve returns an error if a tenant may not have this quota and limit of pins. Of each tenant the larger of the two counts, and all
+// together must fit into the pool.
 func (t *Table) mayReserve(salt string, quota, pins int64) error {
 	if err := checkSalt(salt); err != nil {
 		return err
@@ -150,9 +148,8 @@ func (t *Table) mayReserve(salt string, quota, pins int64) error {
 	return nil
 }
 
-// SetQuota gives a tenant a quota, or another one. What the tenant has already counts once
-// its namespaces are named and its slots adopted. Errors: ErrTooMany, ErrSum, ErrQuota,
-// kv.ErrSalt.
+// SetQuota sets or changes a tenant's quota. Slots that the tenant has already count once its namespaces are named and its slots adopted.
+// Errors: ErrTooMany, ErrSum, ErrQuota, kv.ErrSalt.
 func (t *Table) SetQuota(salt string, bytes int64) error {
 	a := t.accounts[salt]
 	if err := t.mayReserve(salt, bytes, t.pins.limitOf(salt)); err != nil {
@@ -171,8 +168,8 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 	return nil
 }
 
-// Name sets the tenant of a namespace. It reports whether that was a change: then the caller must
-// adopt the slots that the namespace has already.
+// Name sets the tenant of a namespace. It reports whether that was a change. The caller must then call Adopt for the slots that the
+// namespace has already.
 func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
 	if a := t.accounts[string(salt)]; a != nil {
 		news = t.owners.name(ns, a)
@@ -183,7 +180,7 @@ func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
 	return news
 }
 
-// Stage notes that a slot is being written.
+// Stage records that a slot is being written.
 func (t *Table) Stage(slot uint32, ns kv.Namespace) {
 	if in := t.owners.of[ns]; in != nil {
 		t.slots.Grow(int(slot) + 1)
@@ -194,7 +191,7 @@ func (t *Table) Stage(slot uint32, ns kv.Namespace) {
 	}
 }
 
-// Add notes that a slot became resident: see evict.Policy.
+// Add records that a slot became resident: see evict.Policy.
 func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
 	if t.ttls.on {
 		t.ttls.add(slot, ns)
@@ -202,7 +199,7 @@ func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
 	t.admit(slot, ns, id, parent)
 }
 
-// admit makes a resident slot known to a policy.
+// admit adds a resident slot to the policy of its tenant.
 func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
 	p := t.at(slot)
 	if p.in == nil && t.Any() {
@@ -216,7 +213,7 @@ func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
 	p.of().policy.Add(t.enter(slot, p.of()), id, parent, t.bytes(slot))
 }
 
-// enter gives a slot a number in an account.
+// enter gives a slot a local number in an account.
 func (t *Table) enter(slot uint32, a *account) (local uint32) {
 	if last := len(a.free) - 1; last >= 0 {
 		local, a.free = a.free[last], a.free[:last]
@@ -230,8 +227,8 @@ func (t *Table) enter(slot uint32, a *account) (local uint32) {
 	return local
 }
 
-// Adopt moves a slot of a named namespace into its tenant's account, a resident one as the most recently used. A slot that is in an account
-// stays there.
+// Adopt moves a slot of a named namespace into its tenant's account; a resident slot becomes the most recently used there. A slot that is
+// in an account already stays in that one.
 func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent uint64) {
 	if resident {
 		t.ttls.adopt(slot, ns)
@@ -246,7 +243,7 @@ func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent ui
 	}
 }
 
-// Use notes that a slot was served or stored again.
+// Use records that a slot was served or stored again.
 func (t *Table) Use(slot uint32) {
 	if t.ttls.on {
 		t.ttls.use(slot)
@@ -259,17 +256,17 @@ func (t *Table) Use(slot uint32) {
 	}
 }
 
-// Cause says why a slot goes.
+// Cause says why a slot is removed.
 type Cause uint8
 
 // The causes that are counted for tenants.
 const (
 	Other   Cause = iota
-	Evicted       // it had to make room
-	Expired       // its time was over
+	Evicted       // to make room
+	Expired       // it was not used for its TTL
 )
 
-// Remove notes that a slot holds nothing any more. A slot that is not in the books is left alone.
+// Remove records that a slot has no content any more. It does nothing for a slot that the Table does not know.
 func (t *Table) Remove(slot uint32, why Cause) {
 	if why == Expired {
 		t.ttls.expired(slot)
@@ -278,7 +275,7 @@ func (t *Table) Remove(slot uint32, why Cause) {
 	t.leave(slot, why == Evicted)
 }
 
-// leave takes a slot out of its policy.
+// leave removes a slot from its account and its policy.
 func (t *Table) leave(slot uint32, evicted bool) {
 	p := t.at(slot)
 	a := p.of()
@@ -301,7 +298,7 @@ func (t *Table) leave(slot uint32, evicted bool) {
 	*t.slots.At(int(slot)) = place{}
 }
 
-// at returns where a slot is.
+// at returns the account of a slot.
 func (t *Table) at(slot uint32) place {
 	if int(slot) >= t.slots.Len() {
 		return place{}
@@ -309,13 +306,13 @@ func (t *Table) at(slot uint32) place {
 	return *t.slots.At(int(slot))
 }
 
-// For sets the namespace that needs room, and how many bytes: Victim, Spared and Ascend are for its
+// For sets the namespace for which room is made, and how many bytes it needs. Victim, Spared and Ascend then work for the namespace's
 // tenant.
 func (t *Table) For(ns kv.Namespace, bytes int64) {
 	t.writer, t.need = place{in: t.owners.of[ns]}.of(), bytes
 }
 
-// over returns by how much an account passes its quota, with what the writer needs.
+// over returns by how many bytes an account exceeds its quota. The bytes that the writer needs count for the writer's account.
 func (t *Table) over(a *account) int64 {
 	n := a.Bytes - a.QuotaBytes
 	if a == t.writer {
@@ -324,8 +321,7 @@ func (t *Table) over(a *account) int64 {
 	return n
 }
 
-// byExcess calls f for the accounts above their quotas, the farthest first, until f answers
-// false.
+// byExcess calls f for the accounts above their quotas, the one with the largest excess first, until f reports false.
 func (t *Table) byExcess(f func(a *account) bool) bool {
 	last, tried := int64(0), -1
 	for {
@@ -378,14 +374,13 @@ func (t *Table) victimOf(a *account) (slot uint32, ok, more bool) {
 	return *a.slots.At(int(local)), true, false
 }
 
-// Spared reports whether a slot is not the writer's to evict: without its bytes another
-// tenant would be below its quota.
+// Spared reports whether the slot must not be evicted for the writer, because another tenant would then be below its quota.
 func (t *Table) Spared(slot uint32) bool {
 	a := t.at(slot).of()
 	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
 }
 
-// Ascend is evict.Policy's, for the tenant that For set.
+// Ascend is as in evict.Policy, for the tenant that For set.
 func (t *Table) Ascend(f func(slot uint32) bool) {
 	on, own := true, false
 	ascend := func(a *account) bool {
@@ -408,7 +403,7 @@ func (t *Table) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// List returns the usage of the tenants with a setting of their own, by salt.
+// List returns the usage of each tenant that has a quota, a TTL or a limit of pins of its own, by salt.
 func (t *Table) List() []Usage {
 	of := make(map[string]*Usage)
 	add := func(salt string) *Usage {
@@ -439,11 +434,10 @@ func (t *Table) List() []Usage {
 	return out
 }
 
-// Dropped is a tenant whose quota has ended and whose slots are still to be released.
+// Dropped is a tenant whose quota has ended and whose slots must be released.
 type Dropped struct{ account *account }
 
-// DropQuota ends a tenant's quota; ok is false where it has none. Until all slots are released
-// the tenant gets no other quota.
+// DropQuota ends a tenant's quota. ok is false if it has none. The tenant must not get another quota before all its slots are released.
 func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	a := t.accounts[salt]
 	if a == nil {
@@ -456,8 +450,8 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	return Dropped{a}, true
 }
 
-// Release moves a slot of a dropped tenant to the common policy, as the most recently used, or
-// out of the books while it is staged. Another slot is left alone.
+// Release moves a resident slot of a dropped tenant to the common policy, as the most recently used. It removes a staged slot from the
+// account. It does nothing for another slot.
 func (t *Table) Release(d Dropped, slot uint32, resident bool, id, parent uint64) {
 	if t.at(slot).of() != d.account {
 		return

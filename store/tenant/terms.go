@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// Field is one of what a tenant can have of its own, by its name in HTTP.
+// Field is a setting that a tenant can have of its own. Its value is the name in the HTTP interface.
 type Field string
 
 // The fields.
@@ -28,16 +28,16 @@ const (
 	PinLimit Field = "pin_limit_bytes"
 )
 
-// Value is what a tenant has of a field. The zero Value is nothing of its own.
+// Value is the value of a tenant's field. The zero Value means that the tenant has none of its own.
 type Value struct {
 	Set bool
 	N   float64 // bytes; seconds of a TTL, -1 for ever
 }
 
-// BytesValue is a value of Quota and PinLimit. 0 to be pinned is nothing.
+// BytesValue returns a value of Quota or PinLimit. A PinLimit of 0 means that nothing may be pinned.
 func BytesValue(n int64) Value { return Value{true, float64(n)} }
 
-// TimeValue is a value of TTL, or none for 0.
+// TimeValue returns a value of TTL. For 0 it returns no value.
 func TimeValue(ttl time.Duration) Value {
 	switch ttl {
 	case 0:
@@ -48,7 +48,7 @@ func TimeValue(ttl time.Duration) Value {
 	return Value{true, ttl.Seconds()}
 }
 
-// TermStore is where terms are in effect. Its methods are those of store.Store.
+// TermStore is the store in which the terms take effect. Its methods are those of store.Store.
 type TermStore interface {
 	SetQuota(salt string, bytes int64) error
 	DropQuota(salt string) bool
@@ -56,15 +56,15 @@ type TermStore interface {
 	SetPinLimit(salt string, bytes int64) error  // 0 takes it away
 }
 
-// MaxTerms bounds what is set while servers run, those that are in effect no more included: as many as tenants may have, and as
-// many flags as may be overruled. Each takes less than 1 KiB.
+// MaxTerms bounds the terms that are set while servers run, those that are not in effect included: as many as tenants may have, and as many
+// flags as may be overruled. Each takes less than 1 KiB.
 const MaxTerms = 6 * MaxQuotas
 
-// ErrTooManyTerms means that MaxTerms are set.
+// ErrTooManyTerms means that MaxTerms terms are set already.
 var ErrTooManyTerms = errors.New("tenant: too many settings of tenants are kept")
 
-// NotKeptError says that a term is in effect and that the file does not have it: it ends with the server, unless a
-// later write succeeds.
+// NotKeptError says that a term is in effect but the file does not have it. The term then ends with the server, unless a later write
+// succeeds.
 type NotKeptError struct{ Err error }
 
 func (e *NotKeptError) Error() string {
@@ -82,16 +82,16 @@ func compareTermKeys(a, b termKey) int {
 	return cmp.Or(strings.Compare(a.salt, b.salt), strings.Compare(string(a.field), string(b.field)))
 }
 
-// Flags are terms that a command line gives. Its methods note them.
+// Flags are the terms that a command line gives. Its methods record them.
 type Flags map[termKey]Value
 
-// SetQuota notes a quota.
+// SetQuota records a quota.
 func (f Flags) SetQuota(salt string, bytes int64) error { return f.set(salt, Quota, BytesValue(bytes)) }
 
-// SetTTL notes a time to live.
+// SetTTL records a TTL.
 func (f Flags) SetTTL(salt string, ttl time.Duration) error { return f.set(salt, TTL, TimeValue(ttl)) }
 
-// SetPinLimit notes how much may be pinned.
+// SetPinLimit records a limit of pins.
 func (f Flags) SetPinLimit(salt string, bytes int64) error {
 	return f.set(salt, PinLimit, BytesValue(bytes))
 }
@@ -101,20 +101,19 @@ func (f Flags) set(salt string, field Field, v Value) error {
 	return nil
 }
 
-// setTerm is what was set while a server ran.
+// setTerm is a term that an operator set while a server ran.
 type setTerm struct {
-	value Value     // none: it was taken away
-	over  Value     // what the flag said then
-	at    time.Time // when
+	value Value     // none: the operator took the term away
+	over  Value     // the flag's value at that time
+	at    time.Time // when it was set
 	idle  string    // why it is not in effect
 }
 
-// Terms is what operators set for tenants of one server: what a tenant keeps of the pool, how long its unused objects stay,
-// and how much of it may be pinned. Flags give some of that, the rest is set while the server runs, and a file keeps the
-// rest for the next start.
+// Terms has the settings of operators for the tenants of one server: how much of the pool is kept for a tenant, its TTL, and how much of it
+// may be pinned. Some are given by flags. The others are set while the server runs, and a file stores them for the next start.
 //
-// The newest intention counts. A value set at run time holds over restarts until the flag for the same tenant and field
-// has another value, or is gone.
+// The newest decision counts: a value that was set at run time stays over restarts until the flag for the same tenant and field has another
+// value, or is gone.
 //
 // Methods are safe for concurrent use.
 type Terms struct {
@@ -124,16 +123,16 @@ type Terms struct {
 	now    func() time.Time
 	unkept atomic.Bool // the last write failed
 
-	changing sync.Mutex      // orders changes of the store, of set and of the file; the next are under it
+	changing sync.Mutex      // orders changes of the store, of set and of the file; guards the fields below
 	file     *statefile.File // nil: none, or closed
 	store    TermStore
 	set      map[termKey]setTerm
-	stale    bool // the file says something else than set
+	stale    bool // the file differs from set
 }
 
-// OpenTerms returns the terms of flags and those that an earlier server left in the file at path, an empty path for none. A
-// file that is damaged is put aside, as path.bad, with a warning: a server without its tenants' terms is worth more than
-// none. Errors: a file that is of something else, is another server's, or cannot be read; then nothing is touched.
+// OpenTerms returns the terms of flags, and those that an earlier server left in the file at path; an empty path means no file. A damaged
+// file is renamed to path.bad, with a warning, because a server without its tenants' terms is better than none. Errors: the file is of
+// another kind, belongs to another server, or cannot be read; then it is not touched.
 func OpenTerms(path string, flags Flags, log *slog.Logger) (*Terms, error) {
 	b := &Terms{flags: flags, path: path, log: cmp.Or(log, slog.New(slog.DiscardHandler)), now: time.Now, set: make(map[termKey]setTerm)}
 	if path == "" {
@@ -175,7 +174,7 @@ func (b *Terms) read(path string) ([]savedTerm, error) {
 	return list, nil
 }
 
-// Close gives the file to other processes, after a last try to write what it lacks.
+// Close releases the file for other processes, after a last try to write what it lacks.
 func (b *Terms) Close() error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
@@ -188,8 +187,8 @@ func (b *Terms) Close() error {
 	return err
 }
 
-// Apply sets everything in a store, once, before the Terms are used otherwise. What was set while an earlier server ran and does not fit, into a
-// smaller pool for example, gives way to the flag, is named in a warning and stays in the file. Error: a flag that the store refuses.
+// Apply sets all terms in a store. Call it once, before all other methods. A term of an earlier server that does not fit, for example into
+// a smaller pool, gives way to the flag; a warning names it, and it stays in the file. Error: the store refuses a flag.
 func (b *Terms) Apply(st TermStore) error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
@@ -222,12 +221,12 @@ func (b *Terms) Apply(st TermStore) error {
 		b.log.Info("restored the settings of tenants", "settings", inEffect, "file", b.path)
 	}
 	if b.stale {
-		_ = b.saveLocked() // it is logged, and tried again with the next change
+		_ = b.saveLocked() // the error is logged, and the next change tries again
 	}
 	return nil
 }
 
-// put sets a value in the store.
+// put sets one value in the store.
 func (b *Terms) put(k termKey, v Value) error {
 	switch k.field {
 	case Quota:
@@ -251,8 +250,8 @@ func (b *Terms) put(k termKey, v Value) error {
 	return b.store.SetPinLimit(k.salt, int64(max(-1, min(v.N, math.MaxInt64/2))))
 }
 
-// Set gives a tenant a value, the zero Value to take it away. Errors: those of the store, ErrTooManyTerms: then all is as
-// before; *NotKeptError: it is in effect.
+// Set sets one field of a tenant; the zero Value takes it away. Errors: those of the store, and ErrTooManyTerms, after which nothing has
+// changed; *NotKeptError: the value is in effect, but the file lacks it.
 func (b *Terms) Set(salt string, f Field, v Value) error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
@@ -262,7 +261,7 @@ func (b *Terms) Set(salt string, f Field, v Value) error {
 	return b.saveLocked()
 }
 
-// Drop takes away all that a tenant has of its own, and reports whether it had anything. Errors: ErrTooManyTerms, *NotKeptError.
+// Drop takes away all terms of a tenant, and reports whether it had any. Errors: ErrTooManyTerms, *NotKeptError.
 func (b *Terms) Drop(salt string) (had bool, _ error) {
 	b.changing.Lock()
 	defer b.changing.Unlock()
@@ -301,7 +300,7 @@ func (b *Terms) setLocked(salt string, f Field, v Value) error {
 	return nil
 }
 
-// saveLocked writes the file, where there is one and it says something else than set.
+// saveLocked writes the file, if there is one and it differs from set.
 func (b *Terms) saveLocked() error {
 	if b.file == nil || !b.stale {
 		return nil
@@ -321,24 +320,24 @@ func (b *Terms) saveLocked() error {
 	return nil
 }
 
-// Path is the file that keeps what is set; empty for none.
+// Path returns the path of the file; empty for none.
 func (b *Terms) Path() string { return b.path }
 
-// Unkept reports whether the file lacks something that is in effect, because it could not be written. It waits for no disk.
+// Unkept reports whether the file lacks a term that is in effect, because it could not be written. It does not wait for the disk.
 func (b *Terms) Unkept() bool { return b.unkept.Load() }
 
-// Term is a value and where it is from.
+// Term is the value of one field of a tenant, and its source.
 type Term struct {
 	Salt  string
 	Field Field
 	Value Value
-	Flag  bool      // a flag says it; else it was set while a server ran
-	At    time.Time // when it was set, unless a flag says it
+	Flag  bool      // a flag gives it; else it was set while a server ran
+	At    time.Time // when it was set; zero if a flag gives it
 	Idle  string    // why it is not in effect; empty: it is
 }
 
-// List returns all terms, by salt and field; what was taken away while a flag gives it is among them, without a value. A flag's term that was
-// changed is not.
+// List returns all terms, by salt and field. A flag's term that was taken away is listed without a value. A flag's term that was changed is
+// listed with the new value only.
 func (b *Terms) List() []Term {
 	b.changing.Lock()
 	defer b.changing.Unlock()

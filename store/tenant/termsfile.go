@@ -15,7 +15,7 @@ import (
 //
 //	{"terms": [{"cache_salt": "team-a", "field": "ttl_seconds", "value": 1800, "over": null, "set_at": "2026-11-20T09:12:44Z"}]}
 //
-// value is null where it was taken away, over is what the flag said then, null for no flag.
+// value is null for a term that was taken away. over is the flag's value at that time, null for no flag.
 const (
 	termsMagic   = "kvasir-tenants 1"
 	maxTermsFile = 4 << 20 // MaxTerms of the longest salts take less than half of it
@@ -63,7 +63,7 @@ func encodeTerms(set map[termKey]setTerm) []byte {
 	return b
 }
 
-// decodeTerms reads a document and refuses what encodeTerms does not write. A nil document has no terms.
+// decodeTerms reads a document. It refuses every document that encodeTerms cannot write. A nil document has no terms.
 func decodeTerms(doc []byte) ([]savedTerm, error) {
 	if doc == nil {
 		return nil, nil
@@ -102,7 +102,7 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 	return d.Terms, nil
 }
 
-// isPossible reports whether a field can have a value in some pool.
+// isPossible reports whether v can be the value of the field, in a pool of any size.
 func (f Field) isPossible(v float64) bool {
 	if f == TTL {
 		return v == -1 || v >= 1 && v <= MaxTTL.Seconds()

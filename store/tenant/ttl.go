@@ -20,26 +20,24 @@ const MaxTTL = 10 * 365 * 24 * time.Hour
 // ErrTTL means that a TTL is neither Forever nor from one second to MaxTTL.
 var ErrTTL = errors.New("tenant: a TTL is from 1 s to ten years")
 
-// ttls has the time to live of slots, in seconds, and their last use. Without any TTL it costs
-// nothing; with one, 16 bytes for each slot.
+// ttls has the TTLs and the last uses of slots, in seconds. Without any TTL it costs nothing; with one, 16 bytes for each slot.
 type ttls struct {
 	on     bool
-	common uint32                // of tenants without one of their own; 0: for ever
+	common uint32                // TTL of tenants without one of their own; 0: they do not expire
 	of     map[string]*tenantTTL // by salt
 	owners owners[*tenantTTL]
 	slots  container.PagedSlice[lastUse]
 	now    uint32
-	began  uint32 // to be on: what was used before counts as used then
+	began  uint32 // when on became true: earlier uses count as uses at this time
 }
 
 // tenantTTL is the TTL of one tenant.
 type tenantTTL struct {
-	ttl     uint32 // 0: for ever
-	expired uint64 // slots
+	ttl     uint32 // 0: its slots do not expire
+	expired uint64 // number of slots that expired
 }
 
-// lastUse is when a slot was last used, and for which tenant; in is nil where the tenant has no
-// TTL of its own.
+// lastUse is when a slot was last used, and its tenant; in is nil if the tenant has no TTL of its own.
 type lastUse struct {
 	in *owner[*tenantTTL]
 	at uint32
@@ -52,13 +50,12 @@ func checkTTL(ttl time.Duration) error {
 	return nil
 }
 
-// inSeconds rounds a TTL up.
+// inSeconds returns a TTL in seconds, rounded up.
 func inSeconds(ttl time.Duration) uint32 {
 	return uint32((max(ttl, 0) + time.Second - 1) / time.Second)
 }
 
-// SetCommonTTL sets the TTL of slots whose tenant has none of its own or is unknown;
-// 0 or Forever: they do not expire. Error: ErrTTL.
+// SetCommonTTL sets the TTL of slots whose tenant has none of its own or is unknown. With 0 or Forever they do not expire. Error: ErrTTL.
 func (t *Table) SetCommonTTL(ttl time.Duration) error {
 	if ttl == 0 {
 		ttl = Forever
@@ -71,8 +68,8 @@ func (t *Table) SetCommonTTL(ttl time.Duration) error {
 	return nil
 }
 
-// SetTTL gives a tenant a TTL of its own, or Forever. What the tenant has already follows it once
-// its namespaces are named and its slots adopted. Errors: ErrTTL, ErrTooMany, kv.ErrSalt.
+// SetTTL gives a tenant a TTL of its own, or Forever. It applies to slots that the tenant has already once its namespaces are named and its
+// slots adopted. Errors: ErrTTL, ErrTooMany, kv.ErrSalt.
 func (t *Table) SetTTL(salt string, ttl time.Duration) error {
 	l := t.ttls.of[salt]
 	if err := checkSalt(salt); err != nil {
@@ -96,8 +93,7 @@ func (t *Table) SetTTL(salt string, ttl time.Duration) error {
 	return nil
 }
 
-// DropTTL ends a tenant's own TTL: the common one is for its slots, too. It reports whether there
-// was one.
+// DropTTL ends a tenant's own TTL; the common TTL then applies to its slots. It reports whether there was one.
 func (t *Table) DropTTL(salt string) bool {
 	l := t.ttls.of[salt]
 	if l == nil {
@@ -109,7 +105,7 @@ func (t *Table) DropTTL(salt string) bool {
 	return true
 }
 
-// turn begins to note uses once there is a TTL, and stops once there is none.
+// turn begins to record uses once there is a TTL, and stops once there is none.
 func (l *ttls) turn() {
 	on := l.common > 0 || len(l.of) > 0
 	if on && !l.on {
@@ -118,8 +114,7 @@ func (l *ttls) turn() {
 	l.on = on
 }
 
-// Tick sets the present time, counted from a fixed moment. Uses are noted by the time of the last
-// Tick.
+// Tick sets the present time, counted from a fixed moment. Later uses get this time, until the next Tick.
 func (t *Table) Tick(now time.Duration) { t.ttls.now = uint32(now / time.Second) }
 
 // Mortal reports whether any slot may expire.
@@ -131,7 +126,7 @@ func (t *Table) Expired(slot uint32) bool {
 	return ttl > 0 && t.ttls.now-min(t.ttls.now, at) > ttl
 }
 
-// Left returns how long a resident slot lives on without another use, rounded up to seconds; false where it does not expire.
+// Left returns how long a resident slot lives without another use, rounded up to seconds. It reports false if the slot does not expire.
 func (t *Table) Left(slot uint32) (time.Duration, bool) {
 	l := &t.ttls
 	ttl, at := l.life(slot)
@@ -141,7 +136,7 @@ func (t *Table) Left(slot uint32) (time.Duration, bool) {
 	return time.Duration(ttl-min(ttl, l.now-min(l.now, at))) * time.Second, true
 }
 
-// life returns the TTL of a slot, 0 where it does not expire, and when it was last used.
+// life returns the TTL of a slot, 0 if it does not expire, and the time of its last use.
 func (l *ttls) life(slot uint32) (ttl, at uint32) {
 	if !l.on {
 		return 0, 0
@@ -157,7 +152,7 @@ func (l *ttls) life(slot uint32) (ttl, at uint32) {
 	return ttl, max(of.at, l.began)
 }
 
-// expired counts a slot that goes because its time is over.
+// expired counts a slot that is dropped because its TTL was over.
 func (l *ttls) expired(slot uint32) {
 	if int(slot) < l.slots.Len() {
 		if in := l.slots.At(int(slot)).in; in != nil {
@@ -166,7 +161,7 @@ func (l *ttls) expired(slot uint32) {
 	}
 }
 
-// add notes a slot that became resident.
+// add records a slot that became resident.
 func (l *ttls) add(slot uint32, ns kv.Namespace) {
 	l.slots.Grow(int(slot) + 1)
 	of := lastUse{l.owners.of[ns], l.now}
@@ -176,7 +171,7 @@ func (l *ttls) add(slot uint32, ns kv.Namespace) {
 	*l.slots.At(int(slot)) = of
 }
 
-// adopt notes in whose namespace a resident slot is.
+// adopt records the tenant of a resident slot's namespace.
 func (l *ttls) adopt(slot uint32, ns kv.Namespace) {
 	in := l.owners.of[ns]
 	if in == nil {

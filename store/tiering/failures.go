@@ -14,11 +14,11 @@ const (
 	// failedFor is how long an object that could not be read counts as absent.
 	failedFor = 5 * time.Second
 
-	// maxFailed bounds those that are remembered; the oldest is forgotten first.
+	// maxFailed bounds the failures that are remembered; beyond it the oldest is forgotten.
 	maxFailed = 1 << 14
 )
 
-// failures are the objects that could not be read a moment ago. The zero value has none.
+// failures has the objects that could not be read a moment ago. The zero value has none.
 type failures struct {
 	mu struct {
 		sync.Mutex
@@ -27,7 +27,7 @@ type failures struct {
 	}
 }
 
-// add notes that an object could not be read.
+// add records that an object could not be read.
 func (f *failures) add(k kv.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -43,14 +43,14 @@ func (f *failures) add(k kv.Key) {
 	f.mu.order = append(f.mu.order, k)
 }
 
-// forget notes that an object was written.
+// forget removes an object, because it was written.
 func (f *failures) forget(k kv.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	delete(f.mu.until, k)
 }
 
-// hide takes the objects that could not be read out of an answer.
+// hide sets the metas of objects that could not be read a moment ago to zero, as if they were missing.
 func (f *failures) hide(keys []kv.Key, metas []tier.Meta) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

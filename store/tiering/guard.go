@@ -19,35 +19,35 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// maxSlow is how many slow calls mean that a tier does not answer.
+// maxSlow is the number of slow calls from which on a tier counts as not answering.
 const maxSlow = 8
 
-// Guard calls a tier that may hang, panic or give wrong bytes. It counts the calls that take too long, so that callers do
-// without the tier while many of them go on. Its methods are safe for concurrent use.
+// Guard calls a tier that may hang, panic or return wrong bytes. It counts the calls that take too long, so that callers do without the
+// tier while many of them run. Its methods are safe for concurrent use.
 type Guard struct {
 	of      tier.Tier
 	after   time.Duration
 	maxHeld int64
 	log     *slog.Logger
-	slow    atomic.Int32 // calls that have taken longer than after and go on
-	held    atomic.Int64 // bytes that they may write to
+	slow    atomic.Int32 // running calls that have taken longer than `after`
+	held    atomic.Int64 // bytes that these calls may write to
 	failed  failures
 }
 
-// NewGuard guards a tier. Calls are slow after so long; 8 of them, or slow ones that may write
-// to maxHeld bytes, mean that it does not answer.
+// NewGuard returns a Guard of a tier. A call is slow when it takes longer than `after`. While 8 calls are slow, or slow calls may write to
+// maxHeld bytes, the tier counts as not answering.
 func NewGuard(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger) *Guard {
 	return &Guard{of: of, after: after, maxHeld: maxHeld, log: log}
 }
 
-// Answers reports whether the tier may be asked. It is false while slow calls go on.
+// Answers reports whether the tier may be asked. It is false while too many slow calls run.
 func (t *Guard) Answers() bool { return t.slow.Load() < maxSlow && t.held.Load() < t.maxHeld }
 
-// ErrPanic means that a call of the tier met a bug of it. It costs that call.
+// ErrPanic means that a bug made a call of the tier panic. Only that call failed.
 var ErrPanic = errors.New("tiering: the tier panicked")
 
-// Stat is that of the tier, with metas of its own. What could not be read a moment ago is
-// not there: else the next lookup would try again at once, and so on.
+// Stat returns the tier's metas of keys in a slice of its own. An object that could not be read a moment ago counts as missing; otherwise
+// each lookup would try it again at once.
 func (t *Guard) Stat(ctx context.Context, keys []kv.Key) (metas []tier.Meta, err error) {
 	metas = make([]tier.Meta, len(keys))
 	t.timed(0, func() {
@@ -57,8 +57,8 @@ func (t *Guard) Stat(ctx context.Context, keys []kv.Key) (metas []tier.Meta, err
 	return metas, err
 }
 
-// Ask is Stat for a caller that waits no longer than until ctx ends, whatever the tier
-// does. start starts a goroutine, or reports false.
+// Ask is Stat for a caller that must not wait longer than until ctx ends, whatever the tier does. start starts a goroutine, or reports
+// false.
 func (t *Guard) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool) ([]tier.Meta, error) {
 	type answer struct {
 		metas []tier.Meta
@@ -79,14 +79,13 @@ func (t *Guard) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool)
 	}
 }
 
-// Hottest is that of the tier.
+// Hottest calls tier.Hottest for the tier.
 func (t *Guard) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	return t.contain(func() error { return tier.Hottest(ctx, t.of, n, f) })
 }
 
-// Read fills dst, which may be memory that goes away, and returns the checksum of the bytes
-// read. Errors: those of the tier, *tier.CorruptError also when the tier's checksum differs
-// (then Read deletes the tier's object), ErrPanic, faults of dst.
+// Read fills dst and returns the checksum of the bytes read. The memory of dst may go away meanwhile. Errors: those of the tier;
+// *tier.CorruptError also if the tier's checksum differs (Read then deletes the tier's object); ErrPanic; faults of dst.
 func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err error) {
 	var meta tier.Meta
 	t.timed(int64(len(dst)), func() {
@@ -100,7 +99,7 @@ func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err
 	})
 	if err == nil && !meta.NoSum && meta.Sum != sum {
 		err = &tier.CorruptError{Key: k, Want: meta, Got: tier.Meta{Len: meta.Len, Sum: sum}}
-		_ = t.contain(func() error { return t.of.Delete(ctx, []kv.Key{k}) }) // else no store would replace it
+		_ = t.contain(func() error { return t.of.Delete(ctx, []kv.Key{k}) }) // otherwise no store would replace it
 	}
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		t.failed.add(k)
@@ -108,7 +107,7 @@ func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err
 	return sum, err
 }
 
-// Write keeps src, which may be memory that goes away, under k, and returns its checksum, which m has unless NoSum is set.
+// Write stores src in the tier under k and returns its checksum, which m has unless NoSum is set. The memory of src may go away meanwhile.
 // Errors: those of the tier, ErrPanic, faults of src.
 func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, m tier.Meta) (sum uint64, err error) {
 	fault := shm.Guard(func() {
@@ -128,8 +127,7 @@ func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, m tier.Meta) (s
 // Close closes the tier.
 func (t *Guard) Close() error { return t.of.Close() }
 
-// timed calls f, which fills bytes bytes, and counts it as slow while it takes
-// too long.
+// timed calls f, which fills `bytes` bytes, and counts it as slow while it takes longer than t.after.
 func (t *Guard) timed(bytes int64, f func()) {
 	count := func(by int32) {
 		t.slow.Add(by)
@@ -144,8 +142,8 @@ func (t *Guard) timed(bytes int64, f func()) {
 	f()
 }
 
-// contain makes an error of the tier's panics. Builds with -tags invariants let panics go on;
-// faults of mapped memory are left to shm.Guard.
+// contain turns a panic of the tier into ErrPanic. Builds with -tags invariants do not catch panics. Faults of mapped memory are left to
+// shm.Guard.
 func (t *Guard) contain(f func() error) (err error) {
 	if invariant.Enabled {
 		return f()

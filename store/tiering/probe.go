@@ -11,49 +11,48 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Location is where an object is.
+// Location says where an object is.
 type Location uint8
 
 // Locations.
 const (
-	Nowhere Location = iota // or not looked for
+	Nowhere Location = iota // not found, or not looked for
 	InPool
 	InTier
 )
 
-// Places answers a Probe.
+// Places answers the questions of a Probe.
 type Places interface {
 	// InPool sets there[i] for the keys that the pool has.
 	InPool(keys []kv.Key, there []bool)
-	// InTier says what the tier knows of keys.
+	// InTier returns the tier's metas of keys.
 	InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
 	// Failed reports a call of the tier that failed.
 	Failed(err error)
-	// Differs reports an object of the tier that has another length.
+	// Differs reports an object that has another length in the tier.
 	Differs(k kv.Key)
 }
 
 const (
-	firstStat, mostStat = 16, 256 // chunks that the tier is asked about at once
+	firstStat, mostStat = 16, 256 // number of chunks that one call asks the tier about
 
-	// probeBatch is how many objects are asked for at once.
+	// probeBatch is how many objects one call asks about.
 	probeBatch = 2048
 )
 
-// Probe finds where the objects of a prompt are, of all groups and shards: in the pool, in the tier below it, or nowhere.
-// It asks the tier only for what the pool lacks, no further than a hit can reach, many objects at a time. Objects are
-// numbered chunk by chunk, in each chunk by group, in each group by shard.
+// Probe finds where the objects of a prompt are, of all groups and shards: in the pool, in the tier below it, or nowhere. It asks the tier
+// only for objects that the pool lacks, no further than a hit can reach, many objects at a time. Objects are numbered chunk by chunk,
+// within a chunk by group, within a group by shard.
 type Probe struct {
 	shard  *object.Shard
 	hashes []kv.Hash
 	places Places
 	rows   int
-	from   int // chunks that are not looked for
+	from   int // number of leading chunks that are not looked for
 	where  []Location
 }
 
-// NewProbe returns a Probe for the chunks of those hashes. The first from of them are not looked for, and count as
-// found.
+// NewProbe returns a Probe for the chunks of those hashes. The first `from` of them are not looked for, and count as found.
 func NewProbe(sh *object.Shard, hashes []kv.Hash, from int, p Places) *Probe {
 	s := &Probe{shard: sh, hashes: hashes, places: p, rows: sh.Groups.Len() * sh.World, from: min(from, len(hashes))}
 	s.where = make([]Location, s.rows*len(hashes))
@@ -63,34 +62,33 @@ func NewProbe(sh *object.Shard, hashes []kv.Hash, from int, p Places) *Probe {
 	return s
 }
 
-// Rows is how many objects a chunk has.
+// Rows returns how many objects a chunk has.
 func (s *Probe) Rows() int { return s.rows }
 
-// Where is where object i was found.
+// Where returns where object i was found.
 func (s *Probe) Where(i int) Location { return s.where[i] }
 
-// Full reports whether a hit needs object i of each of its chunks.
+// Full reports whether the group of object i has full attention: a hit needs all its chunks.
 func (s *Probe) Full(i int) bool { return s.shard.Groups.Full(s.group(i)) }
 
 func (s *Probe) group(i int) int { return i % s.rows / s.shard.World }
 
-// Key names object i.
+// Key returns the key of object i.
 func (s *Probe) Key(i int) (k kv.Key) {
 	s.shard.Key(&k, i%s.rows%s.shard.World, s.group(i), s.hashes[i/s.rows])
 	return k
 }
 
-// Bytes is how long object i is.
+// Bytes returns the length of object i.
 func (s *Probe) Bytes(i int) int64 { return s.shard.Bytes(i%s.rows%s.shard.World, s.group(i)) }
 
-// Needs reports whether a hit of hit chunks needs object i.
+// Needs reports whether a hit of `hit` chunks needs object i.
 func (s *Probe) Needs(i, hit int) bool {
 	return i/s.rows >= s.shard.Groups.Need(s.group(i), s.from, hit).Start
 }
 
-// Find finds the longest hit that pool and tier have together, and calls take with it, in chunks. Where all groups
-// are of full attention it calls take with each beginning of it, too, as soon as that was found. It ends with ctx, and when
-// take reports false.
+// Find finds the longest hit that pool and tier have together, and calls take with its number of chunks. If all groups have full attention,
+// it also calls take with each shorter hit as soon as it is found. It ends when ctx ends or `take` reports false.
 func (s *Probe) Find(ctx context.Context, take func(hit int) (more bool)) {
 	begun := take
 	if s.shard.Groups.Windows() {
@@ -101,8 +99,8 @@ func (s *Probe) Find(ctx context.Context, take func(hit int) (more bool)) {
 	}
 }
 
-// prefix returns how many chunks the groups of full attention have. It calls begun with each number of them that was
-// found before, and ends when that reports false.
+// prefix returns how many leading chunks the groups of full attention have. It calls begun with each smaller number that it finds, and ends
+// when that reports false.
 func (s *Probe) prefix(ctx context.Context, begun func(chunks int) bool) (chunks int, more bool) {
 	for from, step := s.from, firstStat; from < len(s.hashes); {
 		to := min(from+max(1, min(step, probeBatch/s.rows)), len(s.hashes))
@@ -121,8 +119,8 @@ func (s *Probe) prefix(ctx context.Context, begun func(chunks int) bool) (chunks
 	return len(s.hashes), true
 }
 
-// windows returns the longest hit of at most limit chunks. It asks about the other groups
-// from the end on, only as far as a hit needs.
+// windows returns the longest hit of at most `limit` chunks. It looks for objects of the other groups from the end on, only as far back as
+// a hit needs.
 func (s *Probe) windows(ctx context.Context, limit int) int {
 	if !s.shard.Groups.Windows() {
 		return limit
@@ -139,7 +137,7 @@ func (s *Probe) windows(ctx context.Context, limit int) int {
 	}
 }
 
-// hit is the longest hit of what was found so far.
+// hit returns the longest hit of at most `limit` chunks among the objects found so far.
 func (s *Probe) hit(limit int) int {
 	world := s.shard.World
 	return s.shard.Groups.Hit(limit, func(group, chunk int) bool {
@@ -148,8 +146,8 @@ func (s *Probe) hit(limit int) int {
 	})
 }
 
-// look finds where the objects of the chunks [from, to) are, of the groups of full
-// attention or of the others. It reports whether it asked the tier.
+// look finds where the objects of the chunks [from, to) are: with full those of the groups of full attention, otherwise those of the other
+// groups. It reports whether it asked the tier.
 func (s *Probe) look(ctx context.Context, from, to int, full bool) (asked bool) {
 	keys, at := s.unknown(from, to, full)
 	there := make([]bool, len(keys))
@@ -182,7 +180,7 @@ func (s *Probe) look(ctx context.Context, from, to int, full bool) (asked bool) 
 	return true
 }
 
-// unknown returns the objects of those chunks that were not found, and their numbers.
+// unknown returns the keys and numbers of the objects of those chunks that were not found yet.
 func (s *Probe) unknown(from, to int, full bool) (keys []kv.Key, at []int) {
 	for i := from * s.rows; i < to*s.rows; i++ {
 		if s.where[i] == Nowhere && s.Full(i) == full {

@@ -8,20 +8,20 @@ import (
 )
 
 const (
-	// rateFading is the weight of an earlier sample beside the next one.
+	// rateFading is the factor by which the weight of earlier samples falls with each new one.
 	rateFading = 0.95
 
-	// minRateSamples is how many samples make a rate known.
+	// minRateSamples is the number of samples from which on a rate is known.
 	minRateSamples = 8
 
-	// slowerTierRetry is how many lookups skip a slower tier before one tries it again.
+	// slowerTierRetry says that one lookup in 16 asks a tier that is slower than computing, to measure it again.
 	slowerTierRetry = 16
 
-	// maxComputing bounds the requests that compute; the oldest is forgotten first.
+	// maxComputing bounds the requests that are recorded as computing; beyond it the oldest is forgotten.
 	maxComputing = 4096
 )
 
-// rate is an amount over time, of which older samples fade.
+// rate is an amount of bytes per time, in which older samples fade.
 type rate struct {
 	bytes, seconds float64
 	samples        int
@@ -33,7 +33,7 @@ func (r *rate) add(bytes int64, took time.Duration) {
 	r.samples++
 }
 
-// perSecond returns bytes per second, 0 while it is not known.
+// perSecond returns bytes per second; 0: not known yet.
 func (r *rate) perSecond() float64 {
 	if r.samples < minRateSamples || r.seconds <= 0 {
 		return 0
@@ -41,28 +41,28 @@ func (r *rate) perSecond() float64 {
 	return r.bytes / r.seconds
 }
 
-// Rates compares how fast chunks come from a tier with how fast engines compute them: where computing is faster, a load
-// delays a request. A request loads from its lookup to the answer, and computes from the answer to the commit of what it
-// has stored. Time in an engine's queue counts as computing, so a tier is left out too seldom rather than too often. The
-// zero value knows nothing. Its methods are safe for concurrent use; its mutex is a leaf.
+// Rates compares how fast chunks come from a tier with how fast engines compute them. Where computing is faster, a load delays a request. A
+// request loads from its lookup to the result, and computes from the result to the commit of the chunks that it has stored. Time in an
+// engine's queue counts as computing, so a tier is rather asked too often than left out too often. The zero value knows nothing. Its
+// methods are safe for concurrent use; its mutex is a leaf.
 type Rates struct {
 	mu struct {
 		sync.Mutex
 		load, compute rate
-		began         map[string]time.Time // by request: since when it computes
-		order         []string             // oldest first; of ended ones, too
+		began         map[string]time.Time // by request: when it began to compute
+		order         []string             // oldest first; has also requests that have ended
 		skipped       uint64
 	}
 }
 
-// Loaded records that the tier gave bytes bytes for one lookup.
+// Loaded records that the tier gave `bytes` bytes for one lookup, in the time took.
 func (r *Rates) Loaded(bytes int64, took time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.mu.load.add(bytes, took)
 }
 
-// Answered notes that a request has its lookup's result, and computes the rest.
+// Answered records that a request has its lookup's result, and begins to compute the rest.
 func (r *Rates) Answered(request []byte) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,21 +80,21 @@ func (r *Rates) Answered(request []byte) {
 	r.mu.began[name] = time.Now()
 }
 
-// Stored records that a request stored bytes bytes that it had computed.
+// Stored records that a request stored `bytes` bytes that it had computed.
 func (r *Rates) Stored(request []byte, bytes int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	began, ok := r.mu.began[string(request)]
 	if !ok {
-		return // its lookup found all, or is long ago
+		return // its lookup found all chunks, or was long ago
 	}
 	now := time.Now()
 	r.mu.compute.add(bytes, now.Sub(began))
 	r.mu.began[string(request)] = now
 }
 
-// WorthLoading reports whether the next lookup is to ask the tier: it does unless both
-// rates are known and computing is faster, and now and then also then.
+// WorthLoading reports whether the next lookup should ask the tier. It is false only if both rates are known and computing is faster; one
+// lookup in slowerTierRetry asks the tier even then.
 func (r *Rates) WorthLoading() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -106,14 +106,14 @@ func (r *Rates) WorthLoading() bool {
 	return r.mu.skipped%slowerTierRetry == 0
 }
 
-// RateStats is what was learned.
+// RateStats are the rates that were measured.
 type RateStats struct {
 	LoadRate    float64 `json:"load_bytes_per_s"`    // 0: not known
-	ComputeRate float64 `json:"compute_bytes_per_s"` // the same
-	Skipped     uint64  `json:"skipped_lookups"`     // that found the tier to be slower
+	ComputeRate float64 `json:"compute_bytes_per_s"` // 0: not known
+	Skipped     uint64  `json:"skipped_lookups"`     // lookups that did not ask the tier, because it is slower
 }
 
-// Stats returns what was learned.
+// Stats returns the rates that were measured.
 func (r *Rates) Stats() RateStats {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -16,29 +16,27 @@ const (
 	recheckRetryDelay = 5 * time.Second       // after a call that failed
 )
 
-// RecordedObject is an object that is recorded as being below.
+// RecordedObject is an object that the pool's index records as being in the tier.
 type RecordedObject struct {
 	Slot, Generation uint32
 	Bytes            int64
 }
 
-// Notes are the records of the objects that are below.
+// Notes are the records of the objects that are in the tier.
 type Notes interface {
 	// Slots is how many slots there are.
 	Slots() int
-	// Recorded returns at most most recorded keys from slot from on, and the slot to continue from; end where none is left.
+	// Recorded returns recorded keys from slot `from` on, `most` at most. next is the slot to continue from; `end` when none is left.
 	Recorded(from, end, most int) (keys []kv.Key, of []RecordedObject, next int)
-	// Ask asks the tier for objects. One that rests after failures may say that it has nothing: then writes find later
-	// that it has.
+	// Ask asks the tier for objects. A tier that rests after failures may answer that it has none; later writes then find that it has.
 	Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
-	// Settle records that the tier lacks objects, where it does: the Notes decide when they are
-	// written again.
+	// Settle records, for each object that the tier lacks by metas, that it is not in the tier. The Notes decide when it is written again.
 	Settle(of []RecordedObject, metas []tier.Meta)
 }
 
-// Recheck asks a tier, once, for each object that is recorded as being there. Objects may have gone since: removed by hand, evicted there,
-// lost with a disk. It passes the answers to Settle. Recheck begins once opened is closed, with nil at once, and returns when all is asked
-// for or ctx ends.
+// Recheck asks a tier, once, for each object that is recorded as being there. Objects may have been lost since: removed by hand, evicted by
+// the tier, lost with a disk. It passes the answers to Settle. Recheck begins when opened is closed, or at once if it is nil. It returns
+// when it has asked for all objects or ctx ends.
 func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 	if opened != nil {
 		select {

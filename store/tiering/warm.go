@@ -15,30 +15,30 @@ import (
 )
 
 const (
-	warmReads       = 4                // at once
-	warmRetryDelay  = time.Second      // after which a tier that does not answer is tried again
-	warmLogInterval = 10 * time.Second // between two lines in the log
+	warmReads       = 4                // reads that run at once
+	warmRetryDelay  = time.Second      // time until a tier that does not answer is tried again
+	warmLogInterval = 10 * time.Second // time between two lines in the log
 	maxWarmObjects  = 1 << 16          // objects at most, about 10 MiB of names
 )
 
-// WarmOptions says how much is read.
+// WarmOptions says how much Warm reads.
 type WarmOptions struct {
-	Bytes   int64         // in all, at most
-	Time    time.Duration // that it takes, at most
+	Bytes   int64         // most bytes in all
+	Time    time.Duration // longest time
 	Longest int64         // bytes of an object; longer ones are left out
 	Log     *slog.Logger
 }
 
-// Warmer names the objects and keeps what is read.
+// Warmer names the objects to read, and stores them.
 type Warmer interface {
-	// Hottest names objects, the hottest first.
+	// Hottest calls f for n objects at most, the hottest first, until f returns false.
 	Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error
 	// Usable reports whether the tier answers.
 	Usable() bool
-	// Warm reads an object, unless it is there, or others go first: wait is what to wait for then. It
-	// reports false when there is no room. It ends soon after ctx.
+	// Warm reads an object into the pool, unless the pool has it. If wait is not nil, other reads go first: the caller waits for it and
+	// tries again. room is false if the pool has no room. It ends soon after ctx.
 	Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool)
-	// Warmed is what was read so far.
+	// Warmed returns how much was read so far.
 	Warmed() (objects, bytes uint64)
 }
 
@@ -71,7 +71,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		case full.Load():
 			why = "the pool is full"
 			return false
-		case m.NoSum || m.Len > o.Longest: // it cannot be verified, or no object of this server is that long
+		case m.NoSum || m.Len > o.Longest: // it cannot be verified, or is longer than any object of this server
 			return true
 		case m.Len > left:
 			why = "enough was read"
@@ -101,7 +101,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 	}
 }
 
-// hottest asks r for the names of objects, and asks again while the tier does not answer.
+// hottest calls r.Hottest, and again while the tier does not answer.
 func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tier.Meta) bool) error {
 	for said := false; ; said = true {
 		named := false
@@ -123,13 +123,13 @@ func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tie
 	}
 }
 
-// warmObject is one to be read.
+// warmObject is an object that is to be read.
 type warmObject struct {
 	key   kv.Key
 	bytes int64
 }
 
-// readWarm waits until an object may be read, and reads it. It reports false when there is no room.
+// readWarm waits until the object may be read, and reads it. It reports false if the pool has no room.
 func readWarm(ctx context.Context, r Warmer, x warmObject) (room bool) {
 	for ctx.Err() == nil {
 		if !r.Usable() {

@@ -9,46 +9,44 @@ import (
 	"time"
 )
 
-// WriteItem is an object at one moment: what a slot has of that generation.
+// WriteItem is an object at one moment: the one that a slot has in that generation.
 type WriteItem struct {
 	Slot, Generation uint32
 	Bytes            int64
 
-	tries int // that failed
+	tries int // number of writes that failed
 }
 
 // WriteBackStats are the figures of a WriteBack.
 type WriteBackStats struct {
-	Waiting      int    // objects
-	WaitingBytes int64  // of them
+	Waiting      int    // objects that wait
+	WaitingBytes int64  // bytes of these objects
 	Skipped      uint64 // objects that were not taken because too many bytes waited
 }
 
-// WriteBack is a queue of objects that wait to be written to the tier below the pool, by their slots, oldest first. It
-// copies nothing: an object that is evicted while it waits is not written. Its methods are safe for concurrent use; its
-// mutex is a leaf.
+// WriteBack is a queue of slots whose objects wait to be written to the tier below the pool, oldest first. It copies no bytes: an object
+// that is evicted while it waits is not written. Its methods are safe for concurrent use; its mutex is a leaf.
 type WriteBack struct {
 	limit int64
-	came  chan struct{} // something may wait
+	came  chan struct{} // has a value when something may wait; capacity 1
 
 	mu struct {
 		sync.Mutex
 		queue   list.List                // of WriteItems
-		waiting map[uint32]*list.Element // by slot, the newest WriteItem of it that waits
+		waiting map[uint32]*list.Element // by slot: its newest WriteItem that waits
 		bytes   int64
 		skipped uint64
 	}
 }
 
-// NewWriteBack returns an empty WriteBack in which limit bytes may wait, or one object of any size.
+// NewWriteBack returns an empty WriteBack in which `limit` bytes may wait, or one object of any size.
 func NewWriteBack(limit int64) *WriteBack {
 	b := &WriteBack{limit: limit, came: make(chan struct{}, 1)}
 	b.mu.waiting = make(map[uint32]*list.Element)
 	return b
 }
 
-// Add queues an object to be written once, if it is not waiting already. It reports false when too
-// many bytes wait.
+// Add queues an object, unless it is waiting already. It reports false if too many bytes wait.
 func (b *WriteBack) Add(it WriteItem) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -65,7 +63,7 @@ func (b *WriteBack) Add(it WriteItem) bool {
 	return true
 }
 
-// Drop takes the object of a slot, which is about to go, out of the queue. A nil WriteBack has an empty queue.
+// Drop removes the object of a slot, which is about to be dropped, from the queue. A nil WriteBack has an empty queue.
 func (b *WriteBack) Drop(slot uint32) {
 	if b == nil {
 		return
@@ -93,7 +91,7 @@ func (b *WriteBack) wake() {
 	}
 }
 
-// Next waits for an object and takes it out. It reports false once ctx has ended.
+// Next waits for an object, and removes and returns it. It reports false once ctx has ended.
 func (b *WriteBack) Next(ctx context.Context) (WriteItem, bool) {
 	for {
 		if it, ok := b.take(); ok {
@@ -116,37 +114,36 @@ func (b *WriteBack) take() (WriteItem, bool) {
 	}
 	it := b.removeLocked(first)
 	if b.mu.queue.Len() > 0 {
-		b.wake() // another one may wait for it
+		b.wake() // another goroutine may wait for the next one
 	}
 	return it, true
 }
 
-// WriteOutcome is how the writing of an object ended.
+// WriteOutcome says how the write of an object ended.
 type WriteOutcome uint8
 
 // WriteOutcomes.
 const (
-	Settled WriteOutcome = iota // it is below, or is not to be
-	Failed                      // retried, maxWriteTries tries in all
-	Resting                     // retried until it has another outcome
+	Settled WriteOutcome = iota // the object is in the tier, or must not be written
+	Failed                      // it is tried again, maxWriteTries times in all
+	Resting                     // it is tried again until it has another outcome
 )
 
 const (
-	// writePatience is how long a write waits for what goes first.
+	// writePatience is how long a write waits for reads that go first.
 	writePatience = 200 * time.Millisecond
 
-	// writeRetryDelay is after how long a writer goes on whose write failed.
+	// writeRetryDelay is how long a writer waits after a write that failed.
 	writeRetryDelay = time.Second
 
-	// maxWriteTries is more than the failures in a row after which a tier rests (tier.Limits). So
-	// an object that waits alone is given up only if the tier works for other calls.
+	// maxWriteTries is more than the failures in a row after which a tier rests (tier.Limits). So an object that waits alone is given up
+	// only if the tier works for other calls.
 	maxWriteTries = 10
 )
 
-// Run takes objects out and has write begin to write each, n of them at once, until ctx
-// ends. It returns then, although a write may go on: its owner sees to its end. write
-// reports false when nothing may be begun any more. busy returns what is closed when
-// something that goes first has ended, nil while there is nothing.
+// Run takes objects out of the queue and calls write to begin the write of each, n at once, until ctx ends. It then returns, although a
+// write may still run: its owner must wait for that. write reports false when no more writes may begin. busy returns a channel that is
+// closed when something that goes first has ended, or nil if there is nothing.
 func (b *WriteBack) Run(ctx context.Context, n int, busy func() chan struct{}, write func(WriteItem) (ended chan WriteOutcome, ok bool)) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -173,7 +170,7 @@ func (b *WriteBack) Run(ctx context.Context, n int, busy func() chan struct{}, w
 	}
 }
 
-// waitWhileBusy waits until nothing goes first, for a short time.
+// waitWhileBusy waits until busy returns nil, for writePatience at most.
 func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
 	timer := time.NewTimer(writePatience)
 	defer timer.Stop()
@@ -188,7 +185,7 @@ func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
 	}
 }
 
-// settle queues an object again whose write failed, and then waits for writeRetryDelay.
+// settle queues an object again if its write failed, and then waits for writeRetryDelay.
 func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
 	switch o {
 	case Settled:

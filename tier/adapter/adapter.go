@@ -125,7 +125,7 @@ func kindOf(v any) string {
 	return "object"
 }
 
-// within records an error if v is not between least and most.
+// within records an error if v is not between `least` and `most`.
 func (r *reader) within(key string, v, least, most float64) {
 	if !(v >= least && v <= most) {
 		r.errs = append(r.errs, fmt.Errorf("%q: %v is outside %v to %v", key, v, least, most))

@@ -110,7 +110,7 @@ func openMooncake(a Adapter, o Options) (*mooncakestore.Tier, error) {
 	return mooncakestore.Open(of)
 }
 
-// mooncakePlace names a cluster and the tenant in it.
+// mooncakePlace identifies a cluster and the tenant in it.
 func mooncakePlace(o *mooncakestore.Options) string {
 	return strings.Join(o.Masters, ",") + "/" + o.Tenant
 }

@@ -174,7 +174,7 @@ func openRedis(a Adapter, o Options) (*redis.Tier, error) {
 	return redis.Open(of)
 }
 
-// redisPlace names the servers, the database and the prefix of the keys in it.
+// redisPlace identifies the servers, the database and the prefix of the keys in it.
 func redisPlace(o *redis.Options) string {
 	return fmt.Sprintf("%s/%d/%s%s", strings.Join(o.Addrs, ","), o.Database, o.Sentinel, o.Prefix)
 }

@@ -107,8 +107,7 @@ func (r *reader) absence(a *Adapter) {
 
 var errEndpoint = errors.New(`where the bucket is is missing: "s3_bucket" for Amazon's, "s3_endpoint" like "s3://bucket.host" or with "s3_bucket" like "https://host:9000"`)
 
-// s3Where reads the root URLs of the buckets. In LMCache s3_endpoint is s3://BUCKET.HOST; with
-// s3_bucket it is the endpoint of the store.
+// s3Where reads the root URLs of the buckets. As in LMCache, s3_endpoint is s3://BUCKET.HOST, or with s3_bucket the endpoint of the store.
 func (r *reader) s3Where(b *bucket, plain bool) {
 	endpoint, name, style := "", "", ""
 	var salts, models map[string]string
@@ -177,7 +176,7 @@ func s3Root(host, name, style, region string) string {
 	return name + "." + host
 }
 
-// isAddress reports whether a host is such that no bucket name can precede it.
+// isAddress reports whether a host is one that no bucket name can precede.
 func isAddress(host string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h

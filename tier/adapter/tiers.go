@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Options says which tiers there are.
+// Options says which tiers to open.
 type Options struct {
 	Disk     disk.Options // without a directory there is no disk; the disk is asked before the others
 	Adapters []Adapter    // the first is asked first
@@ -42,7 +42,7 @@ type Options struct {
 type Set struct {
 	Tier  tier.Tier        // all tiers as one; nil for none
 	Each  []*tier.Counting // in the order in which they are asked
-	Place string           // names them for store.Options.Place
+	Place string           // identifies the tiers, for store.Options.Place
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
@@ -57,10 +57,10 @@ type Set struct {
 	ReadFiles time.Duration
 }
 
-// Intervals at which the notes of shared tiers are read. Each read of an S3 note costs money.
+// noteEvery and paidNoteEvery are the intervals at which the notes of shared tiers are read. Each read of an S3 note costs money.
 const noteEvery, paidNoteEvery = 250 * time.Millisecond, time.Second
 
-// noteOf returns the place in which a tier keeps generations for the servers that share it.
+// noteOf returns the place where a tier keeps the generations for the servers that share it. It reports false for a tier that keeps none.
 func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) {
 	note, ok := d.(tier.Notebook)
 	if !ok {
@@ -294,7 +294,7 @@ func openSealed(t tier.Tier, name string, o Options) (tier.Tier, error) {
 	return seal.New(t, keys, seal.Options{Name: name, Log: o.Log}), nil
 }
 
-// PlaceOf names the place of the tier that OpenOne opens for text.
+// PlaceOf identifies the place of the tier that OpenOne opens for text.
 func PlaceOf(text string) (string, error) {
 	if path, ok := strings.CutPrefix(text, "disk:"); ok {
 		return absolute(path), nil
@@ -341,10 +341,10 @@ func openAdapter(a Adapter, o Options) (tier.Tier, error) {
 	return openDir(a, o)
 }
 
-const usualTime = 30 * time.Second // of a call, at most
+const usualTime = 30 * time.Second // longest time of a call
 
-// limits bound the use of an adapter. A call may last usualTime longer than the operator's
-// timeouts of a request and of a connection together.
+// limits returns the bounds on the use of an adapter. A call may take usualTime more than the operator's timeouts of a request and of a
+// connection together.
 func (a *Adapter) limits() tier.Limits {
 	l := tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes, Timeout: usualTime}
 	var asked time.Duration
@@ -360,7 +360,7 @@ func (a *Adapter) limits() tier.Limits {
 	return l
 }
 
-// place names the place in which an adapter keeps objects.
+// place identifies the place where an adapter keeps objects.
 func (a *Adapter) place() string {
 	switch {
 	case a.Redis != nil:
@@ -373,8 +373,8 @@ func (a *Adapter) place() string {
 	return absolute(a.Path)
 }
 
-// Shared returns the names of the places in which an adapter without a directory of this host keeps
-// objects, one for each address. A name does not depend on other adapters and other addresses.
+// Shared returns the names of the places where an adapter keeps objects, one for each address; none for a directory of this host. A name
+// does not depend on other adapters and other addresses.
 func (a *Adapter) Shared() (names []string) {
 	switch {
 	case a.Redis != nil:

@@ -14,12 +14,12 @@ import (
 // enough to hold most of them. So the disk admits on the first offer while it has free space, and then while that
 // gives more hits: a ruleChooser simulates both rules on the keys that are offered and read.
 
-// admission is the state of a Disk's decisions which objects to keep.
+// admission is the state from which a Disk decides which objects to keep.
 type admission struct {
 	seed    maphash.Seed // of the hashes of keys
-	touched seenKeys     // keys that were offered
+	touched seenKeys     // keys of objects that were offered
 	chooser ruleChooser
-	refused atomic.Int64 // objects offered for the first time
+	refused atomic.Int64 // objects that were not kept because it was their first offer
 }
 
 // admits reports whether to keep an object of n bytes. It remembers that the object was offered.
@@ -61,8 +61,8 @@ func (v *volume) hasRoom() bool {
 	return v.isOpen() && v.mu.used+2*v.segment <= v.holdsLocked()
 }
 
-// holdsLocked is how many bytes the volume can hold before it evicts: as many as at its last eviction, or now if that is more; before the
-// first, its limit.
+// holdsLocked is how many bytes the volume can hold before it evicts. Before the first eviction that is its limit. Afterwards it is what
+// the volume held at the last eviction, or what it holds now if that is more, but at most its limit.
 func (v *volume) holdsLocked() int64 {
 	if v.mu.full == 0 {
 		return v.dir.Bytes

@@ -19,13 +19,13 @@ type checkReader struct {
 	file file
 	size int64
 
-	mu   sync.Mutex // over a read
+	mu   sync.Mutex // held during a read
 	off  int64      // of the first part that no reader has taken
 	err  error
 	todo map[uint64]found // segments that are not loaded yet, by id
 }
 
-// checkPart is what a checkpoint says of one segment.
+// checkPart is what a checkpoint says about one segment.
 type checkPart struct {
 	trailer
 	index []byte

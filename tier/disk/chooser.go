@@ -17,20 +17,21 @@ type ruleChooser struct {
 		keys          map[uint64]playedKey
 		shift         uint
 		first, second admissionRule
-		asked         int64 // bytes, since hits were halved
+		asked         int64 // bytes offered or read since the hits were last halved
 	}
 }
 
 // admissionRule is what one rule would have done, in bytes.
 type admissionRule struct{ written, hits int64 }
 
-// playedKey is a key that was offered or read: the bytes that each rule had written when it last kept the object; 0: it did not keep it.
+// playedKey is a key that was offered or read: for each rule, how many bytes the rule had written when it last kept the object; 0: it did
+// not keep it.
 type playedKey struct{ first, second int64 }
 
-// has reports whether an object that the rule kept when it had written at bytes is still there.
+// has reports whether the rule still has an object that it kept when r.written was `at`.
 func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
-// Observe records that an object of n bytes, by the hash of its key, is offered or read.
+// Observe records that an object of n bytes was offered or read. h is the hash of its key, capacity how many bytes the disk can hold.
 func (c *ruleChooser) Observe(h uint64, n, capacity int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -83,7 +84,7 @@ func (c *ruleChooser) forgetLocked(capacity int64) {
 	}
 }
 
-// PrefersFirst reports whether keeping objects at the first offer gives more hits: over a sixteenth more, since it writes more.
+// PrefersFirst reports whether keeping objects at the first offer gives more hits: over a sixteenth more, because it also writes more.
 func (c *ruleChooser) PrefersFirst() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

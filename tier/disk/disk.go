@@ -47,14 +47,14 @@ var (
 // Dir is one directory. It should have a file system, and so a disk, of its own.
 type Dir struct {
 	Path  string
-	Bytes int64 // that its files may take
+	Bytes int64 // most bytes that its files may take
 }
 
 // Options configures a Disk. A zero field means its default.
 type Options struct {
 	Dirs         []Dir
-	SegmentBytes int64 // of one file; default 16 MiB to 4 GiB, by the size of Dirs. The largest object is a little smaller
-	MinFree      int64 // bytes of each file system that are left to others; default 1/20 of it, at most 4 GiB
+	SegmentBytes int64 // size of one segment; default 16 MiB to 4 GiB, by the size of Dirs. The largest object is a little smaller
+	MinFree      int64 // bytes of each file system that are left to other programs; default 1/20 of it, at most 4 GiB
 	WriteBudget  int64 // bytes that may be written to each Dir in a day (UTC); default no limit
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
 	FirstTouch   bool  // always keep an object at its first offer; default: while the disk has room, or if that gives more hits
@@ -67,8 +67,8 @@ type Options struct {
 	Sealed       bool
 	VerifySealed func(k kv.Key, m tier.Meta, stored []byte) error
 
-	// Changes gets the objects that are found, added and removed. Number is the tier's number in it for the first Dir; the other Dirs have
-	// the next numbers.
+	// Changes gets the objects that are found, added and removed: those of the first Dir as objects of tier Number, and those of the other
+	// Dirs under the next numbers.
 	Changes *tier.Changes
 	Number  uint8
 }
@@ -93,7 +93,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// minFree returns how many bytes of a file system are left to others.
+// minFree returns how many of the `all` bytes of a file system are left to other programs.
 func (o *Options) minFree(all int64) int64 { return cmp.Or(o.MinFree, min(all/20, 4<<30)) }
 
 // smallest is the default size of the segments of a small directory.
@@ -224,8 +224,8 @@ func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 	return tier.Meta{}, tier.ErrMissing
 }
 
-// Write implements tier.Tier. It appends to the first disk in the order of the key, or, if that
-// takes nothing now, to the next one. It returns tier.ErrNotKept for a first touch, without room, and beyond the budget.
+// Write implements tier.Tier. It appends to the first disk in the order of the key, or, if that takes nothing now, to the next one. It
+// returns tier.ErrNotKept for an object at its first offer, for lack of room, and beyond the write budget.
 func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -295,7 +295,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>33
 }
 
-// dropElsewhere drops a key that was written from all other volumes.
+// dropElsewhere drops a key from all volumes except `but`, to which it was just written.
 func (d *Disk) dropElsewhere(k kv.Key, but *volume) {
 	for _, v := range d.volumes {
 		if v != but {

@@ -73,8 +73,8 @@ const readsAtOnce = 64
 // ours are the names that a directory of this package has before it has its marker.
 var ours = map[string]bool{lockName: true, markName + newSuffix: true, "lost+found": true, "probe": true}
 
-// openFiles opens and locks a directory. It makes a missing directory, unless look. It changes
-// nothing in a directory of another program. Errors: ErrInUse, ErrNotOurs.
+// openFiles opens and locks a directory. It makes a missing directory unless look is set. It changes nothing in a directory of another
+// program. Errors: ErrInUse, ErrNotOurs.
 func openFiles(path string, look bool) (_ *osFiles, err error) {
 	if !look {
 		if err := os.MkdirAll(path, 0o700); err != nil {
@@ -288,8 +288,7 @@ func (f osFile) writev(bufs [][]byte, off int64) error {
 	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(f.fd, bufs, off) }, io.ErrShortWrite)
 }
 
-// each repeats a call until it has moved all of bufs. It returns none when a call moves
-// nothing.
+// each repeats call until all of bufs are moved. If a call moves nothing, each returns the error none.
 func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), none error) error {
 	for len(bufs) > 0 {
 		n, err := call(bufs, off)
@@ -308,7 +307,7 @@ func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), non
 	return nil
 }
 
-// after returns what is left of bufs behind n bytes, without changing them.
+// after returns what remains of bufs after the first n bytes. It does not change bufs.
 func after(bufs [][]byte, n int) [][]byte {
 	for i := range bufs {
 		if n < len(bufs[i]) {

@@ -13,12 +13,12 @@ import (
 // A call with a tier.Flow moves a payload in parts, front to back, several at once: the caller works on one part while the disk moves the
 // next ones.
 const (
-	flowPart  = 256 << 10 // bytes, at least
-	flowParts = 8         // at most
-	flowWidth = 3         // at the same time
+	flowPart  = 256 << 10 // least bytes of a part
+	flowParts = 8         // most parts
+	flowWidth = 3         // parts that are moved at the same time
 )
 
-// partOf returns the bytes of each part of a payload's body, whole blocks.
+// partOf returns how many bytes each part of a payload's body has: whole blocks.
 func partOf(body int64) int64 {
 	return max(flowPart, (body/flowParts+block-1)/block*block)
 }

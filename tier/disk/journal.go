@@ -14,13 +14,13 @@ import (
 // journal is the file of deleted records. The index in a segment file is never changed. Whoever reads it
 // leaves out the records in the journal.
 type journal struct {
-	turn     chan struct{} // capacity 1: the goroutine whose value is in it may write
+	turn     chan struct{} // capacity 1: the goroutine that has put a value in may write
 	file     file
 	off      int64  // of the tail
 	tail     []byte // content of the last, partly filled block
 	reserved int64  // bytes that the file system has reserved for the file
 
-	bytes atomic.Int64 // that the file takes
+	bytes atomic.Int64 // size of the file
 }
 
 // journalAhead is how many bytes of the journal are reserved before they are needed. Otherwise, on a full disk, no object could be deleted,

@@ -21,11 +21,11 @@ const (
 	syncEvery  = 5 * time.Second
 	scrubEvery = 24 * time.Hour // a round begins this often
 
-	candidates    = 16       // segments that the next victim is chosen from, at most
-	minCandidates = 4        // the same, at least, if there are as many
-	mostReadmit   = 64 << 20 // bytes of a victim that are readmitted, at most
+	candidates    = 16       // most segments among which the next victim is chosen
+	minCandidates = 4        // least number of these, if there are as many
+	mostReadmit   = 64 << 20 // most bytes of a victim that are readmitted
 	readmitShare  = 8        // also at most a segment's size divided by this
-	dropBatch     = 1024     // objects that are dropped or listed under one lock
+	dropBatch     = 1024     // objects that are dropped or listed in one hold of the lock
 	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes was written
 )
 
@@ -384,7 +384,7 @@ func (v *volume) live(s *segment, records []record) []record {
 	return out
 }
 
-// writes adds by to the number of running writes of an object.
+// writes adds `by` to the number of running writes of an object.
 func (v *volume) writes(k kv.Key, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -38,9 +38,9 @@ var (
 // volume is one directory: segments, and the index of what is in them.
 type volume struct {
 	dir     Dir
-	number  uint8 // in opts.Changes
+	number  uint8 // number of the directory in opts.Changes
 	opts    *Options
-	segment int64 // bytes of one
+	segment int64 // bytes of one segment
 	log     *slog.Logger
 	files   files
 	id      uint64 // of the directory
@@ -50,12 +50,12 @@ type volume struct {
 
 	life    context.Context
 	stop    context.CancelFunc
-	running sync.WaitGroup // in the background
-	calls   sync.WaitGroup // in progress
+	running sync.WaitGroup // goroutines in the background
+	calls   sync.WaitGroup // calls in progress
 	opened  chan struct{}  // closed when the index has been read
 	whole   atomic.Bool    // the indexes of all segments were read
-	wake    chan struct{}  // wakes keep
-	full    chan struct{}  // wakes last
+	wake    chan struct{}  // wakes provideSegments
+	full    chan struct{}  // wakes runTending
 	journal journal        // owned by the goroutine that has its turn
 	synced  time.Time      // owned by runTending: time of the last sync
 	checked int64          // bytes ever written at the time of the last checkpoint
@@ -104,7 +104,7 @@ func (e *entry) meta() tier.Meta {
 	return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over, Seal: e.seal}
 }
 
-// newer reports whether e's place was reserved after than's; both are records of one key.
+// newer reports whether e's place was reserved after that of `than`; both are records of one key.
 func (e *entry) newer(than *entry) bool {
 	return e.seg > than.seg || e.seg == than.seg && e.block > than.block
 }
@@ -442,7 +442,7 @@ func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, w
 	return s, at, nil, nil
 }
 
-// retireLocked ends the active segment; last seals it.
+// retireLocked ends the active segment. Then tend seals it.
 func (v *volume) retireLocked() {
 	if v.mu.active != nil {
 		v.mu.sealing = append(v.mu.sealing, v.mu.active)
@@ -528,8 +528,8 @@ func writePiece(s *segment, r *record, at int64, body, ends []byte, extra bool) 
 	return s.file.writev(bufs, off)
 }
 
-// finish ends a reservation. The written record replaces the record that the key had. A copy does so only
-// if the key's record is still at from. A record with hot set stays hot if the replaced record is hot.
+// finish ends a reservation. The written record replaces the record that the key had. A copy does so only if the key's record is still at
+// `from`. A record with hot set stays hot if the replaced record is hot.
 func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

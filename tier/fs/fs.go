@@ -43,7 +43,7 @@ const (
 
 // Options configures a Dir. A zero field means its default.
 type Options struct {
-	Path    string // made when it is not there
+	Path    string // made if it does not exist
 	TempDir string // below Path, where files are written before they get their names; default Path
 	Direct  bool   // direct I/O, past the page cache, if the file system can do it
 	Pad     bool   // fill files up to whole pages with zeros: LMCache's fs_native with use_odirect reads only such files
@@ -56,7 +56,7 @@ type Options struct {
 	// object that would pass the limit is not kept.
 	EvictAt, EvictShare float64
 
-	NoMake bool        // Path has to be there
+	NoMake bool        // fail if Path does not exist
 	Names  *tier.Names // names of the namespaces; required
 	Log    *slog.Logger
 
@@ -103,8 +103,8 @@ type Dir struct {
 // requires them.
 var ErrNoChecksums = errors.New("fs: the file system keeps no extended attributes, so no file can show a checksum")
 
-// Open returns the Tier of a directory. It removes temporary files of servers that ended
-// after an hour. If the directory cannot be written, the Tier only reads.
+// Open returns the Tier of a directory. It removes the temporary files that ended servers left, once they are an hour old. If the directory
+// cannot be written, the Tier only reads.
 func Open(o Options) (*Dir, error) { return openWith(o, kernel) }
 
 // openWith is Open with other functions for the extended attributes.
@@ -195,7 +195,7 @@ func (d *Dir) setSum(fd int, a attr) error {
 	return nil
 }
 
-// firstWarning reports whether the warning what was not logged before.
+// firstWarning reports whether the warning `what` was not logged before.
 func (d *Dir) firstWarning(what string) bool {
 	_, said := d.warned.LoadOrStore(what, true)
 	return !said

@@ -39,7 +39,7 @@ type attrs struct {
 	at  func(path string, b []byte) (int, error)
 }
 
-// kernel has the attributes of real files.
+// kernel sets and reads the attributes of real files.
 var kernel = attrs{
 	set: func(fd int, b []byte) error { return unix.Fsetxattr(fd, attrName, b, 0) },
 	of:  func(fd int, b []byte) (int, error) { return unix.Fgetxattr(fd, attrName, b) },

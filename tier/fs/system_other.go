@@ -4,7 +4,7 @@
 
 package fs
 
-// Commands that look at a directory compile; a server does not run here.
+// directIO is 0: commands that look at a directory compile here, but no server runs.
 const directIO = 0
 
 func touch(string) {}

@@ -34,7 +34,7 @@ type usage struct {
 	}
 }
 
-// replaced records that a file of was bytes became one of is bytes; -1 means no file.
+// replaced records that a file of `was` bytes became one of `is` bytes; -1 means no file.
 func (u *usage) replaced(was, is int64) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -56,9 +56,9 @@ func (u *usage) replaced(was, is int64) {
 	}
 }
 
-// scanned sets the figures to the result of a scan that began at since. The scan may have seen files that were written meanwhile, or
-// not; scanned adds them all, so that the limit holds. It reports whether this server changed files meanwhile: then the figures may be too
-// high until the next scan.
+// scanned sets the figures to the result of a scan that began when the counts were `since`. The scan may have seen files that were written
+// meanwhile, or not; scanned adds them all, so that the limit holds. It reports whether this server changed files meanwhile: then the
+// figures may be too high until the next scan.
 func (u *usage) scanned(objects, bytes int64, since counts) (changed bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

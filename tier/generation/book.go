@@ -31,7 +31,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Generation is one generation. The zero Generation is what was stored before any clear.
+// Generation is one generation. The zero Generation has the objects that were stored before any clear.
 type Generation struct {
 	Number uint64 `json:"number"`
 	Time   int64  `json:"time"` // of the clear, Unix ns
@@ -43,7 +43,7 @@ func (g Generation) String() string { return fmt.Sprintf("%x.%x", g.Number, g.Ti
 const FileName = ".kvasir-generations"
 
 const (
-	maxModels = 4096    // that have a generation of their own; with more, a generation of all begins
+	maxModels = 4096    // that have a generation of their own; with more, one new generation for all models begins
 	maxFile   = 8 << 20 // bytes, as tier.MaxNote
 	maxKnown  = 1 << 16 // namespaces that Back translates
 	maxBegun  = 16      // generations that outdate has not handled yet
@@ -56,8 +56,7 @@ type state struct {
 	Models  map[string]Generation `json:"models,omitempty"`
 }
 
-// Book knows the generations and stores them in files. Its methods are safe for
-// concurrent use.
+// Book knows the generations that count, and stores them in files. Its methods are safe for concurrent use.
 type Book struct {
 	files   []string
 	names   *tier.Names
@@ -79,7 +78,7 @@ type Book struct {
 	mu struct {
 		sync.RWMutex
 		state
-		number uint64                        // number of the last commit that counts
+		number uint64                        // number of the last commit that took effect
 		moment uint64                        // counts the changes of state
 		known  map[kv.Namespace]kv.Namespace // namespace in the tier → the object's own namespace
 		stale  map[kv.Namespace]bool         // namespaces in tiers of earlier generations, at most maxKnown
@@ -181,8 +180,8 @@ func (s *state) set(model string, g Generation) {
 	s.Models[model] = g
 }
 
-// after returns the generation of a clear now, which follows g. Its time is later than
-// all times in s, even if the clock was set back.
+// after returns the generation of a clear that happens now and follows g. Its time is later than all times in s, even if the clock was set
+// back.
 func (s *state) after(g Generation) Generation {
 	last := max(g.Time, s.All.Time)
 	for _, other := range s.Models {
@@ -191,14 +190,15 @@ func (s *state) after(g Generation) Generation {
 	return Generation{g.Number + 1, max(time.Now().UnixNano(), last+1)}
 }
 
-// bound begins a generation of all models if too many models have one of their own, or if their names are too long for a file.
+// bound begins one new generation for all models if more than maxModels have their own, or if their names are too long for a file. Whatever
+// any model stored before is absent then.
 func (s *state) bound() {
 	if len(s.Models) > maxModels || !s.fits() {
 		s.All, s.Models = s.after(s.All), nil
 	}
 }
 
-// fits reports whether the text of s can be read again.
+// fits reports whether the text of s is short enough to be read again.
 func (s *state) fits() bool {
 	const most = 128 // bytes of a model's line without its name, and of the rest
 	n := most
@@ -211,7 +211,7 @@ func (s *state) fits() bool {
 	return len(s.text()) <= maxFile
 }
 
-// text is the content of a file or a note.
+// text returns the content of a file or a note.
 func (s *state) text() []byte {
 	text, err := json.Marshal(s)
 	if err != nil {
@@ -220,10 +220,9 @@ func (s *state) text() []byte {
 	return text
 }
 
-// Prepare writes a new generation of models, or with nil of all models, to the files and notes. It
-// counts once the caller calls commit. An error says which file or note could not be written;
-// commit is then not nil, and the generation counts until the server ends. If a later generation was
-// committed before, commit does nothing: the later one includes this one.
+// Prepare writes a new generation of models, or with nil of all models, to the files and notes. The generation takes effect when the caller
+// calls commit. An error says which file or note could not be written; commit is then not nil, and the generation lasts until the server
+// ends. If a later generation was committed before, commit does nothing, because the later one includes this one.
 func (b *Book) Prepare(models []string) (commit func(), err error) {
 	ctx := context.Background()
 	b.catchUp()
@@ -245,7 +244,7 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 	return b.committer(&next), err
 }
 
-// committer remembers next as the state written last, and returns the function that makes it count.
+// committer remembers `next` as the state written last, and returns the function that puts it into effect.
 func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)
@@ -254,7 +253,7 @@ func (b *Book) committer(next *state) (commit func()) {
 	b.writing.counts = counts
 	return sync.OnceFunc(func() {
 		defer close(counts)
-		if known { // after the commit: nothing may be served before the later generation counts
+		if known { // after the commit: nothing may be served before the later generation takes effect
 			defer b.shared.ready.Store(true)
 		}
 		b.mu.Lock()

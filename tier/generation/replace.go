@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A directory of a tier may be full of objects. rooms are files that reserve bytes for this case. The next file of generations is written
-// over one of them, which is then renamed. So a clear needs no free bytes, and a crash leaves the earlier file or the later one. There are
-// two rooms: the bytes of the replaced file become the next room, but the first clear replaces no file.
+// rooms are files that reserve bytes, because a directory of a tier may be full of objects. The next file of generations is written over one
+// of them, which is then renamed. So a clear needs no free bytes, and a crash leaves the earlier file or the later one. There are two rooms:
+// the bytes of the replaced file become the next room, but the first clear replaces no file.
 var rooms = []string{".room", ".room2"} // suffixes of the file's name
 
 const roomUnit = 4096 // bytes

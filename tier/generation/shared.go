@@ -28,7 +28,7 @@ type Place struct {
 	Foreign bool
 }
 
-// shared is what the Book knows of the places. Book.writing guards its fields, except the atomic ones and those after mu.
+// shared is the Book's state of the places. Book.writing guards its fields, except the atomic ones and those after mu.
 type shared struct {
 	places []Place
 	watch  bool          // other servers may write the notes, or the files
@@ -59,16 +59,16 @@ func (b *Book) Share(places ...Place) {
 // Book is used.
 func (b *Book) Watch(every time.Duration) { b.shared.watch, b.shared.files = true, every }
 
-// Follow sets the function that is called when another server has cleared. f must call commit, which makes the
-// later generation count.
+// Follow sets the function that is called after another server has cleared. f must call commit, which puts the later generation into
+// effect.
 func (b *Book) Follow(f func(commit func())) {
 	b.shared.mu.Lock()
 	defer b.shared.mu.Unlock()
 	b.shared.follow = f
 }
 
-// Settle is the time after a clear within which every other server of the places and files follows it. Places
-// that are read only once a second (S3) do not count: servers that share only them take up to a second.
+// Settle returns the time after a clear within which every other server of the places and files follows the clear. Places that are read
+// only once a second (S3) do not count: servers that share only such places take up to a second.
 func (b *Book) Settle() (d time.Duration) {
 	d = 2 * b.shared.files
 	for _, p := range b.shared.places {
@@ -188,7 +188,7 @@ func (b *Book) unknown(next *state, notes map[int]noted) bool {
 	return true
 }
 
-// follow makes the generations of another server count.
+// follow puts the generations of another server into effect.
 func (b *Book) follow(next *state, commit func()) {
 	b.catchUp()
 	b.shared.mu.Lock()
@@ -203,8 +203,8 @@ func (b *Book) follow(next *state, commit func()) {
 	follow(commit)
 }
 
-// rewrite writes the files that differ from now, because another server of their directory has overwritten them, and reports whether
-// there was none.
+// rewrite writes the files that differ from the state `now`, because another server of their directory has overwritten them, and reports
+// whether there was none.
 func (b *Book) rewrite(now *state) (kept bool) {
 	kept = true
 	for _, path := range b.files {
@@ -314,8 +314,7 @@ func (b *Book) noteUnkept(err error) {
 	}
 }
 
-// spread writes the generations to the notes that differ, to all at once, within the time most. wrote reports whether a note was
-// written.
+// spread writes the generations to the notes that differ, to all at once, within the time `most`. wrote reports whether a note was written.
 func (b *Book) spread(ctx context.Context, most time.Duration, next *state, notes map[int]noted) (wrote bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
@@ -358,9 +357,8 @@ func (b *Book) spread(ctx context.Context, most time.Duration, next *state, note
 	return wrote, errors.Join(errs...)
 }
 
-// adopt writes generations that are later than those that count to the files. commit makes them
-// count. commit is nil if nothing is later, and if an earlier call returned a commit for them that was not called yet; that one closes
-// pending.
+// adopt writes generations that are later than the present ones to the files. commit puts them into effect. commit is nil if nothing is
+// later, and if an earlier call returned a commit for them that was not called yet; that commit closes pending.
 func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 	b.mu.RLock()
 	same, counts := next.same(&b.mu.state), b.mu.number
@@ -381,8 +379,8 @@ func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) 
 
 func (s *state) same(o *state) bool { return s.All == o.All && maps.Equal(s.Models, o.Models) }
 
-// notReady reports whether nothing may be served or written, because no generation is known yet, and the note of a
-// place that may have one was not read.
+// notReady reports whether nothing may be served or written, because no generation is known yet and the note of a place that may have one
+// was not read.
 func (b *Book) notReady() bool { return !b.shared.ready.Load() }
 
 // syncIfStale reads the notes if the last read is over 3 s ago, because this process was paused.

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Moment counts the generations that began. Write refuses an object whose context has an earlier moment.
+// Moment returns how many times the generations have changed. Write refuses an object whose context has a smaller moment.
 func (b *Book) Moment() uint64 {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
@@ -109,10 +109,10 @@ func (b *Book) Back(k kv.Key) (kv.Key, bool) {
 	return k, ok && own == k.Namespace
 }
 
-// Tier returns a tier with only those objects of of that are of the generations that count.
+// Tier returns a tier that finds in `of` only the objects of the present generations.
 func (b *Book) Tier(of tier.Tier) *Tier { return &Tier{of, b} }
 
-// Tier is a tier that finds only objects of the generations that count.
+// Tier is a tier that finds only the objects of the present generations.
 type Tier struct {
 	of   tier.Tier
 	book *Book

@@ -217,7 +217,7 @@ func (b *books) before(n, hotter uint32) {
 // coldest is the next file to evict, 0 for none.
 func (b *books) coldest() uint32 { return b.file(0).next }
 
-// recordUse records that a thread wrote or read a file now.
+// recordUse records that a thread wrote or read a file at the time `now`.
 func (b *books) recordUse(n uint32, thread int32, now int64) {
 	f := b.file(n)
 	f.usedAt = now

@@ -175,7 +175,7 @@ func (c *changes) wake() {
 	}
 }
 
-// lost reports whether some changes after a number were dropped or never recorded.
+// lost reports whether some changes after the number `after` were dropped or never recorded.
 func (c *changes) lost(after uint64) bool {
 	return after > c.last || after < c.floor || c.last-after > uint64(len(c.ring))
 }
@@ -200,8 +200,8 @@ func (k *Keeper) LastChange() uint64 {
 	return k.changes.last
 }
 
-// Changes returns the changes after a number, limit at most, and the number of the last one. lost means that some were dropped, or that
-// the keeper did not know all files at that number; the caller must then read Chunks.
+// Changes returns the changes after the number `after`, at most limit of them, and the number of the last one. lost means that some were
+// dropped, or that the keeper did not know all files at that number; the caller must then read Chunks.
 func (k *Keeper) Changes(after uint64, limit int) (out []Change, next uint64, lost bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -298,7 +298,8 @@ func (k *Keeper) endCollect() (moved map[chunk]bool, names []string, last uint64
 	return moved, c.names, c.last
 }
 
-// correct sets the chunks in there to present or absent, sorts the list, and reduces it to one entry for each chunk with all of its files.
+// correct sets the chunks in `there` to present or absent, sorts the list, and reduces it to one entry for each chunk with all of its
+// files.
 func (c *Chunks) correct(there map[chunk]bool) {
 	c.list = slices.DeleteFunc(c.list, func(x chunk) bool { _, changed := there[x]; return changed })
 	for x, is := range there {

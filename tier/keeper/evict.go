@@ -136,7 +136,7 @@ func (k *Keeper) victim(n uint32) victim {
 	return victim{id: f.id, root: k.books.dirs[f.dir].root, dir: f.dir, name: k.path(n), size: f.size, usedAt: f.usedAt}
 }
 
-// shortage is how many bytes the file system of each root lacks of MinFree. Roots of one file system share a systemRoom.
+// shortage says how many bytes the file system of each root lacks of MinFree. Roots of one file system share a systemRoom.
 type shortage map[*rootDir]*systemRoom
 
 // systemRoom is the room of a file system. Some file systems (XFS, btrfs) show unlinked bytes as free only later. So until half of
@@ -145,7 +145,7 @@ type systemRoom struct {
 	free    int64 // bytes
 	pending int64 // bytes of files that are being unlinked
 	written int64 // bytes that were written to its roots
-	lacks   int64 // bytes that lack to MinFree, pending ones counted as free
+	lacks   int64 // bytes missing to MinFree; pending ones count as free
 
 	before        int64 // bytes that were free at beganAt
 	writtenBefore int64
@@ -174,7 +174,7 @@ func (s shortage) take(r *rootDir, n int64) {
 	}
 }
 
-// look sets s.lacks, for least free bytes.
+// look sets s.lacks, if at least `least` bytes must be free.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
 	came := max(s.written-s.writtenBefore, s.before-s.free) // other programs write to it, too: at least this many bytes

@@ -49,7 +49,8 @@ type fanotify struct {
 	systems map[unix.Fsid][]*rootDir // under mu
 }
 
-// Engines rename whole files onto their names. A file that is copied in by hand, or written in place, ends with FAN_CLOSE_WRITE.
+// fanotifyMask has the events that are reported. Engines rename whole files onto their names. A file that is copied in by hand, or written
+// in place, ends with FAN_CLOSE_WRITE.
 const fanotifyMask = unix.FAN_OPEN | unix.FAN_MOVED_TO | unix.FAN_MOVED_FROM | unix.FAN_DELETE | unix.FAN_CLOSE_WRITE
 
 func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, error) {

@@ -42,7 +42,7 @@ func (r *rootDir) place() string { return *r.real.Load() }
 
 func (r *rootDir) join(dir string) string { return path.Join(r.path, dir) }
 
-// found is a file that a look saw.
+// found is a file that a look found.
 type found struct {
 	id     id
 	name   string // of an LMCache file
@@ -232,7 +232,8 @@ func isTemporary(name string) bool {
 	return ok
 }
 
-// enterFiles puts the files of one directory into the books. It returns those that are new since the first look. It ignores times in the future.
+// enterFiles puts the files of one directory into the books. It returns the files that are new since the first look. It ignores times in
+// the future.
 func (k *Keeper) enterFiles(r *rootDir, rank string, files []found, number uint32) (came []found) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -113,7 +113,7 @@ func (s *Stats) label(all map[[2]string]*Directory) {
 	slices.SortFunc(s.Directories, func(x, y Directory) int { return cmp.Or(cmp.Compare(x.Path, y.Path), cmp.Compare(x.Model, y.Model)) })
 }
 
-// watchedShare is the share of directories whose events come.
+// watchedShare is the share of the directories whose events reach the keeper.
 func (k *Keeper) watchedShare() float64 {
 	switch {
 	case k.eventsEnded.Load():

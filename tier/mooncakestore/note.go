@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// errOff means that the master's release is not known.
+// errOff means that the release of the master is not known.
 var errOff = errors.New("mooncakestore: the master's release is not known")
 
 // Delays before SetNote tries again when another server is writing the note: the first, about as long as a put, and the longest.

@@ -31,8 +31,8 @@ func (t *Tier) pick(ctx context.Context, key string) (*server, error) {
 	return s, err
 }
 
-// at calls f with a connection to the server that has a key, a connection for values if
-// bytes is not 0. It calls f again when a server redirects to another one.
+// at calls f with a connection to the server that has a key: a connection for values if bytes is not 0. It calls f again when a server
+// redirects the call to another one.
 func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Conn) error) error {
 	s, err := t.pick(ctx, key)
 	if err != nil {
@@ -41,8 +41,7 @@ func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Con
 	return t.from(ctx, s, false, bytes, f)
 }
 
-// from is at, beginning with server s. asking says that ASKING must precede each command,
-// because another server redirected the call here.
+// from is at, beginning with server s. asking means that ASKING must precede each command, because another server redirected the call here.
 func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f func(*resp.Conn) error) error {
 	for moves := 0; ; moves++ {
 		p := s.lookups

@@ -20,7 +20,7 @@ import (
 // slowest is the rate, in bytes per second, at which a value must move at least.
 const slowest = 4 << 20
 
-// conns are the connections to one server for one purpose: values, or all else.
+// conns are the connections to one server for one purpose: for values, or for everything else.
 type conns struct {
 	dial  func(context.Context) (*resp.Conn, error)
 	slots chan struct{} // one place for each connection in use
@@ -36,8 +36,8 @@ func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
 	return &conns{dial: dial, slots: make(chan struct{}, most)}
 }
 
-// take returns a connection, a new one if fresh or if none is idle. It may wait for room. Then it calls
-// ready, because the server may have failed meanwhile.
+// take returns a connection: an idle one, or a new one if fresh is set or none is idle. It may wait until another call puts its connection
+// back. Then it calls ready, because the server may have failed meanwhile.
 func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
 	case p.slots <- struct{}{}:
@@ -101,8 +101,7 @@ func (p *conns) close() {
 	}
 }
 
-// After maxFailures failures in a row a server rests for Options.Pause. Then one call tries
-// whether it works again.
+// maxFailures is the number of failures in a row after which a server rests for Options.Pause. Then one call tries whether it works again.
 const maxFailures = 3
 
 // server is one Redis or Valkey server.

@@ -14,8 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// In the native layout an object is one value, and further values if it is larger than a
-// stripe. All of them are in one slot of a cluster.
+// In the native layout an object is one value, or several if it is larger than a stripe. All of them are in one slot of a cluster.
 //
 //	PREFIX{KEY}               header, then the first stripe; KEY as kv.Key.String writes it
 //	PREFIX{KEY}:SUM.STRIPE:I  stripe I, from 1; checksum and stripe size hexadecimal. For an encrypted object SUM is its WRITE

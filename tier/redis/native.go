@@ -30,10 +30,9 @@ type found struct {
 	later   bool // it has a header of a later release
 }
 
-// find looks at objects: one round for their headers, and one more if some have
-// several stripes. If an object lacks a stripe, it looks at its header again: another server may have replaced the object
-// meanwhile, and find then returns the new one. If only some servers answered, the error is errSome, and the
-// objects of the others look missing.
+// find looks at objects: one round for their headers, and one more if some have several stripes. If an object lacks a stripe, find looks at
+// its header again: another server may have replaced the object meanwhile, and find then returns the new one. If only some servers
+// answered, the error is errSome, and the objects of the others look missing.
 func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 	all, some := t.findOnce(ctx, keys)
 	if all == nil {
@@ -189,9 +188,9 @@ func (t *Tier) readNativeOnce(ctx context.Context, k kv.Key, dst []byte, sum *ti
 	return m, false, nil
 }
 
-// removeTorn removes the rest of an object whose parts do not fit together. first says that its first value
-// does not fit. If another server has replaced the object meanwhile, removeTorn keeps the new object and reports true if it is good. The next
-// reader removes what cannot be removed now.
+// removeTorn removes the rest of an object whose parts do not fit together. first means that its first value does not fit. If another
+// server has replaced the object meanwhile, removeTorn keeps the new object, and reports true if that object is good. What cannot be
+// removed now, the next reader removes.
 func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) (replaced bool) {
 	all, err := t.find(ctx, []kv.Key{k})
 	if err != nil {
@@ -349,9 +348,9 @@ func (t *Tier) lifeOf(m tier.Meta) time.Duration {
 	return life
 }
 
-// writeFirst writes an object's first value and then removes the early end of life (strayLife) of the other
-// values. was is what find saw under the name. It returns what the write really replaced. If was is empty,
-// and another server has written the object meanwhile, that server's object stays.
+// writeFirst writes an object's first value and then removes the early end of life (strayLife) of the other values. `was` is what find saw
+// under the name. It returns what the write really replaced. If `was` is empty, and another server has written the object meanwhile, that
+// server's object stays.
 func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
 	name, flow := t.name(k), tier.FlowOf(ctx)
 	var options []string

@@ -62,8 +62,7 @@ func (t *Tier) statLMCache(ctx context.Context, keys []kv.Key, metas []tier.Meta
 	return acceptPartial(ctx, t.ask(ctx, queries))
 }
 
-// Read implements tier.Tier. In LMCache's layouts a value of another length than dst
-// stays: the next Write replaces it.
+// Read implements tier.Tier. In LMCache's layouts a value whose length is not that of dst stays: the next Write replaces it.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
 	return t.read(ctx, k, dst, nil)
 }
@@ -316,7 +315,8 @@ func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys 
 	})
 }
 
-// scanAs calls f with the names on a server that match pattern, and with what of reads from them, a page at a time, until f returns false.
+// scanAs calls f with the names on a server that match pattern, and with the Content that `of` returns for each, a page at a time, until f
+// returns false. It leaves out names for which `of` reports false.
 func (t *Tier) scanAs(ctx context.Context, s *server, pattern string, of func(name string) (tier.Content, bool), f func([]string, []tier.Content) (more bool, _ error)) (more bool, _ error) {
 	cursor := "0"
 	for {

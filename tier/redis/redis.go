@@ -55,7 +55,7 @@ type Options struct {
 	TLS                                *tls.Config // nil: no TLS; without a ServerName certificates must be for the host
 
 	Layout Layout
-	Prefix string        // of names; default "kvasir:" in the native layout, none in Valkey. Not in RESP
+	Prefix string        // before all names; default "kvasir:" in the native layout, none in Valkey. Not in RESP
 	Stripe int64         // native: bytes of an object in one value; default 4 MiB
 	TTL    time.Duration // time to live of objects, whole seconds; 0: no end. Not in RESP
 	Limit  int64         // bytes of memory that a server may use; beyond it no object is kept. 0 for no limit
@@ -66,10 +66,10 @@ type Options struct {
 
 	Workers     int           // connections for values, to each server; default 8
 	Lookups     int           // connections for all else; default 4
-	Timeout     time.Duration // of a request, with a second more for each 4 MiB of a value; default 5 s
-	DialTimeout time.Duration // of a connection until it can be used; default 10 s
+	Timeout     time.Duration // time limit of a request, with a second more for each 4 MiB of a value; default 5 s
+	DialTimeout time.Duration // time limit until a connection can be used; default 10 s
 
-	Pause time.Duration // for which a server rests after three failures in a row; default 2 s
+	Pause time.Duration // how long a server rests after three failures in a row; default 2 s
 
 	Names *tier.Names // names of the namespaces; required in LMCache's layouts
 	Log   *slog.Logger
@@ -154,7 +154,7 @@ func Open(o Options) (*Tier, error) {
 	return t, nil
 }
 
-// firstWarning reports whether the warning what was not logged before.
+// firstWarning reports whether the warning `what` was not logged before.
 func (t *Tier) firstWarning(what string) bool {
 	_, said := t.warned.LoadOrStore(what, true)
 	return !said

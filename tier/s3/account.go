@@ -142,7 +142,7 @@ func backoff(try int) time.Duration {
 	return rand.N(most) + time.Millisecond
 }
 
-// pause is a time in which a kind of request is not tried.
+// pause is a period in which one kind of request is not tried.
 type pause struct{ until atomic.Int64 } // UnixNano
 
 func (p *pause) begin(d time.Duration) { p.until.Store(time.Now().Add(d).UnixNano()) }
@@ -152,7 +152,7 @@ func (p *pause) on() bool { return time.Now().UnixNano() < p.until.Load() }
 // sayEvery is how often a warning is logged again while its cause lasts.
 const sayEvery = time.Hour
 
-// maxSaid bounds the warnings that said remembers.
+// maxSaid is the largest number of warnings that are remembered.
 const maxSaid = 256
 
 // warnings remembers which warnings were logged, and when.
@@ -161,7 +161,7 @@ type warnings struct {
 	at map[string]time.Time
 }
 
-// now reports whether to log the warning what now, and records that it was logged.
+// now reports whether to log the warning `what` now, and records that it was logged.
 func (s *warnings) now(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

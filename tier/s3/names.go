@@ -13,14 +13,14 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
-// In the native layout the name of an object is
+// metaField is the metadata field that describes an object. In the native layout the name of an object is
 //
 //	PREFIX XX / KEY    KEY as kv.Key.String writes it, XX the first two digits of its chunk
 //
 // so that objects are spread over 256 prefixes, since S3 limits the requests per second of a
 // prefix. In LMCache's layout it has the name of tier.Name.LMCache.
 //
-// In both layouts, x-amz-meta-kvasir describes the object:
+// In both layouts, metaField has the form:
 //
 //	2.NAMESPACE.SUM.LENGTH.KEY    namespace 32 digits, xxh3 and kv.Key.Digest 16, hexadecimal; length decimal, bytes
 //

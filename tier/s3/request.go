@@ -38,7 +38,7 @@ type request struct {
 	query  string // escaped and in order
 	fields []aws.Field
 	body   []byte
-	flow   *tier.Flow // Flow of body, which is at byte at of its object; nil: all of body is ready
+	flow   *tier.Flow // Flow of body, which begins at byte at of its object; nil: all of body is ready
 	at     int64
 	bytes  int64 // about how many bytes the answer has
 }
@@ -50,7 +50,7 @@ func (k kind) method() string {
 	return kindNames[k]
 }
 
-// Error is an answer that refuses.
+// Error is an answer with which the store refuses a request.
 type Error struct {
 	Status          int
 	Code, Message   string // from the store's answer; Code may be empty
@@ -74,8 +74,8 @@ func (e *Error) Error() string {
 // errAnswer means that an answer does not fit the request.
 var errAnswer = errors.New("s3: not the answer to the request")
 
-// do sends a request and calls take with the answer. It tries again if that may help and there
-// is time, so take may be called more than once.
+// do sends a request and calls `take` with the answer. It tries again if that may help and there is time, so `take` may be called more than
+// once.
 func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) error) error {
 	room := t.others
 	if int64(len(r.body))+r.bytes > 0 {

@@ -51,13 +51,13 @@ type Options struct {
 
 	Summed bool // in LMCache's layout: serve only objects with a checksum
 
-	PutsPerHour int // PUT and POST requests; beyond it no object is kept; 0 for no limit
+	PutsPerHour int // most PUT and POST requests in an hour; beyond it no object is kept; 0 for no limit
 
 	Workers     int           // requests for values at once; default 64
 	Lookups     int           // other requests at once; default 64
-	Timeout     time.Duration // of a request, with a second more for each 4 MiB; default 5 s
-	DialTimeout time.Duration // of a connection; default 5 s
-	Tries       int           // of a request; default 4
+	Timeout     time.Duration // time limit of a request, with a second more for each 4 MiB; default 5 s
+	DialTimeout time.Duration // time limit of a connection attempt; default 5 s
+	Tries       int           // how often a request is tried; default 4
 
 	Names *tier.Names // names of the namespaces; required in LMCache's layout
 	Log   *slog.Logger

@@ -80,8 +80,8 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return fmt.Errorf("%w: other clients write or delete it, or it exists and cannot be read: %w", tier.ErrNotKept, err)
 }
 
-// isStored reports whether an object m need not be written, because the bucket has an object of the same length
-// under its name that does not live longer.
+// isStored reports whether an object with Meta m need not be written, because the bucket has an object of the same length under its name
+// that does not live longer.
 func (t *Tier) isStored(m, has tier.Meta) bool {
 	return has.Len == m.Len && has.Seal == m.Seal && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// helpers returns how many goroutines work on an object of this many pieces, beside that of the tier below.
+// helpers returns how many goroutines work on an object of `pieces` pieces, in addition to that of the tier below.
 func helpers(pieces int64) int64 {
 	return min(int64(runtime.GOMAXPROCS(0)), maxWidth, (pieces+fewPieces-1)/fewPieces)
 }
@@ -57,8 +57,8 @@ func newSealing(k *key, dst, src []byte, name *kv.Key, sum uint64, end uint32) *
 	return s
 }
 
-// need waits until dst[from:to] is encrypted, and encrypts pieces itself. The call after which the tier below has asked for all pieces also
-// waits for the checksum. Errors: shm.ErrFault, ErrSum.
+// need waits until dst[from:to] is encrypted, and itself encrypts pieces meanwhile. The call after which the tier below has asked for all
+// pieces also waits for the checksum. Errors: shm.ErrFault, ErrSum.
 func (s *sealing) need(from, to int64) error {
 	s.begin()
 	first, last := pieceAt(from, s.pieces), pieceAt(to-1, s.pieces)
@@ -146,7 +146,7 @@ func (s *sealing) oneLocked() {
 		i = s.pieces - 1
 	}
 	s.mu.Unlock()
-	err := shm.Guard(func() { // which covers one goroutine
+	err := shm.Guard(func() { // a Guard covers only its own goroutine
 		at, to, n := span(i, s.size)
 		nonce := nonceOf(i, s.pieces)
 		s.box.aead.Seal(s.dst[to:to], nonce[:], s.src[at:at+n], s.box.data[:])
@@ -210,7 +210,7 @@ func newOpening(keys *ring, name *kv.Key, dst, src []byte) *opening {
 	return o
 }
 
-// begin gets the object's Meta. If the tier below begins again, it overwrites src; so the opening ends and waits for its goroutines.
+// begin takes the object's Meta. If the tier below begins again, it overwrites src; so the opening ends and waits for its goroutines.
 func (o *opening) begin(m tier.Meta) {
 	o.mu.Lock()
 	again := o.mu.begun
@@ -279,7 +279,7 @@ func (o *opening) oneLocked() {
 	b := o.mu.box
 	o.mu.Unlock()
 	var err error
-	fault := shm.Guard(func() { // which covers one goroutine
+	fault := shm.Guard(func() { // a Guard covers only its own goroutine
 		to, at, n := span(i, o.size)
 		nonce := nonceOf(i, o.pieces)
 		_, err = b.aead.Open(o.dst[to:to], nonce[:], o.src[at:at+n+tagBytes], b.data[:])
@@ -294,7 +294,7 @@ func (o *opening) oneLocked() {
 }
 
 // end returns once no goroutine writes to dst. It reports whether the whole object was decrypted and has the Meta m. read says that the
-// tier below has read all.
+// tier below has read all bytes.
 func (o *opening) end(read bool, m tier.Meta) bool {
 	o.mu.Lock()
 	for read && o.mu.box != nil && !o.mu.useless && o.mu.opened < o.pieces {

@@ -91,13 +91,13 @@ func parseHeader(b []byte) (h header, err error) {
 	return h, nil
 }
 
-// piecesOf returns in how many pieces an object is encrypted.
+// piecesOf returns the number of pieces of an object.
 func piecesOf(size int64) int64 { return (size + pieceBytes - 1) >> pieceShift }
 
-// sealedBytes returns how many bytes a sealed object of size bytes has.
+// sealedBytes returns the length of a sealed object whose content has `size` bytes.
 func sealedBytes(size int64) int64 { return headerBytes + size + tagBytes*piecesOf(size) }
 
-// plainBytes returns how many bytes an object of n sealed bytes has; 0 if n is impossible.
+// plainBytes returns the length of the content of a sealed object of n bytes; 0 if n is impossible.
 func plainBytes(n int64) int64 {
 	n -= headerBytes
 	if n <= tagBytes || n > 2*maxObject {
@@ -217,7 +217,7 @@ func spread(n int64, f func(i int64) error) error {
 	var next atomic.Int64
 	var failed atomic.Pointer[error]
 	work := func() {
-		err := shm.Guard(func() { // which covers one goroutine
+		err := shm.Guard(func() { // a Guard covers only its own goroutine
 			for i := next.Add(1) - 1; i < n && failed.Load() == nil; i = next.Add(1) - 1 {
 				if err := f(i); err != nil {
 					failed.Store(&err)

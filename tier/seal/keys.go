@@ -34,7 +34,7 @@ const (
 	commandSettle  = 5 * time.Second
 )
 
-// key is a master key, and what is derived from it.
+// key is a master key and the values that are derived from it.
 type key struct {
 	master [32]byte
 	id     [idBytes]byte
@@ -67,7 +67,7 @@ func (k *key) masked(sum uint64, name *kv.Key) uint64 {
 	return sum ^ binary.LittleEndian.Uint64(pad[:])
 }
 
-// ring has the keys in use. The first one encrypts, all of them decrypt.
+// ring has the keys in use. The first one encrypts; each of them decrypts.
 type ring struct {
 	list     []*key
 	byNumber map[uint16]*key
@@ -82,10 +82,10 @@ func (r *ring) has(id [idBytes]byte) bool {
 	return false
 }
 
-// Source says where keys come from. At most one of its fields may be set.
+// Source says where the keys come from. At most one of its fields may be set.
 type Source struct {
 	File    string // read again when it changes
-	Command string // prints the keys; for /bin/sh
+	Command string // shell command (/bin/sh) that prints the keys
 	Text    string // the keys themselves, from the environment
 }
 
@@ -101,9 +101,9 @@ type Keys struct {
 // ErrSource means that several sources of keys are given.
 var ErrSource = errors.New("keys of tiers are given in more than one way: choose a file, a command or the environment")
 
-// OpenKeys reads the keys: one on each line, 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
-// skipped. The first key encrypts, all of them decrypt. Without a source there are no keys, and Keys is nil. Errors: ErrSource, and why a key
-// cannot be used; errors never contain a key.
+// OpenKeys reads the keys, one on each line: 32 bytes as 64 hexadecimal digits or in base64. Empty lines and lines that begin with # are
+// skipped. The first key encrypts, all of them decrypt. Without a source there are no keys, and Keys is nil. Errors: ErrSource, and why a
+// key cannot be used; errors never contain a key.
 func OpenKeys(ctx context.Context, s Source) (*Keys, error) {
 	given := 0
 	for _, text := range []string{s.File, s.Command, s.Text} {

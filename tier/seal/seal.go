@@ -77,7 +77,7 @@ type Tier struct {
 
 	mu struct {
 		sync.Mutex
-		stale    map[kv.Key]struct{} // objects whose header has another key or version than the tier below says; maxStale at most
+		stale    map[kv.Key]struct{} // objects whose header has another key or version than the tier below reports; maxStale at most
 		rekeyed  kv.Key              // the object that Rekey is encrypting anew
 		done     chan struct{}       // closed when rekeyed is done; nil while there is none
 		deleting map[kv.Key]int      // number of running Deletes; such objects are not encrypted anew

@@ -10,10 +10,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Exchanged checks that whole objects under the names of other objects are misses, and
-// that a store replaces them. move moves an object from one key's name to another's, with
-// all that the tier stores beside it; the object there is lost. unbind changes an object to the
-// form of earlier releases, which did not store the key.
+// Exchanged checks that whole objects under the names of other objects are misses, and that a store replaces them. move moves an object,
+// with all that the tier stores beside it, from one key's name to another's; the object that was there is lost. unbind changes an object to
+// the form of earlier releases, which did not store the key.
 func Exchanged(t *testing.T, x tier.Tier, move func(from, to kv.Key), unbind func(kv.Key)) {
 	t.Helper()
 	const size = 700

@@ -25,7 +25,7 @@ var ErrScript = errors.New("tiertest: as the script says")
 //	read 4 panic        it has a bug
 //	read 2 missing      the object is gone
 //	write 1 notkept     the place does not take it
-//	read * wrong        a byte of what it reads is another
+//	read * wrong        a byte of what it reads is wrong
 //	stat 1 lost         it knows none of the objects
 //	read 1 slow 300ms   it takes that much longer, or until its context ends
 //	stat * hang         it does not end, whatever its context does, before Release

@@ -14,8 +14,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// Client is the engine's side of a tier socket, like the module Shim. It copies no rows: its user copies them between its own memory
-// and Pool. Its methods are safe for concurrent use.
+// Client is the engine's side of a tier socket, as the Python module Shim is. It copies no rows: its user copies them between its own
+// memory and Pool. Its methods are safe for concurrent use.
 type Client struct {
 	conn *Conn
 	pool *shm.Segment
@@ -34,10 +34,10 @@ type Client struct {
 // ErrRefused means that the node does not serve this engine; the text says why.
 var ErrRefused = errors.New("vllm: the node refuses this engine")
 
-// ErrSlow means that the node did not answer in time. The Client gives back the places of a later answer.
+// ErrSlow means that the node did not answer in time. If an answer comes later, the Client releases its places.
 var ErrSlow = errors.New("vllm: the node does not answer")
 
-// Dial connects to a node. region may be nil. Hashes of keys have hashBytes bytes.
+// Dial connects to a node. region may be nil. hashBytes is the length of the keys' hashes in bytes.
 func Dial(path string, h Hello, region *os.File, hashBytes int) (*Client, error) {
 	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
@@ -86,7 +86,7 @@ func greet(c *net.UnixConn, h Hello, region *os.File, hashBytes int) (*Client, e
 	return client, nil
 }
 
-// Pool returns n bytes of the pool's memory, nil where it has fewer. They are valid until Close.
+// Pool returns the pool's memory at a place, or nil if the pool does not have it. It is valid until Close.
 func (c *Client) Pool(p Place) []byte {
 	if p.Offset > uint64(c.pool.Len()) || uint64(p.Bytes) > uint64(c.pool.Len())-p.Offset {
 		return nil
@@ -94,8 +94,8 @@ func (c *Client) Pool(p Place) []byte {
 	return c.pool.Bytes(int64(p.Offset), int64(p.Bytes))
 }
 
-// Connected reports whether the node has not ended the connection. A node ends it before it reuses places that it lent. So rows that were copied
-// from the pool are valid only if Stands returns true after the copy.
+// Connected reports whether the node has not ended the connection. A node ends it before it reuses places that it lent. So rows that were
+// copied from the pool are valid only if Connected returns true after the copy.
 func (c *Client) Connected() bool { return c.conn.Connected() }
 
 // Ended returns a channel that is closed once the connection has ended.
@@ -182,7 +182,7 @@ func (c *Client) ask(kind byte, tenant, request string, keys []Key, patience tim
 		}
 		return id, places, nil
 	case <-late.C:
-		if c.answered(id) == nil { // the answer came at the same moment
+		if c.answered(id) == nil { // the answer came at this very moment
 			if places, ok := <-to; ok {
 				return id, places, nil
 			}
@@ -203,12 +203,12 @@ func (c *Client) wait() (uint64, chan []Place, error) {
 	return c.mu.last, to, nil
 }
 
-// Release gives back the places of a lookup.
+// Release releases the places of a lookup.
 func (c *Client) Release(r Released) error {
 	return c.conn.Write(TypeRelease, func(dst []byte) []byte { return AppendReleased(dst, r) })
 }
 
-// Commit ends a store. ok says that all its rows were written; then they become visible.
+// Commit ends a store. ok says that all its rows were written; they then become visible.
 func (c *Client) Commit(id uint64, ok bool) error {
 	return c.conn.Write(TypeCommit, func(dst []byte) []byte { return AppendCommit(dst, id, ok) })
 }

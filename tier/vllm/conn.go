@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Conn sends and receives frames over a tier socket. One goroutine may read; any may write.
+// Conn sends and receives frames over a tier socket. Only one goroutine may read; any goroutine may write.
 type Conn struct {
 	net  *net.UnixConn
 	head [headerBytes]byte

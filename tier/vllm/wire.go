@@ -28,7 +28,7 @@ const Protocol = 1
 const (
 	TypeHello   = 0x01 // engine: JSON of a Hello; with the descriptor of the region, or without
 	TypeWelcome = 0x02 // node: JSON of a Welcome; with the descriptor of the pool
-	TypeRefused = 0x03 // node: why, in words; the connection ends
+	TypeRefused = 0x03 // node: the reason in words; the connection ends
 	TypeLookup  = 0x04 // engine: Ask
 	TypeFound   = 0x05 // node: u64 id + n x (u64 offset + u32 bytes), in the order of the keys; offset NoPlace: not there
 	TypeRelease = 0x06 // engine: n x (u64 id of a lookup + u32 objects that were loaded)
@@ -58,7 +58,7 @@ const NoPlace = ^uint64(0)
 // ErrMalformed means that a frame does not fit its type.
 var ErrMalformed = errors.New("vllm: malformed frame")
 
-// Key names a row as vLLM does: by the hash of its last block, which covers all tokens before, and its group.
+// Key is vLLM's name of a row: the hash of the row's last block, which covers all tokens before it, and the row's group.
 type Key struct {
 	Hash  kv.Hash // hashes of fewer bytes are filled up with zeros
 	Group uint32
@@ -91,9 +91,9 @@ type Hello struct {
 	EngineID    string `json:"engine_id"`
 	Model       string `json:"model"`
 	Namespace   string `json:"namespace"`    // everything that decides what the bytes of a row mean
-	Canonical   bool   `json:"canonical"`    // rows of other lengths begin with the same bytes
+	Canonical   bool   `json:"canonical"`    // rows of different lengths begin with the same bytes
 	RowBytes    int64  `json:"row_bytes"`    // of one row: a chunk of all ranks
-	Rows        int64  `json:"rows"`         // of the region
+	Rows        int64  `json:"rows"`         // number of rows of the region
 	Groups      int    `json:"groups"`       // KV cache groups
 	ChunkTokens int    `json:"chunk_tokens"` // tokens of a row
 }
@@ -112,7 +112,7 @@ func (w *Welcome) Append(dst []byte) []byte { return appendJSON(dst, w) }
 func (h *Hello) Append(dst []byte) []byte { return appendJSON(dst, h) }
 
 func appendJSON(dst []byte, v any) []byte {
-	b, _ := json.Marshal(v) // numbers and texts
+	b, _ := json.Marshal(v) // numbers and strings cannot fail
 	return append(dst, b...)
 }
 
@@ -162,8 +162,8 @@ func (h *Hello) Validate() error {
 	return nil
 }
 
-// Fingerprint is equal for two engines exactly when their rows of a group mean the same bytes. Rows of a canonical layout may have
-// other lengths.
+// Fingerprint returns a text that is equal for two engines exactly when the bytes of their rows of a group mean the same. Rows of a
+// canonical layout may have different lengths.
 func (h *Hello) Fingerprint(group uint32) string {
 	if h.Canonical {
 		return fmt.Sprintf("vllm tier, group %d, %s", group, h.Namespace)

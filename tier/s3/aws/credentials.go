@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Credentials are what requests are signed with.
+// Credentials are the keys with which requests are signed.
 type Credentials struct {
 	ID, Secret string
 	Token      string    // session token; empty for none
@@ -25,7 +25,7 @@ var ErrNone = errors.New("aws: no credentials")
 type Source interface {
 	// Find returns credentials. The error wraps ErrNone if the source is not set up.
 	Find(ctx context.Context) (Credentials, error)
-	// Name says where Find looks, in words for people.
+	// Name returns where Find looks, in words for people.
 	Name() string
 }
 
@@ -41,7 +41,7 @@ const (
 type Keeper struct {
 	sources []Source
 
-	turn chan struct{} // capacity 1: held by the call that looks for credentials
+	turn chan struct{} // capacity 1: full while a call looks for credentials
 	mu   struct {
 		sync.Mutex
 		now    Credentials

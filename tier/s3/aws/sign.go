@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// Unsigned stands for the digest of a body that is not signed.
+// Unsigned is the digest of a body that is not signed.
 const Unsigned = "UNSIGNED-PAYLOAD"
 
 // Field is a line of a request's head. Its name is lower-case.

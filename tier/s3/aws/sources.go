@@ -18,9 +18,8 @@ import (
 	"time"
 )
 
-// Default returns the sources of Amazon's programs, in their order: the
-// environment, a web identity, the file of a profile, a container's agent, the instance.
-// sts is the URL at which web identities are exchanged; empty for that of the region.
+// Default returns the same sources, in the same order, as Amazon's own programs: the environment, a web identity, the file of a profile, a
+// container's agent, the instance. sts is the URL at which web identities are exchanged; empty: that of the region.
 func Default(region, sts string) []Source {
 	client := &http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, DisableKeepAlives: true}}
 	local := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
@@ -36,7 +35,7 @@ func (s Static) Find(context.Context) (Credentials, error) { return Credentials(
 // Name implements Source.
 func (Static) Name() string { return "the configuration" }
 
-// Anonymous is a source whose credentials say that requests are not signed.
+// Anonymous is a source whose credentials mean that requests are not signed.
 type Anonymous struct{}
 
 // Find implements Source.
@@ -149,8 +148,8 @@ func fetch(client *http.Client, r *http.Request) ([]byte, error) {
 	return body, err
 }
 
-// webIdentity exchanges a token in a file (AWS_WEB_IDENTITY_TOKEN_FILE) for the credentials of a
-// role (AWS_ROLE_ARN), as Kubernetes' service accounts need it.
+// webIdentity exchanges a token in a file (AWS_WEB_IDENTITY_TOKEN_FILE) for the credentials of a role (AWS_ROLE_ARN), which is how
+// Kubernetes' service accounts work.
 type webIdentity struct {
 	client      *http.Client
 	region, sts string
@@ -270,7 +269,7 @@ func (*container) Name() string { return "the container's agent" }
 // instance asks the metadata service of a virtual machine, version 2.
 type instance struct {
 	client *http.Client
-	at     string // empty for none
+	at     string // empty: the service must not be asked
 }
 
 // metadataURL is the URL of the metadata service, empty if it must not be asked.
