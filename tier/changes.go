@@ -245,7 +245,7 @@ func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 }
 
 // errUnsaid stands for the result of a call that panicked.
-var errUnsaid = errors.New("tier: a call that did not return")
+var errUnsaid = errors.New("tier: the call panicked")
 
 // read notes the result of a read.
 func (n *Recording) read(k kv.Key, f func() error) error {

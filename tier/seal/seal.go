@@ -334,7 +334,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("seal: write of %d bytes as %d", len(src), m.Len)
+		return fmt.Errorf("seal: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if err := t.dropStale(ctx, k); err != nil {
 		return err
