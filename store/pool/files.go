@@ -116,7 +116,7 @@ func remove(path, name string) (taken int64, err error) {
 			return taken, ferr
 		}
 		if p == path && noIndex != nil && !namedByUs(name) {
-			err = errors.New("it has no index")
+			err = errors.New("it has no index, and its name is not one of Kvasir's")
 		}
 		if err != nil {
 			return taken, fmt.Errorf("%w: %s: %w", ErrForeign, p, err)
@@ -256,7 +256,7 @@ var ErrNote = errors.New("pool: note too long")
 // the new one is there at any moment. Error: ErrNote.
 func (p *Pool) SetNote(b []byte) error {
 	if len(b) > MaxNote {
-		return fmt.Errorf("%w: %d bytes", ErrNote, len(b))
+		return fmt.Errorf("%w: %d bytes, at most %d", ErrNote, len(b), MaxNote)
 	}
 	if err := shm.Write(p.notePath(), b); err != nil {
 		return fmt.Errorf("keep note: %w", err)

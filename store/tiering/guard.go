@@ -44,7 +44,7 @@ func NewGuard(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger
 func (t *Guard) Answers() bool { return t.slow.Load() < maxSlow && t.held.Load() < t.maxHeld }
 
 // ErrPanic means that a call of the tier met a bug of it. It costs that call.
-var ErrPanic = errors.New("tiering: the tier panicked")
+var ErrPanic = errors.New("tiering: a call panicked, which is a bug of the tier")
 
 // Stat is that of the tier, with metas of its own. What could not be read a moment ago is
 // not there: else the next lookup would try again at once, and so on.
