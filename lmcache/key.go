@@ -175,7 +175,7 @@ func (m *Memo) decodeKey(frame []byte, k *KeyView, hashed bool) error {
 		return fmt.Errorf("%w: %w", ErrKey, ErrTrailing)
 	}
 	if seen != seenAll {
-		return fmt.Errorf("%w: %w (have %07b of model_name, world_size, worker_id, token_ids or token_bytes, start, end, request_id)", ErrKey, ErrMissing, seen)
+		return fmt.Errorf("%w: %w (a 1 in %07b is a field that is there, from the right: model_name, world_size, worker_id, token_ids or token_bytes, start, end, request_id)", ErrKey, ErrMissing, seen)
 	}
 	return k.check()
 }

@@ -493,7 +493,7 @@ func (v *volume) syncActive() {
 	err := v.syncDirty()
 	<-v.journal.turn
 	if err = errors.Join(err, v.save()); err != nil {
-		v.log.Warn("sync", "path", v.dir.Path, "err", err)
+		v.log.Warn("recent writes cannot be synced to a disk: a power cut may lose them", "path", v.dir.Path, "err", err)
 	}
 }
 

@@ -44,7 +44,7 @@ var reasonTexts = [reasons]string{
 	"encrypted with a key that this server does not have; they stay",
 	"not encrypted, while this server has keys; they are replaced when they are stored again",
 	"changed, cut, exchanged or put back after a clear; they are removed",
-	"encrypted by a newer build; they stay until they are stored again",
+	"encrypted by a later release; they stay until they are stored again",
 }
 
 // Stats are the figures of a Tier.
