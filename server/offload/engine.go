@@ -118,7 +118,7 @@ func (e *engine) handle(kind byte, body []byte) error {
 	case vllm.TypeCommit:
 		return e.commit(body)
 	}
-	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
+	return fmt.Errorf("%w: a frame of type %d, which engines do not send", vllm.ErrMalformed, kind)
 }
 
 // leave ends the engine's loans, and with ended its stores: the engine touches no memory any more. Without ended the server ends first, and

@@ -27,7 +27,7 @@ type RekeyStats struct {
 
 // Errors of Rekey.
 var (
-	ErrNoKeys = errors.New("the tier is not encrypted: give the server keys (--tier-key-file or --tier-key-command)")
+	ErrNoKeys = errors.New("the tier is not encrypted")
 	ErrBusy   = errors.New("another rekey of the tier goes on")
 )
 
@@ -38,7 +38,7 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 	l, ok := t.of.(tier.Lister)
 	switch {
 	case len(t.keys.ring().list) == 0:
-		return s, ErrNoKeys
+		return s, fmt.Errorf("%w: give the server keys (--tier-key-file or --tier-key-command)", ErrNoKeys)
 	case !ok:
 		return s, tier.ErrNoList
 	}
