@@ -141,7 +141,7 @@ func (m *curve) handle(name, data []byte) (answer []byte, done bool, err error) 
 	return answer, false, err
 }
 
-var errBox = errors.New("its encryption does not open")
+var errBox = errors.New("it cannot be decrypted")
 
 // welcome answers HELLO.
 func (m *curve) welcome(data []byte) ([]byte, error) {

@@ -234,7 +234,7 @@ func TestUnusableOptionsFailBeforeSending(t *testing.T) {
 	f(false, "bad.jsonl: workload: bad trace: line 1: input_length is missing", func(c *benchtool.Flags) { c.Dataset, c.Path = "timed_trace", bad })
 	f(false, "absent", func(c *benchtool.Flags) { c.Dataset, c.Path = "sharegpt", filepath.Join(dir, "absent") })
 	f(false, "not a directory", func(c *benchtool.Flags) { c.File = filepath.Join(bad, "x", "r.json") })
-	f(false, "is no file", func(c *benchtool.Flags) { c.Report = dir })
+	f(false, "is not a regular file", func(c *benchtool.Flags) { c.Report = dir })
 	f(false, "no endpoint at http://127.0.0.1:1: dial: connect: connection refused", func(c *benchtool.Flags) { c.BaseURL = "http://127.0.0.1:1" })
 	f(false, "bad.jsonl: key duration is missing", func(c *benchtool.Flags) { c.Compare = benchtool.Words{bad, bad} })
 	f(false, "absent: no such file", func(c *benchtool.Flags) { c.Compare = benchtool.Words{filepath.Join(dir, "absent"), bad} })
