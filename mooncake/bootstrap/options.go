@@ -60,7 +60,7 @@ func (o Options) Validate() error {
 	limit("waiting requests", o.MaxWaiters)
 	limit("connections", o.MaxConns)
 	check(!strings.ContainsFunc(o.Token, func(r rune) bool { return r <= ' ' || r > '~' }), "the token must be printable ASCII without blanks")
-	check(o.Guard <= GuardDelete || o.Token != "" || o.Access.Tokens != nil || o.Access.Authorities != nil, "a guard is set, and neither a token nor an authority of client certificates")
+	check(o.Guard <= GuardDelete || o.Token != "" || o.Access.Tokens != nil || o.Access.Authorities != nil, "--token-guards needs a token or authorities of client certificates, and there is no token")
 	return errors.Join(errs...)
 }
 

@@ -147,7 +147,7 @@ func (c *Flags) plan() (p plan, err error) {
 	f.unless(err == nil, "--goodput %v", err)
 	p.metrics = strings.Split(c.Metrics, ",")
 	for _, m := range p.metrics {
-		f.unless(slices.Contains(tableMetrics, m), "--percentile-metrics %q: %q is no metric, want of %s", c.Metrics, m, strings.Join(tableMetrics, ", "))
+		f.unless(slices.Contains(tableMetrics, m), "--percentile-metrics %q: there is no metric %q, want some of %s", c.Metrics, m, strings.Join(tableMetrics, ", "))
 	}
 	for _, w := range strings.Split(c.Percentiles, ",") {
 		v, err := strconv.ParseFloat(w, 64)

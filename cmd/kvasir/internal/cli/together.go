@@ -11,7 +11,7 @@ import (
 )
 
 // errEnded means that a part ended without being stopped.
-var errEnded = errors.New("it ended by itself")
+var errEnded = errors.New("it ended")
 
 // runPart is a part of kvasir all. It runs until its context ends.
 type runPart struct {
