@@ -450,7 +450,7 @@ func (v *volume) seal(s *segment) {
 	records := v.live(s, entries)
 	t, err := v.writeIndex(s, records)
 	if err != nil {
-		v.log.Error("the index of a full segment cannot be written", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
+		v.log.Error("the index of a segment cannot be written", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
 	}
 	v.mu.Lock()
 	s.err = err
