@@ -239,7 +239,7 @@ func (c *Client) callNone(ctx context.Context, op Op, payloads ...[]byte) error 
 func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 	n, err := result(ctx, c, DecodeInt, OpGetChunkSize)
 	if err == nil && (n < 1 || n > MaxTokens) {
-		return 0, fmt.Errorf("%s: %w: %d", OpGetChunkSize, errReply, n)
+		return 0, fmt.Errorf("%s: %w: a chunk size of %d is outside 1 to %d", OpGetChunkSize, errReply, n, MaxTokens)
 	}
 	return int(n), err
 }
@@ -351,7 +351,7 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 				return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ErrChunkSize)
 			}
 			if err != nil || n < 0 || n > MaxTokens {
-				return 0, fmt.Errorf("%s: %w: %d, %v", OpQueryPrefetchStatus, errReply, n, err)
+				return 0, fmt.Errorf("%s: %w: a hit of %d chunks is outside 0 to %d, or not a number: %v", OpQueryPrefetchStatus, errReply, n, MaxTokens, err)
 			}
 			return int(n), nil
 		}

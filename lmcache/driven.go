@@ -168,7 +168,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, err
 		}
 		if ext.Type != 1 {
-			return b, fmt.Errorf("ext code %d", ext.Type)
+			return b, fmt.Errorf("an IPC wrapper has ext code %d, 1 is known", ext.Type)
 		}
 		d, err := decodeDescriptor(ext.Data)
 		if max(len(d.Type), len(d.DType), len(d.Device)) > maxNameBytes || len(d.ShmName) > maxShmNameBytes {
@@ -182,7 +182,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	}
 	model, err := decodeString(frames[2])
 	if err != nil || len(model) > maxModelBytes {
-		return c, fmt.Errorf("model_name: %w", errOr(err, errors.New("too long")))
+		return c, fmt.Errorf("model_name: %w", errOr(err, fmt.Errorf("longer than %d bytes", maxModelBytes)))
 	}
 	if !utf8.Valid(model) { // as in keys
 		return c, errors.New("model_name: not UTF-8")

@@ -172,7 +172,7 @@ func (m *Memo) decodeKey(frame []byte, k *KeyView, hashed bool) error {
 		return fmt.Errorf("%w: %w", ErrKey, ErrTrailing)
 	}
 	if seen != seenAll {
-		return fmt.Errorf("%w: %w (have %07b of model_name, world_size, worker_id, token_ids or token_bytes, start, end, request_id)", ErrKey, ErrMissing, seen)
+		return fmt.Errorf("%w: %w (a 1 in %07b is a field that is there, from the right: model_name, world_size, worker_id, token_ids or token_bytes, start, end, request_id)", ErrKey, ErrMissing, seen)
 	}
 	return k.check()
 }
@@ -302,11 +302,11 @@ func readTTL(b []byte) (ttl time.Duration, bad bool) {
 func (k *KeyView) check() error {
 	switch {
 	case k.WorldSize < 1:
-		return fmt.Errorf("%w: world_size %d", ErrKey, k.WorldSize)
+		return fmt.Errorf("%w: world_size %d is below 1", ErrKey, k.WorldSize)
 	case k.Worker >= k.WorldSize:
-		return fmt.Errorf("%w: worker_id %d of world_size %d", ErrKey, k.Worker, k.WorldSize)
+		return fmt.Errorf("%w: worker_id %d is not below world_size %d", ErrKey, k.Worker, k.WorldSize)
 	case len(k.Model) > maxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
-		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
+		return fmt.Errorf("%w: model_name is longer than %d bytes, request_id than %d bytes or token_ids than %d tokens", ErrKey, maxModelBytes, MaxRequestBytes, MaxTokens)
 	case !utf8.Valid(k.Model) || !utf8.Valid(k.RequestID) || !utf8.Valid(k.Salt): // LMCache requires this, too; and events carry these texts
 		return fmt.Errorf("%w: model_name, request_id or cache_salt is not UTF-8", ErrKey)
 	}

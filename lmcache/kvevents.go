@@ -3,7 +3,6 @@
 package lmcache
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
@@ -121,7 +120,7 @@ func (r *KVEventRecord) read(b []byte) ([]byte, error) {
 			rest, err = stringInto(&kind, b)
 			r.Removed = kind == "removed"
 			if err == nil && !r.Removed && kind != "stored" {
-				err = fmt.Errorf("lmcache: an event of kind %q", kind)
+				err = fmt.Errorf("lmcache: an event of kind %q, which is neither stored nor removed", kind)
 			}
 			return rest, err
 		case "model_name":
@@ -130,7 +129,7 @@ func (r *KVEventRecord) read(b []byte) ([]byte, error) {
 			return readList(b, func(_ int, b []byte) ([]byte, error) {
 				h, rest, err := msgp.ReadBytesZC(b)
 				if err == nil && len(h) != len(kv.Hash{}) {
-					err = errors.New("lmcache: a hash of another length")
+					err = fmt.Errorf("lmcache: a block hash of %d bytes, %d are needed", len(h), len(kv.Hash{}))
 				}
 				if err == nil {
 					r.Hashes = append(r.Hashes, kv.Hash(h))
@@ -180,7 +179,7 @@ func decodeSubscribe(p [][]byte) (*SubscribeRequest, error) {
 		return r, err
 	}
 	if cursor < 0 || most < 1 || most > MaxKVEvents || len(r.Model) > maxModelBytes {
-		return r, fmt.Errorf("subscribe_kv_events: cursor %d, max_events %d or a model_name of %d bytes", cursor, most, len(r.Model))
+		return r, fmt.Errorf("subscribe_kv_events: cursor %d is below 0, max_events %d is outside 1 to %d, or model_name has %d bytes, more than %d", cursor, most, MaxKVEvents, len(r.Model), maxModelBytes)
 	}
 	r.Cursor, r.MaxEvents = uint64(cursor), int(most)
 	return r, nil

@@ -210,7 +210,7 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: %w", ErrMissing)
 	}
 	if len(p.Model) > maxModelBytes || len(p.DType) > 64 {
-		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name or dtype_str too long")
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name is longer than %d bytes, or dtype_str than 64", maxModelBytes)
 	}
 	if !utf8.ValidString(p.Model) { // as in keys
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name is not UTF-8")
@@ -386,7 +386,7 @@ func DecodePrepareStore(frame []byte) (p PrepareStore, err error) {
 		return decodeContext(b, &p)
 	})
 	if err == nil && (len(p.Slots) != len(p.Indices) || p.Groups != nil && len(p.Groups) != len(p.Slots)) {
-		err = fmt.Errorf("prepare_store: %d slots for %d chunks of %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
+		err = fmt.Errorf("prepare_store: lists of different length: %d slots, %d chunks, %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
 	}
 	return p, noRest(rest, err)
 }
@@ -419,7 +419,7 @@ func DecodePrepareRetrieve(frame []byte) (p PrepareRetrieve, err error) {
 		return b, nil
 	})
 	if err == nil && p.Groups != nil && (len(p.Groups) != len(p.Slots) || len(p.Indices) != len(p.Slots)) {
-		err = fmt.Errorf("prepare_retrieve: %d slots, %d chunks, %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
+		err = fmt.Errorf("prepare_retrieve: lists of different length: %d slots, %d chunks, %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
 	}
 	return p, noRest(rest, err)
 }

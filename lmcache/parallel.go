@@ -36,16 +36,17 @@ func (p Parallel) Check() (Parallel, error) {
 			*n = 1
 		}
 		if *n < 0 {
-			return p, fmt.Errorf("%w: %d", ErrParallel, *n)
+			return p, fmt.Errorf("%w: %d is negative", ErrParallel, *n)
 		}
 	}
 	switch {
 	case p.Rank < 0 || p.Rank >= p.World:
-		return p, fmt.Errorf("%w: rank %d of %d workers", ErrParallel, p.Rank, p.World)
+		return p, fmt.Errorf("%w: rank %d is outside 0 to %d", ErrParallel, p.Rank, p.World-1)
 	case p.World%p.TP != 0 || p.World%p.Servers != 0 || p.TP%p.DCP != 0:
-		return p, fmt.Errorf("%w: %d workers, tensor parallel %d, decode context parallel %d, %d servers", ErrParallel, p.World, p.TP, p.DCP, p.Servers)
+		return p, fmt.Errorf("%w: %d workers, tensor parallel %d, decode context parallel %d, %d servers: "+
+			"tensor parallel and servers must divide the workers, decode context parallel must divide tensor parallel", ErrParallel, p.World, p.TP, p.DCP, p.Servers)
 	case p.MLA && p.TP%p.Servers != 0:
-		return p, fmt.Errorf("%w: tensor parallel %d over %d servers", ErrParallel, p.TP, p.Servers)
+		return p, fmt.Errorf("%w: tensor parallel %d, %d servers: for a model of MLA the servers must divide tensor parallel", ErrParallel, p.TP, p.Servers)
 	case p.Shards() > kv.MaxWorldSize:
 		return p, fmt.Errorf("%w: %d shards per chunk, at most %d", ErrParallel, p.Shards(), kv.MaxWorldSize)
 	}

@@ -61,13 +61,13 @@ func (k *ObjectKey) decode(b []byte) ([]byte, error) {
 		case "chunk_hash":
 			var hash []byte
 			if hash, rest, err = msgp.ReadBytesZC(b); err == nil && len(hash) != len(k.Chunk) {
-				err = fmt.Errorf("lmcache: a chunk hash of %d bytes", len(hash))
+				err = fmt.Errorf("lmcache: a chunk hash of %d bytes, %d are needed", len(hash), len(k.Chunk))
 			}
 			copy(k.Chunk[:], hash)
 			hashed = true
 		case "model_name":
 			if k.Model, rest, err = msgp.ReadStringZC(b); err == nil && len(k.Model) > maxModelBytes {
-				err = fmt.Errorf("lmcache: longer than %d bytes", maxModelBytes)
+				err = fmt.Errorf("lmcache: model_name is longer than %d bytes", maxModelBytes)
 			}
 		case "kv_rank":
 			n, rest, err = readUint32(b)
@@ -86,7 +86,7 @@ func (k *ObjectKey) decode(b []byte) ([]byte, error) {
 	case err != nil:
 		return rest, err
 	case !hashed || !ranked || k.Model == nil:
-		return rest, fmt.Errorf("%w: of an object key", ErrMissing)
+		return rest, fmt.Errorf("%w: an object key needs chunk_hash, model_name and kv_rank", ErrMissing)
 	}
 	return rest, kv.CheckSalt(string(k.Salt))
 }
@@ -94,7 +94,7 @@ func (k *ObjectKey) decode(b []byte) ([]byte, error) {
 func readUint32(b []byte) (int64, []byte, error) {
 	n, rest, err := readInt(b)
 	if err == nil && (n < 0 || n > 1<<32-1) {
-		err = fmt.Errorf("lmcache: %d is no number of 32 bits", n)
+		err = fmt.Errorf("lmcache: %d does not fit into 32 bits", n)
 	}
 	return n, rest, err
 }

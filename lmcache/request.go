@@ -387,7 +387,7 @@ func decodeSkipped(frame []byte, chunks int) (skipped [][]int, err error) {
 		rest, err := intsInto(&of, chunks, b)
 		for _, c := range of {
 			if c < 0 || c >= chunks {
-				err = fmt.Errorf("chunk %d of %d", c, chunks)
+				err = fmt.Errorf("chunk %d is outside 0 to %d", c, chunks-1)
 			}
 		}
 		skipped = append(skipped, of)
@@ -411,7 +411,7 @@ func named[T any](name string, decode func([]byte) (T, error), frame []byte) (T,
 func decodeRequestID(frame []byte) ([]byte, error) {
 	id, err := decodeString(frame)
 	if err == nil && len(id) > MaxRequestBytes {
-		err = errors.New("too long")
+		err = fmt.Errorf("longer than %d bytes", MaxRequestBytes)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("request_id: %w", err)

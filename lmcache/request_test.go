@@ -190,7 +190,7 @@ func TestDecodeRequests(t *testing.T) {
 	bad("data", nil, lmcache.OpCommitStore, key(nil), integer(1), text("x"))
 	bad("block_ids", nil, lmcache.OpStore, key(nil), integer(1), integer(1), []byte{0xc4, 0})
 	bad("skip_first_n_tokens", nil, lmcache.OpRetrieve, key(nil), integer(1), []byte{0x90}, []byte{0xc4, 0}, text("x"))
-	bad("request_id: too long", nil, lmcache.OpEndSession, text(strings.Repeat("x", lmcache.MaxRequestBytes+1)))
+	bad("request_id: longer than", nil, lmcache.OpEndSession, text(strings.Repeat("x", lmcache.MaxRequestBytes+1)))
 	bad("timeout", nil, lmcache.OpWaitPrefetchStatus, text("r"), text("x"))
 	bad("instance_id", nil, lmcache.OpPing, text("x"))
 	bad("instance_id", lmcache.ErrTrailing, lmcache.OpPing, []byte{0xc0, 0xc0})

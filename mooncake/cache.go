@@ -57,7 +57,7 @@ func (c *Cache) Check() error {
 	slices.SortFunc(sorted, func(a, b Storage) int { return cmp.Compare(a.Addr, b.Addr) })
 	for i, s := range sorted {
 		if s.Addr == 0 || len(s.Mem) == 0 || s.Addr > 1<<63-uint64(len(s.Mem)) {
-			return fmt.Errorf("%w: storage of %d bytes at %#x", ErrCache, len(s.Mem), s.Addr)
+			return fmt.Errorf("%w: storage of %d bytes at %#x is empty, at address 0 or beyond 2^63", ErrCache, len(s.Mem), s.Addr)
 		}
 		if i > 0 && s.Addr-sorted[i-1].Addr < uint64(len(sorted[i-1].Mem)) {
 			return fmt.Errorf("%w: storages at %#x and %#x overlap", ErrCache, sorted[i-1].Addr, s.Addr)
@@ -66,12 +66,12 @@ func (c *Cache) Check() error {
 	for i := range c.Regions {
 		r := &c.Regions[i]
 		if c.home(i) < 0 || c.home(i) >= len(c.Storages) || r.Payload == 0 || r.Payload > r.Stride {
-			return fmt.Errorf("%w: region %d of layer %q: %d of %d bytes per block at %#x",
+			return fmt.Errorf("%w: region %d of layer %q: %d bytes of KV in blocks of %d bytes do not fit, or %#x is in no storage",
 				ErrCache, i, r.Layer, r.Payload, r.Stride, r.Base)
 		}
 		for _, g := range append(slices.Clone(r.Shared), r.Group) {
 			if (g < 0 || g >= len(c.Kinds)) && g != wire.SharedGroup {
-				return fmt.Errorf("%w: region %d of layer %q: group %d of %d", ErrCache, i, r.Layer, g, len(c.Kinds))
+				return fmt.Errorf("%w: region %d of layer %q: group %d, the cache has %d groups", ErrCache, i, r.Layer, g, len(c.Kinds))
 			}
 		}
 	}

@@ -84,14 +84,14 @@ var (
 	// ErrNoEngine means that the bootstrap server does not know the engine.
 	ErrNoEngine = errors.New("mooncake: engine not registered")
 	// ErrAborted means that Abort ended the pull.
-	ErrAborted = errors.New("mooncake: aborted")
+	ErrAborted = errors.New("mooncake: the pull was aborted")
 	// ErrPeer means that P answered with a failure; the error has P's message.
 	ErrPeer = errors.New("mooncake: P failed the pull")
 	// ErrUnconfirmed means that P said it had pushed the blocks, but its transfer engine
 	// does not confirm its writes, and not all of them came.
 	ErrUnconfirmed = errors.New("mooncake: blocks did not arrive; P's transfer engine does not confirm its writes: it needs mooncake-transfer-engine 0.3.12 or later")
 	// ErrLost means that the side channel broke at every attempt.
-	ErrLost = errors.New("mooncake: side channel lost")
+	ErrLost = errors.New("mooncake: the side channel to P was lost")
 )
 
 // Source says where the KV of requests is: an engine that a bootstrap server knows,

@@ -190,7 +190,7 @@ func (r *Receiver) client(base string) (*bootstrap.Client, error) {
 		return c, nil
 	}
 	if len(r.mu.clients) >= maxRemembered {
-		return nil, wire.Refusef(wire.CodeFull, "%d bootstrap servers", maxRemembered)
+		return nil, wire.Refusef(wire.CodeFull, "%d bootstrap servers are in use: no further one is asked", maxRemembered)
 	}
 	c, err := bootstrap.NewClient(base, r.o.Bootstrap)
 	if err == nil {
@@ -412,7 +412,7 @@ func (t *pullConn) send(ctx context.Context, s *socket) error {
 func (t *pullConn) handleReply(ctx context.Context, s *socket, y *wire.Reply) (ended bool, err error) {
 	if y.Status == wire.StatusLayoutMiss {
 		if t.missed {
-			return false, fmt.Errorf("%w: layout %#x missed twice: %s", ErrPeer, t.window.id, y.Message)
+			return false, fmt.Errorf("%w: P lost layout %#x again after it was sent anew: %s", ErrPeer, t.window.id, y.Message)
 		}
 		t.missed, t.full = true, true
 		t.r.stats.layoutMisses.Add(1)

@@ -231,7 +231,7 @@ func (s *Sender) renew() {
 		case <-t.C:
 		}
 		if err := s.register(s.ctx); err != nil && s.ctx.Err() == nil {
-			s.log.Warn("mooncake: renew the registration", "err", err)
+			s.log.Warn("mooncake: the registration cannot be renewed", "err", err)
 		}
 	}
 }

@@ -106,21 +106,21 @@ const maxTensorElements = 1 << 44
 // Check finds shapes that do not fit the allocation.
 func (t *Tensor) Check(storages [][]byte) error {
 	fail := func(what string) error {
-		return fmt.Errorf("%w: layer %q: %s: shape %v, strides %v, %d bytes per element, %d bytes in", ErrCache, t.Layer, what,
+		return fmt.Errorf("%w: layer %q: %s: shape %v, strides %v, %d bytes per element, beginning at byte %d", ErrCache, t.Layer, what,
 			t.Shape, t.Stride, t.Element, t.Offset)
 	}
 	switch {
 	case t.Storage < 0 || t.Storage >= len(storages):
-		return fmt.Errorf("%w: layer %q: storage %d of %d", ErrCache, t.Layer, t.Storage, len(storages))
+		return fmt.Errorf("%w: layer %q: storage %d, there are %d", ErrCache, t.Layer, t.Storage, len(storages))
 	case t.HeadAxis < 0 || t.HeadAxis >= max(1, len(t.Shape)):
-		return fail(fmt.Sprintf("no axis %d", t.HeadAxis))
+		return fail(fmt.Sprintf("its shape has no axis %d for the KV heads", t.HeadAxis))
 	case len(t.Shape) == 0 || len(t.Shape) > 8 || len(t.Shape) != len(t.Stride) || t.Element <= 0 || t.Element > 64:
-		return fail("not a tensor")
+		return fail("not 1 to 8 dimensions with a stride each, of elements of 1 to 64 bytes")
 	}
 	last := uint64(0)
 	for i, n := range t.Shape {
 		if n <= 0 || t.Stride[i] < 0 || t.Stride[i] > maxTensorElements || n > maxTensorElements {
-			return fail("not a tensor")
+			return fail("a dimension is below 1, or a stride is negative or too large")
 		}
 		step := uint64(n-1) * uint64(t.Stride[i])
 		if n > 1 && step/uint64(n-1) != uint64(t.Stride[i]) || step > maxTensorElements {
@@ -130,7 +130,7 @@ func (t *Tensor) Check(storages [][]byte) error {
 	}
 	size := uint64(len(storages[t.Storage]))
 	if end := (last + 1) * uint64(t.Element); t.Offset > size || end > size-t.Offset {
-		return fail(fmt.Sprintf("does not fit %d bytes", size))
+		return fail(fmt.Sprintf("does not fit into its storage of %d bytes", size))
 	}
 	return nil
 }

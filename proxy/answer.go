@@ -332,7 +332,7 @@ func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, e
 }
 
 // errNoLast means that an engine ended a stream properly, but without the event that ends an answer.
-var errNoLast = errors.New("the stream ended without")
+var errNoLast = errors.New("the stream ended without its last event,")
 
 // brokenOff ends an answer that is not whole by cutting the connection: the client must not take the answer for a whole one.
 func (e *exchange) brokenOff(b *backend, stream bool, err error) {

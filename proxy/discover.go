@@ -182,7 +182,7 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 		}
 		cancel()
 		if err != nil && ctx.Err() == nil {
-			p.o.Log.Warn("engines cannot be looked for", "name", f.name, "err", err)
+			p.o.Log.Warn("engines cannot be looked up", "name", f.name, "err", err)
 		}
 		if err == nil {
 			p.follow(f, known, found)

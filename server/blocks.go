@@ -110,7 +110,7 @@ func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
 
 func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
 	if skip < 0 {
-		return fmt.Errorf("skip_first_n_tokens %d", skip)
+		return fmt.Errorf("skip_first_n_tokens %d is below 0", skip)
 	}
 	s.n.retrievesSubmitted.Add(true)
 	c.transfer.Load = true

@@ -400,9 +400,9 @@ func TestDrivenRefusesCalls(t *testing.T) {
 		}
 	}
 	f("too few ids", "for 2 chunks", known, e.storeBlocks(prompt, 0, 64, span(1, 3)))
-	f("an id out of range", "block 40 of 40", known, e.storeBlocks(prompt, 0, 32, []int{39, 40}))
-	f("a negative id", "block -1 of 40", known, e.storeBlocks(prompt, 0, 32, []int{1, -1}))
-	f("a huge id", "of 40", known, e.storeBlocks(prompt, 0, 32, []int{1, math.MaxInt}))
+	f("an id out of range", "block id 40 is outside 0 to 39", known, e.storeBlocks(prompt, 0, 32, []int{39, 40}))
+	f("a negative id", "block id -1 is outside 0 to 39", known, e.storeBlocks(prompt, 0, 32, []int{1, -1}))
+	f("a huge id", "is outside 0 to 39", known, e.storeBlocks(prompt, 0, 32, []int{1, math.MaxInt}))
 	f("a block twice", "appears twice", known, e.storeBlocks(prompt, 0, 32, []int{5, 5}))
 	// Of one reason only five lines per second are logged.
 	f("too many groups", "", known, e.storeBlocks(prompt, 0, 32, span(1, 2), span(3, 2)))
@@ -477,7 +477,7 @@ func TestDrivenRefusesRegistrations(t *testing.T) {
 	f("does not fit into its", d(func(d *lmcache.Descriptor) { d.Shape[1] = math.MaxInt64 }))
 	f("3 to 5 dimensions", d(func(d *lmcache.Descriptor) { d.Shape, d.Stride = d.Shape[:2], d.Stride[:2] }))
 	f("layers of one group differ", d(func(d *lmcache.Descriptor) { d.Shape[4], d.Stride[4] = 2, 1 }))
-	f("layers of float16 and of bfloat16", d(func(d *lmcache.Descriptor) { d.DType = "bfloat16" }))
+	f("different dtypes, float16 and bfloat16", d(func(d *lmcache.Descriptor) { d.DType = "bfloat16" }))
 	f("unknown kv_layout", func(e *engine) { e.reg.KVLayout = "XYZ" })
 	f("world_size 0", func(e *engine) { e.reg.WorldSize = 0 })
 	f("must be a multiple", func(e *engine) {

@@ -114,7 +114,7 @@ func skipped(in *workers.Worker, by [][]int) (func(group, chunk int) bool, error
 	case len(by) == 0:
 		return nil, nil
 	case len(by) != len(in.Objects) || len(in.Objects) == 1:
-		return nil, fmt.Errorf("%w: of %d groups, %d are registered", lmcache.ErrSkipped, len(by), len(in.Objects))
+		return nil, fmt.Errorf("%w: it names %d groups, the worker registered %d", lmcache.ErrSkipped, len(by), len(in.Objects))
 	}
 	type object struct{ group, chunk int }
 	skip := make(map[object]bool)
@@ -335,7 +335,7 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, 
 	case asked == 0:
 		return miss.Short, nil
 	case errors.Is(unknown, workers.ErrNoWorker):
-		return miss.Unregistered, fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
+		return miss.Unregistered, fmt.Errorf("%w: %s, world size %d", errModel, k.Model, k.WorldSize)
 	case unknown != nil:
 		return miss.Declined, unknown
 	case k.SkipLoad:
@@ -347,7 +347,7 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, 
 	case same != nil:
 		return miss.Declined, same
 	case loaders < need:
-		return miss.Declined, fmt.Errorf("%w: %d of the %d that %s needs", errFewWorkers, loaders, need, k.Model)
+		return miss.Declined, fmt.Errorf("%w: %d can, and model %s needs %d", errFewWorkers, loaders, k.Model, need)
 	}
 	return miss.None, nil
 }

@@ -153,7 +153,7 @@ func TestPickledTensorsThatDoNotFitAreNamed(t *testing.T) {
 	e := &engine{t, s}
 	e.register(7)
 	e.commit(7, "a", 1, 2, 4, e.pickled(1))
-	if !strings.Contains(log.String(), "1 for 2 chunks") || st.Stats().Resident != 0 {
+	if !strings.Contains(log.String(), "1 tensors for 2 chunks") || st.Stats().Resident != 0 {
 		t.Errorf("%d chunks are kept:\n%s", st.Stats().Resident, log.String())
 	}
 }

@@ -130,7 +130,7 @@ var errGrown = errors.New("the pool is larger now than what the worker maps")
 // may have its name by now.
 func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 	if w.World < 1 || w.World > kv.MaxWorldSize {
-		return nil, fmt.Errorf("world size %d", w.World)
+		return nil, fmt.Errorf("its world size %d is outside 1 to %d", w.World, kv.MaxWorldSize)
 	}
 	client, err := lmcache.ParseGenerations(w.Client)
 	if err != nil {
@@ -139,7 +139,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 	client = cmp.Or(client, lmcache.AllGenerations)
 	chunk := cmp.Or(w.Chunk, s.opts.ChunkTokens)
 	if chunk < 1 || chunk > kv.MaxChunkTokens {
-		return nil, fmt.Errorf("chunks of %d tokens", chunk)
+		return nil, fmt.Errorf("its chunks of %d tokens are outside 1 to %d", chunk, kv.MaxChunkTokens)
 	}
 	if w.KV == nil {
 		if why := s.callerAgain(w.By).MayOpen(); why != nil || s.opts.Pickle == PickleOnly { // judged by the present flags
@@ -184,7 +184,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		if !in.Lent.Maps(l) {
 			_ = in.Lent.Close()
 			s.leftovers.Add(w.Lent)
-			return nil, fmt.Errorf("%w: %s is another one by now", lent.ErrMemory, l.Name)
+			return nil, fmt.Errorf("%w: %s is no longer the file that the worker registered: it was replaced while the server was down", lent.ErrMemory, l.Name)
 		}
 	}
 	in.Lent.Recognise(w.Lent)

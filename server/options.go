@@ -94,9 +94,9 @@ func (o Options) Validate() error {
 	options.Within(&c, "MaxInstances", o.MaxInstances, 0, 1<<20)
 	options.Within(&c, "CopyWorkers", o.CopyWorkers, 0, 1<<10)
 	options.Within(&c, "PickleBytes", o.PickleBytes, 0, MaxPickleBytes)
-	c.That(o.Pickle <= PickleOnly, "Pickle", "%d is no mode", o.Pickle)
+	c.That(o.Pickle <= PickleOnly, "Pickle", "%d is not a known mode", o.Pickle)
 	c.That(!o.RefuseDriven || !o.RefuseEngine, "RefuseEngine", "and RefuseDriven leave no worker")
-	c.That(o.ClientGenerations&^lmcache.AllGenerations == 0, "ClientGenerations", "%b has unknown ones", o.ClientGenerations)
+	c.That(o.ClientGenerations&^lmcache.AllGenerations == 0, "ClientGenerations", "%b has bits of unknown generations", o.ClientGenerations)
 	return c.Err()
 }
 

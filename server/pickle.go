@@ -161,7 +161,7 @@ func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]
 		return nil, fmt.Errorf("%w: %w", errTensors, err)
 	}
 	if len(tensors) != t.To-t.From {
-		return nil, fmt.Errorf("%w: %d for %d chunks", errTensors, len(tensors), t.To-t.From)
+		return nil, fmt.Errorf("%w: %d tensors for %d chunks", errTensors, len(tensors), t.To-t.From)
 	}
 	for i, x := range tensors {
 		if x.DType != in.Layout.DType || !slices.Equal(x.Shape, in.Layout.Shape()) || int64(len(x.Data)) != in.Bytes {
@@ -180,7 +180,7 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	n := t.To - t.From
 	layout, ok := pickle.NewLayout(in.Layout.DType, in.Layout.Shape())
 	if !key.Packed && (!ok || int64(layout.Bytes()) != in.Bytes) {
-		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.Layout.Shape(), in.Layout.DType)
+		return fmt.Errorf("%w: chunks of %v %s cannot be pickled", errTensors, in.Layout.Shape(), in.Layout.DType)
 	}
 	if n > s.inlineChunks(in) {
 		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
@@ -188,7 +188,7 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	over := overhead(in)
 	size := n*int(in.Bytes+over) + int(over)
 	if sc.peer != nil && !s.router.HasRoom(sc.peer, int64(size)) {
-		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
+		return fmt.Errorf("%w: the next reply needs %s more", errUnread, kv.FormatBytes(int64(size)))
 	}
 	cp := &store.Transfer{Own: true}
 	if why := s.store.BeginLoad(key.RequestID, t, key.Hashes, cp); why != miss.None {

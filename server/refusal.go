@@ -33,13 +33,13 @@ var (
 	errPickle      = &refusal{"worker does not map the pool, and this server reads no pickled tensors", "pickle"}
 	errSide        = &refusal{"worker stored in the pool itself before, and now sends pickled tensors, or the other way round", "other_side"}
 	errElsewhere   = &refusal{"what the worker stored did not reach the pool", "elsewhere"}
-	errTensors     = &refusal{"pickled tensors do not fit", "tensors"}
+	errTensors     = &refusal{"pickled tensors do not fit what the worker registered, or the limits", "tensors"}
 	errLate        = &refusal{"commit of a worker that was dropped or registered anew in between", "late_commit"}
 	errRoom        = &refusal{"no room in the pool", "no_room"}
 	errAmbiguous   = &refusal{"operations of several client generations look like this one", "ambiguous"}
 	errGeneration  = &refusal{"clients of this generation are not served", "generation"}
 	errPanic       = &refusal{"internal error", "internal_error"} // a bug of this server made the request panic. Only that request fails
-	errChunkSize   = &refusal{"the engine may go by another chunk size", "chunk_size"}
+	errChunkSize   = &refusal{"the engine may use another chunk size", "chunk_size"}
 	errUnread      = &refusal{"replies that their clients have not read hold too much memory", "unread_replies"}
 	errUID         = &refusal{"request uid is too long", "request_uid"}
 	errWaits       = &refusal{"too many requests wait for lookups", "waits"}

@@ -281,7 +281,7 @@ func (s *Server) detachWorker(in *workers.Worker, how string) {
 	}
 	s.leftovers.Add(in.Lent.Segments)
 	if err := in.Lent.Close(); err != nil {
-		s.log.Warn("unmap a worker's memory", "worker", in.ID, "err", err)
+		s.log.Warn("a worker's memory cannot be unmapped", "worker", in.ID, "err", err)
 	}
 }
 

@@ -24,7 +24,7 @@ func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by stri
 	t, ok := s.opts.Seals[name]
 	if !ok {
 		if _, there := s.opts.Contents[name]; there {
-			return seal.RekeyStats{}, fmt.Errorf("%w: the layout of %.40q is not ours, and is never encrypted", seal.ErrNoKeys, name)
+			return seal.RekeyStats{}, fmt.Errorf("%w: the layout of %.40q is another program's, and is never encrypted", seal.ErrNoKeys, name)
 		}
 		return seal.RekeyStats{}, s.noTier(name)
 	}

@@ -60,9 +60,9 @@ func Admitted(t Tier, o Admission) *Admitting {
 // was first offered too short a time ago.
 func (a *Admitting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	if o := a.offered(k); o.n <= a.o.MinHits {
-		return fmt.Errorf("%w: it was offered %d times", ErrNotKept, o.n)
+		return fmt.Errorf("%w: it was offered %d times, and more than %d are needed", ErrNotKept, o.n, a.o.MinHits)
 	} else if age := time.Since(o.first); age < a.o.MinAge {
-		return fmt.Errorf("%w: it was offered first %v ago", ErrNotKept, age)
+		return fmt.Errorf("%w: it was first offered %v ago, and %v are needed", ErrNotKept, age, a.o.MinAge)
 	}
 	return a.Tier.Write(ctx, k, m, src)
 }

@@ -247,7 +247,7 @@ func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 }
 
 // errUnsaid is the result of a call until the call returns. It stays the result of a call that panics.
-var errUnsaid = errors.New("tier: a call that did not return")
+var errUnsaid = errors.New("tier: the call panicked")
 
 // read calls f, a read of the object k, and records what the result says about the object.
 func (n *Recording) read(k kv.Key, f func() error) error {

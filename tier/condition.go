@@ -15,7 +15,7 @@ var (
 	ErrFull     = errors.New("tier: no room")
 	ErrBudget   = errors.New("tier: its write budget is used up")
 	ErrReadOnly = errors.New("tier: read-only")
-	ErrName     = errors.New("tier: no name for it")
+	ErrName     = errors.New("tier: the layout has no name for the object")
 
 	// ErrNotReady, together with ErrResting, says that the tier is still starting and nothing is wrong.
 	ErrNotReady = errors.New("tier: not ready yet")

@@ -72,7 +72,7 @@ func (m *Memory) Write(ctx context.Context, k kv.Key, meta Meta, src []byte) err
 		return err
 	}
 	if meta.Len != int64(len(src)) || meta.Len < 1 || meta.Len > m.limit {
-		return fmt.Errorf("tier: write of %d bytes for %d, with room for %d", len(src), meta.Len, m.limit)
+		return fmt.Errorf("tier: write of %d bytes for an object of %d, with room for %d", len(src), meta.Len, m.limit)
 	}
 	data := bytes.Clone(src)
 	m.mu.Lock()

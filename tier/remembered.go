@@ -99,7 +99,7 @@ func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) err
 }
 
 // errUnknown means that the contents are unknown; it counts as a miss, and is not remembered.
-var errUnknown = errors.New("tier: not known")
+var errUnknown = errors.New("tier: not known whether the object is there")
 
 func (r *Remembering) ask(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	b, ok := r.of.(*Bounding)

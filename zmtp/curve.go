@@ -102,7 +102,7 @@ func (m *curve) numbered(dst []byte, purpose string) ([]byte, *[24]byte) {
 func (m *curve) next(data []byte, purpose string) (*[24]byte, error) {
 	number := binary.BigEndian.Uint64(data)
 	if number <= m.received {
-		return nil, fmt.Errorf("%w: nonce %d after %d", errProtocol, number, m.received)
+		return nil, fmt.Errorf("%w: nonce %d after %d: nonces must rise", errProtocol, number, m.received)
 	}
 	m.received = number
 	n := nonceOf(purpose, data[:shortNonce])
@@ -141,7 +141,7 @@ func (m *curve) handle(name, data []byte) (answer []byte, done bool, err error) 
 	return answer, false, err
 }
 
-var errBox = errors.New("its seal does not open")
+var errBox = errors.New("it cannot be decrypted")
 
 // welcome answers HELLO.
 func (m *curve) welcome(data []byte) ([]byte, error) {
@@ -173,7 +173,7 @@ func (m *curve) initiate(data []byte) ([]byte, error) {
 	n := nonceOf("WELCOME-", data[:16])
 	text, ok := box.Open(nil, data[16:], &n, m.to.Server.ptr(), m.short.ptr())
 	if !ok {
-		return nil, fmt.Errorf("%w: WELCOME: %w: the server has another key", errAuth, errBox)
+		return nil, fmt.Errorf("%w: the server's WELCOME does not open: its public key is not the one configured here", errAuth)
 	}
 	m.theirs = Key(text[:32])
 	box.Precompute(m.shared.ptr(), m.theirs.ptr(), m.short.ptr())
@@ -193,7 +193,7 @@ func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 		return nil, false, fmt.Errorf("%w: INITIATE of %d bytes", errProtocol, len(data))
 	}
 	if subtle.ConstantTimeCompare(data[:cookieBytes], m.cookie[:]) != 1 {
-		return nil, false, fmt.Errorf("%w: INITIATE: the cookie is not ours", errAuth)
+		return nil, false, fmt.Errorf("%w: INITIATE: the cookie is not the one that this server sent", errAuth)
 	}
 	data = data[cookieBytes:]
 	nonce, err := m.next(data, "CurveZMQINITIATE")

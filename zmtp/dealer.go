@@ -345,7 +345,7 @@ func (d *Dealer) connected(p *Peer) {
 
 func (d *Dealer) state(connected bool, err error) {
 	if connected || !errors.Is(err, ErrClosed) {
-		d.log.Debug("zmtp: dealer", "endpoint", d.endpoint, "connected", connected, "err", err)
+		d.log.Debug("zmtp: the connection of a dealer changed", "endpoint", d.endpoint, "connected", connected, "err", err)
 	}
 	if d.o.OnState != nil {
 		d.o.OnState(connected, err)

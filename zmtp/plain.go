@@ -52,7 +52,7 @@ func (m *plain) handle(name, data []byte) (answer []byte, done bool, err error) 
 			return nil, false, fmt.Errorf("%w: malformed HELLO", errProtocol)
 		}
 		if !m.check(string(user), string(password)) {
-			return appendCommand(nil, "ERROR", []byte("\x03400")), false, fmt.Errorf("%w: user or password", errAuth)
+			return appendCommand(nil, "ERROR", []byte("\x03400")), false, fmt.Errorf("%w: the client's user or password is wrong", errAuth)
 		}
 		m.user = string(user)
 		return appendCommand(nil, "WELCOME", nil), false, nil

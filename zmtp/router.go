@@ -185,7 +185,7 @@ func (r *Router) accept(l net.Listener) {
 		case errors.Is(err, net.ErrClosed):
 			return
 		case wait == 0:
-			r.log.Warn("zmtp: accept", "listener", l.Addr(), "err", err)
+			r.log.Warn("zmtp: no connection can be accepted", "listener", l.Addr(), "err", err)
 		}
 		// Mostly the process is out of descriptors. The connection waits in the backlog.
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)

@@ -196,7 +196,7 @@ func parseReady(b []byte) (ready, error) {
 			r.socketType = string(value)
 		case equalFold(name, "identity"):
 			if size > maxIdentity {
-				return r, fmt.Errorf("%w: identity of %d bytes", errProtocol, size)
+				return r, fmt.Errorf("%w: identity of %d bytes, at most %d", errProtocol, size, maxIdentity)
 			}
 			r.identity = string(value)
 		}

@@ -61,7 +61,7 @@ var (
 	// errVersion means that the peer speaks a ZMTP older than 3.0.
 	errVersion = errors.New("zmtp: ZMTP version older than 3.0")
 	// errMechanism means that the peer asks for a mechanism that this socket does not speak.
-	errMechanism = errors.New("zmtp: another mechanism")
+	errMechanism = errors.New("zmtp: the two ends use different security mechanisms")
 	// errSocketType means that the peer's socket type cannot talk to ours.
 	errSocketType = errors.New("zmtp: incompatible socket type")
 	// errProtocol means that the peer broke the grammar of ZMTP.
@@ -73,7 +73,7 @@ var (
 	// errHandshakeTimeout means that the peer did not finish its handshake.
 	errHandshakeTimeout = errors.New("zmtp: handshake timed out")
 	// errIdle means that nothing came from the peer for IdleTimeout.
-	errIdle = errors.New("zmtp: idle")
+	errIdle = errors.New("zmtp: no message came")
 	// errHeartbeat means that the peer did not answer a PING, or was silent for
 	// longer than the TTL it announced.
 	errHeartbeat = errors.New("zmtp: heartbeat timed out")

@@ -92,17 +92,17 @@ func (a *Arrivals) scale(n int) (float64, error) {
 	switch a.RampUp {
 	case "":
 		if !(a.Rate > 0) {
-			return 0, fmt.Errorf("workload: %v requests per second", a.Rate)
+			return 0, fmt.Errorf("workload: %v requests per second are not above 0", a.Rate)
 		}
 	case "linear", "exponential":
 		if !(a.Start > 0) || !(a.End > 0) || math.IsInf(a.Start+a.End, 0) {
-			return 0, fmt.Errorf("workload: a ramp from %v to %v requests per second", a.Start, a.End)
+			return 0, fmt.Errorf("workload: a ramp from %v to %v requests per second: both must be above 0", a.Start, a.End)
 		}
 	default:
 		return 0, fmt.Errorf("workload: no ramp %q, want linear or exponential", a.RampUp)
 	}
 	if !(a.Burstiness > 0) {
-		return 0, fmt.Errorf("workload: burstiness %v", a.Burstiness)
+		return 0, fmt.Errorf("workload: burstiness %v is not above 0", a.Burstiness)
 	}
 	next, last := a.times(n), 0.0
 	for range n {

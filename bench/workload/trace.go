@@ -106,7 +106,7 @@ func (o *TraceOptions) defaults() error {
 		return fmt.Errorf("%w: no format %q, want one of %v", ErrTrace, o.Format, Formats)
 	}
 	if o.BlockTokens < 1 || o.BlockTokens > maxInputTokens || !(o.Seconds > 0) || math.IsInf(o.Seconds, 0) || o.Max < 0 {
-		return fmt.Errorf("%w: blocks of %d tokens, timestamps of %v s", ErrTrace, o.BlockTokens, o.Seconds)
+		return fmt.Errorf("%w: blocks of %d tokens are outside 1 to %d, a timestamp's unit of %v s is not above 0, or at most %d requests are below 0", ErrTrace, o.BlockTokens, maxInputTokens, o.Seconds, o.Max)
 	}
 	return nil
 }

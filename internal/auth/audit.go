@@ -34,7 +34,7 @@ type Audit struct {
 func OpenAudit(path string) (*Audit, error) {
 	a := &Audit{path: path, maxBytes: maxAuditFile}
 	if err := a.write(nil); err != nil {
-		return nil, fmt.Errorf("log of deeds: %w", err)
+		return nil, fmt.Errorf("log of deeds (--audit-log): %w", err)
 	}
 	return a, nil
 }

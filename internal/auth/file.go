@@ -199,7 +199,7 @@ func (f *File) putIntoUse(now stamp, since time.Time, looked error, log *slog.Lo
 		err = &FileError{f.o.Path, "its last line does not end, it may be half written"}
 	}
 	if err != nil {
-		log.Error("a file cannot be read again: its former entries count", "file", f.o.Path, "err", err)
+		log.Error("a file cannot be read again: its former entries stay in use", "file", f.o.Path, "err", err)
 		return true
 	}
 	if c.Removed > 0 && time.Since(since) < settleTime {

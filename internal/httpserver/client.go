@@ -29,7 +29,7 @@ func (f ClientFiles) TLS() (*tls.Config, error) {
 		}
 		c.RootCAs = x509.NewCertPool()
 		if !c.RootCAs.AppendCertsFromPEM(text) {
-			return nil, fmt.Errorf("%s has no certificate", f.CA)
+			return nil, fmt.Errorf("%s has no certificate in PEM", f.CA)
 		}
 	}
 	if (f.Cert == "") != (f.Key == "") {

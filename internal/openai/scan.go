@@ -403,7 +403,7 @@ func (s *scanner) notPlain(run []byte) error {
 		case run[0] < 0x20:
 			return s.fail("a control character inside a string")
 		case r == utf8.RuneError && n == 1:
-			return s.fail("no UTF-8")
+			return s.fail("not UTF-8")
 		}
 		run = run[n:]
 		s.at += n
@@ -429,7 +429,7 @@ func (s *scanner) escape() error {
 		s.at++
 		return nil
 	}
-	return s.fail("no escape")
+	return s.fail("a backslash without a known escape")
 }
 
 func hexDigit(c byte) bool {

@@ -83,7 +83,7 @@ func Of(c net.Conn) Peer {
 		}
 		return p
 	}
-	return Peer{Err: fmt.Errorf("%w: a %T", ErrNoSource, c)}
+	return Peer{Err: fmt.Errorf("%w: a connection of type %T", ErrNoSource, c)}
 }
 
 func addrPort(a net.Addr) netip.AddrPort {

@@ -31,7 +31,7 @@ const (
 var ErrProtocol = errors.New("resp: unexpected answer")
 
 // ErrNil means that a server has no value to answer with.
-var ErrNil = errors.New("resp: nil")
+var ErrNil = errors.New("resp: the server has no value")
 
 // Error is a server's refusal of one command. The connection can be used further.
 type Error struct{ Text string }

@@ -133,7 +133,7 @@ func (d *decoder) hashes() (out [][]byte) {
 func (d *decoder) tokens() []int64 {
 	n := d.array()
 	if n > maxTokens {
-		d.fail("%d tokens", n)
+		d.fail("%d tokens, at most %d", n, maxTokens)
 		return nil
 	}
 	out := make([]int64, 0, n)
@@ -256,7 +256,7 @@ func (d *decoder) arrayEvent() (ev Event) {
 		d.fail("an event of no known type")
 	}
 	if n-1 < need {
-		d.fail("a %s of %d fields", ev.Kind, n-1)
+		d.fail("a %s event of %d fields, at least %d are needed", ev.Kind, n-1, need)
 	}
 	for i := range n - 1 {
 		if d.err != nil {

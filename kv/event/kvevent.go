@@ -270,12 +270,12 @@ func Decode(payload []byte) (batch Batch, err error) {
 	d := decoder{b: payload}
 	n := d.array()
 	if n < 2 {
-		d.fail("%d elements", n)
+		d.fail("%d elements, at least 2 are needed", n)
 	}
 	batch.Time = d.number()
 	events := d.array()
 	if events > maxEvents {
-		d.fail("%d events", events)
+		d.fail("%d events, at most %d", events, maxEvents)
 	}
 	for i := 0; i < events && d.err == nil; i++ {
 		batch.Events = append(batch.Events, d.event())
@@ -294,7 +294,7 @@ func Decode(payload []byte) (batch Batch, err error) {
 		d.skip()
 	}
 	if d.err == nil && len(d.b) > 0 {
-		d.fail("%d bytes follow", len(d.b))
+		d.fail("%d bytes follow the batch", len(d.b))
 	}
 	if d.err != nil {
 		return Batch{}, fmt.Errorf("%w: %w", ErrBatch, d.err)

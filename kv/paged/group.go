@@ -24,7 +24,7 @@ type Group struct {
 // Check returns ErrTensor if the fields of the group do not fit together.
 func (g *Group) Check() error {
 	if len(g.Layers) == 0 || g.Keep < 1 || g.Keep > g.PerChunk {
-		return fmt.Errorf("%w: %d layers, %d of %d blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
+		return fmt.Errorf("%w: a group of %d layers, of which a chunk keeps %d of %d blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
 	}
 	first := &g.Layers[0].View
 	size := int64(first.Planes) * int64(len(g.Layers))
@@ -67,7 +67,7 @@ type IDs struct {
 // id 0 is the null block only if it appears more than once (engines never allocate it; other clients use it like any block).
 func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	if chunks < 0 || len(ids)/g.PerChunk < chunks {
-		return IDs{}, fmt.Errorf("%w: %d for %d chunks of %d", ErrBlocks, len(ids), chunks, g.PerChunk)
+		return IDs{}, fmt.Errorf("%w: %d ids for %d chunks of %d blocks", ErrBlocks, len(ids), chunks, g.PerChunk)
 	}
 	ids = ids[:chunks*g.PerChunk]
 	blocks := g.Blocks()
@@ -75,11 +75,11 @@ func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	seen := newIDSet(blocks)
 	for _, id := range ids {
 		if id < 0 || id >= blocks {
-			return IDs{}, fmt.Errorf("%w: block %d of %d", ErrBlocks, id, blocks)
+			return IDs{}, fmt.Errorf("%w: block id %d is outside 0 to %d", ErrBlocks, id, blocks-1)
 		}
 		if !seen.add(id) {
 			if id != 0 {
-				return IDs{}, fmt.Errorf("%w: block %d appears twice", ErrBlocks, id)
+				return IDs{}, fmt.Errorf("%w: block id %d appears twice", ErrBlocks, id)
 			}
 			out.null = true
 		}

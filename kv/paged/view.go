@@ -124,7 +124,7 @@ func NewView(t Tensor, hnd bool, memory int64) (View, error) {
 // NewViewOf is NewView for a tensor whose dimensions are in the order of `form`.
 func NewViewOf(form Form, t Tensor, memory int64) (View, error) {
 	if form >= numForms {
-		return View{}, fmt.Errorf("%w: form %d", ErrTensor, form)
+		return View{}, fmt.Errorf("%w: form %d is unknown", ErrTensor, form)
 	}
 	if _, rank := form.axes(); len(t.Shape) != rank || len(t.Stride) != rank {
 		return View{}, fmt.Errorf("%w: shape %v with strides %v, want %v", ErrTensor, t.Shape, t.Stride, form)
@@ -155,7 +155,7 @@ func formOf(shape []int64, hnd bool) (Form, bool) {
 // Dense returns the geometry of a layer without gaps, and the layer's length in bytes.
 func Dense(form Form, blocks, slots, heads, row int) (View, int64, error) {
 	if form >= numForms {
-		return View{}, 0, fmt.Errorf("%w: form %d", ErrTensor, form)
+		return View{}, 0, fmt.Errorf("%w: form %d is unknown", ErrTensor, form)
 	}
 	dims := [5]int64{2, int64(blocks), int64(slots), int64(heads), int64(row)}
 	if form == MLA {
@@ -175,7 +175,7 @@ func Dense(form Form, blocks, slots, heads, row int) (View, int64, error) {
 	for i := rank - 1; i >= 0; i-- {
 		t.Stride[i] = size
 		if t.Shape[i] < 1 || t.Shape[i] > maxSpan/size {
-			return View{}, 0, fmt.Errorf("%w: shape %v", ErrTensor, t.Shape)
+			return View{}, 0, fmt.Errorf("%w: a dimension of shape %v is below 1 or too large", ErrTensor, t.Shape)
 		}
 		size *= t.Shape[i]
 	}
@@ -207,7 +207,7 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 			continue
 		}
 		if stride < 1 || outer < n*stride {
-			return bad("dimension %d lies across another", i)
+			return bad("dimension %d overlaps another", i)
 		}
 		outer = stride
 	}
@@ -215,7 +215,7 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 		return bad("does not fit into its %d bytes", memory)
 	}
 	if t.Stride[rank-1] != 1 && t.Shape[rank-1] != 1 {
-		return bad("the elements of a row are apart")
+		return bad("the elements of a row are not contiguous")
 	}
 	size := func(i, none int) int {
 		if axes[i] < 0 {

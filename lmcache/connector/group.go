@@ -37,7 +37,7 @@ func (g *Group) sparse() bool { return g.State || g.Window > 0 }
 
 func (g *Group) check() error {
 	if g.Window < 0 || g.Window > maxLimit || g.Window > 0 && g.State {
-		return fmt.Errorf("a window of %d tokens, recurrent: %v", g.Window, g.State)
+		return fmt.Errorf("a window of %d tokens is outside 0 to %d, or the group is recurrent (%v) and has a window", g.Window, maxLimit, g.State)
 	}
 	return nil
 }

@@ -117,7 +117,7 @@ func (p *Paged) shape() ([]int64, error) {
 	case paged.MLA:
 		return []int64{blocks, slots, heads * size}, nil
 	}
-	return nil, fmt.Errorf("%w: form %v", ErrPaged, p.Form)
+	return nil, fmt.Errorf("%w: the server cannot copy KV of form %v", ErrPaged, p.Form)
 }
 
 // InstanceID returns the random number under which the worker is registered.

@@ -35,7 +35,7 @@ func (o WorkerOptions) Validate() error {
 	c.That(err == nil, "Parallel", "%v", err)
 	c.That(o.Cache != nil, "Cache", "is missing")
 	options.Within(&c, "ChunkTokens", o.ChunkTokens, 0, lmcache.MaxTokens)
-	c.That(len(o.Groups) <= maxGroups, "Groups", "are %d, %d at most", len(o.Groups), maxGroups)
+	c.That(len(o.Groups) <= maxGroups, "Groups", "are %d, and at most %d are possible", len(o.Groups), maxGroups)
 	for i := range o.Groups {
 		err := o.Groups[i].check()
 		c.That(err == nil, "Groups", "%d: %v", i, err)

@@ -60,7 +60,7 @@ func (p *Paged) view() (paged.View, int64, error) {
 func (p *Paged) CheckIDs(ids []int) error {
 	for _, id := range ids {
 		if id < 0 || id >= p.Blocks {
-			return fmt.Errorf("%w: block %d of %d", ErrPaged, id, p.Blocks)
+			return fmt.Errorf("%w: block id %d is outside 0 to %d", ErrPaged, id, p.Blocks-1)
 		}
 	}
 	return nil

@@ -247,7 +247,7 @@ func (w *PoolClient) StoreGroups(ctx context.Context, k lmcache.Key, chunkTokens
 	err = w.with(epoch, p.Slots, p.Groups, func(at, group int, b []byte) error {
 		i := p.Indices[at]
 		if i < 0 || i >= n || skips(skip, group, i) {
-			return fmt.Errorf("%w: chunk %d of %d, group %d", ErrSlot, i, n, group)
+			return fmt.Errorf("%w: chunk %d of group %d is not one of the %d to store", ErrSlot, i, group, n)
 		}
 		fill(group, i, b)
 		return nil
@@ -340,14 +340,19 @@ func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	for g := range w.layouts {
 		want += w.needs(g, n)
 	}
-	if len(p.Slots) != want || (p.Groups != nil) != (len(w.layouts) > 1) {
-		return fmt.Errorf("%w: %d slots for %d objects of %d groups", ErrSlot, len(p.Slots), want, len(w.layouts))
+	switch {
+	case len(p.Slots) != want:
+		return fmt.Errorf("%w: the hit needs %d slots, the server sent %d", ErrSlot, want, len(p.Slots))
+	case p.Groups != nil && len(w.layouts) <= 1:
+		return fmt.Errorf("%w: the server named groups for a model of one", ErrSlot)
+	case p.Groups == nil && len(w.layouts) > 1:
+		return fmt.Errorf("%w: the server named no groups for a model of %d", ErrSlot, len(w.layouts))
 	}
 	seen := make(map[[2]int]bool)
 	for at, g := range p.Groups {
 		i := p.Indices[at]
 		if g < 0 || g >= len(w.layouts) || i < n-w.needs(g, n) || i >= n || seen[[2]int{g, i}] {
-			return fmt.Errorf("%w: chunk %d of %d, group %d", ErrSlot, i, n, g)
+			return fmt.Errorf("%w: the hit of %d chunks does not need chunk %d of group %d, or it is there twice", ErrSlot, n, i, g)
 		}
 		seen[[2]int{g, i}] = true
 	}
@@ -363,7 +368,7 @@ func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte
 	for g := range e.Groups {
 		need := w.needs(g, n)
 		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // the positions are ascending
-			return fmt.Errorf("%w: chunks %v of group %d, the last %d of %d are needed", ErrSlot, got, g, need, n)
+			return fmt.Errorf("%w: the server sent chunks %v of group %d, the last %d of %d are needed", ErrSlot, got, g, need, n)
 		}
 	}
 	for g := range e.Groups {
@@ -397,13 +402,13 @@ func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f 
 	for at, s := range slots {
 		g := groupOf(at)
 		if g < 0 || g >= len(w.layouts) {
-			return fmt.Errorf("%w: group %d of %d", ErrSlot, g, len(w.layouts))
+			return fmt.Errorf("%w: group %d, the model has %d groups", ErrSlot, g, len(w.layouts))
 		}
 		if s.Length != w.sizes[g] || !slices.Equal(s.Shape, w.layouts[g].Shape()) || s.DType != w.layouts[g].DType {
-			return fmt.Errorf("%w: %d bytes of %v %s, the layout is %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.sizes[g], w.layouts[g].Fingerprint())
+			return fmt.Errorf("%w: it has %d bytes of %v %s, the layout has %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.sizes[g], w.layouts[g].Fingerprint())
 		}
 		if s.Offset < 0 || s.Offset > w.mu.pool.Len()-s.Length {
-			return fmt.Errorf("%w: %d bytes at %d of a pool of %d", ErrSlot, s.Length, s.Offset, w.mu.pool.Len())
+			return fmt.Errorf("%w: %d bytes at offset %d lie outside the pool of %d bytes", ErrSlot, s.Length, s.Offset, w.mu.pool.Len())
 		}
 	}
 	for at, s := range slots {

@@ -96,7 +96,7 @@ func OpenWorker(ctx context.Context, client *lmcache.Client, o WorkerOptions) (*
 	for i := range o.Groups {
 		for _, l := range o.Groups[i].Layers {
 			if l < 0 || l >= len(o.Cache.Layers) {
-				return nil, fmt.Errorf("%w: group %d has layer %d of %d", ErrPaged, i, l, len(o.Cache.Layers))
+				return nil, fmt.Errorf("%w: group %d names layer %d, the cache has %d layers", ErrPaged, i, l, len(o.Cache.Layers))
 			}
 		}
 	}
@@ -214,14 +214,14 @@ func (a *Worker) submit(ops []lmcache.LoadStore, d lmcache.Direction) {
 func (a *Worker) check(op *lmcache.LoadStore) error {
 	c := a.o.ChunkTokens
 	if op.Start < 0 || op.Start%c != 0 || op.End%c != 0 || op.End <= op.Start || op.End > len(op.Tokens) || op.SkipFirst < 0 {
-		return fmt.Errorf("%w: tokens [%d, %d) of %d, skip %d, chunk %d", ErrPaged, op.Start, op.End, len(op.Tokens), op.SkipFirst, c)
+		return fmt.Errorf("%w: tokens [%d, %d) of %d, skipping %d, are not whole chunks of %d tokens", ErrPaged, op.Start, op.End, len(op.Tokens), op.SkipFirst, c)
 	}
 	if groups := max(1, len(a.o.Groups)); len(op.Blocks) != groups {
 		return fmt.Errorf("%w: block ids of %d KV cache groups, the worker has %d", ErrPaged, len(op.Blocks), groups)
 	}
 	for _, ids := range op.Blocks {
 		if n := (op.End - op.Start) / a.o.Cache.BlockTokens; len(ids) != n {
-			return fmt.Errorf("%w: %d blocks for %d", ErrPaged, len(ids), n)
+			return fmt.Errorf("%w: %d block ids, the tokens fill %d blocks", ErrPaged, len(ids), n)
 		}
 		if err := a.o.Cache.CheckIDs(ids); err != nil {
 			return err

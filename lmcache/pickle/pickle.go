@@ -407,7 +407,7 @@ func (t *Tensor) fill(saved []byte, strides []int) error {
 	}
 	s, ok := storages[class]
 	if !ok || (s.dtype == "") != (t.DType != "") {
-		return fmt.Errorf("class %q", class)
+		return fmt.Errorf("a storage of class %q, which is unknown or not of the tensor's dtype", class)
 	}
 	size := s.size
 	if s.dtype == "" {

@@ -78,7 +78,7 @@ func (d Directory) Engine(id string) (dpRank int, e Engine, ok bool) {
 }
 
 // errDirectory means that an answer to GET /query is not a directory.
-var errDirectory = errors.New("bootstrap: not a directory")
+var errDirectory = errors.New("bootstrap: the answer is not a directory of engines")
 
 // parseDirectory decodes an answer of GET /query:
 //

@@ -59,8 +59,8 @@ func (o Options) Validate() error {
 	limit("probes", o.MaxProbes)
 	limit("waiting requests", o.MaxWaiters)
 	limit("connections", o.MaxConns)
-	check(!strings.ContainsFunc(o.Token, func(r rune) bool { return r <= ' ' || r > '~' }), "the token may hold printable ASCII without blanks only")
-	check(o.Guard <= GuardDelete || o.Token != "" || o.Access.Tokens != nil || o.Access.Authorities != nil, "what a token guards is named, and no token")
+	check(!strings.ContainsFunc(o.Token, func(r rune) bool { return r <= ' ' || r > '~' }), "the token must be printable ASCII without blanks")
+	check(o.Guard <= GuardDelete || o.Token != "" || o.Access.Tokens != nil || o.Access.Authorities != nil, "--token-guards needs a token or authorities of client certificates, and there is no token")
 	return errors.Join(errs...)
 }
 

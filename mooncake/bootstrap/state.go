@@ -62,14 +62,27 @@ func (st *savedState) decode(doc []byte) error {
 	for _, e := range st.Engines {
 		seen := map[ranks]bool{}
 		for _, w := range e.Workers {
-			at := ranks{w.TP, w.PP}
-			if seen[at] || len(w.Addr) > maxAddrBytes || w.Lease < 0 || w.Lease > maxLease {
-				return fmt.Errorf("worker tp_rank %d pp_rank %d of engine %q", w.TP, w.PP, e.ID)
+			at, why := ranks{w.TP, w.PP}, ""
+			switch {
+			case seen[at]:
+				why = "is there twice"
+			case len(w.Addr) > maxAddrBytes:
+				why = fmt.Sprintf("has an address longer than %d bytes", maxAddrBytes)
+			case w.Lease < 0 || w.Lease > maxLease:
+				why = fmt.Sprintf("has a lease of %v, outside 0 to %v", w.Lease, maxLease)
+			}
+			if why != "" {
+				return fmt.Errorf("worker tp_rank %d pp_rank %d of engine %q %s", w.TP, w.PP, e.ID, why)
 			}
 			seen[at] = true
 		}
-		if dps[e.DP] || len(e.Workers) == 0 || len(e.ID) > maxEngineIDBytes {
-			return fmt.Errorf("engine %q of dp_rank %d", e.ID, e.DP)
+		switch {
+		case dps[e.DP]:
+			return fmt.Errorf("engine %q: another engine has its dp_rank %d", e.ID, e.DP)
+		case len(e.Workers) == 0:
+			return fmt.Errorf("engine %q of dp_rank %d has no workers", e.ID, e.DP)
+		case len(e.ID) > maxEngineIDBytes:
+			return fmt.Errorf("engine %.64q... of dp_rank %d: its id is longer than %d bytes", e.ID, e.DP, maxEngineIDBytes)
 		}
 		dps[e.DP] = true
 	}

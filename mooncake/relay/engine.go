@@ -263,7 +263,7 @@ func (r *Relay) watchLocked(e *engine, addr string) *watch {
 		},
 	})
 	if err := w.dealer.Start(); err != nil {
-		r.log.Warn("relay: watch P's side channel", "engine", e.id, "addr", addr, "err", err)
+		r.log.Warn("relay: P's side channel cannot be watched", "engine", e.id, "addr", addr, "err", err)
 	}
 	return w
 }

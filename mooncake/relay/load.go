@@ -414,7 +414,7 @@ func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID)
 		}
 		for len(c.Kinds) <= max(m.Group, 0) || slices.ContainsFunc(m.Shared, func(g int) bool { return g >= len(c.Kinds) }) {
 			if len(c.Kinds) > 1<<10 {
-				return fmt.Errorf("%w: group %d", wire.ErrMessage, m.Group)
+				return fmt.Errorf("%w: a region of group %d, at most %d groups are possible", wire.ErrMessage, m.Group, 1<<10)
 			}
 			c.Kinds = append(c.Kinds, mooncake.Attention)
 		}

@@ -56,7 +56,7 @@ type savedTransfer struct {
 	freed bool  // its memory was released
 }
 
-var errNotKept = errors.New("relay: not in memory any more")
+var errNotKept = errors.New("relay: the transfer is not in memory any more")
 
 var errMemory = errors.New("relay: not enough memory")
 

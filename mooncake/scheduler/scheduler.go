@@ -179,11 +179,11 @@ func (o *Options) check() error {
 	}
 	for i, g := range o.Groups {
 		if g.Block < 1 || g.Block > limit || g.Window < 0 || g.Window > limit {
-			return wire.Refusef(wire.CodeOptions, "group %d: block of %d tokens, window of %d", i, g.Block, g.Window)
+			return wire.Refusef(wire.CodeOptions, "group %d: a block of %d tokens is outside 1 to %d, or a window of %d outside 0 to %[3]d", i, g.Block, limit, g.Window)
 		}
 	}
 	if o.Workers < 1 || o.Workers > 1<<16 || o.MaxTransfers < 1 {
-		return wire.Refusef(wire.CodeOptions, "%d workers, %d transfers", o.Workers, o.MaxTransfers)
+		return wire.Refusef(wire.CodeOptions, "%d workers are outside 1 to %d, or %d transfers are below 1", o.Workers, 1<<16, o.MaxTransfers)
 	}
 	return nil
 }

@@ -297,7 +297,7 @@ type Update struct {
 func (s *Scheduler) Update(o WorkerOutput) (Update, error) {
 	var u Update
 	if o.Worker < 0 || o.Worker >= s.o.Workers {
-		return u, wire.Refusef(wire.CodeRange, "worker %d of %d", o.Worker, s.o.Workers)
+		return u, wire.Refusef(wire.CodeRange, "worker %d is outside 0 to %d", o.Worker, s.o.Workers-1)
 	}
 	for _, id := range o.Failed {
 		if t := s.receiving[id]; t != nil {

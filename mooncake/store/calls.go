@@ -75,7 +75,7 @@ func (m *Master) largest(keys []string, more ...int) int {
 // shape returns an error unless ok: the answer is of a type that this release does not have.
 func shape(ok bool) error {
 	if !ok {
-		return fmt.Errorf("%w: of another type", sp.ErrMalformed)
+		return fmt.Errorf("%w: the answer has another type than this method's", sp.ErrMalformed)
 	}
 	return nil
 }

@@ -252,11 +252,11 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 				}
 				memory++
 				if !plan.add(n, objects[i].Parts, sizes[n], rep) {
-					plan.fail(n, fmt.Errorf("%w: the master named %d bytes for %d", ErrTransfer, rep.Bytes(), sizes[n]))
+					plan.fail(n, fmt.Errorf("%w: the master allocated %d bytes for an object of %d", ErrTransfer, rep.Bytes(), sizes[n]))
 				}
 			}
 			if memory == 0 {
-				plan.fail(n, fmt.Errorf("%w: the master named no memory", ErrTransfer))
+				plan.fail(n, fmt.Errorf("%w: the master allocated no memory", ErrTransfer))
 			}
 		}
 	}
@@ -265,7 +265,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	cancelWriting()
 	if c.now().since(begin) > c.times.whole { // the machine slept
 		for _, n := range begun {
-			plan.fail(n, fmt.Errorf("%w: it took too long", ErrTransfer))
+			plan.fail(n, fmt.Errorf("%w: it took longer than %v", ErrTransfer, c.times.whole))
 		}
 	}
 	var whole, broken []string

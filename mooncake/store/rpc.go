@@ -145,10 +145,10 @@ func (c *conn) exchange(m method) ([]byte, error) {
 		return nil, errProtocol
 	}
 	if bytes > maxResponse {
-		return nil, fmt.Errorf("%w: an answer of %d bytes", errProtocol, bytes)
+		return nil, fmt.Errorf("%w: an answer of %d bytes, at most %d", errProtocol, bytes, maxResponse)
 	}
 	if len(come) > int(bytes+attached) {
-		return nil, fmt.Errorf("%w: more than was asked for", errProtocol)
+		return nil, fmt.Errorf("%w: more bytes came than the answer has", errProtocol)
 	}
 	n = min(len(come), int(bytes))
 	c.body = append(c.body[:0], come[:n]...)

@@ -17,7 +17,7 @@ var (
 	ErrLost = errors.New("transfer: connection lost")
 
 	// ErrStalled means that the peer made no progress for the progress timeout.
-	ErrStalled = errors.New("transfer: no progress")
+	ErrStalled = errors.New("transfer: the peer moved no bytes within the progress timeout")
 
 	// ErrUnsettled marks a failed write of which the peer may still apply bytes: the
 	// client cut the connection before the peer ended its side.
@@ -28,7 +28,7 @@ var (
 
 	// ErrUnproven means that the peer did not prove that it has a secret in common with
 	// this end, or refused this end's proof; nothing was sent.
-	ErrUnproven = errors.New("transfer: no secret in common with the peer is proved")
+	ErrUnproven = errors.New("transfer: the peer and this end did not prove a common secret")
 
 	// ErrBusy means that Options.MaxWaiting callers already wait for a
 	// connection to the peer.

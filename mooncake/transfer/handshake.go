@@ -110,7 +110,7 @@ func parseDescriptor(text []byte) (*Descriptor, error) {
 		return nil, fmt.Errorf("%w: peer speaks %q, not tcp", ErrProtocol, []string(d.Protocol))
 	}
 	if d.DataPort < 1 || d.DataPort > 65535 {
-		return nil, fmt.Errorf("%w: tcp_data_port %d", ErrProtocol, d.DataPort)
+		return nil, fmt.Errorf("%w: tcp_data_port %d is outside 1 to 65535", ErrProtocol, d.DataPort)
 	}
 	for i, b := range d.Buffers {
 		if b.Name == "" || b.Addr == 0 || b.Length == 0 {
@@ -178,7 +178,7 @@ func appendFrame(b []byte, kind byte, v any) ([]byte, error) {
 		n++
 	}
 	if n > maxHandshakeBytes {
-		return nil, fmt.Errorf("%w: handshake frame of %d bytes", ErrProtocol, n)
+		return nil, fmt.Errorf("%w: handshake frame of %d bytes, at most %d", ErrProtocol, n, maxHandshakeBytes)
 	}
 	b = binary.LittleEndian.AppendUint64(b, uint64(n))
 	if kind != frameTypeless {
@@ -196,7 +196,7 @@ func readFrame(r io.Reader) (kind byte, text []byte, err error) {
 	}
 	n := binary.LittleEndian.Uint64(length[:])
 	if n == 0 || n > maxHandshakeBytes {
-		return 0, nil, fmt.Errorf("%w: handshake length %d", ErrProtocol, n)
+		return 0, nil, fmt.Errorf("%w: handshake frame of %d bytes, 1 to %d are possible", ErrProtocol, n, maxHandshakeBytes)
 	}
 	var buf bytes.Buffer
 	if _, err := io.CopyN(&buf, r, int64(n)); err != nil {

@@ -205,7 +205,7 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 	case l.desc.proves:
 		l.proof, err = prove(ctx, conn, l.peer.name, c.opt.Secrets)
 	case c.opt.Secrets.Demands(conn.RemoteAddr()):
-		err = fmt.Errorf("%w: it asks for no proof", ErrUnproven)
+		err = fmt.Errorf("%w: the peer asks for no proof", ErrUnproven)
 	}
 	if err != nil {
 		conn.Close()

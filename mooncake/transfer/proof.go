@@ -99,7 +99,7 @@ func describeOn(c net.Conn, segment string, secrets *auth.PeerSecrets) (*Descrip
 	}
 	if answer.Challenge == "" { // a C++ engine, or a Kvasir without secrets
 		if secrets.Demands(c.RemoteAddr()) {
-			return nil, fmt.Errorf("%w: it asks for no proof", ErrUnproven)
+			return nil, fmt.Errorf("%w: the peer asks for no proof", ErrUnproven)
 		}
 		return parseDescriptor(text)
 	}
@@ -109,7 +109,7 @@ func describeOn(c net.Conn, segment string, secrets *auth.PeerSecrets) (*Descrip
 	}
 	proof := secrets.Prove(roleHandshake, session(own, theirs, segment))
 	if text, err = ask(c, frameMetadata, proving{Proof: hex.EncodeToString(proof)}); err != nil {
-		return nil, fmt.Errorf("%w: it refuses our proof: %w", ErrUnproven, err)
+		return nil, fmt.Errorf("%w: the peer refuses this end's proof: %w", ErrUnproven, err)
 	}
 	d, err := parseDescriptor(text)
 	if err == nil {
@@ -150,7 +150,7 @@ func proveOn(c io.ReadWriter, segment string, secrets *auth.PeerSecrets) (p auth
 	}
 	p, ok := secrets.Verify(roleTarget, of, proof)
 	if !ok {
-		return p, fmt.Errorf("%w: its proof is wrong", ErrUnproven)
+		return p, fmt.Errorf("%w: the peer's proof is wrong", ErrUnproven)
 	}
 	return p, nil
 }
@@ -165,7 +165,7 @@ func readAnswer(r io.Reader, into []byte) error {
 	case !ok:
 		return fmt.Errorf("%w: status without its magic", ErrProtocol)
 	case code != statusOK:
-		return fmt.Errorf("%w: the peer refuses our proof", ErrUnproven)
+		return fmt.Errorf("%w: the peer refuses this end's proof", ErrUnproven)
 	}
 	_, err := io.ReadFull(r, into)
 	return unexpected(err)
@@ -191,7 +191,7 @@ func (t *Target) challenge(c *net.TCPConn, hello string) error {
 	}
 	var q proving
 	if err := json.Unmarshal(text, &q); err != nil || kind != frameMetadata {
-		return fmt.Errorf("%w: no proof after the challenge", ErrProtocol)
+		return fmt.Errorf("%w: the answer to the challenge is no proof", ErrProtocol)
 	}
 	proof, ok := decodeExactly(q.Proof, auth.ProofBytes)
 	if !ok {

@@ -215,7 +215,7 @@ func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 		}
 		// Out of descriptors, or a connection that died in the backlog.
 		delay = min(max(2*delay, 5*time.Millisecond), 500*time.Millisecond)
-		t.log.Warn("accept", "port", l.Addr(), "err", err, "retry_in", delay)
+		t.log.Warn("no connection can be accepted", "port", l.Addr(), "err", err, "retry_in", delay)
 		time.Sleep(delay)
 	}
 }

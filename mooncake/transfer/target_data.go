@@ -27,9 +27,9 @@ var errRejected = errors.New("request rejected")
 
 // These end a connection without a proof that counts.
 var (
-	errUnproven   = errors.New("a request without a proof")
-	errLate       = errors.New("no proof in time")
-	errWrongProof = errors.New("a proof by another secret, or for another address than the published one")
+	errUnproven   = errors.New("the peer sent a request before it proved that it has a secret")
+	errLate       = errors.New("the peer sent no proof of a secret within the handshake timeout")
+	errWrongProof = errors.New("the peer's proof is of another secret, or for another address than the published one")
 	errRemoved    = errors.New("the secret of the peer's proof was removed")
 )
 
@@ -58,7 +58,7 @@ var okFrame, rejectedFrame = statusFrame(statusOK), statusFrame(statusRejected)
 func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 	s, err := newStream(c, t.opt.ProgressTimeout)
 	if err != nil {
-		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a data connection cannot be served", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
 	d := &dataConn{stream: s, t: t, in: in, demand: t.opt.Secrets.Demands(c.RemoteAddr())}
@@ -77,10 +77,10 @@ func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 		d.abort() // a clean end would mean success to some peers
 	case err == nil, errors.Is(err, net.ErrClosed):
 	case errors.Is(err, errRejected):
-		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a data connection ended with a refused request", "peer", c.RemoteAddr(), "err", err)
 	default:
 		t.stats.torn.Add(1)
-		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a data connection broke", "peer", c.RemoteAddr(), "err", err)
 	}
 }
 
@@ -320,7 +320,7 @@ func (d *dataConn) reject(h header, why refusal) error {
 				return e
 			}
 		}
-		d.t.log.Debug("data request", "peer", d.conn.RemoteAddr(), "err", err)
+		d.t.log.Debug("a data request was refused", "peer", d.conn.RemoteAddr(), "err", err)
 		return d.reply(rejectedFrame[:])
 	}
 	d.out = append(d.out, rejectedFrame[:])

@@ -33,7 +33,7 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	}
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
 	if _, err := c.Write(reply); err != nil {
-		t.log.Debug("handshake reply", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a handshake cannot be answered", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
 	c.CloseWrite()

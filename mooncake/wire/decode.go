@@ -73,7 +73,7 @@ const maxName = 1 << 10
 func (d *decoder) name(b []byte) (string, []byte, error) {
 	s, rest, err := d.text(b)
 	if err == nil && len(s) > maxName {
-		return "", nil, fmt.Errorf("%w: a name of %d bytes", ErrMessage, len(s))
+		return "", nil, fmt.Errorf("%w: a name of %d bytes, at most %d", ErrMessage, len(s), maxName)
 	}
 	return s, rest, err
 }
@@ -143,7 +143,7 @@ func (d *decoder) readWanted(b []byte) (map[string]Wanted, []byte, error) {
 		return nil, nil, bad(err)
 	}
 	if n > maxMessageTransfers {
-		return nil, nil, fmt.Errorf("%w: %d requests in one pull", ErrMessage, n)
+		return nil, nil, fmt.Errorf("%w: %d requests in one pull, at most %d", ErrMessage, n, maxMessageTransfers)
 	}
 	all := make(map[string]Wanted)
 	for range n {

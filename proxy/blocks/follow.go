@@ -166,7 +166,7 @@ func (f *Follower) askLocked(from uint64) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		if f.mu.asking && f.mu.asked == n {
-			f.o.Log.Warn("a publisher of KV events does not replay", "endpoint", f.o.Replay)
+			f.o.Log.Warn("a publisher of KV events does not answer a request for missed events: they stay unknown", "endpoint", f.o.Replay)
 			f.goOnLocked()
 		}
 	})

@@ -151,7 +151,7 @@ func parseKey(words []string) (*Key, error) {
 			}
 		case "salt":
 			if k.Salt = ""; value != "off" {
-				err = errors.New("only off can be said")
+				err = errors.New("its one value is off")
 			}
 		default:
 			err = errors.New("unknown")

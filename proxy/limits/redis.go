@@ -139,7 +139,7 @@ func answer(r resp.Reply, err error) (wait time.Duration, ok bool, _ error) {
 		return 0, false, err
 	}
 	if len(r.List) != 2 || r.List[0].Kind != ':' || r.List[1].Kind != ':' {
-		return 0, false, fmt.Errorf("%w: a list of %d", resp.ErrProtocol, len(r.List))
+		return 0, false, fmt.Errorf("%w: a list of %d, not of two numbers", resp.ErrProtocol, len(r.List))
 	}
 	wait = time.Duration(min(max(r.List[1].Int, 0), math.MaxInt32)) * time.Millisecond
 	return wait, r.List[0].Int == 1, nil

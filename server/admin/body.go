@@ -127,7 +127,7 @@ func list[T any](v *[]T, most int) func(*json.Decoder) error {
 type tooManyError struct{ most int }
 
 func (e *tooManyError) Error() string {
-	return fmt.Sprintf("more than the %d elements of one request", e.most)
+	return fmt.Sprintf("more than %d elements, the most in one request", e.most)
 }
 
 // skipValue skips one value.

@@ -64,13 +64,13 @@ func checksums(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusNotFound, fmt.Sprintf("instance_id %d is not registered: GET /status has the workers", body.Instance))
 		return
 	case of.Lent == nil:
-		detail(w, http.StatusNotImplemented, "that worker copies itself (engine_driven): its memory is not seen here")
+		detail(w, http.StatusNotImplemented, "that worker copies KV itself (engine_driven): this server does not see its memory")
 		return
 	case len(body.Blocks) == 0:
 		detail(w, http.StatusBadRequest, "block_ids has no block")
 		return
 	case body.PerChunk < 1:
-		detail(w, http.StatusBadRequest, "chunk_size, in blocks, is not above 0")
+		detail(w, http.StatusBadRequest, "chunk_size, a number of blocks, must be above 0")
 		return
 	}
 	got, err := of.Lent.Checksums(r.Context(), body.Blocks, body.PerChunk, body.Layerwise)

@@ -77,7 +77,7 @@ func TestObjects(t *testing.T) {
 	refused("DELETE", "", "{", "body is not")
 	refused("DELETE", "", `{"keys": [], "tier": "l3"}`, "unknown tier")
 	refused("DELETE", "", `{"tier": "l1", "keys": [{"chunk_hash_hex": "ab"}]}`, "keys[0]")
-	refused("DELETE", "", `{"tier": "l1", "keys": [`+strings.Repeat("{},", 10_000)+`{}]}`, "keys: more than the 10000")
+	refused("DELETE", "", `{"tier": "l1", "keys": [`+strings.Repeat("{},", 10_000)+`{}]}`, "keys: more than 10000")
 
 	drop := func(model, salt string, h2 kv.Hash, want string) {
 		t.Helper()

@@ -126,7 +126,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if !p.server.Store().Go(func() { p.run(id, job, parts) }) {
-		detail(w, http.StatusServiceUnavailable, "the server ends")
+		detail(w, http.StatusServiceUnavailable, "the server is shutting down")
 		return
 	}
 	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": chunks, "status": "submitted"})

@@ -63,7 +63,7 @@ func TestRekeyOfATier(t *testing.T) {
 		refused(http.StatusBadRequest, "body is not", bad)
 	}
 	refused(http.StatusNotFound, "this server has fs, plain, sealed", `{"tier":"redis"}`)
-	refused(http.StatusConflict, "is not ours", `{"tier":"fs"}`)
+	refused(http.StatusConflict, "never encrypted", `{"tier":"fs"}`)
 	refused(http.StatusConflict, "not encrypted", `{"tier":"plain"}`)
 
 	web := httptest.NewServer(h)

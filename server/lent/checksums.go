@@ -43,7 +43,7 @@ func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bo
 			}
 			for _, b := range blocks {
 				if b < 0 || b >= l.View.Blocks {
-					return nil, fmt.Errorf("%w: block %d of layer %d, which has %d", paged.ErrBlocks, b, g.layers[j], l.View.Blocks)
+					return nil, fmt.Errorf("%w: block id %d of layer %d, which has %d blocks", paged.ErrBlocks, b, g.layers[j], l.View.Blocks)
 				}
 			}
 			layers = append(layers, layer{l, g.layers[j], g.dtype == "bfloat16"})

@@ -231,14 +231,14 @@ func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool
 		}
 		taken[i] = true
 		if dtype := d.reg.Descriptors[i].DType; k.dtype != "" && k.dtype != dtype {
-			return k, fmt.Errorf("layers of %s and of %s", k.dtype, dtype)
+			return k, fmt.Errorf("its layers have different dtypes, %s and %s", k.dtype, dtype)
 		}
 		k.dtype = d.reg.Descriptors[i].DType
 		k.Layers = append(k.Layers, layers[i])
 		k.layers = append(k.layers, i)
 	}
 	if len(k.Layers) == 0 {
-		return k, errors.New("no layers")
+		return k, errors.New("it names no layers")
 	}
 	slots := k.Layers[0].View.Slots
 	k.tokensPerBlock = cmp.Or(info.TokensPerBlock, slots)
@@ -253,7 +253,7 @@ func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool
 		k.Keep = 1 // only the block with the last state
 	case w == -1:
 	case w < 1:
-		return k, fmt.Errorf("sw_size_tokens %d", w)
+		return k, fmt.Errorf("sw_size_tokens %d is neither -1 nor above 0", w)
 	default: // rounded up: the engine reads the last w-1 tokens
 		k.Keep = min(k.PerChunk, (w-1)/k.tokensPerBlock+1)
 	}

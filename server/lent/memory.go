@@ -14,7 +14,6 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
@@ -79,7 +78,7 @@ func (l *memory) attach(dir, name string, n int64, may func(shm.File) error) ([]
 		l.mu.segments[name] = seg
 	}
 	if n < 0 || n > seg.Len() {
-		return nil, fmt.Errorf("%w: %s has %s, announced are %s", ErrMemory, name, kv.FormatBytes(seg.Len()), kv.FormatBytes(n))
+		return nil, fmt.Errorf("%w: %s has %d bytes, announced are %d", ErrMemory, name, seg.Len(), n)
 	}
 	return seg.Bytes(0, n), nil
 }

@@ -52,7 +52,7 @@ func understoodSGLang(reg *lmcache.KVCache, cpuViews bool) error {
 // sglangTensor returns the tensor of a plane with a dimension for pages, and its form.
 func sglangTensor(reg *lmcache.KVCache, t paged.Tensor) (paged.Form, paged.Tensor, error) {
 	if len(t.Stride) != len(t.Shape) {
-		return 0, t, fmt.Errorf("shape %v with strides %v", t.Shape, t.Stride)
+		return 0, t, fmt.Errorf("shape %v and strides %v have different lengths", t.Shape, t.Stride)
 	}
 	if reg.ListLayout == unified {
 		switch len(t.Shape) {
@@ -71,7 +71,7 @@ func sglangTensor(reg *lmcache.KVCache, t paged.Tensor) (paged.Form, paged.Tenso
 		return 0, t, fmt.Errorf("%d slots are no multiple of a page of %d tokens", t.Shape[0], page)
 	}
 	if t.Stride[0] < 0 || t.Stride[0] > maxStride/page {
-		return 0, t, fmt.Errorf("strides %v", t.Stride)
+		return 0, t, fmt.Errorf("strides %v: the first one is negative or too large", t.Stride)
 	}
 	t.Stride = slices.Concat([]int64{t.Stride[0] * page}, t.Stride)
 	t.Shape = slices.Concat([]int64{t.Shape[0] / page, page}, t.Shape[1:])

@@ -119,7 +119,7 @@ func (e *engine) handle(kind byte, body []byte) error {
 	case vllm.TypeCommit:
 		return e.commit(body)
 	}
-	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
+	return fmt.Errorf("%w: a frame of type %d, which engines do not send", vllm.ErrMalformed, kind)
 }
 
 // leave ends the engine's loans. With ended the engine touches no memory any more, and leave ends its stores, too. Without ended the server

@@ -246,7 +246,7 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 	err = e.run()
 	if errors.Is(err, vllm.ErrMalformed) {
 		s.n.malformed.Add(1)
-		s.log.Error("an engine sent what cannot be read: its connection ends", "engine_id", e.hello.EngineID, "err", err)
+		s.log.Error("an engine sent a frame that cannot be read: its connection ends", "engine_id", e.hello.EngineID, "err", err)
 	}
 	// Nothing may be lent again before the engine can see that the connection has ended: it counts no row that it copied after that.
 	_ = c.CloseWrite() // it may have ended
@@ -278,7 +278,7 @@ func (s *Server) sweepAfter(e *engine) {
 }
 
 // errUser means that the peer may not map the pool.
-var errUser = errors.New("this socket serves the server's own user")
+var errUser = errors.New("this socket serves the server's own user alone")
 
 // greet reads a peer's Hello and answers it.
 func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine, error) {
@@ -291,7 +291,7 @@ func (s *Server) greet(c *net.UnixConn, conn *vllm.Conn, number uint64) (*engine
 		defer file.Close()
 	}
 	if err == nil && kind != vllm.TypeHello {
-		err = fmt.Errorf("%w: the first frame has type %d", vllm.ErrMalformed, kind)
+		err = fmt.Errorf("%w: the first frame has type %d, it must be a Hello", vllm.ErrMalformed, kind)
 	}
 	if err != nil {
 		return nil, err

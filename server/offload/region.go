@@ -49,7 +49,7 @@ func (s *Server) region(h *vllm.Hello, file *os.File, caller *access.Caller) (Re
 	}
 	sys, ok := st.Sys().(*syscall.Stat_t)
 	if !ok || !st.Mode().IsRegular() {
-		return r, fmt.Errorf("%w: the descriptor of its region is no file", vllm.ErrHello)
+		return r, fmt.Errorf("%w: the descriptor of its region is not a regular file", vllm.ErrHello)
 	}
 	if st.Size() != r.Bytes {
 		return r, fmt.Errorf("%w: its region has %s, announced are %d rows of %d bytes", vllm.ErrHello, kv.FormatBytes(st.Size()), h.Rows, h.RowBytes)

@@ -276,7 +276,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 // onlyLayout returns the layout if it can be looked up without further knowledge about the asker.
 func (l *engineLayout) onlyLayout() (*engineLayout, error) {
 	if l.cutTwice() {
-		return nil, fmt.Errorf("%w: pipelines with unlike stages", ErrLayouts)
+		return nil, fmt.Errorf("%w: its pipelines divide the layers in different ways", ErrLayouts)
 	}
 	return l, nil
 }

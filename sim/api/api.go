@@ -429,7 +429,7 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, prompts [][
 // failure returns the error that a client gets for an engine's error.
 func failure(err error) *apiError {
 	switch {
-	case errors.Is(err, engine.ErrTooLong):
+	case errors.Is(err, engine.ErrTooLong), errors.Is(err, engine.ErrEmpty):
 		return badRequest("input_tokens", "%v", err)
 	case errors.Is(err, engine.ErrInUse):
 		return badRequest("request_id", "%v", err)

@@ -58,8 +58,8 @@ func (o *Options) validateBytes(f func(ok bool, format string, args ...any)) {
 		f(false, "%v", err)
 		return
 	}
-	f(!o.PrefillAlone, "engines that prefill alone have no blocks, and so no bytes")
-	f(o.Bytes.Corrupt >= 0, "block %d cannot get a wrong bit", o.Bytes.Corrupt)
+	f(!o.PrefillAlone, "engines with PrefillAlone have no blocks, and so no bytes")
+	f(o.Bytes.Corrupt >= 0, "block %d cannot get a wrong bit: its number is below 0", o.Bytes.Corrupt)
 }
 
 // checkMemory refuses more KV memory than a run may have.

@@ -216,7 +216,7 @@ func TestOptionsOfBytes(t *testing.T) {
 	f("2 GiB at most", cluster.Options{Profile: profile(t), Prefill: 8, Decode: 8, Bytes: &cluster.Bytes{HeadBytes: 256}})
 	f("2 GiB at most", cluster.Options{Profile: small(t, 10), Decode: 1, Bytes: &cluster.Bytes{}, Store: cluster.Store{Blocks: 1 << 25, GBps: 1}})
 	f("7 bytes", cluster.Options{Profile: small(t, 10), Decode: 1, Bytes: &cluster.Bytes{HeadBytes: 7}})
-	f("alone", cluster.Options{Profile: small(t, 10), Decode: 1, PrefillAlone: true, Bytes: &cluster.Bytes{}})
+	f("PrefillAlone", cluster.Options{Profile: small(t, 10), Decode: 1, PrefillAlone: true, Bytes: &cluster.Bytes{}})
 	f("block -1", cluster.Options{Profile: small(t, 10), Decode: 1, Bytes: &cluster.Bytes{Corrupt: -1}})
 	o := cluster.Options{Profile: small(t, 10), Decode: 1, Bytes: &cluster.Bytes{Dir: "/nonexistent"}, Store: cluster.Store{Blocks: 10, GBps: 1}}
 	if _, err := cluster.Run(t.Context(), equal(1, 1, 1), o); !errors.Is(err, os.ErrNotExist) {

@@ -257,7 +257,7 @@ func TestOptions(t *testing.T) {
 	f("0 decode engines", cluster.Options{Profile: p, Prefill: 1})
 	f("-1 prefill", cluster.Options{Profile: p, Prefill: -1, Decode: 1})
 	f("store", cluster.Options{Profile: p, Decode: 1, Store: cluster.Store{Blocks: 1}})
-	f("alone", cluster.Options{Profile: p, Prefill: 1, Decode: 1, PrefillAlone: true})
+	f("PrefillAlone", cluster.Options{Profile: p, Prefill: 1, Decode: 1, PrefillAlone: true})
 	f("concurrency", cluster.Options{Profile: p, Decode: 1, Concurrency: -1})
 }
 

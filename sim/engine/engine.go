@@ -104,6 +104,8 @@ type Request struct {
 var (
 	// ErrTooLong means that prompt and output do not fit the model.
 	ErrTooLong = errors.New("engine: the request does not fit")
+	// ErrEmpty means a request without a prompt or without a token to generate.
+	ErrEmpty = errors.New("engine: the request needs at least one prompt token and one token to generate")
 	// ErrInUse means that a request of this id runs, or has blocks that a connector needs.
 	ErrInUse = errors.New("engine: a request of this id is already running")
 	// ErrClosed means that the engine has stopped.
@@ -165,7 +167,7 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 		}
 	}
 	if o.StepTime < 0 || o.PrefillRate < 0 {
-		return nil, fmt.Errorf("engine: steps of %v, %v prompt tokens per second", o.StepTime, o.PrefillRate)
+		return nil, fmt.Errorf("engine: steps of %v or %v prompt tokens per second are negative", o.StepTime, o.PrefillRate)
 	}
 	e := &Engine{o: o, log: o.Log, wake: make(chan struct{}, 1), done: make(chan struct{}), by: make(map[string]*request), keeps: make(map[string]*request)}
 	e.n.open()
@@ -210,10 +212,10 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 // checkRanks refuses ranks that cannot be.
 func (o *Options) checkRanks() error {
 	if o.DPRank < 0 || o.DPRank >= o.DPSize || o.DPSize > maxRanks {
-		return fmt.Errorf("engine: data-parallel rank %d of %d", o.DPRank, o.DPSize)
+		return fmt.Errorf("engine: data-parallel rank %d of %d: the rank must be below the size, and the size at most %d", o.DPRank, o.DPSize, maxRanks)
 	}
 	if o.PPSize > maxRanks || o.KV.Layers%o.PPSize != 0 {
-		return fmt.Errorf("engine: %d layers on %d pipeline stages", o.KV.Layers, o.PPSize)
+		return fmt.Errorf("engine: %d layers on %d pipeline stages: the stages, at most %d, must divide the layers", o.KV.Layers, o.PPSize, maxRanks)
 	}
 	if o.PPSize == 1 {
 		return nil
@@ -315,7 +317,7 @@ func (e *Engine) Submit(ctx context.Context, r Request) (*Stream, error) {
 func (e *Engine) check(r *Request) error {
 	switch n := len(r.Tokens); {
 	case n == 0 || r.MaxTokens < 1:
-		return fmt.Errorf("%w: %d prompt tokens, %d to generate", ErrTooLong, n, r.MaxTokens)
+		return fmt.Errorf("%w: it has %d and %d", ErrEmpty, n, r.MaxTokens)
 	case r.MaxTokens > e.o.MaxModel-n:
 		return fmt.Errorf("%w: %d prompt tokens and %d to generate, the longest sequence has %d", ErrTooLong, n, r.MaxTokens, e.o.MaxModel)
 	}

@@ -253,7 +253,7 @@ func (k *lmcacheConn) finish(q *request, _ sched.Reason) bool {
 	delete(k.requests, q.r.ID)
 	f, err := k.sched.Finish(r)
 	if err != nil {
-		k.e.log.Warn("the end of a request", "request", q.r.ID, "err", err)
+		k.e.log.Warn("the cache was not told of the end of a request", "request", q.r.ID, "err", err)
 	}
 	return f.KeepBlocks
 }

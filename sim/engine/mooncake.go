@@ -357,7 +357,7 @@ func (k *mooncakeConn) poll([]string) (out sched.Output) {
 		}
 		u, err := k.sched.Update(w)
 		if err != nil {
-			k.e.log.Error("a worker's report", "err", err)
+			k.e.log.Error("a worker's report cannot be used", "err", err)
 			continue
 		}
 		out.Arrived = append(append(out.Arrived, u.Loaded...), u.Failed...)

@@ -58,14 +58,14 @@ func (g *Geometry) Validate() error {
 		f(g.TPSize >= 1 && g.TPSize <= 1024, "%d ranks; 1 to 1024", g.TPSize)
 		f(g.Heads == 1, "%d KV heads with layout mla, which has one", g.Heads)
 	} else {
-		f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks", g.Heads, g.TPSize)
+		f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks: the ranks must divide the KV heads", g.Heads, g.TPSize)
 	}
 	f(g.Layout.Planes() == 1 || g.HeadBytes%16 == 0, "%d bytes per head and token; a multiple of 16 with layout %s", g.HeadBytes, g.Layout)
 	for _, group := range g.Groups {
 		f(!group.State || g.Layout == Fused, "recurrent states need layout %s", Fused)
 	}
 	if len(errs) == 0 {
-		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV", g.LayerBytes()*int64(g.Layers*g.TPSize))
+		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV; 2^40 at most", g.LayerBytes()*int64(g.Layers*g.TPSize))
 	}
 	return errors.Join(errs...)
 }

@@ -37,7 +37,7 @@ func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOpti
 	pool := int64(o.Capacity) * o.Bytes
 	e, err := evict.New(o.Policy, pool)
 	if err != nil || o.Capacity < 1 || o.Capacity > MaxCapacity {
-		return hitcurve.Window{}, fmt.Errorf("%w: policy %q, %d blocks", ErrOptions, o.Policy, o.Capacity)
+		return hitcurve.Window{}, fmt.Errorf("%w: policy %q is unknown, or %d blocks are outside 1 to %d", ErrOptions, o.Policy, o.Capacity, MaxCapacity)
 	}
 	h := hitcurve.Options{Policy: o.Policy, Bytes: pool, Tiers: o.Tiers}
 	if lh, ok := e.(*evict.LeafHazard); ok {

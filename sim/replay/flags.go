@@ -48,7 +48,7 @@ func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 		return nil, err
 	}
 	if f.Requests < 0 || f.Block < 1 {
-		return nil, fmt.Errorf("%w: --requests %d, --block-tokens %d", ErrOptions, f.Requests, f.Block)
+		return nil, fmt.Errorf("%w: --requests %d is below 0, or --block-tokens %d below 1", ErrOptions, f.Requests, f.Block)
 	}
 	return CompareStream(ctx, workload.Stream(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests, Format: f.Format}), o)
 }

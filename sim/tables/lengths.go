@@ -58,7 +58,7 @@ var ErrLengths = errors.New("tables: list of lengths")
 func ReadLengths(r io.Reader) ([]Length, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxListBytes+1))
 	if err != nil || len(text) > maxListBytes {
-		return nil, errors.Join(fmt.Errorf("%w: %d bytes read of %d at most", ErrLengths, len(text), maxListBytes), err)
+		return nil, errors.Join(fmt.Errorf("%w: %d bytes were read, at most %d are possible", ErrLengths, len(text), maxListBytes), err)
 	}
 	var out []Length
 	line := 0

@@ -114,7 +114,7 @@ func remove(path, name string) (taken int64, err error) {
 			return taken, ferr
 		}
 		if p == path && noIndex != nil && !namedByUs(name) {
-			err = errors.New("it has no index")
+			err = errors.New("it has no index, and its name is not one of Kvasir's")
 		}
 		if err != nil {
 			return taken, fmt.Errorf("%w: %s: %w", ErrForeign, p, err)
@@ -252,7 +252,7 @@ var ErrNote = errors.New("pool: note too long")
 // ErrNote.
 func (p *Pool) SetNote(b []byte) error {
 	if len(b) > MaxNote {
-		return fmt.Errorf("%w: %d bytes", ErrNote, len(b))
+		return fmt.Errorf("%w: %d bytes, at most %d", ErrNote, len(b), MaxNote)
 	}
 	if err := shm.Write(p.notePath(), b); err != nil {
 		return fmt.Errorf("keep note: %w", err)

@@ -59,7 +59,7 @@ var (
 	// ErrIndex means that a file is not a pool index, or a damaged one.
 	ErrIndex = errors.New("pool: not a pool index, or a damaged one")
 	// ErrChanged means that the existing pool has another alignment, chunk size or version than was asked for.
-	ErrChanged = errors.New("pool: the existing pool does not fit")
+	ErrChanged = errors.New("pool: the existing pool has other settings or another version")
 )
 
 // Offsets of the header's words that change.
@@ -127,7 +127,7 @@ var errUnfinished = errors.New("pool: index without a header")
 // ErrChanged for another version.
 func readHeader(s *shm.Segment) (h header, err error) {
 	if s.Len() < headerBytes {
-		return h, fmt.Errorf("%w: %d bytes", ErrIndex, s.Len())
+		return h, fmt.Errorf("%w: %d bytes, its header alone has %d", ErrIndex, s.Len(), headerBytes)
 	}
 	b := s.Bytes(0, headerBytes)
 	le := binary.LittleEndian
@@ -144,14 +144,14 @@ func readHeader(s *shm.Segment) (h header, err error) {
 	case le.Uint32(b[8:]) != indexVersion || le.Uint32(b[12:]) != recordBytes:
 		return h, fmt.Errorf("%w: its index has version %d, this server writes %d", ErrChanged, le.Uint32(b[8:]), indexVersion)
 	case le.Uint32(b[56:]) != crc32.Checksum(b[:56], castagnoli) || s.Len() < headerBytes+made*recordBytes:
-		return h, fmt.Errorf("%w: header checksum", ErrIndex)
+		return h, fmt.Errorf("%w: its header has a wrong checksum, or the file is too short", ErrIndex)
 	}
 	h.records = min((s.Len()-headerBytes)/recordBytes, maxRecords) // a pool that grew has more records than it was made with
 	if resized := int64(s.Word(headerResized).Load()); resized != 0 {
 		h.opts.Bytes = resized
 	}
 	if h.opts.Bytes <= 0 || h.opts.Bytes > MaxBytes || h.opts.Align <= 0 {
-		return h, fmt.Errorf("%w: a pool of %d bytes", ErrIndex, h.opts.Bytes)
+		return h, fmt.Errorf("%w: a pool of %d bytes aligned to %d cannot be", ErrIndex, h.opts.Bytes, h.opts.Align)
 	}
 	return h, nil
 }

@@ -46,7 +46,7 @@ func Open(o Options) (*Pool, error) {
 		o.Clock = monotonic
 	}
 	if o.Align < 8 || o.Align&(o.Align-1) != 0 || o.Bytes < o.Align {
-		return nil, fmt.Errorf("pool: size %d with alignment %d", o.Bytes, o.Align)
+		return nil, fmt.Errorf("pool: %d bytes aligned to %d: the alignment must be a power of two from 8, and the size not below it", o.Bytes, o.Align)
 	}
 	path, err := shm.Path(o.Dir, o.Name)
 	if err != nil {
@@ -198,7 +198,7 @@ func monotonic() time.Duration {
 func (p *Pool) restore() error {
 	used := p.index.Word(headerUsed).Load()
 	if used > uint64(p.records) {
-		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
+		return fmt.Errorf("%w: %d records are in use, it has %d", ErrIndex, used, p.records)
 	}
 	p.restored.Bytes = p.opts.Bytes
 	p.used = int(used)
@@ -214,7 +214,7 @@ func (p *Pool) restore() error {
 			continue
 		}
 		if state > Condemned || !r.intact() || !p.takeRange(state, r) {
-			return fmt.Errorf("%w: record %d", ErrIndex, i)
+			return fmt.Errorf("%w: record %d is damaged, or its memory is also another record's", ErrIndex, i)
 		}
 		p.near.add(s, r.offset())
 		p.stamp = max(p.stamp, r.stamp())
@@ -224,7 +224,7 @@ func (p *Pool) restore() error {
 		if state == Resident {
 			k := r.key()
 			if _, ok := p.table.find(p, &k); ok {
-				return fmt.Errorf("%w: record %d has another's key", ErrIndex, i)
+				return fmt.Errorf("%w: record %d has the key of an earlier record", ErrIndex, i)
 			}
 			p.table.insert(p, s)
 			p.restored.Resident = append(p.restored.Resident, s)

@@ -15,7 +15,7 @@ const MaxBytes = 1 << 50
 func (o Options) Validate() error {
 	var c options.Checks
 	_, err := shm.Path(o.Dir, o.Name)
-	c.That(err == nil, "Name", "%q is no name of a segment", o.Name)
+	c.That(err == nil, "Name", "%q cannot be the name of a file in /dev/shm", o.Name)
 	align := o.Align
 	if align == 0 {
 		align = DefaultAlign

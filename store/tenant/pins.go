@@ -72,7 +72,7 @@ func (t *Table) SetPinLimit(salt string, bytes int64) error {
 	}
 	if b == nil {
 		if len(p.budgets) >= MaxQuotas {
-			return fmt.Errorf("%w: %d may pin", ErrTooMany, MaxQuotas)
+			return fmt.Errorf("%w: %d tenants have a limit of pins", ErrTooMany, MaxQuotas)
 		}
 		if p.budgets == nil {
 			p.budgets, p.at = make(map[string]*budget), make(map[uint32]int)

@@ -156,7 +156,7 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 		return err
 	}
 	if a == nil && len(t.order) == MaxQuotas {
-		return fmt.Errorf("%w: there are %d", ErrTooMany, MaxQuotas)
+		return fmt.Errorf("%w: %d tenants have one", ErrTooMany, MaxQuotas)
 	}
 	if a == nil {
 		a = &account{Usage: Usage{Salt: salt}, policy: t.policy(bytes)}

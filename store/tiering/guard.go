@@ -44,7 +44,7 @@ func NewGuard(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger
 func (t *Guard) Answers() bool { return t.slow.Load() < maxSlow && t.held.Load() < t.maxHeld }
 
 // ErrPanic means that a bug made a call of the tier panic. Only that call failed.
-var ErrPanic = errors.New("tiering: the tier panicked")
+var ErrPanic = errors.New("tiering: a call panicked, which is a bug of the tier")
 
 // Stat returns the tier's metas of keys in a slice of its own. An object that could not be read a moment ago counts as missing; otherwise
 // each lookup would try it again at once.

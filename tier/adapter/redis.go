@@ -148,7 +148,7 @@ func (r *reader) tls(o *redis.Options) {
 		pem, err := os.ReadFile(ca)
 		o.TLS.RootCAs = x509.NewCertPool()
 		if err == nil && !o.TLS.RootCAs.AppendCertsFromPEM(pem) {
-			err = fmt.Errorf("%s has no certificate", ca)
+			err = fmt.Errorf("%s has no certificate in PEM", ca)
 		}
 		if err != nil {
 			r.errs = append(r.errs, fmt.Errorf("\"tls_ca_file\": %w", err))

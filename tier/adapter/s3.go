@@ -105,7 +105,7 @@ func (r *reader) absence(a *Adapter) {
 	a.Absence.For = time.Duration(seconds * float64(time.Second))
 }
 
-var errEndpoint = errors.New(`where the bucket is is missing: "s3_bucket" for Amazon's, "s3_endpoint" like "s3://bucket.host" or with "s3_bucket" like "https://host:9000"`)
+var errEndpoint = errors.New(`the bucket is missing: set "s3_bucket" for Amazon S3, "s3_endpoint" like "s3://bucket.host", or "s3_bucket" and "s3_endpoint" like "https://host:9000"`)
 
 // s3Where reads the root URLs of the buckets. As in LMCache, s3_endpoint is s3://BUCKET.HOST, or with s3_bucket the endpoint of the store.
 func (r *reader) s3Where(b *bucket, plain bool) {
@@ -218,7 +218,7 @@ func (r *reader) s3Trust(o *s3.Options) {
 	pem, err := os.ReadFile(ca)
 	o.TLS = &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
 	if err == nil && !o.TLS.RootCAs.AppendCertsFromPEM(pem) {
-		err = fmt.Errorf("%s has no certificate", ca)
+		err = fmt.Errorf("%s has no certificate in PEM", ca)
 	}
 	if err != nil {
 		r.errs = append(r.errs, fmt.Errorf("\"s3_ca_bundle\": %w", err))
@@ -265,4 +265,4 @@ func openS3(a Adapter, o Options) (_ tier.Tier, err error) {
 	}, all...), nil
 }
 
-var errNoTenants = errors.New("salts and models are not known here: name one bucket")
+var errNoTenants = errors.New("this command does not know salts and models: name one bucket, without \"s3_bucket_of_salt\" and \"s3_bucket_of_model\"")

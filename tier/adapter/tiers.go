@@ -258,7 +258,7 @@ func logRooms(d *disk.Disk, log *slog.Logger) {
 }
 
 // errDiskLimit means that a tool cannot make or fill a disk's directory.
-var errDiskLimit = errors.New("only a server writes to a disk, within its --disk-gb")
+var errDiskLimit = errors.New("only a server writes to a disk tier, within its --disk-gb")
 
 // OpenOne opens one tier for a tool: an --l2-adapter, TYPE:PATH, redis:HOST:PORT,
 // s3_native:BUCKET/PREFIX, or disk:PATH for a disk that no server uses.

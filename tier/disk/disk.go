@@ -80,12 +80,12 @@ func (o Options) Validate() error {
 	seen := map[string]bool{}
 	for _, d := range o.Dirs {
 		path, err := filepath.Abs(d.Path)
-		c.That(err == nil && d.Path != "" && !seen[path], "Dirs", "has %q twice, or it is no path", d.Path)
+		c.That(err == nil && d.Path != "" && !seen[path], "Dirs", "has %q twice, or it is not a path", d.Path)
 		seen[path] = true
-		c.That(d.Bytes >= 4*cmp.Or(o.SegmentBytes, smallest), "Dirs", "gives %s %d bytes, which is less than four segments", d.Path, d.Bytes)
+		c.That(d.Bytes >= 4*cmp.Or(o.SegmentBytes, smallest), "Dirs", "gives %s %d bytes, which is less than four segments, %d bytes", d.Path, d.Bytes, 4*cmp.Or(o.SegmentBytes, smallest))
 	}
 	c.That(o.SegmentBytes == 0 || o.SegmentBytes >= minSegment && o.SegmentBytes <= maxSegment && o.SegmentBytes%block == 0,
-		"SegmentBytes", "%d is no multiple of %d from %d to %d", o.SegmentBytes, block, minSegment, int64(maxSegment))
+		"SegmentBytes", "%d is not a multiple of %d from %d to %d", o.SegmentBytes, block, minSegment, int64(maxSegment))
 	c.That(!o.FirstTouch || !o.SecondTouch, "SecondTouch", "is asked for together with FirstTouch")
 	options.Within(&c, "MinFree", o.MinFree, 0, math.MaxInt64)
 	options.Within(&c, "WriteBudget", o.WriteBudget, 0, math.MaxInt64)
@@ -231,7 +231,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("disk: write of %d bytes as %d", len(src), m.Len)
+		return fmt.Errorf("disk: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if m.NoSum {
 		m = tier.Meta{Len: m.Len, Sum: xxh3.Hash(src), End: m.End}
@@ -246,7 +246,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // m was encrypted with a newer key
 	if !(replaced && !tier.IsUse(ctx)) && !d.admits(&k, m.Len) && !replaced {
 		d.admission.refused.Add(1)
-		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
+		return fmt.Errorf("%w: it was written for the first time, and the disk stores it the second time", tier.ErrNotKept)
 	}
 	began := time.Now()
 	var err error

@@ -70,7 +70,7 @@ func (v *volume) tend() {
 	}
 	if v.isOpen() && !v.opts.Inspect && v.checkpointDue() {
 		if err := v.checkpoint(); err != nil {
-			v.log.Warn("write checkpoint", "path", v.dir.Path, "err", err)
+			v.log.Warn("the checkpoint of a disk cannot be written: the next start takes longer", "path", v.dir.Path, "err", err)
 		}
 	}
 }
@@ -224,7 +224,7 @@ func (v *volume) guard() {
 		return
 	}
 	if err := v.makeRoom(0); err != nil && !errors.Is(err, errFull) {
-		v.log.Warn("make room", "path", v.dir.Path, "err", err)
+		v.log.Warn("no segment can be removed to make room on a disk", "path", v.dir.Path, "err", err)
 	}
 }
 
@@ -450,7 +450,7 @@ func (v *volume) seal(s *segment) {
 	records := v.live(s, entries)
 	t, err := v.writeIndex(s, records)
 	if err != nil {
-		v.log.Error("seal segment", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
+		v.log.Error("the index of a segment cannot be written", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
 	}
 	v.mu.Lock()
 	s.err = err
@@ -465,7 +465,7 @@ func (v *volume) seal(s *segment) {
 	close(s.done)
 	if err == nil && len(records) == 0 {
 		if err := v.evict(s); err != nil {
-			v.log.Warn("remove empty segment", "path", v.dir.Path, "err", err)
+			v.log.Warn("an empty segment cannot be removed", "path", v.dir.Path, "err", err)
 		}
 	}
 }
@@ -493,7 +493,7 @@ func (v *volume) syncActive() {
 	err := v.syncDirty()
 	<-v.journal.turn
 	if err = errors.Join(err, v.save()); err != nil {
-		v.log.Warn("sync", "path", v.dir.Path, "err", err)
+		v.log.Warn("recent writes cannot be synced to a disk: a power cut may lose them", "path", v.dir.Path, "err", err)
 	}
 }
 

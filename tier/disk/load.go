@@ -33,7 +33,7 @@ func (v *volume) load(names map[string]int64, todo map[uint64]found) {
 	began := v.now()
 	v.whole.Store(len(todo) == countSegments(names))
 	if err := v.loadCheckpoint(names, todo); err != nil {
-		v.log.Warn("read checkpoint; the indexes of segments are read instead", "path", v.dir.Path, "err", err)
+		v.log.Warn("the checkpoint of a disk cannot be read: the indexes of its segments are read instead", "path", v.dir.Path, "err", err)
 	}
 	unfinished := v.loadIndexes(todo)
 	for _, s := range unfinished {
@@ -189,7 +189,7 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 	s, err := v.openSegment(f)
 	if err != nil {
 		v.whole.Store(false)
-		v.log.Error("open segment", "path", v.dir.Path, "segment", f.name(), "err", err)
+		v.log.Error("a segment cannot be opened: its objects are misses", "path", v.dir.Path, "segment", f.name(), "err", err)
 		return nil
 	}
 	t, records, err := r.read(s.file, s.id, s.size)
@@ -204,9 +204,9 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 		v.mu.Lock()
 		s.newerFormat = true
 		v.mu.Unlock()
-		v.log.Error("a segment is of a newer version; it is ignored", "path", v.dir.Path, "segment", f.name(), "err", err)
+		v.log.Error("a later release wrote a segment: it is ignored", "path", v.dir.Path, "segment", f.name(), "err", err)
 	case err != nil:
-		v.log.Warn("read index of segment; it is read record by record", "path", v.dir.Path, "segment", f.name(), "err", err)
+		v.log.Warn("the index of a segment cannot be read: the segment is read record by record", "path", v.dir.Path, "segment", f.name(), "err", err)
 		return s
 	default:
 		s.end = t.end
@@ -343,7 +343,7 @@ func (v *volume) mark(names map[string]int64) error {
 	}
 	v.id, err = getMark(b, dirMagic)
 	if errors.Is(err, errDamaged) {
-		err = fmt.Errorf("%w: its file %s is none of ours", ErrNotOurs, markName)
+		err = fmt.Errorf("%w: its file %s is damaged, or another program wrote it", ErrNotOurs, markName)
 	}
 	if err == nil && v.opts.Sealed && !v.opts.Inspect && le.Uint32(b[8:]) < at {
 		return write()

@@ -104,7 +104,7 @@ func (d *Disk) Rooms() ([]Space, error) {
 	for _, v := range d.volumes {
 		all, free, err := v.files.space()
 		if err != nil {
-			return nil, fmt.Errorf("room of %s: %w", v.dir.Path, err)
+			return nil, fmt.Errorf("read the free space of %s: %w", v.dir.Path, err)
 		}
 		v.mu.Lock()
 		used := v.mu.used

@@ -30,7 +30,7 @@ var (
 	errClosed = errors.New("disk: closed")
 	errFull   = errors.New("no room on the disk")
 	errOpens  = errors.New("the disk is still being read")
-	errBudget = errors.New("the bytes that may be written today are used")
+	errBudget = errors.New("the write budget of this day is used up")
 	errBusy   = errors.New("the object is being written")
 	errLarge  = errors.New("it is larger than a segment")
 )
@@ -176,7 +176,7 @@ func (v *volume) release(s *segment) {
 	v.mu.Unlock()
 	if last {
 		if err := s.file.close(); err != nil {
-			v.log.Warn("close segment", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
+			v.log.Warn("a segment cannot be closed", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
 		}
 	}
 }
@@ -194,7 +194,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	err = v.readInto(ctx, s, &r, dst)
 	if err == nil && e.seal == 0 { // whoever decrypts an encrypted object checks its tag
 		if got.Sum = xxh3.Hash(dst); got.Sum != e.sum {
-			err = fmt.Errorf("%w: checksum %x", errDamaged, got.Sum)
+			err = fmt.Errorf("%w: its bytes have checksum %x, recorded is %x", errDamaged, got.Sum, e.sum)
 		}
 	}
 	switch {
@@ -316,7 +316,7 @@ func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, e
 	case err != nil:
 		return err
 	case got.key != r.key || got.len != r.len || got.sum != r.sum || got.seal != r.seal:
-		return fmt.Errorf("%w: it is another object", errDamaged)
+		return fmt.Errorf("%w: another object is at its place", errDamaged)
 	}
 	return nil
 }

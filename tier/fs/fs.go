@@ -113,7 +113,7 @@ func openWith(o Options, a attrs) (*Dir, error) {
 		return nil, err
 	}
 	if o.Path == "" || o.Names == nil {
-		return nil, errors.New("fs: no path, or no names")
+		return nil, errors.New("fs: Path or Names is missing")
 	}
 	d := &Dir{o: o, log: o.Log, attrs: a, temp: filepath.Join(o.Path, o.TempDir)}
 	d.usage.changed, d.usage.counted = make(chan struct{}, 1), make(chan struct{})
@@ -136,7 +136,7 @@ func openWith(o Options, a attrs) (*Dir, error) {
 	if o.Direct {
 		var err error
 		if d.queue, err = rawio.NewQueue(readsAtOnce); err != nil {
-			d.log.Info("the kernel queues no reads: each takes a thread", "path", o.Path, "err", err)
+			d.log.Info("the kernel gives no queue for reads (AIO): each read takes a thread", "path", o.Path, "err", err)
 		}
 	}
 	life, stop := context.WithCancel(context.Background())

@@ -126,7 +126,7 @@ func read(path string) (s state, err error) {
 		return s, err
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxFile {
-		return s, fmt.Errorf("%w: %s of %d bytes", errDamaged, info.Mode(), info.Size())
+		return s, fmt.Errorf("%w: it is %s with %d bytes, not a regular file of at most %d", errDamaged, info.Mode(), info.Size(), maxFile)
 	}
 	text, err := io.ReadAll(io.LimitReader(f, maxFile))
 	if err != nil {
@@ -149,7 +149,7 @@ func parse(text []byte) (s state, err error) {
 		Version int `json:"version"`
 	}
 	if json.Unmarshal(text, &v) == nil && v.Version > version {
-		return s, fmt.Errorf("%w: version %d, this one reads %d", errNewer, v.Version, version)
+		return s, fmt.Errorf("%w: version %d, this release reads %d", errNewer, v.Version, version)
 	}
 	if err := json.Unmarshal(text, &s); err != nil || s.Version != version || len(s.Models) > maxModels {
 		return state{}, fmt.Errorf("%w: version %d, %w", errDamaged, s.Version, err)
@@ -347,7 +347,7 @@ func (b *Book) write(s *state) error {
 		errs = append(errs, b.writeOne(path, s))
 	}
 	if len(b.files) == 0 {
-		errs = append(errs, errors.New("no file keeps the generation"))
+		errs = append(errs, errors.New("there is no file to keep the generation in"))
 	}
 	return errors.Join(errs...)
 }

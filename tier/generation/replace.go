@@ -118,7 +118,7 @@ func openRoom(path string, flags int) (f *os.File, size int64, err error) {
 	}
 	var st unix.Stat_t
 	if err = unix.Fstat(int(f.Fd()), &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Nlink != 1 || int(st.Uid) != os.Geteuid()) {
-		err = &fs.PathError{Op: "open", Path: path, Err: errors.New("no file of this user alone")}
+		err = &fs.PathError{Op: "open", Path: path, Err: errors.New("not a regular file that this user alone owns, with one name")}
 	}
 	if err != nil {
 		return nil, 0, errors.Join(err, f.Close())

@@ -211,7 +211,7 @@ func (b *Book) rewrite(now *state) (kept bool) {
 		if s, err := read(path); err == nil && !s.same(now) {
 			kept = false
 			if err := b.writeOne(path, now); err != nil {
-				b.log.Warn("keep the generation of a clear", "err", err)
+				b.log.Warn("the generation of a clear cannot be written to its file", "err", err)
 			}
 		}
 	}
@@ -370,7 +370,7 @@ func (b *Book) adopt(next *state) (commit func(), pending chan struct{}) {
 		return nil, b.writing.counts
 	}
 	if err := b.write(next); err != nil {
-		b.log.Warn("keep the generations of another server", "err", err)
+		b.log.Warn("the generations of another server cannot be written to a file", "err", err)
 	}
 	return b.committer(next), nil
 }

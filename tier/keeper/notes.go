@@ -165,7 +165,7 @@ func (k *Keeper) noteAgain(ctx context.Context) {
 			return
 		case <-tick.C:
 			if err := k.saveNotes(); err != nil {
-				k.log.Warn("times of use cannot be noted", "err", err)
+				k.log.Warn("the times of use cannot be saved", "err", err)
 			}
 		}
 	}

@@ -94,7 +94,7 @@ func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
 	}
 	for _, other := range k.roots {
 		if other != r && (within(real, other.place()) || within(other.place(), real)) {
-			return false, fmt.Errorf("it is %s, or one lies in the other", other.path)
+			return false, fmt.Errorf("it is the directory %s of this keeper, or one lies in the other", other.path)
 		}
 	}
 	dir, err := os.Open(r.path)

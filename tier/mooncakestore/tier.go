@@ -269,7 +269,7 @@ func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) 
 // that put ends soon. Otherwise it counts as not kept, since its node may be silent.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("mooncakestore: write of %d bytes for %d", len(src), m.Len)
+		return fmt.Errorf("mooncakestore: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err

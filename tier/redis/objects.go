@@ -96,7 +96,7 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer)
 // Write implements tier.Tier. In LMCache's layouts it keeps an existing value of the right length.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("redis: write of %d bytes for %d", len(src), m.Len)
+		return fmt.Errorf("redis: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err
@@ -328,7 +328,7 @@ func (t *Tier) scanAs(ctx context.Context, s *server, pattern string, of func(na
 				return err
 			}
 			if len(r.List) != 2 || r.List[0].Kind != '$' {
-				return fmt.Errorf("%w: SCAN", resp.ErrProtocol)
+				return fmt.Errorf("%w: the answer to SCAN is not a cursor and a list", resp.ErrProtocol)
 			}
 			cursor, names, contents = r.List[0].Text, nil, nil
 			for _, name := range r.List[1].List {

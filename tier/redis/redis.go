@@ -83,18 +83,18 @@ func (o Options) Validate() error {
 		_, _, err := net.SplitHostPort(a)
 		c.That(local && path != "" || !local && err == nil, "Addrs", "%q is no host:port and no unix:PATH", safelog.HideLogin(a))
 	}
-	c.That(!o.Cluster || o.Sentinel == "", "Sentinel", "%q does not go with a cluster", o.Sentinel)
+	c.That(!o.Cluster || o.Sentinel == "", "Sentinel", "%q cannot be combined with Cluster", o.Sentinel)
 	options.Within(&c, "Database", o.Database, 0, 1<<20)
-	c.That(o.Database <= 0 || !o.Cluster, "Database", "%d: a cluster has one, 0", o.Database)
+	c.That(o.Database <= 0 || !o.Cluster, "Database", "%d: a cluster has database 0 only", o.Database)
 	c.That(o.Layout <= Valkey, "Layout", "%d is no known layout", o.Layout)
-	c.That(o.Layout != RESP || o.Prefix == "", "Prefix", "%q: LMCache's resp adapter has none", o.Prefix)
-	c.That(o.Layout != Valkey || !strings.Contains(o.Prefix, "@"), "Prefix", "%q has an @", o.Prefix)
-	c.That(o.Layout != Native || !strings.ContainsAny(o.Prefix, "{}*?[]\\"), "Prefix", "%q has one of {}*?[]\\", o.Prefix)
+	c.That(o.Layout != RESP || o.Prefix == "", "Prefix", "%q: LMCache's resp adapter has no prefix", o.Prefix)
+	c.That(o.Layout != Valkey || !strings.Contains(o.Prefix, "@"), "Prefix", "%q must not contain @", o.Prefix)
+	c.That(o.Layout != Native || !strings.ContainsAny(o.Prefix, "{}*?[]\\"), "Prefix", "%q must contain none of {}*?[]\\", o.Prefix)
 	options.Within(&c, "Stripe", o.Stripe, 0, 256<<20)
 	c.That(o.Stripe <= 0 || o.Stripe >= 4<<10, "Stripe", "%d is less than 4 KiB", o.Stripe)
 	options.Within(&c, "TTL", o.TTL, 0, 10*365*24*time.Hour)
 	c.That(o.TTL <= 0 || o.TTL >= time.Second, "TTL", "%v is less than a second", o.TTL)
-	c.That(o.Layout != RESP || o.TTL <= 0, "TTL", "%v: LMCache's servers of 0.5.6 wait for ever for what expires", o.TTL)
+	c.That(o.Layout != RESP || o.TTL <= 0, "TTL", "%v: LMCache servers of 0.5.6 wait for ever for an object that expired", o.TTL)
 	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
 	options.Within(&c, "Workers", o.Workers, 0, 1<<12)
 	options.Within(&c, "Lookups", o.Lookups, 0, 1<<12)
@@ -208,7 +208,7 @@ func (t *Tier) refusal(err error) error {
 		}
 		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, why, err)
 	case "WRONGTYPE":
-		return fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
+		return fmt.Errorf("%w: a value of another program has its name in Redis", tier.ErrNotKept)
 	}
 	return err
 }

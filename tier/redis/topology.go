@@ -174,11 +174,11 @@ func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 	total := int64(0) // each slot has one server
 	for _, item := range r.List {
 		if len(item.List) < 3 || len(item.List[2].List) < 2 {
-			return nil, fmt.Errorf("%w: CLUSTER SLOTS", resp.ErrProtocol)
+			return nil, fmt.Errorf("%w: CLUSTER SLOTS has an entry without slots or server", resp.ErrProtocol)
 		}
 		first, last, master := item.List[0].Int, item.List[1].Int, item.List[2].List
 		if first < 0 || last < first || last >= slots || master[1].Int < 1 || master[1].Int > 65535 {
-			return nil, fmt.Errorf("%w: slots %d to %d at port %d", resp.ErrProtocol, first, last, master[1].Int)
+			return nil, fmt.Errorf("%w: CLUSTER SLOTS has impossible slots, %d to %d, or port %d", resp.ErrProtocol, first, last, master[1].Int)
 		}
 		if total += last - first + 1; total > slots {
 			return nil, fmt.Errorf("%w: CLUSTER SLOTS has slots twice", resp.ErrProtocol)
@@ -190,7 +190,7 @@ func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 		ranges = append(ranges, slotRange{int(first), int(last), net.JoinHostPort(to, strconv.FormatInt(master[1].Int, 10))})
 	}
 	if len(ranges) == 0 {
-		return nil, fmt.Errorf("%w: a cluster without slots", resp.ErrProtocol)
+		return nil, fmt.Errorf("%w: CLUSTER SLOTS has no slots: the cluster is not set up", resp.ErrProtocol)
 	}
 	return ranges, nil
 }

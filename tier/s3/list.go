@@ -115,7 +115,7 @@ func (t *Tier) allPages(ctx context.Context, f func(p *page) (more bool, _ error
 			return nil
 		}
 		if token = p.NextContinuationToken; seen[token] {
-			return fmt.Errorf("%w: a list that does not go on", errAnswer)
+			return fmt.Errorf("%w: the list of objects repeats a page", errAnswer)
 		}
 		seen[token] = true
 	}

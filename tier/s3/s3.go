@@ -123,7 +123,7 @@ func Open(o Options) (*Tier, error) {
 	}
 	switch {
 	case o.URL == "":
-		return nil, errors.New("s3: no bucket")
+		return nil, errors.New("s3: no bucket is named")
 	case o.Layout == LMCache && o.Names == nil:
 		return nil, errors.New("s3: LMCache's layout needs names")
 	}

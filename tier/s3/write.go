@@ -35,7 +35,7 @@ var (
 // first one stays if the store supports If-None-Match.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("s3: write of %d bytes for %d", len(src), m.Len)
+		return fmt.Errorf("s3: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err
@@ -167,7 +167,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 		return document(a, "InitiateMultipartUploadResult", &begun)
 	})
 	if err == nil && begun.UploadID == "" {
-		err = fmt.Errorf("%w: an upload without a name", errAnswer)
+		err = fmt.Errorf("%w: an upload without an UploadId", errAnswer)
 	}
 	if err != nil {
 		return err

@@ -51,8 +51,8 @@ const (
 
 var (
 	errDamaged = errors.New("seal: damaged, or of another key, object or generation")
-	errNewer   = errors.New("seal: of a newer version")
-	errKeyID   = errors.New("seal: of another key")
+	errNewer   = errors.New("seal: a later release wrote this object")
+	errKeyID   = errors.New("seal: another key encrypted this object")
 )
 
 // header precedes the pieces of an object.

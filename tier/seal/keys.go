@@ -171,7 +171,7 @@ func (k *Keys) printed(ctx context.Context) (c auth.Change, text []byte, err err
 		}
 	}
 	if c, err = k.parse(text); err == nil && c.Entries == 0 {
-		err = errors.New("no key")
+		err = errors.New("it holds no key")
 	}
 	if err != nil {
 		return c, nil, fmt.Errorf("%s: %w", from, err)
@@ -211,7 +211,7 @@ func parseKeys(text []byte) (*ring, error) {
 		one := newKey(master)
 		switch other := next.byNumber[one.number]; {
 		case other != nil && other.id == one.id:
-			return nil, fmt.Errorf("line %d: the same key as on a line before", n)
+			return nil, fmt.Errorf("line %d: the same key as on an earlier line", n)
 		case other != nil:
 			return nil, fmt.Errorf("line %d: this key has the short name of another one, %04x, by chance: make another key", n, one.number)
 		case len(next.list) == maxKeys:
@@ -234,7 +234,7 @@ func parseKey(line []byte) (master [32]byte, err error) {
 	}
 	copy(master[:], b)
 	if master == ([32]byte{}) {
-		return master, errors.New("a key of zeros")
+		return master, errors.New("a key must not be all zeros")
 	}
 	return master, nil
 }
@@ -299,7 +299,7 @@ func (k *Keys) Watch(ctx context.Context, log *slog.Logger) {
 				return
 			}
 			if err := k.Reload(ctx); err != nil {
-				log.Error("the keys of tiers cannot be read again: the former ones count", "err", err)
+				log.Error("the keys of tiers cannot be read again: the former keys stay in use", "err", err)
 			}
 		}
 	}

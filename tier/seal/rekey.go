@@ -27,7 +27,7 @@ type RekeyStats struct {
 
 // Errors of Rekey.
 var (
-	ErrNoKeys = errors.New("the tier is not encrypted: give the server keys")
+	ErrNoKeys = errors.New("the tier is not encrypted")
 	ErrBusy   = errors.New("another rekey of the tier goes on")
 )
 
@@ -38,7 +38,7 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 	l, ok := t.of.(tier.Lister)
 	switch {
 	case len(t.keys.ring().list) == 0:
-		return s, ErrNoKeys
+		return s, fmt.Errorf("%w: give the server keys (--tier-key-file or --tier-key-command)", ErrNoKeys)
 	case !ok:
 		return s, tier.ErrNoList
 	}
@@ -68,7 +68,7 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 			s.Unknown++
 		case plainBytes(m.Len) == 0, plainBytes(m.Len) > maxRekey: // do not wait for a pace because of an impossible length
 			s.Failed++
-			s.LastFailure = fmt.Sprintf("%s: %d bytes are none of an encrypted object, or more than %d", k, m.Len, int64(maxRekey))
+			s.LastFailure = fmt.Sprintf("%s: an encrypted object cannot have %d bytes, or they are more than %d", k, m.Len, int64(maxRekey))
 		default:
 			stopped = pace(ctx, 2*m.Len)
 			if stopped == nil {

@@ -44,7 +44,7 @@ var reasonTexts = [reasons]string{
 	"encrypted with a key that this server does not have; they stay",
 	"not encrypted, while this server has keys; they are replaced when they are stored again",
 	"changed, cut, exchanged or put back after a clear; they are removed",
-	"encrypted by a newer build; they stay until they are stored again",
+	"encrypted by a later release; they stay until they are stored again",
 }
 
 // Stats are the figures of a Tier.
@@ -334,7 +334,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("seal: write of %d bytes as %d", len(src), m.Len)
+		return fmt.Errorf("seal: write of %d bytes for an object of %d", len(src), m.Len)
 	}
 	if err := t.dropStale(ctx, k); err != nil {
 		return err

@@ -66,9 +66,9 @@ func greet(c *net.UnixConn, h Hello, region *os.File, hashBytes int) (*Client, e
 	}
 	var w Welcome
 	if kind != TypeWelcome || file == nil {
-		err = fmt.Errorf("%w: type %d as the first frame, or without the pool", ErrMalformed, kind)
+		err = fmt.Errorf("%w: the first frame has type %d, or does not carry the pool", ErrMalformed, kind)
 	} else if err = json.Unmarshal(body, &w); err == nil && w.Protocol != Protocol {
-		err = fmt.Errorf("%w: protocol %d", ErrMalformed, w.Protocol)
+		err = fmt.Errorf("%w: the node has protocol %d, this engine %d", ErrMalformed, w.Protocol, Protocol)
 	}
 	if err != nil {
 		if file != nil {
@@ -117,7 +117,7 @@ func (c *Client) read() {
 		var places []Place
 		if err == nil {
 			if id, places, err = DecodePlaces(body); kind != TypeFound && kind != TypePlaces {
-				err = fmt.Errorf("%w: type %d", ErrMalformed, kind)
+				err = fmt.Errorf("%w: an answer of type %d", ErrMalformed, kind)
 			}
 		}
 		if err != nil {

@@ -42,7 +42,7 @@ func (c *Conn) Read() (kind byte, body []byte, err error) {
 func (c *Conn) rest() (kind byte, body []byte, err error) {
 	n := binary.LittleEndian.Uint32(c.head[:])
 	if n < 1 || n > MaxFrame {
-		return 0, nil, fmt.Errorf("%w: %d bytes, at most %d", ErrMalformed, n, MaxFrame)
+		return 0, nil, fmt.Errorf("%w: a frame of %d bytes, 1 to %d are possible", ErrMalformed, n, MaxFrame)
 	}
 	c.body = grown(c.body, int(n)-1)
 	_, err = io.ReadFull(c.net, c.body)

@@ -121,7 +121,7 @@ func (p *player) connect(ctx context.Context) error {
 		return err
 	}
 	if err != nil {
-		p.Log.Warn("no node; requests find nothing meanwhile", "socket", p.Socket, "err", err)
+		p.Log.Warn("no Kvasir server answers on the socket: requests find nothing until one does", "socket", p.Socket, "err", err)
 		p.retry = time.Now().Add(playRetry)
 		return nil
 	}

@@ -123,7 +123,7 @@ var ErrHello = errors.New("vllm: the engine cannot be served")
 func RegionName(engineID string) (string, error) {
 	bad := func(r rune) bool { return r == '/' || r < 0x20 || r == 0x7f || r == utf8.RuneError }
 	if engineID == "" || len(engineID) > MaxEngineID || engineID == "." || strings.Contains(engineID, "..") || strings.ContainsFunc(engineID, bad) {
-		return "", fmt.Errorf("%w: the engine id %q is no part of a file name", ErrHello, engineID[:min(len(engineID), MaxEngineID)])
+		return "", fmt.Errorf("%w: the engine id %q cannot be part of a file name: use 1 to %d bytes without /, .. and control characters", ErrHello, engineID[:min(len(engineID), MaxEngineID)], MaxEngineID)
 	}
 	return "vllm_offload_" + engineID + ".mmap", nil
 }
@@ -149,15 +149,15 @@ func (h *Hello) Validate() error {
 	}
 	switch {
 	case h.Model == "" || len(h.Model) > MaxModelName || h.Namespace == "":
-		return fmt.Errorf("%w: it names no model or no namespace", ErrHello)
+		return fmt.Errorf("%w: its namespace is empty, or its model name does not have 1 to %d bytes", ErrHello, MaxModelName)
 	case h.RowBytes < 1 || h.RowBytes >= 1<<32 || h.RowBytes > kv.MaxChunkBytes:
-		return fmt.Errorf("%w: rows of %d bytes", ErrHello, h.RowBytes)
+		return fmt.Errorf("%w: rows of %d bytes, 1 to %d are possible", ErrHello, h.RowBytes, int64(min(1<<32-1, kv.MaxChunkBytes)))
 	case h.Rows < 1 || h.Rows > 1<<40/h.RowBytes+1<<20:
-		return fmt.Errorf("%w: %d rows of %d bytes", ErrHello, h.Rows, h.RowBytes)
+		return fmt.Errorf("%w: %d rows of %d bytes, 1 to %d rows are possible", ErrHello, h.Rows, h.RowBytes, 1<<40/h.RowBytes+1<<20)
 	case h.Groups < 1 || h.Groups > MaxGroups:
-		return fmt.Errorf("%w: %d KV cache groups, at most %d", ErrHello, h.Groups, MaxGroups)
+		return fmt.Errorf("%w: %d KV cache groups, 1 to %d are possible", ErrHello, h.Groups, MaxGroups)
 	case h.ChunkTokens < 1 || h.ChunkTokens > kv.MaxChunkTokens:
-		return fmt.Errorf("%w: rows of %d tokens", ErrHello, h.ChunkTokens)
+		return fmt.Errorf("%w: rows of %d tokens, 1 to %d are possible", ErrHello, h.ChunkTokens, kv.MaxChunkTokens)
 	}
 	return nil
 }
@@ -195,23 +195,23 @@ func AppendAsk(dst []byte, a *Ask, hashBytes int) []byte {
 func DecodeAsk(b []byte, into []Key) (a Ask, err error) {
 	wrong := func(what string) (Ask, error) { return Ask{ID: a.ID}, fmt.Errorf("%w: %s", ErrMalformed, what) }
 	if len(b) < 8+1 {
-		return wrong("no id")
+		return wrong("a Lookup or Store without an id")
 	}
 	a.ID = binary.LittleEndian.Uint64(b)
 	n := int(b[8])
 	if b = b[9:]; len(b) < n+2 {
-		return wrong("the tenant is cut")
+		return wrong("a Lookup or Store ends within its tenant")
 	}
 	a.Tenant, b = b[:n], b[n:]
 	n = int(binary.LittleEndian.Uint16(b))
 	if b = b[2:]; n > MaxRequest || len(b) < n+1 {
-		return wrong("the request's id is cut or too long")
+		return wrong(fmt.Sprintf("a Lookup or Store ends within its request's id of %d bytes, or it is longer than %d", n, MaxRequest))
 	}
 	a.Request, b = b[:n], b[n:]
 	size := int(b[0])
 	b = b[1:]
 	if size <= groupBytes || size > len(kv.Hash{})+groupBytes || len(b)%size != 0 {
-		return wrong(fmt.Sprintf("%d bytes of keys of %d bytes", len(b), size))
+		return wrong(fmt.Sprintf("%d bytes of keys that have %d bytes each, %d to %d are possible", len(b), size, groupBytes+1, len(kv.Hash{})+groupBytes))
 	}
 	if len(b)/size > MaxKeys {
 		return wrong(fmt.Sprintf("%d keys, at most %d", len(b)/size, MaxKeys))
@@ -238,7 +238,7 @@ func AppendPlaces(dst []byte, id uint64, places []Place) []byte {
 // DecodePlaces reads the body of a Found or Places frame.
 func DecodePlaces(b []byte) (id uint64, places []Place, err error) {
 	if len(b) < 8 || (len(b)-8)%placeBytes != 0 || (len(b)-8)/placeBytes > MaxKeys {
-		return 0, nil, fmt.Errorf("%w: places in %d bytes", ErrMalformed, len(b))
+		return 0, nil, fmt.Errorf("%w: %d bytes of places: an id and at most %d places of %d bytes are possible", ErrMalformed, len(b), MaxKeys, placeBytes)
 	}
 	id, b = binary.LittleEndian.Uint64(b), b[8:]
 	places = make([]Place, 0, len(b)/placeBytes)
@@ -256,7 +256,7 @@ func AppendReleased(dst []byte, r Released) []byte {
 // DecodeReleased reads the body of a Release frame.
 func DecodeReleased(b []byte) (out []Released, err error) {
 	if len(b)%placeBytes != 0 {
-		return nil, fmt.Errorf("%w: a Release of %d bytes", ErrMalformed, len(b))
+		return nil, fmt.Errorf("%w: a Release of %d bytes, which is not a multiple of %d", ErrMalformed, len(b), placeBytes)
 	}
 	for ; len(b) > 0; b = b[placeBytes:] {
 		out = append(out, Released{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:])})
@@ -276,7 +276,7 @@ func AppendCommit(dst []byte, id uint64, ok bool) []byte {
 // DecodeCommit reads the body of a Commit frame.
 func DecodeCommit(b []byte) (id uint64, ok bool, err error) {
 	if len(b) != 9 || b[8] > 1 {
-		return 0, false, fmt.Errorf("%w: a Commit of %d bytes", ErrMalformed, len(b))
+		return 0, false, fmt.Errorf("%w: a Commit of %d bytes, 9 are needed, or its last byte is neither 0 nor 1", ErrMalformed, len(b))
 	}
 	return binary.LittleEndian.Uint64(b), b[8] == 1, nil
 }

@@ -55,8 +55,8 @@ func TestHelloIsChecked(t *testing.T) {
 	for _, id := range []string{"", ".", "..", "a/b", "../x", "a..b", "x\x00", "x\n", strings.Repeat("x", 129)} {
 		f(func(h *vllm.Hello) { h.EngineID = id }, "engine id")
 	}
-	f(func(h *vllm.Hello) { h.Model = "" }, "no model")
-	f(func(h *vllm.Hello) { h.Namespace = "" }, "no namespace")
+	f(func(h *vllm.Hello) { h.Model = "" }, "model name")
+	f(func(h *vllm.Hello) { h.Namespace = "" }, "namespace is empty")
 	f(func(h *vllm.Hello) { h.RowBytes = 0 }, "rows of 0 bytes")
 	f(func(h *vllm.Hello) { h.RowBytes = 1 << 33 }, "bytes")
 	f(func(h *vllm.Hello) { h.Rows = 1 << 60 }, "rows")

@@ -101,7 +101,7 @@ func ParseDigests(words []string) (p Prompt, err error) {
 		case err != nil:
 			return Prompt{}, fmt.Errorf("hash %d, %.80q: %w", i+1, word, err)
 		case len(b) == 0 || len(b) > maxDigest || i > 0 && len(b) != p.Size:
-			return Prompt{}, fmt.Errorf("hash %d has %d bytes: all have as many, %d at most", i+1, len(b), maxDigest)
+			return Prompt{}, fmt.Errorf("hash %d has %d bytes: all hashes must be equally long, from 1 to %d bytes", i+1, len(b), maxDigest)
 		}
 		p.Size = len(b)
 		p.Digests = append(p.Digests, b...)

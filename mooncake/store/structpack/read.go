@@ -53,11 +53,11 @@ func typeOf(literal []byte) (known, error) {
 // which must match the hash. Open refuses messages without a literal, since their type is unknown.
 func Open(b []byte) (*Reader, *Type, error) {
 	if len(b) < 5 {
-		return nil, nil, fmt.Errorf("%w: %d bytes", ErrMalformed, len(b))
+		return nil, nil, fmt.Errorf("%w: a message of %d bytes, at least 5 are needed", ErrMalformed, len(b))
 	}
 	hash, meta := binary.LittleEndian.Uint32(b), b[4]
 	if hash&hasMeta == 0 || meta&hasLiteral == 0 {
-		return nil, nil, fmt.Errorf("%w: no literal", ErrMalformed)
+		return nil, nil, fmt.Errorf("%w: the message does not name its type", ErrMalformed)
 	}
 	b = b[5:]
 	later := meta & lengthBits
@@ -75,14 +75,14 @@ func Open(b []byte) (*Reader, *Type, error) {
 		}
 	}
 	if end == len(b) || b[end] != 0 {
-		return nil, nil, fmt.Errorf("%w: the literal does not end", ErrMalformed)
+		return nil, nil, fmt.Errorf("%w: the name of the message's type does not end", ErrMalformed)
 	}
 	k, err := typeOf(b[:end])
 	if err != nil {
 		return nil, nil, err
 	}
 	if k.hash != hash&^hasMeta {
-		return nil, nil, fmt.Errorf("%w: the hash is not that of the literal", ErrMalformed)
+		return nil, nil, fmt.Errorf("%w: the hash is not that of the type that the message names", ErrMalformed)
 	}
 	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits, later: later != 0}, k.t, nil
 }

@@ -125,7 +125,7 @@ func (Profile) Find(context.Context) (c Credentials, _ error) {
 	case !found && !asked:
 		return c, ErrNone
 	case c.ID == "" || c.Secret == "":
-		return c, fmt.Errorf("profile %q in %s has no keys", name, path)
+		return c, fmt.Errorf("profile %q in %s has no aws_access_key_id or no aws_secret_access_key", name, path)
 	}
 	c.Expires = time.Now().Add(rereadFile)
 	return c, nil

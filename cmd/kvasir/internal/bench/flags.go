@@ -147,11 +147,11 @@ func (c *Flags) plan() (p plan, err error) {
 	f.unless(err == nil, "--goodput %v", err)
 	p.metrics = strings.Split(c.Metrics, ",")
 	for _, m := range p.metrics {
-		f.unless(slices.Contains(tableMetrics, m), "--percentile-metrics %q: no metric %q", c.Metrics, m)
+		f.unless(slices.Contains(tableMetrics, m), "--percentile-metrics %q: there is no metric %q, want some of %s", c.Metrics, m, strings.Join(tableMetrics, ", "))
 	}
 	for _, w := range strings.Split(c.Percentiles, ",") {
 		v, err := strconv.ParseFloat(w, 64)
-		f.unless(err == nil && v >= 0 && v <= 100 && !slices.Contains(p.percentiles, v), "--metric-percentiles %q: %q is none, or twice", c.Percentiles, w)
+		f.unless(err == nil && v >= 0 && v <= 100 && !slices.Contains(p.percentiles, v), "--metric-percentiles %q: %q is not a number from 0 to 100, or there twice", c.Percentiles, w)
 		p.percentiles = append(p.percentiles, v)
 	}
 	p.meta = map[string]string{}
@@ -193,8 +193,8 @@ func (c *Flags) checkCombinations(f *faults) {
 	f.unless(c.RampUp == "" || math.IsInf(c.Rate, 1), "--request-rate and --ramp-up-strategy exclude each other")
 	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace" || c.Dataset == aiperf
 	f.unless(!file || c.Path != "", "--dataset-name %s needs --dataset-path", c.Dataset)
-	f.unless(file || c.Path == "", "--dataset-path means nothing with --dataset-name %s", c.Dataset)
-	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed is of --format vllm")
+	f.unless(file || c.Path == "", "--dataset-path has no effect with --dataset-name %s: leave it out", c.Dataset)
+	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed needs --format vllm")
 }
 
 // loadOptions says how requests are sent.

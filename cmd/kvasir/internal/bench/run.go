@@ -180,7 +180,7 @@ func writable(file string) error {
 		return err
 	}
 	if info, err := os.Stat(file); err == nil && !info.Mode().IsRegular() {
-		return fmt.Errorf("%s is no file", file)
+		return fmt.Errorf("%s is not a regular file", file)
 	}
 	f, err := os.CreateTemp(dir, ".kvasir-bench-*")
 	if err != nil {

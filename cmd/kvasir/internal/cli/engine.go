@@ -145,13 +145,13 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 		}
 	}
 	if c.DPSize < 1 || c.DPRank < 0 || c.DPRank >= c.DPSize || c.PPSize < 1 || c.Layers%max(c.PPSize, 1) != 0 {
-		return o, usagef("--data-parallel-rank %d of --data-parallel-size %d, --layers %d on --pipeline-parallel-size %d", c.DPRank, c.DPSize, c.Layers, c.PPSize)
+		return o, usagef("--data-parallel-rank %d must be 0 or more and below --data-parallel-size %d, and --layers %d a multiple of --pipeline-parallel-size %d", c.DPRank, c.DPSize, c.Layers, c.PPSize)
 	}
 	if err := c.likeSGLang(&o); err != nil {
 		return o, err
 	}
 	if c.KeepAlive < 0 {
-		return o, usagef("--sse-keep-alive-interval %v", c.KeepAlive)
+		return o, usagef("--sse-keep-alive-interval %v is below 0", c.KeepAlive)
 	}
 	if err := o.KV.Validate(); err != nil {
 		return o, usagef("%v", err)

@@ -140,7 +140,7 @@ func (c *proxyCmd) clients(o *proxy.Options) (err error) {
 		}
 		o.EngineTLS = &tls.Config{RootCAs: x509.NewCertPool()}
 		if !o.EngineTLS.RootCAs.AppendCertsFromPEM(text) {
-			return usagef("--engine-ca %s has no certificate", c.EngineCA)
+			return usagef("--engine-ca %s has no certificate in PEM", c.EngineCA)
 		}
 	}
 	o.Registry, err = c.registryFlags.client()

@@ -47,7 +47,7 @@ func (c *serverCmd) setTenants(book tenantBook) error {
 // checkTenants reports invalid tenant settings for a pool of pool bytes.
 func (c *serverCmd) checkTenants(pool int64) error {
 	if c.TTL != 0 && c.TTL < 1 {
-		return fmt.Errorf("--ttl-seconds %v is neither 0 nor 1 at least", c.TTL)
+		return fmt.Errorf("--ttl-seconds %v is neither 0 (no limit) nor at least 1", c.TTL)
 	}
 	return c.setTenants(tenant.New(pool, nil, func(int64) evict.Policy { return nil }, nil, nil))
 }

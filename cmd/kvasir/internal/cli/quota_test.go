@@ -49,7 +49,7 @@ func TestTTLAndPinFlags(t *testing.T) {
 		}
 	}
 	f("<nil>", serverCmd{OwnTTL: []string{"a=90s", "b=24h", "_default=never"}, TTL: 1.5, PinLimit: []string{"a=4GiB"}})
-	f("--ttl-seconds 0.5 is neither 0 nor 1 at least", serverCmd{TTL: 0.5})
+	f("--ttl-seconds 0.5 is neither 0 (no limit) nor at least 1", serverCmd{TTL: 0.5})
 	f(`--tenant-ttl a: "soon" is no time from 1s`, serverCmd{OwnTTL: []string{"a=soon"}})
 	f(`--tenant-ttl a: "10ms" is no time from 1s`, serverCmd{OwnTTL: []string{"a=10ms"}})
 	f("--tenant-ttl a: the tenant is listed twice", serverCmd{OwnTTL: []string{"a=1h", "a=2h"}})

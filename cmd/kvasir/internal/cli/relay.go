@@ -59,7 +59,7 @@ P is not asked. docs/operate/relay.md has the rules.`
 
 func (c *relayCmd) check(*env) error {
 	var f faults
-	f.unless(c.MemoryGB > 0, "--memory-gb %v keeps nothing", c.MemoryGB)
+	f.unless(c.MemoryGB > 0, "--memory-gb %v is not above 0", c.MemoryGB)
 	f.unless(c.Timeout > 0 && c.Timeout <= 86400, "--timeout %g is not above 0 and up to 86400", c.Timeout)
 	f.port("--port", c.Port, true)
 	up, err := url.Parse(c.Upstream)

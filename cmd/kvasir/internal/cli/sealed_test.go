@@ -249,7 +249,7 @@ func TestBadTierKeysAreRefused(t *testing.T) {
 	f("--tier-key-file: it is empty", "--tier-key-file", "") // a server that is to encrypt never writes plain objects instead
 	f("--tier-key-command: it is empty", "--tier-key-command", " ")
 	t.Setenv("KVASIR_TIER_KEYS", "")
-	f("the environment: no key")
+	f("the environment: it holds no key")
 	t.Setenv("KVASIR_TIER_KEYS", good[:30])
 	f("the environment: line 1")
 	f("more than one way", "--tier-key-file", file("good", good, 0o640))

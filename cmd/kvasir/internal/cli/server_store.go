@@ -88,7 +88,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {
 		if err := book.Repair(); err != nil {
-			o.store.Log.Warn("keep the generations that the tiers have", "err", err)
+			o.store.Log.Warn("the generations that the tiers have cannot be written to a file", "err", err)
 		}
 	}
 	if err = c.terms.Apply(st); err != nil {

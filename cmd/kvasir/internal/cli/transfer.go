@@ -53,7 +53,7 @@ type transferServeCmd struct {
 
 func (c *transferServeCmd) check(*env) error {
 	var f faults
-	f.unless(c.Size > 0, "--size %v holds nothing", c.Size)
+	f.unless(c.Size > 0, "--size %v is not above 0", c.Size)
 	f.port("--handshake-port", c.HandshakePort, true)
 	f.port("--data-port", c.DataPort, true)
 	networks, err := c.networks(slog.New(slog.DiscardHandler), transferListeners...)

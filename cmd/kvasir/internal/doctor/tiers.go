@@ -181,7 +181,7 @@ func (d *doctor) policy(ctx context.Context, name, kind, text string) {
 			Servers(context.Context) ([]redis.ServerMemory, error)
 		})
 		if !ok {
-			return errors.New("the tier does not show its servers")
+			return errors.New("this kind of tier cannot list its Redis servers")
 		}
 		ctx, cancel := context.WithTimeout(ctx, policyTime)
 		defer cancel()
