@@ -184,8 +184,9 @@ func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	return pieces
 }
 
-// readWhole reads the rest of an answer that is no stream into *first, but not far beyond maxWhole bytes: as long as the client has got
-// nothing, another engine can answer. It returns false if the answer was cut. After a longer answer was read in part, more may come.
+// readWhole reads the rest of an answer that is no stream, up to about maxWhole bytes: as long as the client has got nothing, another
+// engine can answer. It returns false if the answer was cut. Otherwise *first is all that was read, and more may follow if the answer
+// is longer than maxWhole.
 func (e *exchange) readWhole(resp *http1.Response, first *[]byte) bool {
 	if resp.Length == int64(len(*first)) {
 		return true

@@ -179,7 +179,7 @@ func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int
 			continue
 		}
 		how = ready
-		tried := slices.Contains(w.tried, b) || b.circuit.open(now) || len(pairs) > 0 && !slices.ContainsFunc(pairs, b.fit().pairsWith) // such engines come last
+		tried := slices.Contains(w.tried, b) || b.circuit.open(now) || len(pairs) > 0 && !slices.ContainsFunc(pairs, b.fit().pairsWith) // these come last
 		short := w.bytes - w.seenBy(b.id.Load())
 		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
 		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn.before(bestTurn)) {

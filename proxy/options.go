@@ -67,7 +67,7 @@ type Options struct {
 
 	Dialect Dialect
 	Detect  bool // ask each engine whether it is SGLang's; Dialect is that of the other engines
-	DPSize  int  // data-parallel ranks behind each URL, which the proxy chooses in turn; default: the engine chooses. The ranks of Mooncake's P come from the registry
+	DPSize  int  // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Those of Mooncake's P come from the registry
 	Policy  Policy
 	// PrefillPolicy and DecodePolicy are the policies for P and for D; nil: Policy.
 	PrefillPolicy, DecodePolicy *Policy
@@ -75,7 +75,7 @@ type Options struct {
 	SkipPrefill int    // a prompt of which D lacks fewer bytes goes to D alone; default: 2 KiB with Store, else no prompt does
 	SharedStore bool   // engines share a cache server: D can load from it what any engine has seen, so that does not count as lacking
 	StoreToken  string // bearer token for the cache server; default none
-	Store       string // URL of the cache server's HTTP interface, http://host:port. Like SharedStore, but only while the server answers, and only for what it has not evicted
+	Store       string // URL of the cache server's HTTP interface, http://host:port: like SharedStore, but only while it answers, and only for what it has not evicted
 	StoreEvents string // where the cache server publishes its KV events, tcp://host:port; they say what it has. Default: not followed
 	StoreReplay string // where it replays these events; default none
 	DecodeAlone bool   // while no P is well, D computes prompts itself

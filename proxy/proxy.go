@@ -445,7 +445,7 @@ func (e *exchange) scanned() error {
 		e.want.stored = e.p.fleet.store.has(e.want.marks)
 	}
 	if e.key != nil && e.r.URL.Path == "/v1/responses" {
-		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines name a response by request_id, and a client could send the id of another key's response
+		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by request_id, and a client may send another key's
 	}
 	return nil
 }
