@@ -65,8 +65,9 @@ func (r *Req) event(e reqEvent) {
 // Start begins to connect, as Dealer.Start does.
 func (r *Req) Start() error { return r.d.Start() }
 
-// Do sends a request and returns the frames of the reply. It fails when the connection cannot be made or is lost, or when ctx ends. If
-// ctx ends after the request was sent, the socket can only be closed, because the reply may still come.
+// Do sends a request and returns the frames of the reply. It fails when the connection cannot be made or is lost, or when ctx ends.
+// After such an error the socket can only be closed, because the reply may still come; only a call that ended while it waited for its
+// turn does no harm.
 func (r *Req) Do(ctx context.Context, frames ...[]byte) ([][]byte, error) {
 	select {
 	case r.turn <- struct{}{}:

@@ -197,7 +197,7 @@ func (c *secureConn) limit(size uint64) error {
 	switch {
 	case d.allow != nil && size > uint64(d.large)+sealedBytes && !d.allow():
 		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, size, d.large)
-	case d.maxFirst > 0 && len(d.spans) == 0 && size > uint64(max(d.maxFirst, maxCommandBytes))+sealedBytes: // a first frame: the Peer has handled everything before
+	case d.maxFirst > 0 && len(d.spans) == 0 && size > uint64(max(d.maxFirst, maxCommandBytes))+sealedBytes: // a first frame: the Peer has handled all before
 		return fmt.Errorf("%w: first frame of %d bytes, at most %d", errTooLarge, size, d.maxFirst)
 	case size > uint64(max(d.maxFrame, maxCommandBytes))+sealedBytes:
 		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, size, d.maxFrame)
