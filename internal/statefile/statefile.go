@@ -33,7 +33,7 @@ import (
 type Error struct {
 	Path    string
 	Reason  string
-	Foreign bool // it is not a state file of this kind
+	Foreign bool // it is no state file of this kind and version, so it is not damaged
 	Newer   bool // a later release wrote it
 }
 
