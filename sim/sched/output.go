@@ -4,7 +4,7 @@ package sched
 
 import "slices"
 
-// Output is the outcome of a step, except its tokens.
+// Output is what became of a step, beside its tokens.
 type Output struct {
 	Arrived []string  // requests whose load has ended, failed ones included
 	Sent    []string  // ended requests whose blocks no connector reads any more
