@@ -21,7 +21,7 @@ type Options struct {
 
 // GPUs says how many GPUs the engines behind an endpoint have; zeros: unknown.
 type GPUs struct {
-	Prefill, Decode int // of P and of D; if the engines do both, Prefill has all GPUs and Decode is 0
+	Prefill, Decode int // of P and of D; if the engines do both, one of the two is 0
 }
 
 // Distribution has the statistics of a population of times, in ms.

@@ -193,7 +193,7 @@ func metricsOf(command string, c *code) string {
 	return b.String()
 }
 
-// variableFaults returns a fault for each environment variable that the code and the page about them do not have in common.
+// variableFaults returns a fault for each environment variable that only the code reads, or that only the page about them lists.
 func variableFaults(c *code, hand map[string]string) (faults []string) {
 	var described []string
 	for _, m := range variableRow.FindAllStringSubmatch(hand[environment], -1) {

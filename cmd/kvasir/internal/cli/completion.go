@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// completionCmd prints a script for a shell.
+// completionCmd prints a completion script for a shell.
 type completionCmd struct {
 	Shell string `arg:"" help:"bash, zsh or fish." enum:"bash,zsh,fish"`
 }

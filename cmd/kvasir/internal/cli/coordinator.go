@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// coordinatorCmd shows what a hybrid model's cache keeps, finds and loads.
+// coordinatorCmd shows, for a hybrid model, what its cache stores, finds and loads.
 type coordinatorCmd struct {
 	Layout []string `arg:"" optional:"" help:"The model's groups as words (see the examples) or as JSON."`
 

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// tierCmd looks after what lies below pools.
+// tierCmd manages the tiers below pools.
 type tierCmd struct {
 	Ls     tierLsCmd     `cmd:"" help:"Show what a tier has."`
 	Verify tierVerifyCmd `cmd:"" help:"Read everything that has a checksum, and compare."`
@@ -43,7 +43,7 @@ Examples:
   kvasir tier copy fs:/data/kv s3_native:my-bucket/kvasir`
 }
 
-// tierKeyFlags say where the keys of encrypted tiers are from.
+// tierKeyFlags say where the keys of encrypted tiers come from.
 type tierKeyFlags struct {
 	KeyFile    adapter.KeyFile `name:"tier-key-file" help:"Keys of an encrypted tier, as the server has them. Also KVASIR_TIER_KEYS, the keys themselves." placeholder:"FILE"`
 	KeyCommand adapter.Command `name:"tier-key-command" help:"Shell command that prints them." placeholder:"COMMAND"`
@@ -71,7 +71,7 @@ Examples:
   kvasir tier rekey redis --url http://127.0.0.1:8080 --rate-mib 32 --json | tail -1`
 }
 
-// Run has the server do it.
+// Run asks the server to rekey the tier.
 func (c *tierRekeyCmd) Run(_ *env, asking *sim.Env) error {
 	if c.Rate < 1<<20 || int64(c.Rate) > server.MaxRekeyRate {
 		return usagef("--rate-mib is 1 MiB to 1 TiB a second")
@@ -94,7 +94,7 @@ func (tierLsCmd) Help() string {
   kvasir tier ls redis:10.0.0.7:6379 --objects`
 }
 
-// Run lists.
+// Run lists the content of the tier.
 func (c *tierLsCmd) Run(e *env) error {
 	list := tiertool.List
 	if c.JSON {
@@ -118,7 +118,7 @@ func (tierVerifyCmd) Help() string {
   kvasir tier verify disk:/mnt/nvme/kv --json`
 }
 
-// Run compares.
+// Run compares the objects of the tier with their checksums.
 func (c *tierVerifyCmd) Run(e *env) error {
 	verify := tiertool.Verify
 	if c.JSON {
@@ -146,7 +146,7 @@ func (tierDropCmd) Help() string {
   kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)`
 }
 
-// Run removes.
+// Run removes objects from the tier.
 func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 	if c.All == (c.Model != "" || c.Salt != "" || c.Torn) {
 		return usagef("say what to remove: --model, --salt, --torn, or --all alone")
@@ -181,7 +181,7 @@ func (tierCopyCmd) Help() string {
   kvasir tier copy fs:/data/kv fs:/mnt/new --json | tail -1`
 }
 
-// Run copies.
+// Run copies objects from one tier to another.
 func (c *tierCopyCmd) Run(e *env) error {
 	report := tiertool.CopyText(e.stdout)
 	if c.JSON {
@@ -206,7 +206,7 @@ func (tierCheckCmd) Help() string {
   kvasir tier check redis:10.0.0.7:6379 --json | jq .verdict`
 }
 
-// Run tries the tier.
+// Run tests the tier.
 func (c *tierCheckCmd) Run(e *env) error {
 	if c.Size < 1 || c.Size > 1<<30 || c.Objects < 1 || c.Objects > 10_000 {
 		return usagef("--size is 1 byte to 1 GiB, --objects 1 to 10,000")

@@ -4,7 +4,7 @@ package cli
 
 import "github.com/kvasir-kv/kvasir/tier/vllm"
 
-// vllmTierCmd prints the module that vLLM loads.
+// vllmTierCmd prints the Python module that vLLM loads to use a server as a tier.
 type vllmTierCmd struct{}
 
 // Help implements kong's detailed help.
@@ -23,7 +23,7 @@ Examples:
 docs/operate/vllm-tier.md has the options, and which releases of vLLM are served.`
 }
 
-// Run prints it.
+// Run prints the module.
 func (vllmTierCmd) Run(e *env) error {
 	_, err := e.stdout.Write(vllm.Shim)
 	return err
