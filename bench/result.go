@@ -277,7 +277,7 @@ func parse(text []byte, keys map[string]json.RawMessage) (*Result, error) {
 		return nil, err
 	}
 	if d.TTFT == nil || d.Output == nil || r.Latencies == nil {
-		return r, nil // without details
+		return r, nil // the file has no figures of single requests
 	}
 	var err error
 	r.samples, err = d.samples(r)

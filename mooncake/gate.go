@@ -27,7 +27,7 @@ var errEvicted = errors.New("mooncake: too many pulls at once: this one made roo
 type Gate struct {
 	max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		in     map[*Ticket]struct{}
 		byPeer map[string]int
@@ -110,7 +110,7 @@ func (g *Gate) victimLocked(peer string) *Ticket {
 
 func (g *Gate) removeLocked(t *Ticket) {
 	if _, ok := g.mu.in[t]; !ok {
-		return // evicted
+		return // the gate has evicted the pull already
 	}
 	delete(g.mu.in, t)
 	g.mu.bytes -= t.size
@@ -146,7 +146,7 @@ func (g *Gate) Len() int {
 type Conns struct {
 	max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		clock int64
 		all   map[*zmtp.Peer]*connUse

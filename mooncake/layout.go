@@ -43,7 +43,7 @@ type layoutKey struct {
 // layoutCache keeps P's plans for the layouts that D workers have sent. A later pull of D may then name its layout by id instead of
 // sending it again. The cache evicts the least recently used plan. The zero value is ready.
 type layoutCache struct {
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		plans map[layoutKey]*lru.Element // of *layoutEntry
 		byD   map[string]int

@@ -24,7 +24,7 @@ type Pusher struct {
 	log     *slog.Logger
 	perPeer int // pushes at a time
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		peers map[string]*pushPeer // D workers with pushes that run or wait
 	}

@@ -443,7 +443,7 @@ func (r *Receiver) Close() error {
 		r.sockets.Close()
 	}
 	for _, c := range clients {
-		_ = c.Close() // always nil
+		_ = c.Close() // the error is always nil
 	}
 	r.windows.close()
 	return nil

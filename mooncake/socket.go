@@ -38,7 +38,7 @@ type Sockets struct {
 	maxIdle int // per address; immutable
 	wg      sync.WaitGroup
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		closed bool
 		idle   map[string][]*socket

@@ -191,7 +191,7 @@ func (p *Proxy) remove(b *backend) {
 		// Requests in progress may still query the registry.
 		p.goBackground(func() {
 			<-p.ctx.Done()
-			_ = b.registry.Close() // always nil
+			_ = b.registry.Close() // the error is always nil
 		})
 	}
 }

@@ -123,6 +123,6 @@ func (e *exchange) salted() []openai.Edit {
 	if e.p.o.Salts != nil {
 		salt, _ = e.p.o.Salts.Sign(salt) // it has 1 to 32 bytes
 	}
-	value, _ := json.Marshal(salt) // a text
+	value, _ := json.Marshal(salt) // a string always encodes
 	return []openai.Edit{{Key: "cache_salt", Value: value}}
 }

@@ -191,7 +191,7 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 		case <-time.After(discoverEvery * p.o.HealthInterval):
 		case <-ctx.Done():
 			if f.registry != nil {
-				_ = f.registry.Close() // always nil
+				_ = f.registry.Close() // the error is always nil
 			}
 			return
 		}

@@ -60,9 +60,9 @@ type needs struct {
 	many   bool          // a completion of several prompts or answers
 	ready  bool          // D needs no P, because a relay has the KV
 	noRoom bool          // P and D of SGLang cannot serve it, so other engines do
-	marks  []prefix.Mark // of the prompt
+	marks  []prefix.Mark // marks of the prompt's beginning
 	seen   []prefix.Seen // which engines have seen how much of marks
-	bytes  int           // of the prompt
+	bytes  int           // length of the prompt
 	stored stored        // what the cache server's events report about the prompt
 	who    string        // client whose share of the queue it uses
 
@@ -91,7 +91,7 @@ func (w *needs) of(b *backend, r role) bool {
 type choice struct {
 	engine  *backend // engine that answers
 	prefill *backend // nil: there is no P
-	rank    rank     // of prefill
+	rank    rank     // DP rank of prefill
 	lacks   [2]int   // prompt bytes that engine and prefill do not have
 	spared  spared   // why there is no P
 }

@@ -105,7 +105,7 @@ func (e *exchange) freeing(p *backend, params []byte) freeing {
 	}
 	fields := make(map[string]json.RawMessage)
 	put := func(name string, value any) {
-		fields[name], _ = json.Marshal(value) // plain values
+		fields[name], _ = json.Marshal(value) // plain values always encode
 	}
 	if e.p.o.Dialect == Mooncake013 && e.q != nil {
 		f.path = e.r.URL.Path

@@ -180,7 +180,7 @@ func (o *Options) checkSources(c *options.Checks) {
 		f, err := newFinder(s, o.Dialect, o.Registry)
 		c.That(err == nil, "Sources", "%v", err)
 		if sourced[s.Role] = true; err == nil && f.registry != nil {
-			_ = f.registry.Close() // always nil
+			_ = f.registry.Close() // the error is always nil
 		}
 	}
 	c.That(len(o.Prefill) == 0 && !sourced["prefill"] || len(o.Decode) > 0 || sourced["decode"], "Decode", "is missing beside prefill engines")

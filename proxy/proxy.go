@@ -199,7 +199,7 @@ func (p *Proxy) Close() {
 		f.Close()
 	}
 	for _, b := range p.fleet.engines() {
-		_ = b.close() // always nil
+		_ = b.close() // the error is always nil
 	}
 	p.client.CloseIdleConnections()
 	p.relayClient.CloseIdleConnections()

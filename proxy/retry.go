@@ -108,7 +108,7 @@ func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 const (
 	retryShare = 10 // one in so many
 	minRetries = 10
-	budgetTime = 60 // seconds
+	budgetTime = 60 // how long a request counts, in seconds
 )
 
 // budget counts requests, and those retries that compute again what another engine had begun. It bounds these retries, so that the
@@ -131,7 +131,7 @@ func (b *budget) slotLocked(now time.Time) *struct{ requests, retries int } {
 	return &b.mu.slots[b.mu.last%budgetTime]
 }
 
-// request counts a request.
+// request counts a client's request, which may allow more retries.
 func (b *budget) request(now time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -23,10 +23,10 @@ type routeKind uint8
 
 const (
 	unknown    routeKind = iota // answered 404, never forwarded
-	throughPD                   // by P and D, or by an engine that does both
-	atOne                       // by an engine that does both, or by D alone
+	throughPD                   // served by P and D, or by an engine that does both
+	atOne                       // served by an engine that does both, or by D alone
 	form                        // at one engine; the body is a multipart form
-	ofResponse                  // by the engine that stores a response
+	ofResponse                  // served by the engine that stores the response
 	ofAnEngine                  // a GET at any engine
 	refusedBy                   // refused, with a reason
 	serverInfo                  // SGLang's: information about an engine, without its secrets

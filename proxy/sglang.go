@@ -116,7 +116,7 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	edits := slices.Clone(e.salt)
 	if e.q.Model.Has() {
 		if sent := b.nameFor(e.want.model, e.beside); sent != "" {
-			name, _ := json.Marshal(sent) // a text
+			name, _ := json.Marshal(sent) // a string always encodes
 			edits = append(edits, openai.Edit{Key: "model", Value: name})
 		}
 	}
@@ -224,7 +224,7 @@ func (b *backend) newRoom() int64 {
 
 // bootFields returns the edits by which P and D of SGLang find each other. The client cannot choose ranks: they follow from the room.
 func bootFields(host string, port int, room int64) []openai.Edit {
-	name, _ := json.Marshal(host) // a text
+	name, _ := json.Marshal(host) // a string always encodes
 	return []openai.Edit{
 		{Key: "bootstrap_host", Value: name},
 		{Key: "bootstrap_port", Value: strconv.AppendInt(nil, int64(port), 10)},
@@ -415,7 +415,7 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 		if n > 0 {
 			rid = attemptPrefix(n+1) + rid
 		}
-		body, _ := json.Marshal(map[string]string{"rid": rid}) // a text
+		body, _ := json.Marshal(map[string]string{"rid": rid}) // a string always encodes
 		bodies = append(bodies, body)
 	}
 	for _, role := range []role{decode, both, prefill} {

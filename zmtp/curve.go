@@ -220,7 +220,7 @@ func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 	return appendCommand(nil, "READY", box.SealAfterPrecomputation(out, m.own, nonce, m.shared.ptr())), true, nil
 }
 
-// finish checks READY.
+// finish checks the READY command of the peer.
 func (m *curve) finish(data []byte) error {
 	if len(data) < shortNonce+tagBytes {
 		return fmt.Errorf("%w: READY of %d bytes", errProtocol, len(data))

@@ -51,7 +51,7 @@ type DealerOptions struct {
 	Curve *CurveClient
 	Plain *PlainClient
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // Dealer is a DEALER socket with one connection. When the connection is lost, it connects again after a pause of 10 ms, which doubles
@@ -76,7 +76,7 @@ type Dealer struct {
 		peer    *Peer // the connection, or the attempt at one
 		ready   bool  // peer accepts messages
 		waiting queue // messages for the next connection
-		bytes   int   // in waiting
+		bytes   int   // bytes of the messages in waiting
 		past    Stats
 	}
 }

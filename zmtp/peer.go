@@ -72,7 +72,7 @@ type Peer struct {
 	in       decoder
 	phase    phase
 	readErr  error
-	corkedAt time.Duration // after born
+	corkedAt time.Duration // time since born
 	readFn   func(uintptr) bool
 	who      any    // result of Identify; set before the first read
 	client   string // name that the client's key or password has proved; set before ready

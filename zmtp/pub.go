@@ -49,7 +49,7 @@ type PubOptions struct {
 
 	Authentication // how subscribers prove who they are
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // Pub is a PUB socket. It listens as a Router does, and sends each message to the peers that have subscribed to a prefix of the
@@ -63,7 +63,7 @@ type Pub struct {
 	dropped atomic.Uint64
 
 	order sync.Mutex // held while one message is sent, so that all subscribers see the same order
-	mu    struct {   // a leaf
+	mu    struct {   // a leaf: no other lock is taken under it
 		sync.Mutex
 		of   map[*Peer][][]byte // sorted prefixes of each peer's subscriptions
 		held map[*Peer]*heldBack

@@ -24,7 +24,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// Limits of one answer.
+// The limits of one answer. maxEvent is the longest event, in bytes.
 const (
 	maxEvent   = 16 << 20 // bytes
 	maxMessage = 200      // most bytes of an error's text that are kept
@@ -117,7 +117,7 @@ func (a *answer) read(body io.Reader) error {
 		case err != nil:
 			return err
 		case len(raw.Data) == 0:
-			continue // a comment
+			continue // a comment of the event stream
 		case string(raw.Data) == openai.Done:
 			a.finished = true
 			continue

@@ -51,7 +51,7 @@ type Options struct {
 	// Refuse answers a request that is not allowed; nil: the answer is {"error": text}.
 	Refuse func(w http.ResponseWriter, status int, text string)
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // Gate guards an HTTP listener. Except health checks, every request must come from one of Networks, if these are set. If Tokens, Keys

@@ -107,7 +107,7 @@ func Values(stats any) map[string]float64 {
 	return out
 }
 
-// series is one tagged field.
+// series is the metric of one field that has a tag.
 type series struct {
 	name      string
 	labels    []string // labels that a map's keys have as values

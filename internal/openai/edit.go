@@ -77,7 +77,7 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 		if kept > 0 {
 			tail = append(tail, ',')
 		}
-		key, _ := json.Marshal(e.Key) // a string
+		key, _ := json.Marshal(e.Key) // a string always encodes
 		tail = append(append(append(tail, key...), ':'), e.Value...)
 		kept++
 	}

@@ -367,7 +367,7 @@ func (a API) Refused(raw []byte) (status int, text []byte) {
 			}
 		case a == Native && bytes.Contains(data, []byte(`"abort"`)):
 			if status, text := aborted(data); refusal(status) {
-				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // texts
+				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // strings always encode
 				return status, body
 			}
 		}

@@ -51,7 +51,7 @@ func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
 // id returns the edit that gives an answer the id of the whole.
 func (p Part) id(r *Request) []Edit {
 	if p.ID != "" {
-		value, _ := json.Marshal(p.ID) // a text
+		value, _ := json.Marshal(p.ID) // a string always encodes
 		return []Edit{{Key: "id", Value: value}}
 	}
 	id, _ := r.Text(r.field("id"))
@@ -59,7 +59,7 @@ func (p Part) id(r *Request) []Edit {
 	if at < 0 || p.Whole == "" {
 		return nil
 	}
-	value, _ := json.Marshal(id[:at+len(p.Whole)]) // a text
+	value, _ := json.Marshal(id[:at+len(p.Whole)]) // a string always encodes
 	return []Edit{{Key: "id", Value: value}}
 }
 

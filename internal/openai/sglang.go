@@ -63,7 +63,7 @@ func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) 
 		for k := range n {
 			own := edits[:len(edits):len(edits)]
 			if ids != nil {
-				value, _ := json.Marshal(ids[i*n+k]) // a text
+				value, _ := json.Marshal(ids[i*n+k]) // a string always encodes
 				own = append(own, Edit{Key: "rid", Value: value})
 			}
 			all = append(all, Sequence{i, k, own})
@@ -301,7 +301,7 @@ func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 		return e, false
 	}
 	if id, single := r.Text(at); single {
-		value, _ := json.Marshal(prefix + id) // a text
+		value, _ := json.Marshal(prefix + id) // a string always encodes
 		return Edit{Key: "rid", Value: value}, true
 	}
 	each, n, ok := firstElements(r.Body, at, maxFields)
@@ -316,7 +316,7 @@ func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 		}
 		ids = append(ids, prefix+id)
 	}
-	value, _ := json.Marshal(ids) // texts
+	value, _ := json.Marshal(ids) // strings always encode
 	return Edit{Key: "rid", Value: value}, true
 }
 

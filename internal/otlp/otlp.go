@@ -81,7 +81,7 @@ func (c Context) String() string {
 // Kind says which side of a call a span describes.
 type Kind int
 
-// The kinds.
+// The kinds of spans.
 const (
 	Server Kind = 2
 	Client Kind = 3

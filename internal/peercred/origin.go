@@ -46,7 +46,7 @@ func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 type OriginShares struct {
 	Max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		in []*originShare // oldest first
 	}

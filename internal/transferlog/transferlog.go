@@ -66,7 +66,7 @@ type Transfer struct {
 
 // Log remembers transfers. Its methods are safe for concurrent use. A nil *Log remembers nothing.
 type Log struct {
-	mu   sync.Mutex // a leaf
+	mu   sync.Mutex // a leaf: no other lock is taken under it
 	list []*Entry   // oldest first
 }
 

@@ -33,7 +33,7 @@ type Options struct {
 	TLS           *tls.Config    // for Serve; nil: http
 	Guard         Guard          // which requests need Token; default GuardDelete
 	AllowHosts    []string       // host names under which DELETE is accepted, besides IP addresses and this machine's names
-	Log           *slog.Logger   // nil discards
+	Log           *slog.Logger   // nil: nothing is logged
 }
 
 // Validate reports every field that cannot be used, all in one error.

@@ -195,14 +195,14 @@ func (c *codec) config(w *sp.Writer, o *PutOptions) {
 		w.Bool(false) // how long: as the master has it
 		w.Bool(false)
 	}
-	w.Size(0) // segments
+	w.Size(0) // number of preferred segments
 	w.String(o.Segment)
 	w.Size(0)     // segments of NVMe over fabrics
 	w.Bool(false) // all on one node
 	w.U8(0)       // kind of data
 	if c.tenants() {
-		w.String("")  // host
-		w.Bool(false) // groups
+		w.String("")  // no host
+		w.Bool(false) // no list of groups follows
 	}
 }
 
@@ -217,6 +217,6 @@ func (c *codec) segment(w *sp.Writer, s *Segment) {
 		w.String("tcp")
 	}
 	if c.version >= V0_3_12 {
-		w.String("") // host
+		w.String("") // no host
 	}
 }

@@ -8,7 +8,7 @@ import "sync"
 // engine that does not wait for acknowledgements reports success when the bytes have left it, so a receiver must check here that they
 // arrived. Acknowledged writes are in memory before their sender reports success.
 type arrivals struct {
-	sync.Mutex         // a leaf
+	sync.Mutex         // a leaf: no other lock is taken under it
 	begun      bool    // an unacknowledged write has begun, whether or not it ended
 	acked      bool    // an acknowledged write has ended
 	list       []Range // written ranges; the first `merged` of them are sorted, disjoint and not adjoining

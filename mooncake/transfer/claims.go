@@ -14,7 +14,7 @@ type claims struct {
 	table *Table // immutable
 	cut   func() // breaks the connection, so that it releases its claims; immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		write Range // Len 0: none
 		reads []Range

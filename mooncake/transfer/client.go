@@ -87,7 +87,7 @@ type peer struct {
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		idle  []*lane // free slots; the last element was used last, so its connection is warm
 		fetch *fetch  // handshake for the descriptor, in progress or failed a moment ago

@@ -51,7 +51,7 @@ type stream struct {
 
 	readArmed  time.Time // when the deadlines were set; zero: no deadline
 	writeArmed time.Time
-	out        net.Buffers // of one write
+	out        net.Buffers // buffers of the write in progress
 	one        [1][]byte   // the array behind out for a short write, whose bytes are in short
 	short      [maxReplies * statusBytes]byte
 	low        int // number of bytes that wake a reader; 0: one

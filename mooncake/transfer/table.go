@@ -44,7 +44,7 @@ type Region struct {
 	// closed are the ranges that accept no writes: sorted by address, disjoint, and not adjoining. The slice is replaced as a whole
 	// under `closing`. nil means none.
 	closed  atomic.Pointer[[]Range]
-	closing sync.Mutex // a leaf
+	closing sync.Mutex // a leaf: no other lock is taken under it
 
 	arrived   arrivals
 	ackedOnce atomic.Bool // arrived.acked is set already
@@ -69,7 +69,7 @@ type Table struct {
 	order atomic.Uint64
 
 	waiters atomic.Int64 // callers of Unwritten that wait for a write
-	wake    struct {     // a leaf
+	wake    struct {     // a leaf: no other lock is taken under it
 		sync.Mutex
 		c chan struct{} // closed at the next write; nil without waiters
 	}

@@ -367,7 +367,7 @@ func (t *Target) untrack(c net.Conn, data bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.mu.conns[c] == nil {
-		return // cut
+		return // the target has cut the connection
 	}
 	delete(t.mu.conns, c)
 	if data {

@@ -29,7 +29,7 @@ type Options struct {
 	MaxBlocks     int           // default 1<<20
 	ReplayTimeout time.Duration // default 10 s
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // maxLate bounds the messages that wait until a replay has ended.

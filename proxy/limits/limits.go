@@ -43,7 +43,7 @@ type Options struct {
 	Pause   time.Duration // how long the server is not asked after a failure; default 1 s
 	Life    time.Duration // how long the requests of a silent proxy still count; default 15 s
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // ParseURL parses redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// for TLS, or unix:PATH.

@@ -37,7 +37,7 @@ type Options struct {
 	// Metrics adds the figures of what stands in front of the engine to the registry of /metrics; nil: none.
 	Metrics func(*metrics.Registry)
 	MaxBody int64        // longest request; default 64 MiB
-	Log     *slog.Logger // nil discards
+	Log     *slog.Logger // nil: nothing is logged
 }
 
 // Limits of one request.

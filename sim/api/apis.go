@@ -237,7 +237,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 		}
 		answer["kv_transfer_params"] = q.end.Params
 		if b.Store == nil || *b.Store {
-			content, _ := json.Marshal(said) // a text
+			content, _ := json.Marshal(said) // a string always encodes
 			a.responses.add(shown, storedResponse{answer, append(conversation, message{"assistant", content})})
 		}
 		if s == nil {
@@ -253,7 +253,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 // conversation returns the messages of a request: those of the response that it continues, its instructions, and its input.
 func (a *API) conversation(b *responsesBody) (list []message, bad *apiError) {
 	if b.Instructions != "" {
-		content, _ := json.Marshal(b.Instructions) // a text
+		content, _ := json.Marshal(b.Instructions) // a string always encodes
 		list = append(list, message{"system", content})
 	}
 	if b.Previous != "" {

@@ -30,7 +30,7 @@ type SGLangOptions struct {
 	Bootstrap int                     // port of P's bootstrap server; default 8998
 	Timeout   time.Duration           // SGLang's bootstrap and waiting timeouts; default 300 s
 	Metrics   func(*metrics.Registry) // as in Options
-	Log       *slog.Logger            // nil discards
+	Log       *slog.Logger            // nil: nothing is logged
 }
 
 // SGLang is the API of a simulated engine, as SGLang 0.5.23 serves it, with SGLang's way of P and D: a request to P or D carries the
@@ -342,7 +342,7 @@ func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest
 	if r.URL.Path != "/generate" {
 		inner = map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}
 	}
-	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values
+	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values always encode
 	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
 }
 

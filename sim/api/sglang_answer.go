@@ -102,7 +102,7 @@ func (n *sglangAnswer) beginStream() {
 }
 
 func (n *sglangAnswer) send(event any) bool {
-	data, _ := json.Marshal(event) // plain values
+	data, _ := json.Marshal(event) // plain values always encode
 	if _, err := fmt.Fprintf(n.w, "data: %s\n\n", data); err != nil {
 		return false
 	}

@@ -89,7 +89,7 @@ func (b *body) calls() bool {
 func (b *body) call(index int, text string) []toolCall {
 	c := toolCall{Index: 0, ID: fmt.Sprintf("chatcmpl-tool-%d", index), Type: "function"}
 	c.Function.Name = b.Tools[0].Function.Name
-	arguments, _ := json.Marshal(map[string]string{"text": text}) // plain values
+	arguments, _ := json.Marshal(map[string]string{"text": text}) // plain values always encode
 	c.Function.Arguments = string(arguments)
 	return []toolCall{c}
 }

@@ -27,7 +27,7 @@ import (
 // Transport says how KV gets from P to D.
 type Transport uint8
 
-// The transports.
+// The transports, which say how KV goes from P to D.
 const (
 	Pull Transport = iota // D asks for the KV, and its request waits: MooncakeConnector
 	Push                  // P sends layer by layer, and waits for the last layer: P2pNcclConnector
@@ -113,7 +113,7 @@ func (o *Options) Validate() error {
 // maxVirtual ends a run whose virtual clock has passed it.
 const maxVirtual = time.Duration(math.MaxInt64 / 8)
 
-// run is one run.
+// run is one run of a deployment.
 type run struct {
 	o     Options
 	now   time.Duration
@@ -206,7 +206,7 @@ func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], o 
 	}})
 }
 
-// play carries out one run.
+// play plays all requests of a run and returns the result.
 func play(ctx context.Context, r *run) (_ *Result, err error) {
 	o := r.o
 	if err := o.Validate(); err != nil {

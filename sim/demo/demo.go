@@ -42,7 +42,7 @@ type Options struct {
 	KillAfter int
 
 	Progress func(done, total int) // called from one goroutine at a time
-	Log      *slog.Logger          // nil discards
+	Log      *slog.Logger          // nil: nothing is logged
 }
 
 // Report is the result of a run.
@@ -70,7 +70,7 @@ func geometry() kvmem.Geometry {
 // TokenBytes is the size of the KV of one token.
 const TokenBytes = 4 * 4 * 64
 
-// run is one run.
+// run is one run of the demo.
 type run struct {
 	o        Options
 	p, d     *engine.Engine

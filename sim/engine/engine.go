@@ -80,7 +80,7 @@ type Options struct {
 	// nil: it is not called.
 	OnEvents func([]event.Event)
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
 // Request is one request to an engine.
@@ -365,7 +365,7 @@ func (e *Engine) ResetPrefixCache(running bool) (ok bool) {
 	return ok
 }
 
-// run is the loop.
+// run is the loop of the engine's goroutine. It executes commands and steps until the engine ends.
 func (e *Engine) run() {
 	defer close(e.done)
 	for e.ctx.Err() == nil {

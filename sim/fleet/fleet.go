@@ -27,7 +27,7 @@ import (
 // Route says to which node a request is sent.
 type Route string
 
-// The routes.
+// The routes, which say to which node a request goes.
 const (
 	// Even sends each request to the next node.
 	Even Route = "even"

@@ -26,7 +26,7 @@ type Length struct {
 	Output        [2]int
 }
 
-// Totals of the original's table.
+// The totals of the original's table. Generate scales a workload to them.
 const (
 	prompts      = 100
 	inputTokens  = 23260

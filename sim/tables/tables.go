@@ -113,7 +113,7 @@ type Options struct {
 	Sensitivity bool // also play with every constant, and the token budget, changed
 }
 
-// Setting is a constant's value.
+// Setting gives one constant of a profile another value.
 type Setting struct {
 	Name  string
 	Value float64

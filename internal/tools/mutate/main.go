@@ -75,7 +75,7 @@ func main() {
 // maxData is the largest memory of a process of the tests, in bytes.
 const maxData = 8 << 30
 
-// tool is one run.
+// tool is one run of this command.
 type tool struct {
 	limit      time.Duration
 	only       string

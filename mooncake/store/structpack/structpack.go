@@ -91,7 +91,7 @@ type Type struct {
 	least int     // fewest bytes of a value, if sizes take one byte
 }
 
-// Parse parses a literal.
+// Parse parses the literal of a type.
 func Parse(literal string) (*Type, error) {
 	if len(literal) > maxLiteral {
 		return nil, fmt.Errorf("%w: a literal of %d bytes", ErrMalformed, len(literal))

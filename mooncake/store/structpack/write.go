@@ -16,7 +16,7 @@ type Form struct {
 // FormOf returns the Form of a literal. The empty literal means a message without a body.
 func FormOf(literal string) Form { return Form{literal, Hash(literal)} }
 
-// Literal returns the literal.
+// Literal returns the literal from which FormOf made the Form.
 func (f Form) Literal() string { return f.literal }
 
 // Writer appends the payload of one message. All sizes in a message have the same width, which must be known before the first size is

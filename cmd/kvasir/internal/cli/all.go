@@ -29,7 +29,7 @@ type allCmd struct {
 	parts []*part
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir all --help shows. It implements kong's detailed help.
 func (allCmd) Help() string {
 	return `Examples:
   kvasir config init          (writes kvasir.yaml)

@@ -41,7 +41,7 @@ type bootstrapCmd struct {
 	MaxConns   int     `name:"max-connections" help:"Open connections." default:"4096" group:"Limits"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir bootstrap --help shows. It implements kong's detailed help.
 func (bootstrapCmd) Help() string {
 	return `Stands in for the bootstrap server inside vLLM's MooncakeConnector: workers of P register, D and the proxy query.
 Unlike that one it outlives P, takes a restarted P, and never shows half of an engine that it can tell apart.

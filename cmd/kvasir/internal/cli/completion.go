@@ -13,7 +13,7 @@ type completionCmd struct {
 	Shell string `arg:"" help:"bash, zsh or fish." enum:"bash,zsh,fish"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir completion --help shows. It implements kong's detailed help.
 func (completionCmd) Help() string {
 	return `Examples:
   source <(kvasir completion bash)                                    (in ~/.bashrc)

@@ -33,7 +33,7 @@ type demoCmd struct {
 	ChunkKiB kibSize `name:"chunk-kib" help:"KV bytes per chunk: KiB, or with a unit." default:"1024"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir demo --help shows. It implements kong's detailed help.
 func (demoCmd) Help() string {
 	return `First a server with a pool of its own and simulated workers that look prompts up, load what is kept,
 check every byte, and store the rest: the real protocol through real shared memory, no model. Then the

@@ -19,7 +19,7 @@ type doctorCmd struct {
 	JSON       bool     `name:"json" help:"Print the findings as one JSON object."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir doctor --help shows. It implements kong's detailed help.
 func (doctorCmd) Help() string {
 	return `Looks at shared memory, limits, huge pages, ports, advertised addresses, users of engines and servers, releases of peers, tiers,
 clocks and congestion control. It changes nothing. Exit 0: no fault; 1: warnings; 2: errors. docs/operate/doctor.md has all checks.

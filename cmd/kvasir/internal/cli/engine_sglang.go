@@ -65,7 +65,7 @@ func (c *engineCmd) openBoot(e *env, o *engine.Options) (closeBoot func() error,
 		}
 	})
 	closeBoot = func() error { stop(); wg.Wait(); return registry.Close() }
-	address, _ := json.Marshal(l.Addr().String()) // a text
+	address, _ := json.Marshal(l.Addr().String()) // a string always encodes
 	config := fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","kv_connector_extra_config":{"bootstrap_server_address":%s}}`, address)
 	if o.Connectors, err = kvconfig.Parse([]byte(config)); err != nil {
 		return nil, err

@@ -33,7 +33,7 @@ type keeperCmd struct {
 	Verify keeperVerifyCmd `cmd:"" help:"Compare all files with the checksums that the last run noted."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir keeper --help shows. It implements kong's detailed help.
 func (keeperCmd) Help() string {
 	return `vLLM's fs offloading tier ("type":"fs") and LMCache's fs adapters fill a directory and never delete. The keeper unlinks the least
 recently used files before the limit is reached. It needs nothing of the engine, and writes nothing into the directory.

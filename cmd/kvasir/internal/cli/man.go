@@ -18,7 +18,7 @@ type manCmd struct {
 	Markdown bool   `help:"Write Markdown instead: a page for each command of the first level, and README.md."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir man --help shows. It implements kong's detailed help.
 func (manCmd) Help() string {
 	return `One page for each command, of section 1. SOURCE_DATE_EPOCH gives the date of the pages.
 

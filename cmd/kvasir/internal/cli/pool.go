@@ -25,7 +25,7 @@ type poolCmd struct {
 	Rm poolRmCmd `cmd:"" help:"Remove this user's pools that no process uses."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool --help shows. It implements kong's detailed help.
 func (poolCmd) Help() string {
 	return `A pool outlives its server, and its memory is taken until it is removed.
 
@@ -40,7 +40,7 @@ type poolLsCmd struct {
 	JSON bool `name:"json" help:"Print the pools as JSON."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool ls --help shows. It implements kong's detailed help.
 func (poolLsCmd) Help() string {
 	return `Examples:
   kvasir pool ls
@@ -130,7 +130,7 @@ type poolRmCmd struct {
 	All   bool     `help:"All of this user's pools that no process uses."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool rm --help shows. It implements kong's detailed help.
 func (poolRmCmd) Help() string {
 	return `Examples:
   kvasir pool rm lmcache_l1_pool_kvasir_5555_1a2b3c4d

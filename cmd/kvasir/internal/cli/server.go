@@ -104,7 +104,7 @@ type serverCmd struct {
 	tierKeys *seal.Keys
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir server --help shows. It implements kong's detailed help.
 func (serverCmd) Help() string {
 	return `Examples:
   kvasir server --l1-size-gb 100

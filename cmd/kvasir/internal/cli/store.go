@@ -22,7 +22,7 @@ type storeCmd struct {
 	Rm  storeRmCmd  `cmd:"" help:"Remove objects."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir store --help shows. It implements kong's detailed help.
 func (storeCmd) Help() string {
 	return `Works with a running mooncake_master of 0.3.7, 0.3.11, 0.3.12, 0.3.13 or 0.3.14, over TCP.
 

@@ -24,7 +24,7 @@ type tierCmd struct {
 	Check  tierCheckCmd  `cmd:"" help:"Try a tier: whether it answers, what this user may do, and how fast. Exit 0: all works; 1: something cannot be done, such as writing; 2: the tier cannot be used."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier --help shows. It implements kong's detailed help.
 func (tierCmd) Help() string {
 	return `A TIER is the JSON of kvasir server --l2-adapter, or short: fs:/data/kv, fs_native:/data/kv, redis:10.0.0.7:6379,
 s3_native:BUCKET/PREFIX (region, endpoint and credentials from AWS_REGION, AWS_ENDPOINT_URL and where else Amazon's programs look).
@@ -61,7 +61,7 @@ type tierRekeyCmd struct {
 	JSON bool    `name:"json" help:"Print a line of JSON each second, and one at the end."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier rekey --help shows. It implements kong's detailed help.
 func (tierRekeyCmd) Help() string {
 	return `Rotate a key: put a new line before the others of the server's --tier-key-file, run this, then remove the old line. The server reads the
 keys again at once. Objects that have the newest key are left alone, so a rekey that was broken off goes on.
@@ -86,7 +86,7 @@ type tierLsCmd struct {
 	JSON bool `name:"json" help:"Print JSON: one object, or with --objects a line for each."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier ls --help shows. It implements kong's detailed help.
 func (tierLsCmd) Help() string {
 	return `Examples:
   kvasir tier ls fs:/data/kv
@@ -110,7 +110,7 @@ type tierVerifyCmd struct {
 	JSON   bool `name:"json" help:"Print a line of JSON for each damaged object, and one with the figures."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier verify --help shows. It implements kong's detailed help.
 func (tierVerifyCmd) Help() string {
 	return `Examples:
   kvasir tier verify fs:/data/kv
@@ -138,7 +138,7 @@ type tierDropCmd struct {
 	JSON  bool   `name:"json" help:"Print what was removed as one JSON object."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier drop --help shows. It implements kong's detailed help.
 func (tierDropCmd) Help() string {
 	return `Examples:
   kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
@@ -173,7 +173,7 @@ type tierCopyCmd struct {
 	JSON bool `name:"json" help:"Print a line of JSON for each object that cannot be read, every 10 s one with the figures, and one at the end."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier copy --help shows. It implements kong's detailed help.
 func (tierCopyCmd) Help() string {
 	return `Examples:
   kvasir tier copy fs:/data/kv fs:/mnt/new
@@ -198,7 +198,7 @@ type tierCheckCmd struct {
 	JSON    bool `name:"json" help:"Print the sentences and the verdict as JSON."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier check --help shows. It implements kong's detailed help.
 func (tierCheckCmd) Help() string {
 	return `Examples:
   kvasir tier check s3_native:my-bucket/kvasir

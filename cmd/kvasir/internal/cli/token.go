@@ -22,7 +22,7 @@ type tokenCmd struct {
 	File  string `help:"File for --token-file, to which the line is added; it is made when it is missing. Without, the line is printed after the token." placeholder:"FILE"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir token --help shows. It implements kong's detailed help.
 func (tokenCmd) Help() string {
 	return `Prints a new token, once. The file has its SHA-256 alone; delete the line, and the token ends within 10 seconds.
 

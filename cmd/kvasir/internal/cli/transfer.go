@@ -23,7 +23,7 @@ type transferCmd struct {
 	Bench transferBenchCmd `cmd:"" help:"Measure writes and reads; prints Go benchmark lines."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir transfer --help shows. It implements kong's detailed help.
 func (transferCmd) Help() string {
 	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
 either end may be the C++ engine. This wire has no passwords: keep it private, name networks (--allow-from), or

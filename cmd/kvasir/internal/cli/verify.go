@@ -43,7 +43,7 @@ type verifyCmd struct {
 	HTML string `name:"html" help:"Also write the report as a page to this file." placeholder:"FILE"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir verify --help shows. It implements kong's detailed help.
 func (verifyCmd) Help() string {
 	return `Sends prompts with planted facts, under cache salts of its own, and compares answers from restored KV with computed ones: greedy tokens,
 log-probabilities, cached tokens. It restarts and clears nothing. A step that cannot be made is not tested, never passed.

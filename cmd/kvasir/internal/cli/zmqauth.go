@@ -260,7 +260,7 @@ type curveKeyCmd struct {
 	Public bool   `help:"Make nothing: print the public key of a file that is there."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir curve-key --help shows. It implements kong's detailed help.
 func (curveKeyCmd) Help() string {
 	return `Makes a secret key of ZeroMQ's CURVE in a file that its user alone may read, and prints the public key.
 The file is a certificate as pyzmq reads it (zmq.auth.load_certificate).
