@@ -19,6 +19,6 @@
 // wire.Release names one of them. Package v013 has the workers of 0.13, whose protocol
 // differs. Facts are from those releases; the vectors are in
 // internal/testkit/testdata/mooncake-connector.
+//
 // docs/how/mooncake.md draws the messages and states the time limits: which wait has which limit, and how each side learns of the end.
-// what, how long, and which side learns of the end.
 package mooncake

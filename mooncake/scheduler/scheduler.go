@@ -31,7 +31,6 @@ type Options struct {
 	// With Mamba layers, and with BoundedReplay, D computes the last prompt token: P computes one token less and D loads one less.
 	// BoundedReplay means that the model replays a bounded window (DeepSeek V4.1). Releases up to 0.24 leave no token to D: set
 	// NoTruncation.
-	// one less. Releases up to 0.24 did not do so: NoTruncation.
 	BoundedReplay bool
 	NoTruncation  bool
 
