@@ -53,7 +53,7 @@ type windows struct {
 	patience time.Duration   // how long a write in progress may go on when its window is withdrawn
 	wg       *sync.WaitGroup // of withdrawals
 
-	mu struct { // a leaf but for Table.mu
+	mu struct { // no other lock than Table.mu is taken under it
 		sync.Mutex
 		current map[Source]*window
 		live    map[*window]struct{} // current ones and retired ones

@@ -47,7 +47,7 @@ type list struct {
 	}
 }
 
-// Limits of what a list holds back.
+// The limits of the bytes and events that a list holds back.
 const (
 	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
 	maxHeld   = 1 << 20         // bytes of events before the stream opens

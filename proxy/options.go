@@ -76,7 +76,7 @@ type Options struct {
 	SharedStore bool   // engines share a cache server: D can load from it what any engine has seen, so that does not count as lacking
 	StoreToken  string // bearer token for the cache server; default none
 	Store       string // URL of the cache server's HTTP interface, http://host:port: like SharedStore, but only while it answers, and only for what it has not evicted
-	StoreEvents string // where the cache server publishes its KV events, tcp://host:port; they say what it has. Default: not followed
+	StoreEvents string // address at which the cache server publishes KV events, tcp://host:port; they say what it has. Default: not followed
 	StoreReplay string // where it replays these events; default none
 	DecodeAlone bool   // while no P is well, D computes prompts itself
 

@@ -359,7 +359,8 @@ var closedChannel = func() chan struct{} {
 	return c
 }()
 
-// next begins the next turn of a conversation. before is the channel of the turn before it (nil: there is none), and after is its own.
+// next begins the next turn of a conversation. It closes neither channel: before is closed when the turn before it has ended (nil:
+// there is no such turn), and the caller closes after when this turn has ended.
 func (t *turns) next(conversation int) (before, after chan struct{}) {
 	if t.last == nil {
 		t.last, t.check = make(map[int]chan struct{}), 1024

@@ -33,8 +33,8 @@ const (
 	sockDiagType = 20 // SOCK_DIAG_BY_FAMILY
 )
 
-// diag asks the kernel for one socket, that with exactly these addresses. The error is syscall.ENOENT if there is none, or the reason
-// why this process cannot ask.
+// diag asks the kernel for the socket whose own address is `from` and whose peer's address is `to`. The error is syscall.ENOENT if
+// there is no such socket, or says why this process cannot ask.
 func diag(from, to netip.AddrPort) (socket, error) {
 	if from.Addr().Is4() != to.Addr().Is4() {
 		return socket{}, syscall.ENOENT

@@ -245,7 +245,8 @@ func (r *Registry) awaitExpected(w http.ResponseWriter, req *http.Request) *dire
 	return d
 }
 
-// parseExpect reads these parameters. known is false if the query has none of them.
+// parseExpect reads the parameters wait, tp, pp, dp, engine_id and after of a query. known is false if the query has none of them. The
+// returned wait is at most Options.MaxWait.
 func (r *Registry) parseExpect(q url.Values) (x expectation, wait time.Duration, known bool, err error) {
 	number := func(name string, limit float64, whole bool) float64 {
 		if !q.Has(name) {

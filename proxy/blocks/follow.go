@@ -134,7 +134,7 @@ func (f *Follower) state(connected bool, _ error) {
 	f.askLocked(from)
 }
 
-// replayState handles a change of the connection for replays, which may be ready later than the other one.
+// replayState handles a change of the connection for replays, which may be ready later than the connection for events.
 func (f *Follower) replayState(connected bool, _ error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -34,7 +34,7 @@ type Options struct {
 	Ranks int
 	// KeepAlive is how long a stream may have no event before it gets a comment: vLLM's --sse-keep-alive-interval; 0: it gets none.
 	KeepAlive time.Duration
-	// Metrics adds the figures of what stands in front of the engine to the registry of /metrics; nil: none.
+	// Metrics adds figures to the registry of /metrics, of components other than the engine. nil: there are no such figures.
 	Metrics func(*metrics.Registry)
 	MaxBody int64        // longest request; default 64 MiB
 	Log     *slog.Logger // nil: nothing is logged

@@ -103,7 +103,7 @@ func (b *body) wantsProbs() bool {
 	return len(b.Logprobs) > 0 && !slices.Contains([]string{"null", "false"}, string(b.Logprobs))
 }
 
-// check returns an error for what vLLM refuses, with vLLM's text.
+// check returns an error, with vLLM's text, if vLLM would refuse the values in the body.
 func (b *body) check(chat bool) *apiError {
 	if bad := b.checkAnswers(); bad != nil {
 		return bad

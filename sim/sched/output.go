@@ -167,8 +167,9 @@ func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	return ended
 }
 
-// firstBad looks for bad blocks among those of r's first n tokens. first is the index of the first bad block that no request before r
-// has marked; -1: none. affected means that r has any bad block.
+// firstBad looks for bad blocks among the blocks of r's first n tokens. first is the index of the first bad block that no request
+// before r has marked; -1: there is none. affected is true if r has a bad block, marked or not. If whole names r, the results are 0 and
+// true.
 func (s *Scheduler) firstBad(r *Request, n int, bad map[BlockID]bool, whole map[string]bool, mark map[BlockID]bool) (first int, affected bool) {
 	first = -1
 	if whole[r.ID] {

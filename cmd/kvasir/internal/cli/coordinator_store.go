@@ -31,7 +31,7 @@ type storeFlags struct {
 // maxPromptFile is the largest file of hashes or token ids, in bytes.
 const maxPromptFile = 256 << 20
 
-// explain asks the store about the prompt, and prints what it has.
+// explain asks the store for the prompt's blocks, and prints which of them it has.
 func (c *storeFlags) explain(e *env, layout coordinator.Layout, release coordinator.Release, ascii bool) error {
 	var f faults
 	mo := store.MasterOptions{Addresses: c.Master}

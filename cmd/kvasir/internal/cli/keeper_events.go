@@ -101,7 +101,7 @@ func (c *keeperKeepCmd) openEvents(e *env, k *keeper.Keeper, a *access) (figures
 	}, nil
 }
 
-// keeperFeed adapts a Keeper to what a publisher reads.
+// keeperFeed lets a publisher of events read the changes of a Keeper.
 type keeperFeed struct{ *keeper.Keeper }
 
 // Activate does nothing: a keeper records changes from its start.

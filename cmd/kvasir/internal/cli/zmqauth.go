@@ -194,7 +194,7 @@ func (a *zmqAuth) watch(log *slog.Logger) (stop func()) {
 	return func() { cancel(); wg.Wait() }
 }
 
-// check returns an error for what cannot be used in --zmq-auth and its files. events is the value of --kv-events.
+// check returns an error if --zmq-auth or one of its files cannot be used. events is the value of --kv-events.
 func (f *zmqAuthFlags) check(tokenFile, events string) error {
 	var tokens *auth.Tokens
 	if tokenFile != "" {
