@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// aiperfStats is a metric in AIPerf's export.
+// aiperfStats has the statistics of one metric in AIPerf's export.
 type aiperfStats struct {
 	Unit  string   `json:"unit"`
 	Avg   float64  `json:"avg"`
@@ -25,13 +25,13 @@ type aiperfStats struct {
 	P90   *float64 `json:"p90,omitempty"`
 	P95   *float64 `json:"p95,omitempty"`
 	P99   *float64 `json:"p99,omitempty"`
-	Std   *float64 `json:"std,omitempty"` // of a sample
+	Std   *float64 `json:"std,omitempty"` // standard deviation of a sample
 	Count int      `json:"count,omitempty"`
 	Sum   *float64 `json:"sum,omitempty"`
 }
 
-// WriteAIPerf writes the result as AIPerf's profile_export_aiperf.json (schema 1.1). Its
-// inter_token_latency is the TPOT of a request, not the gaps, which are inter_chunk_latency.
+// WriteAIPerf writes the result as AIPerf's profile_export_aiperf.json (schema 1.1). There, inter_token_latency is the TPOT of a
+// request; the gaps are inter_chunk_latency.
 func (r *Result) WriteAIPerf(w io.Writer) error {
 	out := map[string]any{"schema_version": "1.1", "was_cancelled": r.Interrupted, "error_summary": r.aiperfErrors()}
 	one := func(name, unit string, v float64) { out[name] = aiperfStats{Unit: unit, Avg: v} }

@@ -12,22 +12,22 @@ import (
 	"strings"
 )
 
-// Ratio is one figure of two results.
+// Ratio compares one figure of two results, A and B.
 type Ratio struct {
-	Figure string  `json:"figure"` // by its key in the JSON of a result
-	Name   string  `json:"name"`   // in words
+	Figure string  `json:"figure"` // key of the figure in the JSON of a result
+	Name   string  `json:"name"`   // name of the figure in words
 	A      float64 `json:"a"`
 	B      float64 `json:"b"`
-	Ratio  float64 `json:"ratio"` // B ÷ A; 0 where A is 0
+	Ratio  float64 `json:"ratio"` // B ÷ A; 0 if A is 0
 
-	// The 95 % interval of the ratio, where both results have their requests: 0 and 0 where not.
+	// The 95 % interval of the ratio. Both are 0 unless both results have their requests.
 	Low  float64 `json:"low,omitempty"`
 	High float64 `json:"high,omitempty"`
 
 	HigherIsBetter bool `json:"higher_is_better"`
 }
 
-// Verdict says in a word what the interval says of B.
+// Verdict returns a word that says whether the interval shows B to be better or worse than A; "": there is no interval.
 func (r *Ratio) Verdict() string {
 	switch {
 	case r.High == 0:
@@ -40,17 +40,16 @@ func (r *Ratio) Verdict() string {
 	return "b is worse"
 }
 
-// resamples is how often a bootstrap draws. maxDraws bounds the values looked at over all
-// draws: with very many of them fewer draws do.
+// resamples is how many times a bootstrap draws. maxDraws bounds the values looked at in all draws together: if there are very many
+// values, fewer draws suffice.
 const (
 	resamples = 2000
 	maxDraws  = 400 << 20
 )
 
-// Compare compares two results, figure by figure. Intervals are bootstrapped: requests are
-// drawn with replacement from each run, with all their gaps, the figure is computed, and the
-// interval leaves out 2.5 % of the ratios at each end. The same results always give the
-// same intervals. Throughputs are one value per run and have none.
+// Compare compares two results, figure by figure. Intervals are bootstrapped: requests are drawn with replacement from each run, with
+// all their gaps, and the figure is computed from them; the interval leaves out 2.5 % of the ratios at each end. The same results
+// always give the same intervals. A throughput is one value per run and has no interval.
 func Compare(a, b *Result) []Ratio {
 	var out []Ratio
 	add := func(key, name string, x, y float64, higher bool) *Ratio {
@@ -74,7 +73,7 @@ func Compare(a, b *Result) []Ratio {
 			continue
 		}
 		from := len(out)
-		points := []float64{-1, 50} // the mean, and percentiles
+		points := []float64{-1, 50} // -1 means the mean; other values are percentiles
 		add("mean_"+d.key+"_ms", "Mean "+d.short+" (ms)", x.Mean, y.Mean, false)
 		add("median_"+d.key+"_ms", "Median "+d.short+" (ms)", x.Median, y.Median, false)
 		for _, p := range x.Percentiles {
@@ -88,7 +87,7 @@ func Compare(a, b *Result) []Ratio {
 	return out
 }
 
-// population is a metric's values, and which request each is of.
+// population holds the values of a metric, and the request to which each belongs.
 type population struct {
 	requests int
 	values   []float64 // sorted
@@ -136,8 +135,8 @@ func newPopulation(samples []Sample, key string) *population {
 	return p
 }
 
-// draw computes points, which rise, of a population whose requests are drawn with
-// replacement; a point below 0 is the mean. ok is false where no value was drawn.
+// draw draws requests of a population with replacement, and stores in into the percentiles `points` of their values. points must rise;
+// a point below 0 means the mean. ok is false if no value was drawn.
 func (p *population) draw(rnd *rand.Rand, times []int, points, into []float64) (ok bool) {
 	clear(times)
 	for range p.requests {
@@ -167,11 +166,11 @@ func (p *population) draw(rnd *rand.Rand, times []int, points, into []float64) (
 	return true
 }
 
-// at returns the value at a place, counted from 0, of the values repeated as often as their
-// requests were drawn. v is value i, the last one at or before the place; seen is the number
-// of repeated values up to and including i.
+// at returns the value at a place, counted from 0, among the sorted values, each repeated as often as its request was drawn; between
+// two places it interpolates. v is value i, the last one at or before the place. seen is the number of repeated values up to and
+// including value i.
 func (p *population) at(times []int, i, seen int, place, v float64) float64 {
-	if low := int(place); low == seen-1 { // the next one is another value
+	if low := int(place); low == seen-1 { // the next repeated value is another value
 		for j := i + 1; j < len(p.values); j++ {
 			if times[p.owners[j]] > 0 {
 				return between(v, p.values[j], place-float64(low))
@@ -181,7 +180,7 @@ func (p *population) at(times []int, i, seen int, place, v float64) float64 {
 	return v
 }
 
-// interval fills in the intervals of ratios, which are those of points.
+// interval sets the intervals of ratios. ratios[i] belongs to points[i].
 func interval(ratios []Ratio, a, b *population, points []float64) {
 	if a.requests < 2 || b.requests < 2 || len(a.values) == 0 || len(b.values) == 0 {
 		return
@@ -212,14 +211,14 @@ func interval(ratios []Ratio, a, b *population, points []float64) {
 	}
 	for i, at := range order {
 		if len(drawn[i]) < n/2 {
-			continue // a figure of 0 has no ratios
+			continue // a figure of 0 has no ratio
 		}
 		slices.Sort(drawn[i])
 		ratios[at].Low, ratios[at].High = Quantile(drawn[i], 2.5), Quantile(drawn[i], 97.5)
 	}
 }
 
-// WriteRatios prints a comparison.
+// WriteRatios prints a comparison as a table.
 func WriteRatios(w io.Writer, ratios []Ratio) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%-34s %12s %12s %8s  %-15s\n", "", "a", "b", "b/a", "95 % interval")

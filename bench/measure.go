@@ -10,30 +10,30 @@ import (
 	"time"
 )
 
-// Options say what Measure is to compute.
+// Options says what Measure computes.
 type Options struct {
 	Percentiles    []float64 // 0 to 100; nil: 99
 	SLOs           []SLO
-	MaxConcurrency int     // of the client; 0: none
-	Rate           float64 // requests per second; 0 or +Inf: all at once
+	MaxConcurrency int     // most requests of the client at a time; 0: no limit
+	Rate           float64 // requests per second; 0 or +Inf: all at the start
 	GPUs           GPUs
 }
 
-// GPUs are how many an endpoint has; zeros: not said.
+// GPUs says how many GPUs the engines behind an endpoint have; zeros: unknown.
 type GPUs struct {
-	Prefill, Decode int // of P and D; where both are one, Decode is 0
+	Prefill, Decode int // of P and of D; if the engines do both, one of the two is 0
 }
 
-// Distribution describes a population of times, in ms.
+// Distribution has the statistics of a population of times, in ms.
 type Distribution struct {
 	Mean, Median, Std float64
 	Percentiles       []Percentile
 }
 
-// Percentile is one of a Distribution.
+// Percentile is one percentile of a Distribution.
 type Percentile struct{ P, Millis float64 }
 
-// At returns percentile p, if it was computed.
+// At returns percentile p; ok is false if it was not computed.
 func (d *Distribution) At(p float64) (millis float64, ok bool) {
 	for _, x := range d.Percentiles {
 		if x.P == p {
@@ -43,14 +43,13 @@ func (d *Distribution) At(p float64) (millis float64, ok bool) {
 	return 0, false
 }
 
-// maxErrors bounds the texts that a Result counts.
+// maxErrors is the largest number of distinct texts that a Result counts.
 const maxErrors = 100
 
-// numbers matches the numbers in a failure's text; an HTTP status matches with the word HTTP.
+// numbers matches a number in the text of a failure. An HTTP status matches together with the word HTTP.
 var numbers = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`HTTP \d+|\d+`) })
 
-// kindOf is what failures of one kind have in common: their text without numbers, but the
-// HTTP status.
+// kindOf returns what failures of one kind have in common: their text with every number replaced, except an HTTP status.
 func kindOf(text string) string {
 	return numbers().ReplaceAllStringFunc(text, func(s string) string {
 		if s[0] == 'H' {
@@ -60,8 +59,8 @@ func kindOf(text string) string {
 	})
 }
 
-// Measure computes the figures of samples, in the order they were sent. seconds is the time
-// from the first request's turn to the end of the last one.
+// Measure computes the figures of samples, which must be in the order in which they were sent. seconds is the time from the first
+// request's turn to the end of the last request.
 func Measure(samples []Sample, seconds float64, o Options) *Result {
 	if o.Percentiles == nil {
 		o.Percentiles = []float64{99}
@@ -126,8 +125,7 @@ func Measure(samples []Sample, seconds float64, o Options) *Result {
 	return r
 }
 
-// distribution describes values in seconds, which it sorts. Of none, every figure is 0, as
-// in vLLM.
+// distribution returns the statistics of values in seconds, which it sorts. Without values, every figure is 0, as in vLLM.
 func distribution(seconds, percentiles []float64) *Distribution {
 	if len(seconds) == 0 {
 		seconds = []float64{0}
@@ -156,8 +154,8 @@ func deviation(v []float64) float64 {
 	return math.Sqrt(sum / float64(len(v)))
 }
 
-// Quantile returns percentile p of sorted values, at least one: linearly interpolated between
-// the two nearest.
+// Quantile returns percentile p of sorted values, of which there must be at least one, interpolated linearly between the two nearest
+// values.
 func Quantile(sorted []float64, p float64) float64 {
 	at := min(max(p, 0), 100) / 100 * float64(len(sorted)-1)
 	low := int(at)
@@ -167,8 +165,7 @@ func Quantile(sorted []float64, p float64) float64 {
 	return between(sorted[low], sorted[low+1], at-float64(low))
 }
 
-// between interpolates; from the middle on it goes by the upper end, as numpy does, so that
-// the end is met exactly.
+// between interpolates between a and b. From the middle on it computes from b, as numpy does, so that b is met exactly.
 func between(a, b, t float64) float64 {
 	if t >= 0.5 {
 		return b - (b-a)*(1-t)
@@ -176,12 +173,12 @@ func between(a, b, t float64) float64 {
 	return a + (b-a)*t
 }
 
-// maxSeconds bounds the seconds that peaks looks at.
+// maxSeconds bounds the number of seconds at which peaks looks.
 const maxSeconds = 1 << 22
 
-// peaks returns the most tokens received in one second, and the most requests in progress
-// in one, both counted in whole seconds after the first request was sent. Each event of a request that had several tokens
-// an event, as with speculative decoding, counts for its mean; vLLM counts one for each event.
+// peaks returns the most tokens received in one second, and the most requests in progress in one second, both in whole seconds after
+// the first request was sent. If a request got several tokens per event, as with speculative decoding, each of its events counts for
+// the mean number; vLLM counts one token per event.
 func peaks(samples []Sample) (tokens float64, concurrent int) {
 	first, last := math.Inf(1), math.Inf(-1)
 	for i := range samples {
@@ -201,7 +198,7 @@ func peaks(samples []Sample) (tokens float64, concurrent int) {
 		}
 		at := s.Start + s.TTFT
 		events := len(s.ITL) + 1
-		tokens := max(1, float64(s.Output)/float64(events)) // an event may have none: that with the role of a chat
+		tokens := max(1, float64(s.Output)/float64(events)) // an event may have no token: the event with the role of a chat
 		for i := range events {
 			if i > 0 {
 				at += s.ITL[i-1]
@@ -221,8 +218,7 @@ func peaks(samples []Sample) (tokens float64, concurrent int) {
 	return slices.Max(received), concurrent
 }
 
-// perGPU computes InferenceX's figures: throughputs per GPU, and interactivity, the tokens
-// per second that one user sees.
+// perGPU computes InferenceX's figures: throughputs per GPU, and interactivity, which is the tokens per second that one user gets.
 func (r *Result) perGPU(g GPUs) {
 	if r.TPOT.Mean > 0 {
 		r.Interactivity = 1000 / r.TPOT.Mean
@@ -241,5 +237,5 @@ func (r *Result) perGPU(g GPUs) {
 	r.InputPerGPU = (r.TotalThroughput - r.OutputThroughput) / float64(prefill)
 }
 
-// Stamp returns a time as results carry it.
+// Stamp returns a time in the form that results have.
 func Stamp(t time.Time) string { return t.Format("20060102-150405") }

@@ -17,8 +17,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// Result is a run's figures. Its JSON has the keys of vllm bench serve 0.32; what vLLM does
-// not have follows under keys of its own.
+// Result has the figures of a run. Its JSON has the keys of vllm bench serve 0.32; figures that vLLM does not have follow under keys of
+// their own.
 type Result struct {
 	Date           string  `json:"date"`
 	EndpointType   string  `json:"endpoint_type"`
@@ -35,7 +35,7 @@ type Result struct {
 	RampUpStart float64 `json:"ramp_up_start_rps,omitempty"`
 	RampUpEnd   float64 `json:"ramp_up_end_rps,omitempty"`
 
-	Duration          float64  `json:"duration"` // seconds
+	Duration          float64  `json:"duration"` // in seconds
 	Completed         int      `json:"completed"`
 	Failed            int      `json:"failed"`
 	TotalInput        int      `json:"total_input_tokens"`
@@ -45,70 +45,69 @@ type Result struct {
 	OutputThroughput  float64  `json:"output_throughput"`
 	TotalThroughput   float64  `json:"total_token_throughput"`
 
-	// Per request; without detail vLLM keeps only these two.
+	// Values per request; a result of vLLM without details has only these two.
 	Latencies  []float64 `json:"latencies,omitempty"`
 	QueueTimes []float64 `json:"queue_times,omitempty"`
 
 	PeakOutput     float64 `json:"max_output_tokens_per_s"`
 	PeakConcurrent int     `json:"max_concurrent_requests"`
-	RTFx           float64 `json:"rtfx"` // of speech recognition; 0 here
+	RTFx           float64 `json:"rtfx"` // used by vLLM for speech recognition; 0 here
 
-	// In the JSON as mean_ttft_ms, median_, std_, p99_ and so on; nil: not there.
+	// In the JSON they are mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms and so on; nil: the result does not have them.
 	TTFT          *Distribution `json:"-"`
 	TPOT          *Distribution `json:"-"`
 	ITL           *Distribution `json:"-"`
 	E2EL          *Distribution `json:"-"`
 	ClientQueue   *Distribution `json:"-"`
-	E2ELWithQueue *Distribution `json:"-"` // the client's queue included
+	E2ELWithQueue *Distribution `json:"-"` // E2EL together with the wait in the client's queue
 
-	// Interrupted means that the run was ended before its last request; Unfinished counts
-	// those that were in progress or had not been sent then. They are not in Failed.
+	// Interrupted means that the run was ended before its last request. Unfinished is how many requests were in progress or had not
+	// been sent then; Failed does not count them.
 	Interrupted bool `json:"interrupted,omitempty"`
 	Unfinished  int  `json:"unfinished,omitempty"`
 
-	// InferenceX's figures: tokens per second and GPU; tokens per second of one user.
+	// InferenceX's figures: tokens per second and GPU, and tokens per second of one user.
 	TotalPerGPU   float64 `json:"tput_per_gpu,omitempty"`
-	OutputPerGPU  float64 `json:"output_tput_per_gpu,omitempty"` // ÷ GPUs that decode
-	InputPerGPU   float64 `json:"input_tput_per_gpu,omitempty"`  // ÷ GPUs that prefill
+	OutputPerGPU  float64 `json:"output_tput_per_gpu,omitempty"` // per GPU that decodes
+	InputPerGPU   float64 `json:"input_tput_per_gpu,omitempty"`  // per GPU that prefills
 	Interactivity float64 `json:"intvty,omitempty"`              // 1000 ÷ mean TPOT
 	PrefillGPUs   int     `json:"num_prefill_gpu,omitempty"`
 	DecodeGPUs    int     `json:"num_decode_gpu,omitempty"`
 
 	SLOs    []SLO             `json:"slos,omitempty"`
-	Stages  []Stage           `json:"handover,omitempty"` // P→D, in order
+	Stages  []Stage           `json:"handover,omitempty"` // stages of the way from P to D, in order
 	Engines []Engine          `json:"engines,omitempty"`
-	Errors  map[string]int    `json:"error_summary,omitempty"` // of failed requests, by text; numbers in it are N
-	Meta    map[string]string `json:"-"`                       // what the user noted; keys of the JSON
+	Errors  map[string]int    `json:"error_summary,omitempty"` // number of failed requests by text, in which N stands for each number
+	Meta    map[string]string `json:"-"`                       // notes of the user, with their keys in the JSON
 
 	samples []Sample
 }
 
-// Stage is a part of the way from a prompt to its first token, as the engines tell it: the
-// mean over the run.
+// Stage is a part of the time from a prompt to its first token, as the engines report it: the mean over the run.
 type Stage struct {
 	Name   string  `json:"name"`
 	Millis float64 `json:"mean_ms"`
 }
 
-// Engine is what an engine reports of itself over the run.
+// Engine is what an engine reported about itself during the run.
 type Engine struct {
-	Role    string  `json:"role"`             // P, D, or empty where there is one kind
+	Role    string  `json:"role"`             // P, D, or empty if all engines do both
 	Queries int64   `json:"prefix_queries"`   // prompt tokens looked up in the prefix cache
-	Hits    int64   `json:"prefix_hits"`      // found there
-	Loaded  int64   `json:"external_hits"`    // loaded from elsewhere
-	Points  []Point `json:"points,omitempty"` // over time
-	Error   string  `json:"error,omitempty"`  // why it reported nothing
+	Hits    int64   `json:"prefix_hits"`      // prompt tokens found there
+	Loaded  int64   `json:"external_hits"`    // prompt tokens loaded from elsewhere
+	Points  []Point `json:"points,omitempty"` // state over time
+	Error   string  `json:"error,omitempty"`  // why the engine reported nothing
 }
 
-// Point is an engine's state at a time.
+// Point is the state of an engine at one moment.
 type Point struct {
-	At      float64 `json:"t"` // seconds after the start
+	At      float64 `json:"t"` // in seconds after the start
 	Running int     `json:"running"`
 	Waiting int     `json:"waiting"`
-	Usage   float64 `json:"kv_usage"` // of the KV memory, 0 to 1
+	Usage   float64 `json:"kv_usage"` // used part of the KV memory, 0 to 1
 }
 
-// Rate is a number that may be infinite; its JSON is then "inf".
+// Rate is a number that may be infinite; then its JSON is "inf".
 type Rate float64
 
 // MarshalJSON implements json.Marshaler.
@@ -128,13 +127,13 @@ func (r *Rate) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*float64)(r))
 }
 
-// limited reports whether requests were sent at a rate, and not all at once.
+// limited reports whether requests were sent at a rate, and not all at the start.
 func (r *Result) limited() bool { return !math.IsInf(float64(r.Rate), 1) }
 
-// Samples returns the requests of the run; nil where the result was read without detail.
+// Samples returns the requests of the run; nil if the result was read without details.
 func (r *Result) Samples() []Sample { return r.samples }
 
-// distributions names the populations in vLLM's order, with what the table calls them.
+// distributions returns the populations in vLLM's order, with their keys and their names in the table.
 func (r *Result) distributions() []named {
 	return []named{
 		{"ttft", "TTFT", "Time to First Token", &r.TTFT},
@@ -151,7 +150,7 @@ type named struct {
 	at                **Distribution
 }
 
-// detail is what a JSON has per request besides latencies and queue_times.
+// detail is what a JSON result has per request besides latencies and queue_times.
 type detail struct {
 	Input  []int       `json:"input_lens"`
 	Output []int       `json:"output_lens"`
@@ -163,7 +162,7 @@ type detail struct {
 	Cached []int       `json:"cached_lens,omitempty"`
 }
 
-// WriteJSON writes the result on one line; detailed: with its requests.
+// WriteJSON writes the result on one line; with detailed, it includes the requests.
 func (r *Result) WriteJSON(w io.Writer, detailed bool) error {
 	type plain Result
 	text, err := json.Marshal((*plain)(r))
@@ -208,7 +207,7 @@ func (r *Result) WriteJSON(w io.Writer, detailed bool) error {
 	return err
 }
 
-// word writes a percentile as vLLM's keys and lines have it.
+// word returns the text of a percentile in vLLM's keys and lines.
 func word(p float64) string { return strconv.FormatFloat(p, 'f', -1, 64) }
 
 func detailOf(samples []Sample) *detail {
@@ -232,11 +231,10 @@ func detailOf(samples []Sample) *detail {
 	return d
 }
 
-// maxResult bounds the file of a result, in bytes.
+// maxResult is the largest file of a result, in bytes.
 const maxResult = 1 << 30
 
-// ReadJSON reads one result, of vllm bench serve or of WriteJSON. Errors name the line or
-// the key.
+// ReadJSON reads one result, written by vllm bench serve or by WriteJSON. Errors name the line or the key.
 func ReadJSON(in io.Reader) (*Result, error) {
 	text, err := io.ReadAll(io.LimitReader(in, maxResult+1))
 	if err != nil {
@@ -279,15 +277,15 @@ func parse(text []byte, keys map[string]json.RawMessage) (*Result, error) {
 		return nil, err
 	}
 	if d.TTFT == nil || d.Output == nil || r.Latencies == nil {
-		return r, nil // without detail
+		return r, nil // the file has no figures of single requests
 	}
 	var err error
 	r.samples, err = d.samples(r)
 	return r, err
 }
 
-// maxNumber bounds numbers of results: times in seconds or ms, tokens, rates. Larger ones are
-// errors, and sums of them would not be finite.
+// maxNumber is the largest number in results: times in seconds or ms, tokens, rates. A larger number is an error, and sums of such
+// numbers might not be finite.
 const maxNumber = 1e15
 
 func outside(v float64) bool { return !(v >= -maxNumber && v <= maxNumber) }
@@ -340,7 +338,7 @@ func (r *Result) check() error {
 	return nil
 }
 
-// readDistribution takes a population's figures from the keys of a result.
+// readDistribution reads the statistics of a population from the keys of a result.
 func readDistribution(n named, keys map[string]json.RawMessage) error {
 	if _, ok := keys["mean_"+n.key+"_ms"]; !ok {
 		return nil
@@ -373,7 +371,7 @@ func readDistribution(n named, keys map[string]json.RawMessage) error {
 	return nil
 }
 
-// samples puts the requests of a read result together.
+// samples assembles the requests of a result that was read.
 func (d *detail) samples(r *Result) ([]Sample, error) {
 	n := len(d.TTFT)
 	for _, c := range []struct {
@@ -400,7 +398,7 @@ func (d *detail) samples(r *Result) ([]Sample, error) {
 			s.Cached = d.Cached[i]
 		}
 		if s.Error == "" && s.TTFT == 0 && s.Latency == 0 {
-			s.Error = "failed" // vLLM has no text for an HTTP status without one
+			s.Error = "failed" // vLLM has no text for an HTTP status without a reason
 		}
 		bad := func(v float64) bool { return v < 0 || v > maxNumber }
 		if bad(s.TTFT) || bad(s.Latency) || bad(float64(s.Input)) || bad(float64(s.Output)) || outside(s.Start) || slices.ContainsFunc(s.ITL, bad) {
@@ -410,7 +408,7 @@ func (d *detail) samples(r *Result) ([]Sample, error) {
 	return out, nil
 }
 
-// Reserved reports whether a key is one of a Result's JSON.
+// Reserved reports whether key is a key of a Result's JSON.
 func Reserved(key string) bool {
 	for _, v := range []any{Result{}, detail{}} {
 		t := reflect.TypeOf(v)
@@ -423,7 +421,7 @@ func Reserved(key string) bool {
 	return strings.HasSuffix(key, "_ms") || key == "-"
 }
 
-// WithoutSamples returns the result without its requests: only its figures.
+// WithoutSamples returns a copy of the result without its requests: it has only the figures.
 func (r *Result) WithoutSamples() *Result {
 	c := *r
 	c.samples = nil

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench measures what clients of an engine see: times to first token, times
-// per token, throughputs, and their statistics as vllm bench serve computes and prints
-// them. It sends nothing: package bench/load does, and simulators make samples of
-// their own.
+// Package bench measures what the clients of an engine experience: times to first token, times per token, throughputs, and their
+// statistics, as vllm bench serve computes and prints them. It sends nothing: package bench/load sends requests, and simulators make
+// samples of their own.
 //
 // The definitions, after vllm/benchmarks/serve.py and lib/endpoint_request_func.py of vLLM
 // 0.32.0:
@@ -13,8 +12,8 @@
 //	E2EL  from sending a request to the last such event
 //	TPOT  (E2EL - TTFT) / (output tokens - 1), for requests of two tokens and more
 //
-// What a request waits in the client for its turn is in none of them. Percentiles are
-// interpolated linearly, as numpy does; standard deviations are those of a population.
+// None of them includes the time that a request waits in the client for its turn. Percentiles are interpolated linearly, as numpy does;
+// standard deviations are those of a population.
 package bench
 
 import (
@@ -25,25 +24,24 @@ import (
 	"strings"
 )
 
-// Sample is one request as its client saw it. Times are in seconds.
+// Sample is one request as its client experienced it. Times are in seconds.
 type Sample struct {
-	Start   float64 // when it was sent; any origin, the same for all samples
-	Queue   float64 // from its arrival to Start: the client's own limit on concurrency
+	Start   float64 // when it was sent, since a moment that is the same for all samples
+	Queue   float64 // from its arrival to Start: the wait for the client's own limit on concurrency
 	TTFT    float64
 	Latency float64   // E2EL
-	ITL     []float64 // one less than events with a choice
+	ITL     []float64 // gaps between events with a choice; one less than such events
 	Input   int       // prompt tokens
 	Output  int       // generated tokens
-	Cached  int       // prompt tokens that the engine did not compute, where it says so; else -1
-	Text    string    // what was generated, where it is kept
+	Cached  int       // prompt tokens that the engine did not compute; -1: the engine does not tell
+	Text    string    // generated text, if it is kept
 	Error   string    // why it failed; empty: it succeeded
 }
 
-// Failed reports whether the request failed. Its times then mean nothing.
+// Failed reports whether the request failed. Then its times have no meaning.
 func (s *Sample) Failed() bool { return s.Error != "" }
 
-// TPOT returns the time per output token after the first one; ok is false for requests of
-// one token.
+// TPOT returns the time per output token after the first token; ok is false for a request with one token.
 func (s *Sample) TPOT() (seconds float64, ok bool) {
 	if s.Output < 2 {
 		return 0, false
@@ -51,13 +49,13 @@ func (s *Sample) TPOT() (seconds float64, ok bool) {
 	return (s.Latency - s.TTFT) / float64(s.Output-1), true
 }
 
-// SLO is a limit that a request must keep to count for the goodput.
+// SLO is a limit that a request must meet to count for the goodput.
 type SLO struct {
 	Metric string  // ttft, tpot or e2el
-	Millis float64 // at most
+	Millis float64 // largest value that meets the limit
 }
 
-// ParseSLOs reads limits as vllm bench serve takes them: ttft:500 tpot:50 e2el:3000, in ms.
+// ParseSLOs parses limits in the form of vllm bench serve: ttft:500 tpot:50 e2el:3000, in ms.
 func ParseSLOs(words []string) ([]SLO, error) {
 	var out []SLO
 	for _, w := range words {
@@ -78,7 +76,7 @@ func ParseSLOs(words []string) ([]SLO, error) {
 	return out, nil
 }
 
-// Meets reports whether a request that succeeded met all limits. A request of one token has a TPOT of 0.
+// Meets reports whether a request that succeeded met all limits. The TPOT of a request with one token counts as 0.
 func (s *Sample) Meets(slos []SLO) bool {
 	for _, o := range slos {
 		v := s.TTFT

@@ -10,11 +10,11 @@ import (
 	"strings"
 )
 
-// TableMetrics are the populations that vLLM's table has by default.
+// TableMetrics are the populations that vLLM's table shows by default.
 var TableMetrics = []string{"ttft", "tpot", "itl"}
 
-// Table prints the result as vllm bench serve does, line by line, blanks included. metrics
-// are the populations to print, by the names of --percentile-metrics; nil: TableMetrics.
+// Table prints the result as vllm bench serve does, line by line, with the same blanks. metrics names the populations to print, by the
+// names of --percentile-metrics; nil: TableMetrics.
 func (r *Result) Table(w io.Writer, metrics []string) error {
 	if metrics == nil {
 		metrics = TableMetrics
@@ -60,13 +60,13 @@ func (r *Result) Table(w io.Writer, metrics []string) error {
 
 const tableWidth = 50
 
-// centred fills a line on both sides of a text.
+// centred returns a line with text in the middle, filled on both sides.
 func centred(text, fill string) string {
 	n := max(0, tableWidth-len(text))
 	return strings.Repeat(fill, n/2) + text + strings.Repeat(fill, n-n/2) + "\n"
 }
 
-// More prints the figures for which vLLM's table has no lines, if there are any.
+// More prints the figures for which vLLM's table has no line, if there are any.
 func (r *Result) More(w io.Writer) error {
 	var b strings.Builder
 	title := func(s string) { b.WriteString(centred(" "+s+" ", "-")) }
@@ -117,8 +117,8 @@ func (e *Engine) name() string {
 	return e.Role
 }
 
-// HitRate returns which share of the prompt tokens the engine did not compute, by what its
-// answers say; ok is false where they say nothing.
+// HitRate returns the share of the prompt tokens that the engine did not compute, according to its answers; ok is false if they do not
+// tell.
 func (r *Result) HitRate() (share float64, ok bool) {
 	cached, all := 0, 0
 	for i := range r.samples {

@@ -17,8 +17,7 @@ type Peer struct {
 	PPSize         int // 0 means 1
 }
 
-// A LayoutError says why the memory of P and D do not fit. Its text is vLLM's: D
-// shows it to its user.
+// A LayoutError says why the memory layouts of P and D do not fit each other. Text has vLLM's wording: D's users see it.
 type LayoutError struct{ Text string }
 
 func (e *LayoutError) Error() string { return e.Text }
@@ -30,9 +29,9 @@ func layoutError(format string, args ...any) error {
 // regionPair is a region of P and the region of D that it fills.
 type regionPair struct{ p, d wire.Region }
 
-// align pairs P's regions with D's by layer name and occurrence. It ignores layers
-// that only D has. A layer that only P has is an error unless partial.
-// Source: _align_transfer_regions of vLLM 0.33.
+// align pairs each region of P (p) with the region of D (d) that has the same layer name and the same occurrence of that name. It
+// ignores layers that only D has. A layer that only P has is an error, unless partial is true. Source: _align_transfer_regions of vLLM
+// 0.33.
 func align(p, d []wire.Region, partial bool) ([]regionPair, error) {
 	if len(d) > 0 && !slices.ContainsFunc(d, func(r wire.Region) bool { return r.Layer != "" }) {
 		return zip(p, d)
@@ -77,7 +76,7 @@ func align(p, d []wire.Region, partial bool) ([]regionPair, error) {
 	return pairs, nil
 }
 
-// zip pairs regions in their order. Releases whose messages carry no layer names do so.
+// zip pairs the i-th region of P with the i-th region of D. It is for vLLM releases whose messages carry no layer names.
 func zip(p, d []wire.Region) ([]regionPair, error) {
 	if len(p) != len(d) {
 		return nil, layoutError("%d KV regions of the producer, %d of the consumer, which names no layers", len(p), len(d))
@@ -110,10 +109,9 @@ func tuple(list []int) string {
 	return s.String()
 }
 
-// merge joins neighbours of a packed row that lie in the same order on both sides,
-// so that one descriptor moves several layers. With widen, a run that begins a row
-// is made the whole row: then also neighbouring blocks join.
-// Source: _coalesce_contiguous_transfer_regions of vLLM 0.33.
+// merge joins neighbouring pairs that lie in the same order in one packed row on both sides, so that one descriptor moves several
+// layers. With widen, a joined run that begins its row on both sides is extended to the whole row, so that neighbouring blocks can be
+// joined too. Source: _coalesce_contiguous_transfer_regions of vLLM 0.33.
 func merge(pairs []regionPair, widen bool) []regionPair {
 	joins := func(first, prev, next *wire.Region) bool {
 		return prev.Group == next.Group && slices.Equal(prev.Shared, next.Shared) && prev.Stride == next.Stride &&
@@ -141,10 +139,9 @@ func merge(pairs []regionPair, widen bool) []regionPair {
 	return out
 }
 
-// validate checks the payloads of aligned regions against the TP sizes. heads is
-// the model's number of KV heads, 0 when they cannot be distinguished (MLA, Mamba);
-// replicated says that every P rank holds the same bytes.
-// Source: _validate_asymmetric_region_lengths of vLLM 0.33.
+// validate checks that the payloads of each pair have the ratio of the TP sizes of P and D. heads is the model's number of KV heads; 0
+// means that blocks have no separate heads (MLA, Mamba). replicated means that every P rank holds the same bytes. Source:
+// _validate_asymmetric_region_lengths of vLLM 0.33.
 func validate(pairs []regionPair, pTP, dTP int, replicated bool, heads int) error {
 	switch {
 	case heads > 0:
@@ -172,7 +169,8 @@ func validate(pairs []regionPair, pTP, dTP int, replicated bool, heads int) erro
 	return nil
 }
 
-// tpRatio returns p/d when P has at least as many ranks, else -(d/p).
+// tpRatio returns p/d when P has at least as many ranks as D, else -(d/p). It returns a *LayoutError if the larger TP size is not a
+// multiple of the smaller.
 func tpRatio(p, d int) (int, error) {
 	switch {
 	case p >= d && p%d == 0:
@@ -185,8 +183,8 @@ func tpRatio(p, d int) (int, error) {
 	return 0, layoutError("Remote tensor parallel size %d is not divisible by local tensor parallel size %d.", d, p)
 }
 
-// pairedRanks returns the ranks of a peer with remoteTP ranks that the worker local
-// exchanges blocks with. Source: TransferTopology.handshake_target_ranks.
+// pairedRanks returns the TP ranks of the other engine (of remoteTP ranks) with which the worker localRank (of localTP ranks) exchanges
+// blocks. Source: TransferTopology.handshake_target_ranks.
 func pairedRanks(localRank, localTP, remoteTP int) ([]int, error) {
 	ratio, err := tpRatio(localTP, remoteTP)
 	if err != nil {

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// mayStillArrive says whether P's answer may overtake the blocks of q: a transfer
-// engine that does not confirm its writes reports success when the bytes have left it.
+// mayStillArrive reports whether blocks of q may arrive after P's answer. They may if P's transfer engine does not confirm its writes:
+// such an engine reports success when the bytes have left P.
 func (r *Receiver) mayStillArrive(q *receiving) bool {
 	if empty(q.want.Blocks) {
 		return false
@@ -23,23 +23,21 @@ func (r *Receiver) confirmation(q *receiving) transfer.Confirmation {
 	return r.o.Target.Table().Confirmation(q.window.handles...)
 }
 
-// needsArrivalCheck says whether P's answer does not prove that q's blocks are filled.
+// needsArrivalCheck reports whether D must check by itself that q's blocks are filled, because P's answer does not prove it.
 func (r *Receiver) needsArrivalCheck(q *receiving) bool {
 	return r.mayStillArrive(q) || r.windows.watched && !empty(q.want.Blocks)
 }
 
-// missing returns how many bytes of q's blocks have not been written.
+// missing returns how many bytes of q's blocks no peer has written yet.
 func (r *Receiver) missing(q *receiving) uint64 {
 	n, _, stop := r.o.Target.Table().Unwritten(r.windows.expected(q.window, q.want.Blocks)...)
 	stop()
 	return n
 }
 
-// awaitArrival waits until every byte of q's blocks has been written. It counts bytes
-// of memory and not of messages, so a repeated push counts once. It also waits when
-// nothing has come from P: an engine that confirms its writes would have written
-// something before P answered. It does not wait when all writes were confirmed,
-// because P then has nothing more to send.
+// awaitArrival waits until every byte of q's blocks has been written. It counts bytes of memory and not of messages, so a repeated push
+// counts once. It also waits when P has written nothing so far: an engine that confirms its writes would have written something before
+// P answered. It does not wait when P's engine confirmed all writes, because P then has nothing more to send.
 func (r *Receiver) awaitArrival(q *receiving) {
 	ranges := r.windows.expected(q.window, q.want.Blocks)
 	timer := time.NewTimer(r.o.ArrivalTimeout)
@@ -76,14 +74,13 @@ func (r *Receiver) awaitArrival(q *receiving) {
 	}
 }
 
-// incompleteError is the failure of a request of which P reports success although
-// bytes are missing.
+// incompleteError is the error of a request that P reported as sent although `missing` bytes of its blocks never came.
 func incompleteError(q *receiving, missing uint64) error {
 	return fmt.Errorf("%w: it says that it has sent request %.64q, but %d bytes of it never came: P does not know the request, or has blocks of another size",
 		ErrPeer, q.id, missing)
 }
 
-// expected returns the ranges that P's push into the blocks must fill.
+// expected returns the ranges of w that P's push into the blocks must fill.
 func (ws *windows) expected(w *window, blocks [][]int) []transfer.Range {
 	return ws.blockRanges(w, blocks, func(r *wire.Region, group, id int) uint64 {
 		if id == 0 && group < len(ws.cache.Kinds) && ws.cache.Kinds[group] == Mamba {

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Storage is one allocation of KV memory. Regions name it by Addr, which need not be
-// a pointer: any numbers will do that keep storages apart.
+// Storage is one allocation of KV memory. Regions refer to bytes in it by addresses from Addr on. Addr need not be a pointer: any
+// number will do, as long as storages do not overlap.
 type Storage struct {
 	Addr uint64
 	Mem  []byte
@@ -24,8 +24,8 @@ type Storage struct {
 type Cache struct {
 	Storages []Storage
 	Regions  []wire.Region // each within one storage
-	// In is the index of each region's storage; nil when each Base lies in its storage.
-	// With In set, a region may begin before its storage, with blocks that are never used.
+	// In is the index of each region's storage. nil means that each region's Base lies in its storage. With In set, a region may begin
+	// before its storage, with blocks that are never used.
 	In    []int
 	Kinds []GroupKind // of each transferred KV cache group
 
@@ -35,12 +35,11 @@ type Cache struct {
 	// KVHeads is the number of KV heads of the model, over all TP ranks; 0 for MLA,
 	// whose cache every rank holds whole.
 	KVHeads int
-	// Unsliced says why a block cannot be cut by KV heads. "" means that it can: the
-	// heads of a block follow each other, each in one piece. A block that cannot be cut
-	// can only go to a rank that holds the same heads.
+	// Unsliced says why a block cannot be cut by KV heads. "" means that it can: the heads of a block follow each other, each in one
+	// piece. P can send a block that cannot be cut only to a D rank that holds the same heads.
 	Unsliced string
-	// Opaque says that a region is a packed row of several layers under the name of
-	// the first. Such rows cannot be paired between engines of unequal pipeline size.
+	// Opaque means that a region is a packed row of several layers and has the name of the first layer only. Such rows cannot be paired
+	// between engines of unequal pipeline size.
 	Opaque bool
 }
 
@@ -78,7 +77,7 @@ func (c *Cache) Check() error {
 	return nil
 }
 
-// LogStart writes the lines that users of vLLM's connector look for when a worker starts.
+// LogStart writes the log lines by which users of vLLM's connector see that a worker has started.
 func (c *Cache) LogStart(log *slog.Logger, e Engine) {
 	log.Info("Initializing Mooncake Transfer Engine worker", "engine", e.ID)
 	log.Info("The Mooncake Transfer Engine is using tcp as its protocol")
@@ -102,7 +101,7 @@ func (c *Cache) storage(addr uint64) int {
 	return slices.IndexFunc(c.Storages, func(s Storage) bool { return addr >= s.Addr && addr-s.Addr < uint64(len(s.Mem)) })
 }
 
-// Bytes returns n bytes at addr, as regions count; nil when they are not wholly in one storage.
+// Bytes returns the n bytes at addr, an address in the terms of Storage.Addr. It returns nil when they are not wholly in one storage.
 func (c *Cache) Bytes(addr, n uint64) []byte {
 	i := c.storage(addr)
 	if i < 0 {
@@ -116,7 +115,7 @@ func (c *Cache) Bytes(addr, n uint64) []byte {
 	return s.Mem[off : off+n : off+n]
 }
 
-// heads is the number of KV heads that plans may cut by: Mamba state has no heads.
+// heads is the number of KV heads by which a plan may cut blocks; 0 with Mamba, whose state has no heads.
 func (c *Cache) heads() int {
 	if slices.Contains(c.Kinds, Mamba) {
 		return 0
@@ -124,5 +123,6 @@ func (c *Cache) heads() int {
 	return c.KVHeads
 }
 
-// replicated says whether the ranks of one engine hold the same bytes.
+// replicated reports whether several ranks of an engine of tpSize TP ranks hold the same bytes: with MLA, or with more ranks than KV
+// heads.
 func (c *Cache) replicated(tpSize int) bool { return c.KVHeads == 0 || tpSize > c.KVHeads }

@@ -4,7 +4,7 @@ package mooncake
 
 import "fmt"
 
-// BlockID is the type of a block's number in its group's table.
+// BlockID is the type of a block id.
 type BlockID interface {
 	~int | ~int32 | ~int64 | ~uint32 | ~uint64
 }
@@ -13,10 +13,10 @@ type BlockID interface {
 // either one are consecutive ids, so they are one range of memory on both sides.
 type Span struct{ From, To int }
 
-// Len returns the number of blocks.
+// Len returns the number of blocks in the span.
 func (s Span) Len() int { return s.To - s.From }
 
-// LengthError refuses to pair two lists of block ids of unequal length.
+// LengthError means that two lists of block ids cannot be paired because their lengths, Src and Dst, differ.
 type LengthError struct{ Src, Dst int }
 
 func (e *LengthError) Error() string {

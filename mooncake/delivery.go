@@ -11,10 +11,9 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// dWorker names a worker of D among those that pull one transfer. A pull carries
-// neither D's engine nor its pipeline stage. If D has one stage, the TP rank alone
-// names the worker, so that a D at a new address is still the same worker. If it has
-// several, the address distinguishes the stages.
+// dWorker names a worker of D, to distinguish the workers that pull one transfer. A pull carries neither D's engine id nor its pipeline
+// stage. If D has one stage, the TP rank alone names the worker, so a D at a new address still counts as the same worker. If D has
+// several stages, the address distinguishes them.
 type dWorker struct {
 	rank int
 	host string // "" where D has one stage
@@ -34,8 +33,8 @@ func (p *pullAnswer) perStage() bool {
 	return p.pull.PPSize > 1 && p.pull.PPSize != p.s.o.Self.PPSize
 }
 
-// needed is how many workers of D must have the blocks: one per paired TP rank, and
-// if the pipelines differ, each of D's stages.
+// needed returns how many workers of D must get the blocks from this worker: one per paired TP rank, or, if P and D have different
+// pipelines, each of D's stages for each paired rank.
 func (p *pullAnswer) needed() int {
 	if p.perStage() {
 		return len(p.paired) * p.pull.PPSize
@@ -92,12 +91,10 @@ const (
 	maxDone  = 4096             // ended transfers that it remembers
 )
 
-// doneTransfers remembers transfers that ended: every worker of D has the blocks, no D
-// pulled in time, or P aborted. A pull of such a transfer fails at once, where vLLM's P
-// lets D wait for AbortTimeout, with D's blocks held. There is one exception. If D loses
-// the connection before the last reply, it pulls the same blocks at the same addresses
-// again; they are filled already. While the connection stands, D has the reply. Guarded
-// by Sender.mu. The zero value is ready.
+// doneTransfers remembers transfers that ended: every worker of D has the blocks, no D pulled in time, or P aborted. A later pull of
+// such a transfer fails at once. (vLLM's P lets such a D wait for AbortTimeout, while D's blocks stay in use.) Exception: if D lost the
+// connection before the last reply, D pulls the same blocks at the same addresses again; they are filled already, and P answers so.
+// While D's connection stands, D has got the reply. Guarded by Sender.mu. The zero value is ready.
 type doneTransfers struct {
 	byID  map[string]*doneTransfer
 	order []*doneTransfer // oldest first
@@ -109,7 +106,7 @@ type doneTransfer struct {
 	at   time.Time
 }
 
-// stillConnected says whether the connection of the pull stands, so that D has the answer.
+// stillConnected reports whether the connection of the earlier pull still stands. If it does, D has got the answer.
 func (a *delivery) stillConnected() bool {
 	select {
 	case <-a.by.Done():
@@ -135,7 +132,8 @@ func (d *doneTransfers) add(id string, sent map[dWorker]delivery) {
 	}
 }
 
-// has reports whether a transfer ended, and P has not begun another one of that id.
+// has reports whether the transfer id ended within the last endedFor. A transfer that P has begun again under the same id does not
+// count.
 func (d *doneTransfers) has(id string) bool {
 	t := d.byID[id]
 	return t != nil && time.Since(t.at) <= endedFor
@@ -143,7 +141,7 @@ func (d *doneTransfers) has(id string) bool {
 
 func (d *doneTransfers) forget(id string) { delete(d.byID, id) }
 
-// find returns the delivery of an earlier pull that is equal to a, or nil.
+// find returns the delivery to worker w of an earlier pull of the transfer id, if it equals a and is younger than doneFor; else nil.
 func (d *doneTransfers) find(id string, w dWorker, a delivery) *delivery {
 	t := d.byID[id]
 	if t == nil || time.Since(t.at) > doneFor {
@@ -155,8 +153,8 @@ func (d *doneTransfers) find(id string, w dWorker, a delivery) *delivery {
 	return nil
 }
 
-// awaitDisconnect answers a request as filled once the connection of its earlier
-// delivery ends. P may see that end after D's second pull.
+// awaitDisconnect answers the request id as filled once the connection of its earlier delivery has ended. P may notice that end only
+// after D's second pull has come.
 func (p *pullAnswer) awaitDisconnect(id string, before *delivery) {
 	select {
 	case <-before.by.Done():

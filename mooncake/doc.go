@@ -4,10 +4,9 @@
 // MooncakeConnector does: P pushes the KV blocks of a request straight into D's
 // memory over the transfer engine, and D asks for the push over a side channel.
 //
-// It has the worker's half of the connector, which holds the KV memory: [Sender]
-// answers pulls and pushes, [Receiver] pulls; an engine with the role kv_both has
-// both over one transfer target. What a request pulls and which blocks outlive it is
-// decided in the scheduler's process, by mooncake/scheduler.
+// It has the worker's half of the connector, which holds the KV memory: [Sender] answers pulls and pushes, [Receiver] pulls; an engine
+// with the role kv_both has both over one transfer target. The other half, mooncake/scheduler, runs in the scheduler's process. It
+// decides which blocks a request pulls, and which blocks stay after the request has ended.
 //
 //	D                                    P
 //	Scheduler.Allocated → Metadata.Pulls  Scheduler.Finish → Metadata.Sends
@@ -21,6 +20,5 @@
 // differs. Facts are from those releases; the vectors are in
 // internal/testkit/testdata/mooncake-connector.
 //
-// docs/how/mooncake.md draws the messages and states the rules of time: what waits for
-// what, how long, and which side learns of the end.
+// docs/how/mooncake.md draws the messages and states the time limits: which wait has which limit, and how each side learns of the end.
 package mooncake

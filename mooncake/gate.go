@@ -21,14 +21,13 @@ const (
 // errEvicted ends a pull to make room for another peer's.
 var errEvicted = errors.New("mooncake: too many pulls at once: this one made room for another")
 
-// Gate bounds the pulls in progress at one side channel: their number, and the bytes
-// of their messages (maxPendingBytes). A full Gate evicts a pull that waits for
-// unknown transfers only; else a pull of the peer that has most. It refuses the peer
-// that itself has most. Its methods are safe for concurrent use.
+// Gate bounds the pulls in progress at one side channel: their number, and the bytes of their messages (maxPendingBytes). A full Gate
+// evicts a pull that waits only for unknown transfers; if there is none, it evicts a pull of the peer with the most pulls. If that is
+// the new pull's own peer, the Gate refuses the new pull. Its methods are safe for concurrent use.
 type Gate struct {
 	max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		in     map[*Ticket]struct{}
 		byPeer map[string]int
@@ -48,7 +47,7 @@ type Ticket struct {
 	idle bool // guarded by Gate.mu
 }
 
-// NewGate returns a Gate for at most pulls pulls.
+// NewGate returns a Gate that admits at most `pulls` pulls at a time.
 func NewGate(pulls int) *Gate {
 	g := &Gate{max: pulls}
 	g.mu.in = make(map[*Ticket]struct{})
@@ -56,9 +55,8 @@ func NewGate(pulls int) *Gate {
 	return g
 }
 
-// Enter admits a pull of peer whose message has size bytes, or returns why not. It
-// never waits. The caller calls Leave once, when the pull has ended. The Gate may call
-// evict once, from any goroutine; evict ends the pull.
+// Enter admits a pull of peer whose message has size bytes, or returns an error that says why not. It never waits. The caller must call
+// Leave once, when the pull has ended. The Gate may call evict once, from any goroutine; evict must end the pull.
 func (g *Gate) Enter(peer string, size int, evict func(error)) (*Ticket, error) {
 	t := &Ticket{g: g, peer: peer, size: int64(size), evict: evict}
 	var out []*Ticket
@@ -86,9 +84,9 @@ func (g *Gate) Enter(peer string, size int, evict func(error)) (*Ticket, error) 
 	return t, nil
 }
 
-// victimLocked returns the pull to evict for one of peer, or nil. It chooses among idle
-// pulls the oldest one of the peer that has most. If none is idle, it chooses the newest
-// one of the peer that has most, if that has at least two more than peer.
+// victimLocked returns the pull to evict to make room for a pull of peer, or nil. Among idle pulls it chooses the oldest pull of the
+// peer with the most pulls. If no pull is idle, it chooses the newest pull of the peer with the most pulls, if that peer has at least
+// two more than peer.
 func (g *Gate) victimLocked(peer string) *Ticket {
 	var idle, other *Ticket
 	for t := range g.mu.in {
@@ -112,7 +110,7 @@ func (g *Gate) victimLocked(peer string) *Ticket {
 
 func (g *Gate) removeLocked(t *Ticket) {
 	if _, ok := g.mu.in[t]; !ok {
-		return // evicted
+		return // the gate has evicted the pull already
 	}
 	delete(g.mu.in, t)
 	g.mu.bytes -= t.size
@@ -121,7 +119,7 @@ func (g *Gate) removeLocked(t *Ticket) {
 	}
 }
 
-// Idle records whether the pull waits only for transfers that P does not know.
+// Idle records whether the pull waits only for transfers that P does not know. The Gate evicts such pulls first.
 func (t *Ticket) Idle(idle bool) {
 	t.g.mu.Lock()
 	defer t.g.mu.Unlock()
@@ -135,7 +133,7 @@ func (t *Ticket) Leave() {
 	t.g.removeLocked(t)
 }
 
-// Len returns how many pulls are in.
+// Len returns how many pulls are in the Gate.
 func (g *Gate) Len() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -148,7 +146,7 @@ func (g *Gate) Len() int {
 type Conns struct {
 	max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		clock int64
 		all   map[*zmtp.Peer]*connUse
@@ -160,14 +158,14 @@ type connUse struct {
 	last  int64
 }
 
-// NewConns returns a bound of max connections.
+// NewConns returns a Conns that allows at most max connections.
 func NewConns(max int) *Conns {
 	c := &Conns{max: max}
 	c.mu.all = make(map[*zmtp.Peer]*connUse)
 	return c
 }
 
-// Options adds the bound to a router's options.
+// Options returns the router's options o with the bound added.
 func (c *Conns) Options(o zmtp.RouterOptions) zmtp.RouterOptions {
 	o.MaxPeers = 2 * c.max // the router also counts connections in their handshake
 	o.OnConnect = c.connected
@@ -200,7 +198,7 @@ func (c *Conns) disconnected(p *zmtp.Peer) {
 	delete(c.mu.all, p)
 }
 
-// Begin records that a pull of p begins. The caller calls end when it has ended.
+// Begin records that a pull begins on the connection p. The caller must call end when the pull has ended.
 func (c *Conns) Begin(p *zmtp.Peer) (end func()) {
 	c.add(p, 1)
 	return func() { c.add(p, -1) }

@@ -28,11 +28,11 @@ func (e *layoutMissError) Error() string {
 func (e *layoutMissError) Is(target error) bool { return target == errLayoutMiss }
 
 const (
-	maxLayouts = 1024 // plans that a P keeps, as vLLM does
-	maxOfOneD  = 64   // of them, for one D's host and port
+	maxLayouts = 1024 // plans that a P keeps, for all D workers; as many as vLLM
+	maxOfOneD  = 64   // plans that a P keeps for the host and port of one D worker
 )
 
-// layoutKey names one D worker's layout.
+// layoutKey names one layout of one D worker.
 type layoutKey struct {
 	host           string
 	port           int
@@ -40,10 +40,10 @@ type layoutKey struct {
 	id             uint64
 }
 
-// layoutCache keeps the plans for layouts that D has sent, so that D may only name
-// them later. It evicts the least recently used one. The zero value is ready.
+// layoutCache keeps P's plans for the layouts that D workers have sent. A later pull of D may then name its layout by id instead of
+// sending it again. The cache evicts the least recently used plan. The zero value is ready.
 type layoutCache struct {
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		plans map[layoutKey]*lru.Element // of *layoutEntry
 		byD   map[string]int
@@ -102,11 +102,10 @@ func (c *layoutCache) dropLocked(e *lru.Element) {
 	}
 }
 
-// d names the D worker.
+// d returns the D worker's host and port as one string.
 func (k *layoutKey) d() string { return net.JoinHostPort(k.host, strconv.Itoa(k.port)) }
 
-// prepare checks that D's worker and memory fit this one and plans the push, in
-// vLLM's order of checks.
+// prepare checks that the memory of D's worker fits this worker's and plans the push. Its checks run in the same order as vLLM's.
 func (s *Sender) prepare(p *pullAnswer) error {
 	pull, self := p.pull, s.o.Self
 	remote := Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: max(pull.PPSize, 1)}
@@ -132,8 +131,8 @@ func (s *Sender) prepare(p *pullAnswer) error {
 	return err
 }
 
-// PlanPush plans pushes from the memory c of the P worker self to regions of the D
-// worker remote. It returns a *LayoutError if they do not fit.
+// PlanPush plans how the P worker self, whose memory is c, pushes into the regions of the D worker remote. It returns a *LayoutError if
+// the two do not fit each other.
 func PlanPush(c *Cache, self, remote Peer, regions []wire.Region) (*PushPlan, error) {
 	if self.PPSize != remote.PPSize && (c.Opaque || slices.ContainsFunc(regions, wholeRow)) {
 		return nil, layoutError("Mooncake non-page-contiguous packed regions keep only the first layer name, "+
@@ -161,7 +160,7 @@ func PlanPush(c *Cache, self, remote Peer, regions []wire.Region) (*PushPlan, er
 	return plan, err
 }
 
-// wholeRow says whether a region is a row of several layers under one name.
+// wholeRow reports whether r is a row of several layers under one name.
 func wholeRow(r wire.Region) bool { return r.RowOffset == 0 && r.Payload == r.Stride }
 
 // pyList writes numbers as Python writes a list of them.

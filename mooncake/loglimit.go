@@ -23,7 +23,7 @@ type LogLimit struct {
 
 const linesPerSecond = 10
 
-// Warn logs a warning, or counts it for the next one that is logged.
+// Warn logs a warning. Over the limit it only counts the warning; the next warning that is logged carries that count (not_shown).
 func (l *LogLimit) Warn(log *slog.Logger, msg string, args ...any) {
 	ok, hidden := l.allow()
 	if !ok {
@@ -35,7 +35,7 @@ func (l *LogLimit) Warn(log *slog.Logger, msg string, args ...any) {
 	log.Warn(msg, args...)
 }
 
-// SomeNames returns the first of a list of names, for a log line.
+// SomeNames returns the first four names of a list, and how many more there are, for a log line.
 func SomeNames(names []string) string {
 	const most = 4
 	text := strings.Join(names[:min(most, len(names))], " ")
@@ -45,8 +45,7 @@ func SomeNames(names []string) string {
 	return text
 }
 
-// allow says whether a line may be logged now, and how many lines it suppressed since
-// the last one.
+// allow reports whether a line may be logged now. hidden is how many lines it has suppressed since the last line that was logged.
 func (l *LogLimit) allow() (ok bool, hidden int) {
 	now := time.Now().Unix()
 	l.mu.Lock()

@@ -9,20 +9,20 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// Metrics count what Senders and Receivers do. All of one process may share one Metrics; a
-// nil *Metrics counts nothing.
+// Metrics counts what Senders and Receivers do. All Senders and Receivers of a process may share one Metrics. A nil *Metrics counts
+// nothing.
 type Metrics struct {
 	times, bytes, descriptors            *histogram.Histogram
 	failedPushes, failedRecvs, expiredKV atomic.Uint64
 }
 
-// Upper bounds of vLLM 0.33's histograms.
+// The upper bounds of the buckets of vLLM 0.33's histograms.
 var (
 	pushTimes       = []int64{5e6, 10e6, 25e6, 50e6, 75e6, 100e6, 200e6, 300e6, 500e6, 750e6, 1e9, 5e9} // ns
 	pushDescriptors = []int64{10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000}
 )
 
-// pushBytes are the powers of 4 from 2 KiB to 8 GiB.
+// pushBytes returns the bucket bounds of pushed bytes: the powers of 4 from 2 KiB to 8 GiB.
 func pushBytes() (bounds []int64) {
 	for bound := int64(2 << 10); bound <= 8<<30; bound *= 4 {
 		bounds = append(bounds, bound)
@@ -54,7 +54,7 @@ func (m *Metrics) Stats() MetricsStats {
 	}
 }
 
-// Pushed counts one push of KV blocks.
+// Pushed counts one push of KV blocks: how long it took, its bytes and its descriptors.
 func (m *Metrics) Pushed(d time.Duration, bytes int64, descriptors int) {
 	if m == nil {
 		return

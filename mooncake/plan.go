@@ -20,15 +20,15 @@ const (
 // Descriptor is one copy of a push: Len bytes from P's address Src to D's Dst.
 type Descriptor struct{ Src, Dst, Len uint64 }
 
-// slicePlan says which bytes of each block one P rank copies to one D rank.
+// slicePlan says which bytes of each block one P rank copies to one D rank: length bytes, from offset src of P's block to offset dst of
+// D's. send is false if this P rank copies nothing.
 type slicePlan struct {
 	send             bool
 	src, dst, length uint64
 }
 
-// planSlice plans a copy of blocks of pLen and dLen payload bytes between two ranks;
-// heads and replicated as for validate. Source: _compute_sender_transfer_plan of
-// vLLM 0.33.
+// planSlice plans the copy between a P rank whose blocks have pLen payload bytes and a D rank whose blocks have dLen. replicated and
+// heads mean the same as for validate. Source: _compute_sender_transfer_plan of vLLM 0.33.
 func planSlice(p, d Peer, pLen, dLen uint64, replicated bool, heads int) (slicePlan, error) {
 	ratio, err := tpRatio(p.TPSize, d.TPSize)
 	if err != nil {
@@ -60,8 +60,8 @@ func planSlice(p, d Peer, pLen, dLen uint64, replicated bool, heads int) (sliceP
 	return whole, nil
 }
 
-// PushPlan describes how one P worker fills the memory of one D worker, apart from the
-// blocks of a request. It is immutable.
+// PushPlan describes how one P worker fills the memory of one D worker. It holds for all requests; Append applies it to a request's
+// blocks. It is immutable.
 type PushPlan struct {
 	pairs   []regionPair
 	slices  []slicePlan // of each pair
@@ -69,13 +69,13 @@ type PushPlan struct {
 	perUnit int         // kernel blocks in a logical block of an attention group
 }
 
-// Errors that end a whole pull. The texts are vLLM's.
+// Errors that fail a whole pull, with vLLM's texts.
 var (
 	errSourceSlice = &LayoutError{"Computed source transfer region exceeds local KV block size."}
 	errDestSlice   = &LayoutError{"Destination transfer region exceeds remote KV block size."}
 )
 
-// requestError is why one request of a pull fails, in vLLM's words.
+// requestError says why one request of a pull failed. All but one of the texts are vLLM's.
 type requestError string
 
 func (e requestError) Error() string { return string(e) }
@@ -98,7 +98,7 @@ func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kind
 	return plan, nil
 }
 
-// cuts says whether the plan copies parts of blocks.
+// cuts reports whether the plan copies only parts of blocks.
 func (plan *PushPlan) cuts() bool {
 	for i, s := range plan.slices {
 		if s.send && (s.length != plan.pairs[i].p.Payload || s.length != plan.pairs[i].d.Payload) {
@@ -108,7 +108,7 @@ func (plan *PushPlan) cuts() bool {
 	return false
 }
 
-// check returns why a slice does not fit, for the first pair that would be sent.
+// check returns an error if the slice does not fit into the blocks of the pair r.
 func (s *slicePlan) check(r *regionPair) error {
 	switch {
 	case s.src+s.length > r.p.Payload:
@@ -119,11 +119,11 @@ func (s *slicePlan) check(r *regionPair) error {
 	return nil
 }
 
-// Append adds the descriptors that fill D's blocks from P's, both lists of ids by
-// KV cache group. D may want fewer blocks than P has: it gets P's last ones.
+// Append appends to out the descriptors that fill D's blocks (wanted) from P's blocks (own); both are lists of block ids by KV cache
+// group. If D wants fewer blocks of a group than P has, it gets P's last ones.
 //
-// A *LayoutError ends the pull. Any other error concerns only this request; the caller
-// drops what Append added for it.
+// A *LayoutError ends the pull. Any other error concerns only this request; the caller must then drop the descriptors that Append added
+// for it.
 func (plan *PushPlan) Append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
 	if empty(wanted) {
 		return out, nil // D only wants P to free its blocks
@@ -155,7 +155,7 @@ func (plan *PushPlan) Append(out []Descriptor, own, wanted [][]int) ([]Descripto
 	return out, nil
 }
 
-// match cuts own to the ids that fill wanted and expands both to kernel blocks.
+// match cuts own to the block ids that fill wanted, and expands the ids of both to kernel blocks.
 func (plan *PushPlan) match(own, wanted [][]int) (src, dst [][]int, err error) {
 	if len(own) != len(wanted) || len(own) > len(plan.kinds) {
 		return nil, nil, errGroupCount
@@ -221,8 +221,8 @@ func regionBlocks(byGroup [][]int, r *wire.Region) ([]int, error) {
 	return ids, nil
 }
 
-// copies adds the descriptors of one region. If whole strides are copied, it adds one
-// per span of ids that ascend by one on both sides, otherwise one per block.
+// copies adds the descriptors that copy the blocks `from` of P to the blocks `to` of D in one region. If whole strides are copied, it
+// adds one descriptor per span of ids that ascend by one on both sides, otherwise one per block.
 func (s *slicePlan) copies(out []Descriptor, r *regionPair, from, to []int) ([]Descriptor, error) {
 	one := func(i, n int) Descriptor {
 		return Descriptor{

@@ -15,8 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Pusher writes batches from one worker's memory. It bounds the pushes to each worker of
-// D separately, so that a slow or dead one delays no other.
+// Pusher pushes blocks from the memory of one P worker to workers of D. It bounds the pushes to each worker of D separately, so that a
+// slow or dead worker delays no other.
 type Pusher struct {
 	cache   *Cache
 	client  *transfer.Client
@@ -24,16 +24,15 @@ type Pusher struct {
 	log     *slog.Logger
 	perPeer int // pushes at a time
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
-		peers map[string]*pushPeer // those that are pushed to now
+		peers map[string]*pushPeer // D workers with pushes that run or wait
 	}
 
 	pushed, bytes, descriptors, failed, planning, pushing atomic.Int64
 }
 
-// NewPusher returns a Pusher of a Sender's memory; of o it uses Transfer, Workers, Metrics
-// and Log.
+// NewPusher returns a Pusher of the memory c. Of o it uses only Transfer, Workers, Metrics and Log.
 func NewPusher(c *Cache, o SenderOptions) *Pusher {
 	w := &Pusher{cache: c, client: o.Transfer, metrics: o.Metrics, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), perPeer: o.Workers}
 	w.mu.peers = make(map[string]*pushPeer)
@@ -51,8 +50,8 @@ type pushPeer struct {
 
 var errStalledPeer = errors.New("mooncake: D takes no bytes")
 
-// enter waits for a slot among the pushes to one D worker. When a push stalls, those
-// that wait fail with it, instead of stalling one after the other.
+// enter waits for a free slot among the pushes to the D worker at segment. When a running push to that worker stalls, all pushes that
+// wait for a slot fail at once, so that they need not stall one after the other.
 func (w *Pusher) enter(ctx context.Context, segment string) (p *pushPeer, err error) {
 	w.mu.Lock()
 	if p = w.mu.peers[segment]; p == nil {
@@ -93,9 +92,8 @@ func (w *Pusher) forget(segment string, p *pushPeer) {
 	}
 }
 
-// Write writes a batch to the transfer engine at segment. errs has one result per
-// descriptor; err means that nothing was sent. planned is the planning time so far, for
-// the statistics.
+// Write pushes a batch to the transfer engine at segment. errs has one result per descriptor; a non-nil err means that nothing was
+// sent. planned is the time already spent on planning; the statistics count it.
 func (w *Pusher) Write(ctx context.Context, segment string, batch []Descriptor, planned time.Duration) (errs []error, err error) {
 	place, err := w.enter(ctx, segment)
 	if err != nil {
@@ -143,7 +141,7 @@ func (w *Pusher) fail() {
 	w.metrics.failPush()
 }
 
-// Count adds what was pushed to a Sender's counters.
+// Count adds this Pusher's counters to s.
 func (w *Pusher) Count(s *SenderStats) {
 	s.Pushed, s.Bytes, s.Descriptors = w.pushed.Load(), w.bytes.Load(), w.descriptors.Load()
 	s.FailedPushes, s.PlanningNanos, s.PushingNanos = w.failed.Load(), w.planning.Load(), w.pushing.Load()

@@ -26,54 +26,54 @@ type ReceiverOptions struct {
 	Self   Peer
 	PPRank int
 
-	// Target takes the pushes; its Table gets the engine's memory. The Receiver
-	// does not close it.
+	// Target is the transfer engine's server that peers push to. The Receiver registers the engine's memory in its Table. The Receiver
+	// does not close Target.
 	Target *transfer.Target
 
-	// Release is that of P's vLLM, when it is older than 0.20; default newest. Pulls
-	// before 0.19 do not carry block sizes, so the Receiver checks that every byte came.
+	// Release is the vLLM release of P; set it if P is older than 0.20. Default is the newest. Pulls before 0.19 do not carry block
+	// sizes, so the Receiver then checks that every byte came.
 	Release wire.Release
 	// Bootstrap configures the queries of bootstrap servers.
 	Bootstrap bootstrap.ClientOptions
-	// Dialect pulls from P's that have no bootstrap server; default none.
+	// Dialect pulls from P engines of another generation, which have no bootstrap server; default none.
 	Dialect Dialect
-	// Find returns P's workers in place of a bootstrap server; default none.
+	// Find returns P's workers; with Find set, the Receiver asks no bootstrap server. Default none.
 	Find func(context.Context, Source) (bootstrap.Engine, error)
 
-	// Timeout bounds a pull, from Start to its result: queueing and computing at P
-	// included; default 120 s.
+	// Timeout limits the time from Start to the result of a pull, with the time that the request waits and is computed at P; default
+	// 120 s.
 	Timeout time.Duration
-	// UnknownTimeout is how long a transfer may stay unknown at a Kvasir P; default
-	// 10 s. A stock P does not report unknown transfers: Timeout applies there.
+	// UnknownTimeout is how long a transfer may stay unknown at a Kvasir P before its pull fails; default 10 s. A stock P does not
+	// report unknown transfers: Timeout applies there.
 	UnknownTimeout time.Duration
-	// ConnectTimeout is how long a P worker may refuse the side channel; default 5 s.
+	// ConnectTimeout is how long the side channel of a P worker may refuse connections before the pull fails; default 5 s.
 	ConnectTimeout time.Duration
-	// ArrivalTimeout is how long blocks may arrive after P's answer, if P's transfer
-	// engine does not confirm its writes (before 0.3.12); default 5 s.
+	// ArrivalTimeout is how long D waits for missing blocks after P's answer, if P's transfer engine does not confirm its writes
+	// (before 0.3.12); default 5 s.
 	ArrivalTimeout time.Duration
-	// FenceTimeout is how long a write in progress may go on after its pull failed,
-	// before its connection is cut; default 1 s.
+	// FenceTimeout is how long a peer's write in progress may go on after its pull failed. Then the Receiver cuts the write's
+	// connection. Default 1 s.
 	FenceTimeout time.Duration
 
-	// KeepAtP leaves P's blocks to P's own timeout when D aborts a request or the request times out; by default D tells P to free them.
-	// It is for callers that tell P themselves.
+	// KeepAtP says that D does not tell P to free its blocks when D aborts a request or the request times out; P then frees them after
+	// its own timeout. By default D tells P. KeepAtP is for callers that tell P themselves.
 	KeepAtP bool
 
-	Attempts int // per pull and P worker, when the side channel breaks; default 3
-	MaxIdle  int // idle sockets per P worker; default 8
+	Attempts int // tries of a pull at one P worker while the side channel breaks; default 3
+	MaxIdle  int // sockets kept open without a pull, per P worker; default 8
 
-	// Progress counts what P writes, of all pulls; default none.
+	// Progress counts the bytes that P engines write for all pulls; default none.
 	Progress *transfer.Progress
 
-	// Sockets may be shared with other Receivers; default is a pool of its own. The
-	// Receiver does not close shared ones.
+	// Sockets is the pool of connections to P workers. Several Receivers may share one; the Receiver does not close a shared pool.
+	// Default is a pool of its own.
 	Sockets *Sockets
 
 	Metrics *Metrics     // default none
 	Log     *slog.Logger // default none
 }
 
-// The reasons of a failed request.
+// The reasons for which a request fails.
 var (
 	// ErrTimeout means that a pull took longer than ReceiverOptions.Timeout.
 	ErrTimeout = errors.New("mooncake: pull timed out")
@@ -87,8 +87,8 @@ var (
 	ErrAborted = errors.New("mooncake: the pull was aborted")
 	// ErrPeer means that P answered with a failure; the error has P's message.
 	ErrPeer = errors.New("mooncake: P failed the pull")
-	// ErrUnconfirmed means that P said it had pushed the blocks, but its transfer engine
-	// does not confirm its writes, and not all of them came.
+	// ErrUnconfirmed means that P reported the blocks as pushed, but not all of them came in time. P's transfer engine does not confirm
+	// its writes.
 	ErrUnconfirmed = errors.New("mooncake: blocks did not arrive; P's transfer engine does not confirm its writes: it needs mooncake-transfer-engine 0.3.12 or later")
 	// ErrLost means that the side channel broke at every attempt.
 	ErrLost = errors.New("mooncake: the side channel to P was lost")
@@ -104,33 +104,32 @@ type Source struct {
 	Port int    // for a Dialect
 }
 
-// Dialect pulls from a P of another generation: without a bootstrap server, over one
-// connection per pull, with one answer for all of its requests. Such a P knows requests
-// by D's ids and reports success even for requests that it does not know, so the
-// Receiver checks that every byte came.
+// Dialect pulls from a P of another generation, which has no bootstrap server. A pull takes one connection and gets one answer for all
+// of its requests. Such a P knows requests by D's ids and reports success even for requests that it does not know, so the Receiver
+// checks that every byte came.
 type Dialect interface {
 	// Worker returns the side channel of the P worker that D's TP rank pulls from.
 	Worker(from Source, tpRank int) (addr string, err error)
-	// Pull sends p to the worker at addr and returns nil when P says that all of its
-	// requests are filled. An ErrPeer means that P failed them; any other error, that
-	// no answer came. When ctx ends, Pull must end in a way that P notices.
+	// Pull sends p to the worker at addr and returns nil when P reports that all requests of p are filled. An ErrPeer means that P
+	// failed them; any other error means that no answer came. When ctx ends, Pull must end so that P notices, for example by closing
+	// the connection.
 	Pull(ctx context.Context, addr string, p *wire.Pull) error
 }
 
 // Receiver is the worker of a decode engine: it pulls blocks from P workers into
 // the engine's memory. Its methods are safe for concurrent use.
 //
-// The Receiver fences a failed request's blocks before it reports the failure: no
-// write of its P reaches them any more, see docs/how/mooncake.md.
+// The Receiver fences a failed request's blocks before it reports the failure: from then on no write of that request's P can reach
+// these blocks. See docs/how/mooncake.md.
 type Receiver struct {
 	o     ReceiverOptions // immutable
 	cache *Cache
 	log   *slog.Logger
 
-	warn       LogLimit // of what P may cause
+	warn       LogLimit // of log lines that P may cause
 	ownSockets bool
 
-	host    string // of the target
+	host    string // of Target's address
 	port    int
 	windows *windows
 	sockets *Sockets
@@ -143,26 +142,26 @@ type Receiver struct {
 		closed  bool
 		clients map[string]*bootstrap.Client // by address
 		engines map[Source]knownEngine
-		known   map[string]uint64 // P worker → id of the layout that it has kept
-		kvasir  map[string]bool   // P workers that are Kvasir
+		known   map[string]uint64 // P worker → id of the last layout that it keeps
+		kvasir  map[string]bool   // P workers that are known to be Kvasir
 		active  map[string]*receiving
 		results Results
 	}
 	stats receiverStats
 }
 
-// ReceiverStats are counters since NewReceiver, but for the first two.
+// ReceiverStats are counters since NewReceiver, except Active and Windows, which are current values.
 type ReceiverStats struct {
 	Active       int64 // requests being pulled now
-	Windows      int64 // publications of the memory now; more than one after failures
-	Received     int64 // requests
+	Windows      int64 // windows of the memory that exist now; more than one per P only after failures
+	Received     int64 // requests whose blocks all arrived
 	Released     int64 // requests pulled without blocks, so that P frees its own
-	Failed       int64 // aborted ones from the moment of the abort
+	Failed       int64 // requests that failed; an aborted one counts from the moment of the abort
 	Fenced       int64 // requests whose blocks were fenced
 	Cut          int64 // connections cut by fences
 	Resent       int64 // pulls sent again after the side channel broke
-	LayoutsSent  int64 // pulls with regions
-	LayoutsNamed int64 // pulls that only named them
+	LayoutsSent  int64 // pulls that carried the list of regions
+	LayoutsNamed int64 // pulls that only named the list by its layout id
 	LayoutMisses int64
 }
 
@@ -176,22 +175,21 @@ type Results struct {
 	// Received has all requests that ended, the failed ones too, as vLLM's scheduler
 	// expects.
 	Received []string
-	// Failed has the reason for those of them whose KV did not arrive.
+	// Failed has, for each request of Received whose KV did not arrive, the reason.
 	Failed map[string]error
-	// FailedBlocks are their blocks if the cache has one group: what vLLM's
-	// scheduler recomputes.
+	// FailedBlocks are the blocks of the failed requests, if the cache has one group. vLLM's scheduler recomputes them.
 	FailedBlocks []int
 }
 
-// receiving is one request being pulled.
+// receiving is one request that is being pulled.
 type receiving struct {
-	key    string // in Receiver.mu.active
-	id     string // on the wire
+	key    string // its key in Receiver.mu.active
+	id     string // D's request id, as messages carry it
 	want   wire.Wanted
 	from   Source
-	group  *group // the requests of the same Start
+	group  *group // the requests that one call of Start began
 	ctx    context.Context
-	giveUp context.CancelCauseFunc // ends ctx: the request is aborted, or its window goes
+	giveUp context.CancelCauseFunc // ends ctx, because the request was aborted or its window ended
 	done   chan struct{}           // closed when settled
 
 	// Guarded by Receiver.mu.
@@ -201,18 +199,18 @@ type receiving struct {
 	err     error    // the first failure; readable without the lock after done
 	suspect bool     // a P may still write into the blocks
 	filled  bool     // every P worker reported success
-	settled bool     // one goroutine has taken on to settle it
+	settled bool     // a goroutine has begun to settle it; no other may
 	resent  []string // P workers that got the pull again after their side channel broke
-	counted bool     // counted as failed
+	counted bool     // counted in stats.failed
 }
 
-// group is the requests of one Start. Its context ends when the last of them is settled.
+// group is the requests that one call of Start began. Their common context ends when the last of them is settled.
 type group struct {
-	left   int // not settled; guarded by Receiver.mu
+	left   int // requests not settled yet; guarded by Receiver.mu
 	cancel context.CancelFunc
 }
 
-// gaveUp returns why D does not want the request any more, or nil.
+// gaveUp returns the reason why D does not want the request any more, or nil if D still wants it.
 func (q *receiving) gaveUp() error {
 	if q.ctx.Err() == nil {
 		return nil
@@ -220,8 +218,7 @@ func (q *receiving) gaveUp() error {
 	return context.Cause(q.ctx)
 }
 
-// NewReceiver returns a Receiver for the engine's memory, which is published at
-// the first pull.
+// NewReceiver returns a Receiver for the engine's memory. It publishes the memory to a P at the first pull from that P.
 func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -289,18 +286,16 @@ func (r *Receiver) Apply(m *wire.Metadata) error {
 	return err
 }
 
-// Start begins to pull requests from one P engine; Results reports how they ended. A
-// request without blocks makes P free its blocks, and has no result. The error names
-// the requests that cannot be pulled; the others run. Results has the failed ones too,
-// except those that are being pulled already.
+// Start begins to pull the requests in wanted from one P engine. Results reports later how they ended. A request without blocks only
+// makes P free its blocks, and has no result. The error names the requests whose pull cannot start; the others are pulled. Results
+// lists those requests as failed, too, except requests that are being pulled already.
 func (r *Receiver) Start(from Source, wanted map[string]wire.Wanted) error {
 	_, err := r.start(from, wanted, "")
 	return err
 }
 
-// Pull is like Start, and waits for the results. It returns the errors of failed
-// requests by id; empty when all KV has arrived. Results lists the requests as well.
-// When ctx ends first, Pull aborts them.
+// Pull is like Start, but waits for the results. It returns the errors of failed requests by id; the map is empty when all KV has
+// arrived. Results lists the requests as well. When ctx ends first, Pull aborts the requests.
 func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]wire.Wanted) (map[string]error, error) {
 	list, err := r.start(from, wanted, "")
 	if err != nil {
@@ -326,8 +321,7 @@ func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]wire
 	return failed, nil
 }
 
-// start registers the requests, under their ids and suffix, and pulls them in the
-// background.
+// start registers the requests, each under its id with suffix appended, and pulls them in the background.
 func (r *Receiver) start(from Source, wanted map[string]wire.Wanted, suffix string) (list []*receiving, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -362,7 +356,7 @@ func (r *Receiver) start(from Source, wanted map[string]wire.Wanted, suffix stri
 	return list, err
 }
 
-// checkBlocks refuses ids that lie outside the memory, before they go to a peer.
+// checkBlocks refuses block ids that lie outside D's memory, before a pull with them goes to P.
 func (r *Receiver) checkBlocks(blocks [][]int) error {
 	if len(blocks) > len(r.cache.Kinds) {
 		return wire.Refusef(wire.CodeGroups, "%d lists of blocks for %d KV cache groups", len(blocks), len(r.cache.Kinds))
@@ -383,10 +377,9 @@ func (r *Receiver) checkBlocks(blocks [][]int) error {
 	return nil
 }
 
-// Abort ends a request. Its result comes when its blocks are fenced. A stock P pushes
-// the requests of a pull together, and all fail if one hits closed blocks. From such a
-// P, the blocks stay open and the result waits until P has answered or the rest of the
-// pull has ended.
+// Abort ends a request. Its result comes when its blocks are fenced. A stock P pushes the requests of a pull together, and all of them
+// fail if one hits fenced blocks. With a stock P, the blocks therefore stay open, and the result comes only when P has answered or all
+// other requests of the pull have ended.
 func (r *Receiver) Abort(request string) {
 	r.mu.Lock()
 	q := r.mu.active[request]
@@ -396,7 +389,7 @@ func (r *Receiver) Abort(request string) {
 	}
 }
 
-// abort ends q. It wakes the connections that pull q; if there is none yet, q ends here.
+// abort ends q. It wakes the goroutines that pull q. If no pull of q has been sent yet, q ends here.
 func (r *Receiver) abort(q *receiving) {
 	q.giveUp(ErrAborted)
 	r.mu.Lock()
@@ -415,7 +408,7 @@ func (r *Receiver) abort(q *receiving) {
 	}
 }
 
-// Results returns the requests that ended since the last call.
+// Results returns the requests that ended since the last call, and forgets them.
 func (r *Receiver) Results() Results {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -437,8 +430,8 @@ func (r *Receiver) Stats() ReceiverStats {
 	}
 }
 
-// Close aborts what is being pulled, fences it, and withdraws the memory from the
-// target. No peer writes into it afterwards.
+// Close aborts the pulls in progress, fences their blocks, and withdraws the memory from the target. No peer writes into the memory
+// after Close.
 func (r *Receiver) Close() error {
 	r.mu.Lock()
 	r.mu.closed = true
@@ -450,7 +443,7 @@ func (r *Receiver) Close() error {
 		r.sockets.Close()
 	}
 	for _, c := range clients {
-		_ = c.Close() // always nil
+		_ = c.Close() // the error is always nil
 	}
 	r.windows.close()
 	return nil

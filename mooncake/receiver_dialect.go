@@ -16,9 +16,8 @@ import (
 // requests. The caller pulls the rest again; this does not count as an attempt.
 var errPullAgain = errors.New("mooncake: pulled together with an aborted request")
 
-// pullForAll sends a pull whose one answer covers all of its requests. If that answer is
-// a failure, or bytes of some are missing, it pulls these again one by one to find which
-// of them fails.
+// pullForAll sends a pull that gets one answer for all of its requests. If that answer is a failure, or bytes of some requests are
+// missing, it pulls these requests again one by one, to find out which of them fails.
 func (t *pullConn) pullForAll(ctx context.Context) error {
 	if t.recordAborted(true); len(t.left) == 0 {
 		return nil

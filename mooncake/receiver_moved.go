@@ -9,24 +9,25 @@ import (
 	"time"
 )
 
-// errMoved means that a worker has another side channel now: the pull goes there.
+// errMoved means that the worker's side channel has another address now. The pull goes to that address.
 var errMoved = errors.New("the worker has another address")
 
 const (
-	// askInterval is how often a pull asks the registry while the worker's side channel refuses connections.
+	// askInterval is how long a pull waits between two questions to the registry while the worker's side channel refuses connections.
 	askInterval = 250 * time.Millisecond
 
-	// freshFor is how long after the registry's last answer a pull may connect to P without asking again. Each P registers before it
-	// answers pulls, so the registry names the new workers of a P that was restarted with other ranks or in another place.
+	// freshFor is how long after the registry's last answer a pull may connect to P without asking the registry again. Each P registers
+	// before it answers pulls, so the registry names the new workers of a P that was restarted with other ranks or at another place.
 	freshFor = time.Second
 
-	// askTimeout bounds the registry query before a new connection. Without an answer in that time, the pull goes to the address that it has.
+	// askTimeout limits the registry query that precedes a new connection. Without an answer in that time, the pull goes to the address
+	// it already has.
 	askTimeout = time.Second
 )
 
-// moved asks the registry where the worker is, after its side channel refused a connection or was silent: a restarted P with a fixed engine
-// id has other side channels. If the worker has another address, moved stores it in t and returns errMoved. If the engine has other ranks,
-// it returns an ErrNoEngine. The caller must not have sent anything yet.
+// moved asks the registry where the worker is now. A pull calls it after the worker's side channel refused a connection or was silent:
+// a restarted P with a fixed engine id has other side channels. If the worker has another address, moved stores it in t and returns
+// errMoved. If the engine has other ranks, moved returns an ErrNoEngine. The caller must not have sent anything to the worker yet.
 func (t *pullConn) moved(ctx context.Context) error {
 	if t.r.o.Dialect != nil || t.resent || time.Since(t.looked) < askInterval {
 		return nil
@@ -40,9 +41,9 @@ func (t *pullConn) moved(ctx context.Context) error {
 	return t.compareWorkers(now)
 }
 
-// confirmPlace asks the registry where the worker is before a new connection to it, because another process may have the worker's address
-// by now. It does not ask if the last answer is younger than freshFor and no connection to the worker has broken since. Errors are those of
-// moved.
+// confirmPlace asks the registry where the worker is before the pull opens a new connection to it, because another process may have the
+// worker's address by now. It does not ask if the registry's last answer is younger than freshFor and no connection to a worker of the
+// engine has broken since. It returns the same errors as moved.
 func (t *pullConn) confirmPlace(ctx context.Context) error {
 	r := t.r
 	if r.o.Dialect != nil || r.o.Find != nil || t.resent {
@@ -67,7 +68,7 @@ func (t *pullConn) confirmPlace(ctx context.Context) error {
 	return t.compareWorkers(now)
 }
 
-// compareWorkers compares the workers that the registry lists now with those of the pull. Errors are those of moved.
+// compareWorkers compares the workers that the registry lists now with the workers of the pull. It returns the same errors as moved.
 func (t *pullConn) compareWorkers(now *pairing) error {
 	if !now.sameShape(t.workers) { // the worker of the same place fills another part of D's blocks
 		return fmt.Errorf("%w: engine %s at %s has other ranks than when the pull began", ErrNoEngine, t.from.EngineID, t.from.Bootstrap)

@@ -57,7 +57,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	}
 }
 
-// failAll fails requests before a pull was sent.
+// failAll fails requests of which no pull has been sent.
 func (r *Receiver) failAll(list []*receiving, err error) {
 	for _, q := range list {
 		r.mu.Lock()
@@ -78,12 +78,12 @@ type pairing struct {
 	tp, stages int      // P's TP size and pipeline stages, as the directory shows them
 }
 
-// sameShape says whether pulls from o fill the same parts of D's blocks, worker by worker.
+// sameShape reports whether the i-th worker of o fills the same parts of D's blocks as the i-th worker of p, for all i.
 func (p *pairing) sameShape(o *pairing) bool {
 	return len(p.addrs) == len(o.addrs) && p.tp == o.tp && p.stages == o.stages
 }
 
-// workers returns the P workers that hold what this one needs.
+// workers returns the P workers that hold the KV that this D worker needs.
 func (r *Receiver) workers(ctx context.Context, from Source) (*pairing, error) {
 	if r.o.Dialect != nil {
 		addr, err := r.o.Dialect.Worker(from, r.o.Self.TPRank)
@@ -96,7 +96,7 @@ func (r *Receiver) workers(ctx context.Context, from Source) (*pairing, error) {
 	return r.pair(from, e)
 }
 
-// pair returns the workers of an engine that hold what this one needs.
+// pair returns the workers of the engine e that hold the KV that this D worker needs.
 func (r *Receiver) pair(from Source, e bootstrap.Engine) (*pairing, error) {
 	if e.TPSize() == 0 {
 		return nil, fmt.Errorf("%w: engine %s at %s has no worker", ErrNoEngine, from.EngineID, from.Bootstrap)
@@ -127,10 +127,10 @@ func (r *Receiver) pair(from Source, e bootstrap.Engine) (*pairing, error) {
 	return p, nil
 }
 
-// maxRemembered bounds what a Receiver remembers of engines and workers.
+// maxRemembered bounds how many engines, and how many P workers, a Receiver remembers.
 const maxRemembered = 4096
 
-// engine finds P's workers, from memory or at the bootstrap server.
+// engine returns P's workers, from memory or from the bootstrap server.
 func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, error) {
 	if r.o.Find != nil {
 		return r.o.Find(ctx, from)
@@ -148,12 +148,12 @@ func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, e
 	defer cancel()
 	e, err := r.askEngine(ctx, from)
 	if err != nil {
-		return known.Engine, nil // it may be there still
+		return known.Engine, nil // it may still be there
 	}
 	return e, nil
 }
 
-// knownEngine is what the bootstrap server said of an engine.
+// knownEngine is what the bootstrap server answered about an engine, and when the Receiver asked.
 type knownEngine struct {
 	bootstrap.Engine
 	asked time.Time
@@ -199,7 +199,7 @@ func (r *Receiver) client(base string) (*bootstrap.Client, error) {
 	return c, err
 }
 
-// cause returns why ctx ended if it has, else err.
+// cause returns the reason for which ctx ended. If ctx has not ended, it returns err.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -207,7 +207,7 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// pullConn pulls from one P worker. Owned by its goroutine, except wake.
+// pullConn is one pull from one P worker. Its goroutine owns all fields except wake.
 type pullConn struct {
 	r       *Receiver
 	from    Source
@@ -216,14 +216,14 @@ type pullConn struct {
 	addr    string
 	looked  time.Time // when the registry was last asked whether the worker has moved
 	window  *window
-	left    map[string]*receiving // without an answer
-	unknown map[string]bool       // of them, those that P does not know
+	left    map[string]*receiving // requests without an answer, by id
+	unknown map[string]bool       // the requests of left that P does not know
 	wake    chan struct{}
 	kvasir  bool // P is Kvasir, which answers each request on its own
 	sent    bool // P may have read the pull
-	resent  bool // P may have read it over an earlier connection too
-	full    bool // send the regions even if P should know them
-	missed  bool // P did not know the layout once
+	resent  bool // P may have read the pull over an earlier connection, too
+	full    bool // send the list of regions even if P should know it
+	missed  bool // P once answered that it does not know the layout
 }
 
 func (t *pullConn) wakeUp() {
@@ -233,8 +233,8 @@ func (t *pullConn) wakeUp() {
 	}
 }
 
-// pullFrom pulls all of list from one P worker. When the side channel breaks, it tries
-// again, Attempts times in all.
+// pullFrom pulls all requests of list from the P worker index of p. If the side channel breaks, it tries again, at most Attempts times
+// in all.
 func (r *Receiver) pullFrom(ctx context.Context, from Source, index int, p *pairing, w *window, list []*receiving) {
 	addr := p.addrs[index]
 	t := &pullConn{
@@ -293,7 +293,7 @@ func (t *pullConn) failAll(err error) {
 	}
 }
 
-// pullOverSocket sends the pull over one socket and handles replies until it has ended.
+// pullOverSocket sends the pull over one socket and handles P's replies until the pull has ended.
 func (t *pullConn) pullOverSocket(ctx context.Context) error {
 	s, pooled, err := t.r.sockets.take(t.addr)
 	for pooled && s.lost() {
@@ -318,8 +318,8 @@ func (t *pullConn) pullOverSocket(ctx context.Context) error {
 	return err
 }
 
-// exchange sends the pull and handles replies until every request has a result. ended
-// says that P has ended the pull too, so that the socket can carry the next one.
+// exchange sends the pull and handles P's replies until every request has a result. ended means that P has ended the pull too, so the
+// socket may carry another pull.
 func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
 	if t.recordAborted(true); len(t.left) == 0 {
 		return false, nil
@@ -329,7 +329,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 	}
 	connect := time.NewTimer(t.r.o.ConnectTimeout)
 	defer connect.Stop()
-	var unknown <-chan time.Time // is over UnknownTimeout after P first did not know a transfer
+	var unknown <-chan time.Time // fires UnknownTimeout after P first reported that it does not know a transfer
 	var refused error
 	for len(t.left) > 0 {
 		select {
@@ -408,7 +408,7 @@ func (t *pullConn) send(ctx context.Context, s *socket) error {
 	return nil
 }
 
-// handleReply records the results in one reply; ended says that it was the last.
+// handleReply records the results that one reply carries. ended means that it was P's last reply to the pull.
 func (t *pullConn) handleReply(ctx context.Context, s *socket, y *wire.Reply) (ended bool, err error) {
 	if y.Status == wire.StatusLayoutMiss {
 		if t.missed {

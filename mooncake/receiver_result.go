@@ -11,10 +11,9 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// recordAborted ends the requests that D aborted. A stock P may push the blocks of
-// several requests together, so that one closed block fails them all: there it ends
-// requests only when all that are left were aborted. asks says that a pull is about to
-// be sent, so that answers to earlier ones do not matter.
+// recordAborted ends the requests that D aborted. A stock P may push the blocks of several requests together, so that one fenced block
+// fails them all: with a stock P, recordAborted ends requests only when all that are left were aborted. asks means that the caller is
+// about to send a pull, so answers to earlier pulls do not matter any more.
 func (t *pullConn) recordAborted(asks bool) {
 	if !t.kvasir && !asks {
 		for _, q := range t.left {
@@ -30,7 +29,8 @@ func (t *pullConn) recordAborted(asks bool) {
 	}
 }
 
-// recordResult records this worker's result of a request. The last worker's settles it.
+// recordResult records this P worker's result of a request; a nil err means that the blocks are filled. The last worker's result
+// settles the request.
 func (t *pullConn) recordResult(id string, err error) {
 	q := t.left[id]
 	if q == nil {
@@ -84,10 +84,9 @@ func (t *pullConn) recordResult(id string, err error) {
 	r.sendRelease(q)
 }
 
-// confirmLife checks requests that a P worker filled only after the side channel broke.
-// Another process may have the worker's address now, and a transfer of the same id.
-// Every P registers before it answers pulls, so the request fails unless the directory
-// still lists that worker for the engine.
+// confirmLife checks a request that a P worker reported as filled only after the side channel broke. Another process may have the
+// worker's address now, and may know a transfer of the same id. Every P registers before it answers pulls, so confirmLife fails the
+// request unless the registry still lists that worker for the engine.
 func (r *Receiver) confirmLife(q *receiving) {
 	if len(q.resent) == 0 || empty(q.want.Blocks) {
 		return
@@ -118,8 +117,8 @@ func (r *Receiver) confirmLife(q *receiving) {
 	}
 }
 
-// sendRelease pulls an aborted request once more, without blocks, so that P, which may
-// still be computing it, frees its blocks.
+// sendRelease pulls an aborted request once more, without blocks. That makes P, which may still be computing the request, free its
+// blocks.
 func (r *Receiver) sendRelease(q *receiving) {
 	if r.o.KeepAtP || empty(q.want.Blocks) || q.filled || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) && !errors.Is(q.err, errWindowEnded) {
 		return
@@ -127,7 +126,7 @@ func (r *Receiver) sendRelease(q *receiving) {
 	_, _ = r.start(q.from, map[string]wire.Wanted{q.id: {TransferID: q.want.TransferID}}, releaseSuffix) // best effort
 }
 
-// releaseSuffix distinguishes a release from the request's own pull.
+// releaseSuffix is appended to the key of a release, to distinguish it from the request's own pull.
 const releaseSuffix = "#release"
 
 func empty(blocks [][]int) bool {

@@ -28,31 +28,31 @@ type SenderOptions struct {
 	DPRank int
 	PPRank int
 
-	// Listen is where the side channel is bound; default tcp://127.0.0.1:*. A
-	// wildcard host needs Host, the name that D dials.
+	// Listen is the address at which the side channel listens; default tcp://127.0.0.1:*. If its host is a wildcard, Host must be set:
+	// the host name that D dials.
 	Listen string
 	Host   string
 	// Bootstrap is where the worker registers; nil means nowhere.
 	Bootstrap *bootstrap.Client
-	// Lease makes the registration expire unless the Sender renews it, which it does;
-	// default none, as stock workers. vLLM's own server ignores it.
+	// Lease is the time after which the registration expires unless the Sender renews it. The Sender renews it. Default: it never
+	// expires, as with stock workers. vLLM's own bootstrap server ignores Lease.
 	Lease time.Duration
 
 	// Transfer pushes the blocks. The Sender does not close it.
 	Transfer *transfer.Client
 
-	// AbortTimeout is how long blocks wait for a pull, and a pull for blocks;
-	// default 480 s (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT).
+	// AbortTimeout is how long computed blocks wait for a pull, and a pull for blocks; default 480 s
+	// (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT).
 	AbortTimeout time.Duration
-	// RetryTimeout is how long blocks stay after the pull of a Kvasir D failed or its
-	// connection ended, so that D may try again; default 10 s.
+	// RetryTimeout is how long blocks stay after the pull of a Kvasir D failed or its connection ended, so that D may pull again;
+	// default 10 s.
 	RetryTimeout time.Duration
 
 	Workers      int // pushes at a time to one D worker; default 10 (num_workers)
 	MaxPulls     int // pulls that wait or run; more are refused; default 4096
 	MaxTransfers int // transfers that D pulls and P does not know yet; default 65536
 
-	Networks *auth.Networks // from which D may reach the side channel; nil: any
+	Networks *auth.Networks // networks from which D may reach the side channel; nil: any
 
 	Metrics *Metrics     // default none
 	Log     *slog.Logger // default none
@@ -82,9 +82,8 @@ func (e Engine) WithDefaults() (Engine, error) {
 	return e, nil
 }
 
-// Sender is the worker of a prefill engine: it answers the pulls of D workers and
-// pushes blocks into their memory. Its methods are safe for concurrent use; only Start
-// and Close wait for a peer.
+// Sender is the worker of a prefill engine: it answers the pulls of D workers and pushes blocks into their memory. Its methods are safe
+// for concurrent use. Only Start and Close wait for other processes.
 type Sender struct {
 	o      SenderOptions // immutable after Start
 	cache  *Cache
@@ -99,13 +98,13 @@ type Sender struct {
 	wg     sync.WaitGroup
 
 	layouts layoutCache
-	warn    LogLimit // of lines that D may cause
+	warn    LogLimit // of log lines that D may cause
 
 	mu struct { // holders may not lock layouts
 		sync.Mutex
 		transfers map[string]*offer // by transfer id
-		unknown   int               // of them, without P's request
-		finished  []string          // P's request ids, for Finished
+		unknown   int               // transfers that only D has named
+		finished  []string          // P's request ids that Finished returns next
 		done      doneTransfers
 	}
 	stats senderStats
@@ -126,7 +125,7 @@ type offer struct {
 	waiting map[*pullAnswer]struct{}
 }
 
-// NewSender returns a Sender over the engine's memory that does not listen yet.
+// NewSender returns a Sender over the engine's memory. It listens only after Start.
 func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -158,8 +157,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	return s, nil
 }
 
-// Start binds the side channel and registers the worker. When it fails, nothing
-// listens.
+// Start binds the side channel and registers the worker. If it returns an error, the Sender does not listen.
 func (s *Sender) Start(ctx context.Context) error {
 	var err error
 	if s.router, s.addr, err = BindSideChannel(ctx, s.handle, s.conns, &s.o); err != nil {
@@ -178,7 +176,7 @@ func (s *Sender) Start(ctx context.Context) error {
 	return nil
 }
 
-// BindSideChannel listens for pulls; addr is the address for D to dial.
+// BindSideChannel listens for pulls and gives each message to handle. addr is the address that D dials.
 func BindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
 	r = zmtp.NewRouter(handle, conns.Options(zmtp.RouterOptions{
 		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Networks: o.Networks, Log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
@@ -194,7 +192,7 @@ func BindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *
 	return r, addr, nil
 }
 
-// advertised returns the address for D to dial.
+// advertised returns the address that D dials: host, if set, else the host at which the listener is bound.
 func advertised(listen, host string, bound net.Addr) (string, error) {
 	own, port, err := net.SplitHostPort(bound.String())
 	if err != nil {
@@ -220,7 +218,7 @@ func (s *Sender) register(ctx context.Context) error {
 	return nil
 }
 
-// renew repeats the registration until Close.
+// renew repeats the registration every third of Lease until Close.
 func (s *Sender) renew() {
 	t := time.NewTicker(s.o.Lease / 3)
 	defer t.Stop()
@@ -239,12 +237,11 @@ func (s *Sender) renew() {
 // Addr is the side channel's address, tcp://host:port, after Start.
 func (s *Sender) Addr() string { return s.addr }
 
-// EngineID names the engine in the bootstrap server's directory.
+// EngineID returns the id under which the bootstrap server lists the engine.
 func (s *Sender) EngineID() string { return s.o.Engine.ID }
 
-// Close stops listening, ends the pulls in progress, waits for their pushes to stop,
-// and unregisters where the bootstrap server can. The Sender does not touch the
-// engine's memory afterwards.
+// Close stops listening, ends the pulls in progress, waits until their pushes have stopped, and unregisters the worker if the bootstrap
+// server supports that. The Sender does not touch the engine's memory after Close.
 func (s *Sender) Close() error {
 	s.cancel()
 	if s.router == nil {
@@ -276,16 +273,16 @@ func (s *Sender) Apply(m *wire.Metadata) {
 	}
 }
 
-// Expect announces a request that P has begun to compute. A Kvasir D that waits for
-// the transfer learns that P knows it.
+// Expect announces a request that P has begun to compute. If a Kvasir D waits for its transfer, the Sender tells D that P knows the
+// transfer.
 func (s *Sender) Expect(request, transferID string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.claimLocked(request, transferID)
 }
 
-// Offer says that P has computed the request's blocks, one list of ids per
-// transferred group. They must stay as they are until Finished names the request.
+// Offer announces that P has computed the request's blocks: one list of block ids per transferred group. P must not change or reuse
+// these blocks until Finished names the request.
 func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -298,8 +295,8 @@ func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 	e.wakeLocked()
 }
 
-// claimLocked finds or makes the transfer and gives it to P's request. If another
-// request has the transfer id, it aborts the other request's transfer.
+// claimLocked returns the transfer transferID, which belongs to P's request from now on; it creates the transfer if there is none. If
+// the transfer belongs to another request, claimLocked aborts that one first.
 func (s *Sender) claimLocked(request, transferID string) *offer {
 	e := s.mu.transfers[transferID]
 	if e != nil && e.request != "" && e.request != request {
@@ -347,16 +344,15 @@ func (s *Sender) abortLocked(e *offer) {
 	e.wakeLocked()
 }
 
-// finishLocked reports a removed transfer once no push reads its blocks.
+// finishLocked lists the request of a removed transfer for Finished, once no push reads its blocks any more.
 func (s *Sender) finishLocked(e *offer) {
 	if e.ready && e.busy == 0 {
 		s.mu.finished = append(s.mu.finished, e.request)
 	}
 }
 
-// Finished returns P's requests whose blocks may be reused, each once: every worker of
-// D has them, they were aborted after Offer, or no pull came in time. An engine calls
-// it after every step.
+// Finished returns P's requests whose blocks may be reused, each once: every worker of D has the blocks, the request was aborted after
+// Offer, or no pull came in time. An engine must call it after every step.
 func (s *Sender) Finished() []string {
 	now := time.Now()
 	s.mu.Lock()

@@ -20,7 +20,7 @@ import (
 
 // SenderStats are counters since NewSender; the first three are current values.
 type SenderStats struct {
-	Transfers int64 // offered, expected or waited for now
+	Transfers int64 // offered, expected, or waited for by a pull, now
 	Pulls     int64 // waiting or running now
 	Ready     int64 // transfers whose blocks wait for a pull now
 
@@ -28,12 +28,12 @@ type SenderStats struct {
 	Bytes         int64 // written
 	Descriptors   int64 // written, before the transfer engine merges them
 	FailedPushes  int64
-	FailedPulls   int64 // requests answered as failed
+	FailedPulls   int64 // requests that were answered as failed
 	Expired       int64 // requests that no D pulled in time
 	Refused       int64 // pulls answered StatusError
 	Disconnected  int64 // pulls that ended because D's connection did
 	LayoutMisses  int64
-	PlanningNanos int64 // from a pull's last byte to its first one pushed, without waiting for P
+	PlanningNanos int64 // from the last received byte of a pull to its first pushed byte, without the waiting for P
 	PushingNanos  int64 // in the transfer engine
 }
 
@@ -69,16 +69,16 @@ type pullAnswer struct {
 	paired      []int         // D's TP ranks that pull from this worker
 	wake        chan struct{} // cap 1
 	ticket      *Ticket
-	ctx         context.Context // ends with P, with D's connection, and when the pull makes room
+	ctx         context.Context // ends when P or D's connection ends, and when the Gate evicts the pull
 	cancel      context.CancelCauseFunc
 	waiting     map[string]*offer // by D's request id
-	memory      uint64            // of D, hashed
-	refilled    []string          // filled by an earlier pull, whose answer D did not get
-	lostReplies []string          // the same, found out later; guarded by Sender.mu
+	memory      uint64            // hash of the addresses and strides of D's regions
+	refilled    []string          // requests that an earlier pull filled, whose answer D did not get
+	lostReplies []string          // such requests found out later; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
-	ended       []string          // requests whose transfer P does not have any more
-	unknown     map[string]bool   // those of waiting whose transfer P does not know yet
-	spent       time.Duration     // planning
+	ended       []string          // requests whose transfer has ended
+	unknown     map[string]bool   // the requests of waiting whose transfer P does not know yet
+	spent       time.Duration     // time spent on planning
 }
 
 func (p *pullAnswer) wakeUp() {
@@ -88,7 +88,7 @@ func (p *pullAnswer) wakeUp() {
 	}
 }
 
-// handle takes one message; it runs on the peer's reading goroutine.
+// handle receives one message of D. It runs on the goroutine that reads the peer's connection.
 func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 1 {
 		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m)))
@@ -117,8 +117,8 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	})
 }
 
-// PeerKey names the D worker of a pull, for shares: the host of its connection, and the
-// address at which it wants its blocks.
+// PeerKey returns a text that names the D worker of a pull, by which a Gate counts pulls: the host of its connection, and the address
+// to which its blocks go.
 func PeerKey(peer *zmtp.Peer, host string, port int) string {
 	from, _, err := net.SplitHostPort(peer.RemoteAddr().String())
 	if err != nil {
@@ -127,14 +127,14 @@ func PeerKey(peer *zmtp.Peer, host string, port int) string {
 	return from + " " + net.JoinHostPort(host, strconv.Itoa(port))
 }
 
-// refuse ends a pull with an error.
+// refuse answers a whole pull with StatusError and err, counts it and logs it.
 func (s *Sender) refuse(peer *zmtp.Peer, err error) {
 	s.stats.refused.Add(1)
 	s.warn.Warn(s.log, "mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
 	s.reply(peer, &wire.Reply{Status: wire.StatusError, Message: err.Error()})
 }
 
-// reply sends y. It only logs a failure: the router closes such a peer.
+// reply sends y to the peer. If that fails, it only logs: the router closes such a peer.
 func (s *Sender) reply(peer *zmtp.Peer, y *wire.Reply) {
 	if err := peer.Send(wire.AppendReply(nil, y)); err != nil {
 		s.log.Debug("mooncake: reply", "to", peer.RemoteAddr(), "err", err)
@@ -151,8 +151,7 @@ func (p *pullAnswer) reply(y *wire.Reply) {
 	p.s.reply(p.peer, y)
 }
 
-// serve answers one pull: it waits for P to compute, pushes what is ready, and
-// replies after each round.
+// serve answers one pull. In rounds, it waits until P has computed some of the requests, pushes their blocks, and replies.
 func (p *pullAnswer) serve() {
 	start := time.Now()
 	err := p.s.prepare(p)
@@ -184,7 +183,7 @@ func (p *pullAnswer) serve() {
 
 var errDGone = errors.New("mooncake: D went away")
 
-// endBroken accounts for a pull whose context has ended.
+// endBroken counts a pull whose context has ended before its last reply.
 func (p *pullAnswer) endBroken() {
 	if why := context.Cause(p.ctx); errors.Is(why, errEvicted) {
 		p.s.refuse(p.peer, why)
@@ -242,9 +241,8 @@ func (p *pullAnswer) pushRounds(ctx context.Context) {
 	}
 }
 
-// answerEarly answers requests that need no push: those that were filled before, those
-// without a transfer id, and those whose transfer has ended. more says that others are
-// about to be pushed. all says that the pull has ended.
+// answerEarly answers the requests that need no push: those that an earlier pull filled, those without a transfer id, and those whose
+// transfer has ended. more means that the caller is about to push other requests. all means that the pull has ended.
 func (p *pullAnswer) answerEarly(more bool) (all bool) {
 	empty, ended := p.empty, p.ended
 	failed := slices.Concat(empty, ended)
@@ -277,7 +275,7 @@ func (p *pullAnswer) joinTransfers() error {
 	p.waiting, p.unknown = make(map[string]*offer), make(map[string]bool)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	mine := 0 // of the unknown ones
+	mine := 0 // unknown transfers that this pull adds
 	for id, w := range p.pull.Wanted {
 		if w.TransferID == "" {
 			p.empty = append(p.empty, id)
@@ -321,7 +319,7 @@ func (p *pullAnswer) leaveTransfers() {
 	p.leaveTransfersLocked()
 }
 
-// leaveTransfersLocked takes the pull out of the transfers that it still waits for.
+// leaveTransfersLocked takes the pull out of all transfers that it still waits for.
 func (p *pullAnswer) leaveTransfersLocked() {
 	for _, e := range p.waiting {
 		p.leaveTransferLocked(e)
@@ -330,8 +328,7 @@ func (p *pullAnswer) leaveTransfersLocked() {
 	clear(p.waiting)
 }
 
-// leaveTransferLocked takes the pull out of a transfer. It drops a transfer that P does
-// not know together with its last pull.
+// leaveTransferLocked takes the pull out of the transfer e. If P does not know e and no other pull waits for it, e is removed.
 func (p *pullAnswer) leaveTransferLocked(e *offer) {
 	delete(e.waiting, p)
 	if e.request == "" && len(e.waiting) == 0 && !e.gone && p.s.mu.transfers[e.id] == e {
@@ -340,8 +337,8 @@ func (p *pullAnswer) leaveTransferLocked(e *offer) {
 	}
 }
 
-// shortenExpiryLocked lets blocks whose pull failed expire after RetryTimeout, if D is
-// Kvasir, which tries again soon or never.
+// shortenExpiryLocked lets e's blocks, whose pull failed, expire after RetryTimeout if D is Kvasir. A Kvasir D tries again soon or
+// never.
 func (p *pullAnswer) shortenExpiryLocked(e *offer) {
 	if p.pull.DeadlineMillis == 0 {
 		return
@@ -352,9 +349,8 @@ func (p *pullAnswer) shortenExpiryLocked(e *offer) {
 	}
 }
 
-// takeReady takes the requests out of p.waiting whose blocks are ready, and marks them
-// as being pushed, and those whose transfer is gone. known are the requests that P has
-// come to know since the last call.
+// takeReady takes two kinds of requests out of p.waiting: those whose blocks are ready, which it marks as being pushed, and those whose
+// transfer is gone. known are the requests whose transfers have become known to P since the last call.
 func (p *pullAnswer) takeReady() (ready map[string]*offer, known, gone []string) {
 	s := p.s
 	ready = make(map[string]*offer)
@@ -450,7 +446,7 @@ func (p *pullAnswer) pushRound(ctx context.Context, ready map[string]*offer, gon
 	return true
 }
 
-// replyRound sends D the results of a round.
+// replyRound sends D the results of the requests ids. failed names the failed ones, and why is the reason.
 func (p *pullAnswer) replyRound(ids []string, failed map[string]bool, why error) {
 	y := wire.Reply{Status: wire.StatusContinue}
 	if len(p.waiting) == 0 {
@@ -470,7 +466,7 @@ func (p *pullAnswer) replyRound(ids []string, failed map[string]bool, why error)
 	p.reply(&y)
 }
 
-// firstError returns the first error of errs[from:to]; errs may be nil.
+// firstError returns the first error among errs[from:to], or nil. errs may be nil or shorter than to.
 func firstError(errs []error, from, to int) error {
 	for i := from; i < min(to, len(errs)); i++ {
 		if errs[i] != nil {
@@ -480,13 +476,13 @@ func firstError(errs []error, from, to int) error {
 	return nil
 }
 
-// engineError is a failed push, under vLLM's text.
+// engineError is the error of a failed push. Its text is vLLM's.
 type engineError struct{ err error }
 
 func (e *engineError) Error() string { return "Mooncake transfer engine returned -1: " + e.err.Error() }
 func (e *engineError) Unwrap() error { return e.err }
 
-// recordRound records the results of a round in its transfers.
+// recordRound records in the transfers which of the requests in ready were delivered and which failed.
 func (p *pullAnswer) recordRound(ready map[string]*offer, failed map[string]bool) {
 	s := p.s
 	s.mu.Lock()

@@ -12,20 +12,20 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// socket is one DEALER to a P worker. It carries one pull at a time, because replies do
-// not name the pull that they answer. Between pulls it waits in the pool.
+// socket is one DEALER connection to a P worker. It carries one pull at a time, because replies do not name the pull that they answer.
+// Between pulls it waits in the pool.
 type socket struct {
 	addr   string // tcp://host:port
 	dealer *zmtp.Dealer
 	events chan socketEvent
 	once   sync.Once
-	gone   chan struct{} // closed before the dealer
+	gone   chan struct{} // closed before the dealer is closed
 
 	flooded   chan struct{} // closed when an event was dropped: the socket is unusable
 	floodOnce sync.Once
 }
 
-// socketEvent is what pullConn.exchange reacts to.
+// socketEvent is an event of the connection to which pullConn.exchange reacts: a reply, a new connection (up), or an error.
 type socketEvent struct {
 	reply *wire.Reply
 	up    bool
@@ -38,7 +38,7 @@ type Sockets struct {
 	maxIdle int // per address; immutable
 	wg      sync.WaitGroup
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		closed bool
 		idle   map[string][]*socket
@@ -58,8 +58,8 @@ func NewSockets(maxIdle int) *Sockets {
 
 var errReceiverClosed = errors.New("mooncake: receiver closed")
 
-// take returns a socket to addr, an idle one if there is one. It does not wait for
-// a connection.
+// take returns a socket to addr, an idle one from the pool if there is one; pooled reports that. It does not wait until the socket is
+// connected.
 func (p *Sockets) take(addr string) (s *socket, pooled bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -101,14 +101,14 @@ func (p *Sockets) noteBroken(addr string) {
 	p.mu.broken[addr] = time.Now()
 }
 
-// brokeSince says whether a connection to addr has ended since t: another process may be there.
+// brokeSince reports whether a connection to addr has ended since t. If so, another process may have that address now.
 func (p *Sockets) brokeSince(addr string, t time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.mu.broken[addr].After(t)
 }
 
-// anyBroke says whether a connection to a worker of an engine has ended since the registry was asked for it.
+// anyBroke reports whether a connection to a worker of the engine e has ended since the registry was asked about e.
 func (p *Sockets) anyBroke(e *knownEngine) bool {
 	for _, stages := range e.Workers {
 		for _, addr := range stages {
@@ -128,11 +128,10 @@ func decodeReplyMessage(m zmtp.Message) socketEvent {
 	return socketEvent{reply: y, err: err}
 }
 
-// eventPatience is how long an event may wait for its pullConn, which normally reads
-// within microseconds.
+// eventPatience is how long an event may wait until its pullConn reads it. Normally that takes microseconds.
 const eventPatience = time.Second
 
-// event hands e to the pullConn; it runs on the dealer's goroutine.
+// event hands e to the socket's pullConn. It runs on the dealer's goroutine.
 func (s *socket) event(e socketEvent) {
 	select {
 	case s.events <- e:
@@ -146,12 +145,12 @@ func (s *socket) event(e socketEvent) {
 	select {
 	case s.events <- e:
 	case <-s.gone:
-	case <-patience.C: // an idle socket, which P floods
+	case <-patience.C: // P floods an idle socket
 		s.floodOnce.Do(func() { close(s.flooded) })
 	}
 }
 
-// close closes the dealer. It waits for an event in progress.
+// close closes the dealer. It waits until an event that is being handed over is done.
 func (s *socket) close() {
 	s.once.Do(func() {
 		close(s.gone)
@@ -159,7 +158,7 @@ func (s *socket) close() {
 	})
 }
 
-// lost says whether the connection of an idle socket broke.
+// lost reports whether the connection of an idle socket broke, or P sent it more than it can hold.
 func (s *socket) lost() bool {
 	select {
 	case <-s.flooded:
@@ -174,7 +173,7 @@ func (s *socket) lost() bool {
 	return false
 }
 
-// put gives a socket back after a pull that ended in order.
+// put gives a socket back to the pool after a pull that ended without an error.
 func (p *Sockets) put(s *socket) {
 	p.mu.Lock()
 	if _, ok := p.mu.all[s]; ok && !p.mu.closed && len(p.mu.idle[s.addr]) < p.maxIdle && len(s.events) == 0 {
@@ -186,8 +185,7 @@ func (p *Sockets) put(s *socket) {
 	p.drop(s)
 }
 
-// forget closes an idle socket whose connection broke: its dealer would dial a dead P
-// for ever.
+// forget closes an idle socket whose connection broke. Otherwise its dealer would dial a dead P for ever.
 func (p *Sockets) forget(s *socket) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -216,7 +214,7 @@ func (p *Sockets) drop(s *socket) {
 	s.close()
 }
 
-// Close closes all sockets; pulls in progress end with an error.
+// Close closes all sockets. Pulls in progress end with an error.
 func (p *Sockets) Close() {
 	p.mu.Lock()
 	p.mu.closed = true

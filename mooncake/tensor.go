@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// TensorKind says how a layer's KV cache is laid out, as far as transfers care.
+// TensorKind says how a layer's KV cache is laid out in memory, as far as that matters for transfers.
 type TensorKind int
 
 // The kinds of a layer.
@@ -34,26 +34,22 @@ type Tensor struct {
 	Stride  []int // elements, parallel to Shape
 	Element int   // bytes
 
-	// HeadAxis is the axis of Shape that counts KV heads, 0 when it is not known or
-	// there is none: 1 for [blocks, heads, tokens, size], 2 for [blocks, tokens, heads,
-	// size], 3 for FlashInfer's [blocks, 2, tokens, heads, size]. Strides say how they
-	// lie. Only heads that are the outermost part of a block can be exchanged between
-	// engines of unequal TP size.
+	// HeadAxis is the axis of Shape that counts KV heads; 0 means that it is not known or that there is none. It is 1 for [blocks,
+	// heads, tokens, size], 2 for [blocks, tokens, heads, size], 3 for FlashInfer's [blocks, 2, tokens, heads, size]. The order in
+	// memory follows from Stride. Engines of unequal TP size can exchange heads only if the heads are the outermost part of a block in
+	// memory.
 	HeadAxis int
 
-	// PageBytes is what one logical block of the layer holds, padding included; 0
-	// means that nothing is padded.
+	// PageBytes is the size of one logical block of the layer in bytes, padding included; 0 means that nothing is padded.
 	PageBytes uint64
 }
 
-// NewCache returns the Cache of tensors in storages: which regions a worker registers,
-// and what each of them covers. It copies c and sets Storages, Regions, In and, if a
-// tensor cannot be cut by heads, Unsliced.
+// NewCache builds the Cache of tensors that lie in storages: which regions a worker registers, and what each region covers. It copies c
+// and sets Storages, Regions, In and, if a tensor cannot be cut by heads, Unsliced.
 //
-// A tensor whose blocks are runs of an allocation that holds nothing else is one
-// region per layer, packed with its neighbours of the same row; layers of several
-// groups over the same bytes share one. A tensor whose heads lie apart is one region
-// per head. Source: register_kv_caches of vLLM 0.32.
+// If the blocks of a tensor are contiguous in an allocation that holds nothing else, the tensor becomes one region, packed with its
+// neighbours of the same row; layers of several groups over the same bytes share one region. A tensor whose heads lie apart becomes one
+// region per head. Source: register_kv_caches of vLLM 0.32.
 func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 	c.Storages, c.Regions, c.In = PlaceStorages(storages), nil, nil
 	type view struct{ base, stride, payload uint64 }
@@ -81,7 +77,7 @@ func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 	return &c, c.Check()
 }
 
-// PlaceStorages gives each allocation an address, with gaps that no region bridges.
+// PlaceStorages gives each allocation an address of its own, with gaps that no region spans.
 func PlaceStorages(storages [][]byte) []Storage {
 	list := make([]Storage, len(storages))
 	next := uint64(windowAlign)
@@ -92,7 +88,7 @@ func PlaceStorages(storages [][]byte) []Storage {
 	return list
 }
 
-// share adds a group to a region that several groups view.
+// share adds a group to a region over which several groups have views.
 func share(r *wire.Region, group int) {
 	if !slices.Contains(r.Shared, group) {
 		r.Shared = append(r.Shared, group)
@@ -100,10 +96,10 @@ func share(r *wire.Region, group int) {
 	}
 }
 
-// maxTensorElements bounds products of shapes and strides.
+// maxTensorElements is the largest product of a tensor's shape or strides that Check allows.
 const maxTensorElements = 1 << 44
 
-// Check finds shapes that do not fit the allocation.
+// Check returns an ErrCache if the tensor's shape and strides do not fit into its allocation.
 func (t *Tensor) Check(storages [][]byte) error {
 	fail := func(what string) error {
 		return fmt.Errorf("%w: layer %q: %s: shape %v, strides %v, %d bytes per element, beginning at byte %d", ErrCache, t.Layer, what,
@@ -135,19 +131,19 @@ func (t *Tensor) Check(storages [][]byte) error {
 	return nil
 }
 
-// regions lists the runs of blocks that make up the tensor.
+// regions returns the regions that make up the tensor.
 func (t *Tensor) regions(c *Cache) []wire.Region {
 	s := c.Storages[t.Storage]
 	r := wire.Region{
 		Layer: t.Layer, Index: t.Index, Base: s.Addr + t.Offset, Stride: uint64(t.Stride[0]) * uint64(t.Element),
 		Group: t.Group, Shared: []int{t.Group}, RowOffset: wire.NoRow,
 	}
-	inner := t.Dense(1) // bytes of a block that lie in one piece, else 0
+	inner := t.Dense(1) // bytes of a block if they lie in one piece, else 0
 	rows := uint64(t.Shape[0])*r.Stride == uint64(len(s.Mem))
 	if t.Kind != MambaTensor && rows && r.Stride > 0 && (t.Kind == MLATensor || !t.headMajor()) {
 		if inner > 0 && inner <= r.Stride {
 			r.Payload, r.RowOffset = inner, int(t.Offset)
-		} else { // the row is all that can be named
+		} else { // only the whole row can be a region
 			r.Base, r.Payload, r.RowOffset = s.Addr, r.Stride, 0
 			c.Opaque = true
 		}
@@ -172,8 +168,8 @@ func (t *Tensor) regions(c *Cache) []wire.Region {
 	return heads
 }
 
-// Dense returns the bytes of the dimensions from first on if they fill one piece
-// without gaps, in whatever order, else 0.
+// Dense returns the size in bytes of the dimensions from `first` on if they fill one piece of memory without gaps, in any order; else
+// 0.
 func (t *Tensor) Dense(first int) uint64 {
 	var axes []int
 	for i := first; i < len(t.Shape); i++ {
@@ -192,14 +188,14 @@ func (t *Tensor) Dense(first int) uint64 {
 	return uint64(n) * uint64(t.Element)
 }
 
-// unsliced says why the tensor's blocks cannot be cut by heads; "" that they can.
+// unsliced returns the reason why the tensor's blocks cannot be cut by heads; "" means that they can be cut.
 func (t *Tensor) unsliced() string {
 	switch {
 	case t.Kind != AttentionTensor: // whole on every rank, or never cut by heads
 		return ""
 	case t.HeadAxis == 0:
 		if t.Dense(1) == 0 && len(t.Shape) > 1 {
-			return "" // a region per head
+			return "" // each head becomes a region
 		}
 		return "which axis counts the KV heads is not known"
 	}
@@ -212,8 +208,7 @@ func (t *Tensor) unsliced() string {
 	return ""
 }
 
-// contiguous returns the bytes of the dimensions from first on if they lie in one
-// piece, else 0.
+// contiguous returns the size in bytes of the dimensions from `first` on if they lie in one piece in the order of Shape; else 0.
 func (t *Tensor) contiguous(first int) uint64 {
 	n := t.Element
 	for i := len(t.Shape) - 1; i >= first; i-- {
@@ -225,8 +220,7 @@ func (t *Tensor) contiguous(first int) uint64 {
 	return uint64(n)
 }
 
-// headMajor says whether the tensor is [blocks, heads, tokens, size] without gaps
-// in a block.
+// headMajor reports whether the tensor lies in memory as [blocks, heads, tokens, size], without gaps inside a block.
 func (t *Tensor) headMajor() bool {
 	return len(t.Shape) == 4 && t.Stride[2] == t.Shape[3] && t.Stride[1] == t.Shape[2]*t.Shape[3]
 }

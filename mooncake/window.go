@@ -16,48 +16,44 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// A window is one publication of D's memory for one P. Every window has the same bytes
-// at addresses of its own. An address comes once in the life of the transfer table and
-// differs from those of earlier lives. Addresses on the wire are only names, so one
-// memory may have many.
+// A window is one publication of D's memory for one P. Every window shows the same bytes at addresses of its own. No address is used
+// twice in the life of the transfer table, and addresses differ from those of earlier processes. Addresses on the wire are only names,
+// so one memory may have many.
 //
-// Windows keep late writes out of reused blocks. When a pull fails, P may still be
-// writing, now or in an hour. A write carries only an address, so D could not
-// distinguish it from a write of the next pull into the same blocks. D therefore closes
-// the blocks' ranges in this window for good (transfer.Table.Fence). The window goes on
-// serving pulls into other blocks; the first pull of this P that wants a closed block
-// opens the next window. When the last pull of a window with closed blocks ends, D
-// withdraws the window.
+// Windows keep late writes out of reused blocks. When a pull fails, P may still write, now or in an hour. A write carries only an
+// address, so D could not distinguish it from a write of the next pull into the same blocks. D therefore closes the blocks' ranges in
+// this window for good (transfer.Table.Fence). The window goes on serving pulls into other blocks. The first pull from this P that
+// wants a closed block opens the next window. When the last pull of a window with closed blocks ends, D withdraws the window.
 type window struct {
 	id      uint64        // layout id: odd, random, as vLLM's are
 	owner   Source        // P
-	regions []wire.Region // as published
+	regions []wire.Region // as published to P
 	handles []*transfer.Region
 
 	// Guarded by windows.mu.
 	users   map[*receiving]struct{}
-	closed  map[int]struct{} // block ids that take no writes any more, of all groups
+	closed  map[int]struct{} // ids of blocks, of all groups, into which no write of this window goes any more
 	filled  bool             // at least one of its pulls had blocks
 	retired bool             // takes no new users
-	ended   bool             // its users were cancelled
+	ended   bool             // the requests that used it were cancelled
 	used    int64            // last use, in windows.mu.clock
 }
 
-// windows makes and retires the windows of one Receiver. Each P has windows of its own,
-// so that its failures do not cost other P's.
+// windows makes and retires the windows of one Receiver. Each P has windows of its own, so that a failure of one P does not disturb
+// pulls from others.
 type windows struct {
 	cache *Cache          // immutable
 	table *transfer.Table // immutable
-	max   int             // windows alive
+	max   int             // most windows at a time
 
-	progress *transfer.Progress // counts what P's write; nil: nothing does; immutable
+	progress *transfer.Progress // counts the bytes that P engines write; nil: nothing is counted; immutable
 
-	watched bool // count arriving bytes, because P's answer proves nothing; immutable
+	watched bool // D counts the bytes that arrive, because P's answer proves nothing; immutable
 
-	patience time.Duration   // for a write in progress when its window is withdrawn
+	patience time.Duration   // how long a write in progress may go on when its window is withdrawn
 	wg       *sync.WaitGroup // of withdrawals
 
-	mu struct { // a leaf but for Table.mu
+	mu struct { // no other lock than Table.mu is taken under it
 		sync.Mutex
 		current map[Source]*window
 		live    map[*window]struct{} // current ones and retired ones
@@ -66,14 +62,13 @@ type windows struct {
 	}
 }
 
-// maxWindows bounds the windows of one Receiver. With many storages the bound is lower,
-// so that all windows together take at most a quarter of the table.
+// maxWindows bounds the windows of one Receiver. With many storages the bound is lower, so that all windows together take at most a
+// quarter of the table's entries.
 const maxWindows = 64
 
 const windowAlign = 2 << 20
 
-// windowBytes returns the address space of a storage. It ends with a gap that no run of
-// blocks bridges.
+// windowBytes returns the size of the address range of a storage. The range ends with a gap that no run of blocks spans.
 func windowBytes(mem []byte) uint64 {
 	return (uint64(len(mem)) + 2*windowAlign) &^ (windowAlign - 1)
 }
@@ -85,9 +80,8 @@ func newWindows(c *Cache, t *transfer.Table, patience time.Duration, wg *sync.Wa
 	return w
 }
 
-// acquire returns a window of their P for the requests of a pull. At the limit it
-// withdraws an idle window; if none is idle, it ends the oldest window of the P that
-// has most, with its pulls. Then it waits for a window to go, until ctx ends.
+// acquire returns a window of the P `from` for the requests of a pull. At the limit of windows it withdraws an idle window. If none is
+// idle, it cancels the requests of the oldest window of the P with the most windows. Then it waits until a window is gone, or ctx ends.
 func (ws *windows) acquire(ctx context.Context, from Source, list []*receiving) (*window, error) {
 	for {
 		w, gone, wait, err := ws.tryAcquire(from, list)
@@ -105,8 +99,8 @@ func (ws *windows) acquire(ctx context.Context, from Source, list []*receiving) 
 	}
 }
 
-// tryAcquire is acquire without waiting: it returns a window, or what to wait for. The caller
-// withdraws what is gone.
+// tryAcquire does what acquire does, without waiting. It returns a window, or a channel that closes when it is worth trying again. The
+// caller must withdraw the windows in gone.
 func (ws *windows) tryAcquire(from Source, list []*receiving) (w *window, gone []*window, wait <-chan struct{}, err error) {
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
@@ -147,7 +141,7 @@ func (ws *windows) tryAcquire(from Source, list []*receiving) (w *window, gone [
 	return w, gone, nil, nil
 }
 
-// wantsClosed says whether a request names a block that is closed in w.
+// wantsClosed reports whether a request of list names a block that is closed in w.
 func (w *window) wantsClosed(list []*receiving) bool {
 	if len(w.closed) == 0 {
 		return false
@@ -159,8 +153,8 @@ func (w *window) wantsClosed(list []*receiving) bool {
 	})
 }
 
-// retireLocked lets w take no new users. It says whether it has none: then it is out
-// of the table and the caller withdraws it.
+// retireLocked lets w take no new users. If w has no users, retireLocked also removes it from the live windows and returns true; the
+// caller must then withdraw it.
 func (ws *windows) retireLocked(w *window) bool {
 	w.retired = true
 	if ws.mu.current[w.owner] == w {
@@ -169,7 +163,7 @@ func (ws *windows) retireLocked(w *window) bool {
 	return len(w.users) == 0 && ws.forgetLocked(w)
 }
 
-// forgetLocked takes w out of the live windows; false if it was out already.
+// forgetLocked removes w from the live windows. It returns false if w was removed before.
 func (ws *windows) forgetLocked(w *window) bool {
 	if _, ok := ws.mu.live[w]; !ok {
 		return false
@@ -191,9 +185,8 @@ func (ws *windows) changedLocked() <-chan struct{} {
 
 var errWindowEnded = errors.New("mooncake: too many failed pulls from this P: its oldest ones are given up")
 
-// makeRoomLocked takes out the least recently used idle window. If none is idle, it
-// cancels the requests of the oldest window of the P that has most, if that has more
-// than one.
+// makeRoomLocked removes the least recently used idle window and returns it. If none is idle, it cancels the requests of the oldest
+// window of the P with the most windows, if that P has more than one, and returns nil.
 func (ws *windows) makeRoomLocked() (idle *window) {
 	count := make(map[Source]int)
 	var most *window // the oldest one of the P with most
@@ -223,7 +216,7 @@ func (ws *windows) makeRoomLocked() (idle *window) {
 	return nil
 }
 
-// open publishes all storages again, at new addresses.
+// open makes a window: it publishes all storages once more, at new addresses.
 func (ws *windows) open(from Source) (*window, error) {
 	var b [8]byte
 	rand.Read(b[:]) // never fails
@@ -256,8 +249,8 @@ func (ws *windows) open(from Source) (*window, error) {
 	return w, nil
 }
 
-// fence closes blocks to all later writes in w and waits for those in progress,
-// until ctx ends; then their connections are cut.
+// fence closes blocks to all later writes in w and waits until the writes in progress end. When ctx ends first, it cuts the connections
+// of these writes. cut is how many it cut.
 func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut int) {
 	ws.mu.Lock()
 	for g, ids := range blocks {
@@ -271,7 +264,7 @@ func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut in
 	return ws.table.Fence(ctx, ws.ranges(w, blocks)...)
 }
 
-// ranges returns what a push into the blocks may touch.
+// ranges returns the ranges of w that a push into the blocks may touch.
 func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
 	return ws.blockRanges(w, blocks, func(r *wire.Region, _, _ int) uint64 {
 		if r.RowOffset == 0 {
@@ -281,8 +274,8 @@ func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
 	})
 }
 
-// blockRanges lists a range for each region of w and each of its blocks. size returns
-// its length; 0 leaves it out.
+// blockRanges returns one range for each region of w and each of the region's blocks. size returns the range's length in bytes; 0
+// leaves the range out.
 func (ws *windows) blockRanges(w *window, blocks [][]int, size func(r *wire.Region, group, id int) uint64) []transfer.Range {
 	expanded := make([][]int, len(blocks))
 	for g, ids := range blocks {
@@ -312,7 +305,7 @@ func (ws *windows) blockRanges(w *window, blocks [][]int, size func(r *wire.Regi
 	return list
 }
 
-// retire retires the window of a P that may be gone.
+// retire retires the current window of the P `from`, because that P may be gone.
 func (ws *windows) retire(from Source) {
 	ws.mu.Lock()
 	w := ws.mu.current[from]
@@ -323,8 +316,8 @@ func (ws *windows) retire(from Source) {
 	}
 }
 
-// release ends q's use. The last one of a window that is retired, or has closed
-// blocks, or was used by pulls without blocks only, withdraws it.
+// release records that q does not use w any more. If q was the last user, and w is retired, has closed blocks, or never served a pull
+// with blocks, release withdraws w.
 func (ws *windows) release(w *window, q *receiving) {
 	ws.mu.Lock()
 	delete(w.users, q)
@@ -335,14 +328,14 @@ func (ws *windows) release(w *window, q *receiving) {
 	}
 }
 
-// withdraw removes a window from the table; writes in progress have patience to end.
+// withdraw removes a window from the table. Writes in progress may go on for ws.patience.
 func (ws *windows) withdraw(w *window) {
 	ctx, cancel := context.WithTimeout(context.Background(), ws.patience)
 	defer cancel()
 	ws.table.Withdraw(ctx, w.handles...)
 }
 
-// close withdraws every window. No pull may run.
+// close withdraws every window. No pull may run at that time.
 func (ws *windows) close() {
 	ws.mu.Lock()
 	live := ws.mu.live

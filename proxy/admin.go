@@ -17,25 +17,25 @@ import (
 
 var roleNames = map[string]role{"engine": both, "prefill": prefill, "decode": decode}
 
-// EngineState is an engine as Admin shows it.
+// EngineState is the state of an engine, as Admin lists it.
 type EngineState struct {
 	URL      string   `json:"url"`
 	Role     string   `json:"role"`
-	Engine   string   `json:"engine,omitempty"`   // sglang, where it is one
+	Engine   string   `json:"engine,omitempty"`   // "sglang" for an engine of SGLang
 	Reason   string   `json:"reason,omitempty"`   // why an engine of SGLang gets no requests
-	Registry string   `json:"registry,omitempty"` // of a Mooncake P; of a P of SGLang its bootstrap server
+	Registry string   `json:"registry,omitempty"` // registry of a Mooncake P, or bootstrap server of a P of SGLang
 	Well     bool     `json:"well"`
 	Draining bool     `json:"draining"`
 	Requests int      `json:"requests"`
 	Models   []string `json:"models"`
-	Ranks    int      `json:"ranks,omitempty"` // in its registry
+	Ranks    int      `json:"ranks,omitempty"` // data-parallel ranks that its registry lists
 }
 
-// Admin returns a handler of /engines for callers with the token: GET lists engines, POST adds one,
-// DELETE removes one. After POST to /engines/drain an engine gets no new requests, after POST to
-// /engines/undrain it gets them again. Requests in progress go on in any case.
+// Admin returns a handler of /engines for callers with the token: GET lists engines, POST adds an engine, DELETE removes one. After
+// POST to /engines/drain an engine gets no new requests; after POST to /engines/undrain it gets them again. Requests in progress always
+// go on.
 //
-// A request that a gate in front has allowed (auth.Allows) needs no token.
+// A request that a gate in front of the handler has allowed (auth.Allows) needs no token.
 func (p *Proxy) Admin(token string) http.Handler {
 	want := sha256.Sum256([]byte(token))
 	mux := http.NewServeMux()
@@ -99,7 +99,8 @@ func (p *Proxy) Admin(token string) http.Handler {
 	return mux
 }
 
-// each calls f with the engines of a URL, and of a role unless it is empty. It reports whether there is one.
+// each calls f with every engine that has that URL and that role; an empty role matches all. It reports whether there is such an
+// engine.
 func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
 	of, known := roleNames[role]
 	if role != "" && !known {
@@ -117,11 +118,11 @@ func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
 	return found
 }
 
-// Engines returns the engines, as Admin shows them.
+// Engines returns the state of all engines, as Admin lists it.
 func (p *Proxy) Engines() []EngineState { return p.states() }
 
-// DrainEngine stops new requests to the engines of a URL (and of a role unless it is empty), or with on false allows them again. It reports
-// whether there is such an engine.
+// DrainEngine stops new requests to the engines with that URL and role, or, if on is false, allows them again. An empty role matches
+// all. It reports whether there is such an engine.
 func (p *Proxy) DrainEngine(url, role string, on bool) bool {
 	return p.each(url, role, func(b *backend) { b.draining.Store(on) })
 }
@@ -130,7 +131,7 @@ func badAdmin(format string, args ...any) error {
 	return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: fmt.Sprintf(format, args...)}
 }
 
-// checkEngine says what is wrong with an engine's addresses.
+// checkEngine returns an error if the addresses of an engine cannot be used.
 func (p *Proxy) checkEngine(r role, url, registry string) error {
 	o := Options{Dialect: p.o.Dialect}
 	switch r {
@@ -176,21 +177,21 @@ func (p *Proxy) states() []EngineState {
 	return out
 }
 
-// remove takes an engine away. Its requests in progress go on.
+// remove removes an engine. Its requests in progress go on.
 func (p *Proxy) remove(b *backend) {
 	b.draining.Store(true)
 	p.fleet.remove(b)
 	b.stop()
-	b.client.Close() // of idle connections
+	b.client.Close() // closes idle connections
 	for _, f := range b.events {
 		f.Close()
 	}
 	p.o.Log.Info("an engine was removed", "engine", b.url, "role", b.role.String())
 	if b.registry != nil {
-		// Queries of a request in progress may still use it.
+		// Requests in progress may still query the registry.
 		p.goBackground(func() {
 			<-p.ctx.Done()
-			_ = b.registry.Close() // always nil
+			_ = b.registry.Close() // the error is always nil
 		})
 	}
 }

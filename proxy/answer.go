@@ -25,7 +25,7 @@ func isTimeout(err error) bool {
 	return ok && e.Timeout()
 }
 
-// send sends a request over a connection to an engine and returns the head of its answer.
+// send sends the leg's request over the connection n to the engine b. It returns the head of the answer, which must come before until.
 func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [][]byte, fields []byte, until time.Time) (*http1.Response, error) {
 	r := http1.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: b.role == decode && e.split}
 	if e.r.URL.RawQuery != "" {
@@ -47,7 +47,7 @@ func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [
 	return resp, err
 }
 
-// Bounds of what the proxy reads of an answer before it sends the client anything, bytes.
+// Limits of how much of an answer the proxy reads before it sends anything to the client, in bytes.
 const (
 	maxWhole = 1 << 20
 	maxError = 64 << 10
@@ -55,15 +55,16 @@ const (
 
 var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode"}
 
-// answer runs the leg whose answer the client gets: of one engine alone, or of D with P's transfer params. On an error the client
-// has got nothing yet. answer calls begin once the engine can be reached. From then on the engine gets the whole request, even if
-// the client leaves, so that D can release the KV that P computes for it.
+// answer runs the leg whose answer the client gets: of one engine alone, or of D with P's transfer params. If it returns an error, the
+// client has got nothing yet. It calls begin when it has a connection to the engine. From then on the engine gets the whole request,
+// even if the client leaves, so that D can release the KV that P computes for it. lacks are the prompt bytes that the engine was
+// expected to compute.
 func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte, begin func() error) (outcome string, err error) {
 	defer func() { e.p.fleet.leave(b, lacks) }()
 	began := false
 	outer := ctx
 	defer func() {
-		if !began && outer.Err() == nil { // a leg with data is judged below; no leg is judged when the client left or P failed
+		if !began && outer.Err() == nil { // a leg with data is judged below; no leg is judged if the client left or P failed
 			e.judge(b, err)
 		}
 	}()
@@ -132,8 +133,8 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	return e.pass(b, resp, first, stream), nil
 }
 
-// beginning reads an answer up to its first data, because engines send the head of a stream long before they know whether the
-// request succeeds. Errors: those of firstData, errFailed for an aborted request, and those of the connection.
+// beginning reads an answer up to its first data: engines send the head of a stream long before they know whether the request succeeds.
+// It returns the errors of firstData and of the connection, and errFailed for an aborted request.
 func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, stream bool, err error) {
 	first, err = resp.Next()
 	stream = strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
@@ -155,16 +156,17 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 	return first, stream, nil
 }
 
-// hasOther reports whether an engine that is not b and has not been tried could take the request.
+// hasOther reports whether another engine than b, which has not been tried, could take the request.
 func (e *exchange) hasOther(b *backend) bool {
 	w := e.want
 	w.tried = append(slices.Clone(w.tried), b)
 	return e.p.fleet.hasUntried(b.role, &w)
 }
 
-// pieces returns the request for the engine that answers. The proxy, and never the client, says from where D loads KV or encoder outputs.
+// pieces returns the body of the request for the engine that answers. Only the proxy, and never the client, says from where D loads KV
+// or encoder outputs.
 func (e *exchange) pieces(b *backend, params []byte) [][]byte {
-	if e.route == form { // a form names no transfer, and q does not describe it
+	if e.route == form { // a form names no transfer, and e.q does not describe a form
 		return [][]byte{e.body.b}
 	}
 	if b.kind() == sglangKind {
@@ -182,9 +184,9 @@ func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	return pieces
 }
 
-// readWhole reads an answer that is no stream to its end, but not far beyond maxWhole bytes: until the
-// client has got something, another engine can answer. It reports false if the answer was cut. Else
-// first is all that was read; of a longer answer more may come.
+// readWhole reads the rest of an answer that is no stream, up to about maxWhole bytes: as long as the client has got nothing, another
+// engine can answer. It returns false if the answer was cut. Otherwise *first is all that was read, and more may follow if the answer
+// is longer than maxWhole.
 func (e *exchange) readWhole(resp *http1.Response, first *[]byte) bool {
 	if resp.Length == int64(len(*first)) {
 		return true
@@ -205,7 +207,8 @@ func (e *exchange) readWhole(resp *http1.Response, first *[]byte) bool {
 	return true
 }
 
-// head passes an answer's status and fields on, unless comments came before. length is that of the body; -1 is not known.
+// head sends an answer's status and fields to the client, unless comments have already opened the stream. length is the body's length;
+// -1: unknown.
 func (e *exchange) head(fields []http1.Field, status, length int) {
 	if !e.front.seal() {
 		e.writeHead(fields, status, length)
@@ -215,7 +218,7 @@ func (e *exchange) head(fields []http1.Field, status, length int) {
 func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 	h := e.w.Header()
 	values := make([]string, len(fields))
-	var named []string // fields that the engine's connection names end here, too
+	var named []string // fields that the engine's Connection field names; they are not passed on
 	for _, f := range fields {
 		if f.Name == "Connection" {
 			named = append(named, f.Value)
@@ -235,8 +238,8 @@ func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 	e.w.WriteHeader(status)
 }
 
-// extend gives the client SendTimeout to read what is written. Setting a deadline costs more than
-// reading the clock, so extend sets a longer one only when a quarter of SendTimeout has passed.
+// extend sets the client's write deadline to SendTimeout from now, or up to a quarter later. Setting a deadline costs more than reading
+// the clock, so extend does it only when a quarter of SendTimeout has passed since the last time.
 func (e *exchange) extend(now time.Time) {
 	if now.Sub(e.extended) > e.p.o.SendTimeout/4 {
 		e.extended = now
@@ -244,13 +247,13 @@ func (e *exchange) extend(now time.Time) {
 	}
 }
 
-// pass passes an answer on, from its first bytes.
+// pass passes an answer on to the client; first are the bytes of it that were read already.
 func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream bool) (outcome string) {
 	good := resp.Status == http.StatusOK
 	fix := e.fixesUsage(stream)
 	length := int(resp.Length)
 	if fix != nil {
-		length = -1 // the corrected number may have fewer digits than D's
+		length = -1 // the corrected number may have fewer digits than D's number
 	}
 	if !stream && fix != nil {
 		first = fix(first)
@@ -265,7 +268,7 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	if good {
 		e.handed.End(transferlog.Done, "")
 	}
-	if e.front.seal() && (!good || !stream) { // the client has a stream's head
+	if e.front.seal() && (!good || !stream) { // the client has got the head of a stream
 		text := first
 		if rest, err := resp.ReadAll(maxError); err == nil {
 			text = append(bytes.Clone(first), rest...)
@@ -279,7 +282,7 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	return e.passBytes(b, resp, first, stream, openai.NewEnd(openai.APIOf(e.r.URL.Path)))
 }
 
-// passBytes passes the rest of an answer on, from its next bytes. end has what was passed on before.
+// passBytes passes the rest of an answer on to the client, beginning with data. end has seen the bytes that were passed on before.
 func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stream bool, end *openai.End) (outcome string) {
 	err := error(nil)
 	renewed, events := time.Time{}, -1
@@ -288,7 +291,7 @@ func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stre
 		if stream {
 			end.Add(data)
 		}
-		if n := end.Events(); !stream || n != events { // comments are no answer
+		if n := end.Events(); !stream || n != events { // comments do not count as data of an answer
 			events = n
 			if now.Sub(renewed) > e.p.o.Stall/4 {
 				renewed = now
@@ -312,7 +315,7 @@ func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stre
 	return e.ended(b, resp.Status, stream, end, err)
 }
 
-// ended returns the outcome of an answer that was passed on until err. It cuts the client's connection if the answer is not whole.
+// ended returns the outcome of an answer that was passed on until err. If the answer is incomplete, it cuts the client's connection.
 func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, err error) (outcome string) {
 	clean := errors.Is(err, io.EOF)
 	switch {
@@ -331,12 +334,12 @@ func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, e
 	return ""
 }
 
-// errNoLast means that an engine ended a stream properly, but without the event that ends an answer.
+// errNoLast means that an engine ended a stream as HTTP demands, but without the event that ends an answer.
 var errNoLast = errors.New("the stream ended without its last event,")
 
-// brokenOff ends an answer that is not whole by cutting the connection: the client must not take the answer for a whole one.
+// brokenOff ends an incomplete answer by cutting the client's connection, so that the client does not take it for a complete one.
 func (e *exchange) brokenOff(b *backend, stream bool, err error) {
-	if !isTimeout(err) && !errors.Is(err, errNoLast) { // an engine that ends its streams properly is well
+	if !isTimeout(err) && !errors.Is(err, errNoLast) { // an engine that ends its streams as HTTP demands is well
 		e.p.trouble(b, err)
 	}
 	e.p.o.Log.Warn("an engine broke off in the middle of an answer", "engine", b.url, "request", e.id, "err", err)

@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 
-// admit finds the API key of the request, if the proxy demands keys, and counts the request against
-// the key's limits. The error is a *refusal.
+// admit finds the API key of the request, if the proxy demands keys, and counts the request against the key's limits. If it refuses the
+// request, the error is a *refusal.
 func (e *exchange) admit() error {
 	if e.p.o.Keys == nil {
 		return nil
@@ -47,7 +47,8 @@ func (e *exchange) admit() error {
 	return nil
 }
 
-// beginShared counts the request against the limits that the key shares with other proxies, if the operator set Limits.
+// beginShared counts the request against the limits that other proxies count, too, if Options.Limits is set. ok is false if a limit is
+// reached; wait is how long the client should wait.
 func (e *exchange) beginShared() (wait time.Duration, ok bool) {
 	if e.p.o.Limits == nil {
 		return 0, true
@@ -62,7 +63,8 @@ func (e *exchange) beginShared() (wait time.Duration, ok bool) {
 	return wait, ok
 }
 
-// apiKey returns the API key of a request: a bearer token, as OpenAI's clients send it, or else x-api-key, as Anthropic's do.
+// apiKey returns the API key of a request: a bearer token, as OpenAI's clients send it, or else the field x-api-key, as Anthropic's
+// clients send it.
 func apiKey(r *http.Request) (secret string, ok bool) {
 	if secret, ok = bearer(r); ok {
 		return secret, true
@@ -76,7 +78,7 @@ func bearer(r *http.Request) (secret string, ok bool) {
 	return strings.TrimSpace(secret), strings.EqualFold(kind, "Bearer") && secret != ""
 }
 
-// allowed reports whether a request that no limit counts may be answered: it has a known API key, or none is demanded.
+// allowed reports whether a request that no limit counts may be answered: it has a known API key, or the proxy demands no keys.
 func (p *Proxy) allowed(r *http.Request) bool {
 	if p.o.Keys == nil {
 		return true
@@ -85,10 +87,10 @@ func (p *Proxy) allowed(r *http.Request) bool {
 	return ok && p.o.Keys.Find(secret) != nil
 }
 
-// hasSalt reports whether the first edit of e.salt sets cache_salt.
+// hasSalt reports whether the first edit in e.salt sets cache_salt.
 func (e *exchange) hasSalt() bool { return len(e.salt) > 0 && e.salt[0].Key == "cache_salt" }
 
-// tenantOf returns the salt under which the cache server keeps the KV of a prompt: of a signed salt, its tenant.
+// tenantOf returns the salt under which the cache server keeps the KV of a prompt. For a signed salt that is the tenant in it.
 func (p *Proxy) tenantOf(salt string) string {
 	if p.o.Salts == nil {
 		return salt
@@ -100,9 +102,9 @@ func (p *Proxy) tenantOf(salt string) string {
 // sharedTenant is the tenant of clients without a key, and of keys without a salt.
 const sharedTenant = "shared"
 
-// salted returns the edit that separates a key's prefix cache from those of other keys. A client may divide its own
-// cache with a salt, but never choose another key's. With signed salts the proxy sets one in every request, so that no client can send a
-// signed salt of its own.
+// salted returns the edits that separate a key's prefix cache from the caches of other keys. A client may divide its own cache with a
+// salt of its own, but it can never choose another key's. With signed salts, the proxy sets one in every request, so that no client can
+// send a signed salt of its own.
 func (e *exchange) salted() []openai.Edit {
 	salt := ""
 	if e.key != nil {
@@ -121,6 +123,6 @@ func (e *exchange) salted() []openai.Edit {
 	if e.p.o.Salts != nil {
 		salt, _ = e.p.o.Salts.Sign(salt) // it has 1 to 32 bytes
 	}
-	value, _ := json.Marshal(salt) // a text
+	value, _ := json.Marshal(salt) // a string always encodes
 	return []openai.Edit{{Key: "cache_salt", Value: value}}
 }

@@ -15,18 +15,18 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// body is the body of a request, in memory that is reused once its last hold ends.
+// body is the body of a request. Its memory is reused after its last hold has ended.
 type body struct {
 	b     []byte
 	holds atomic.Int32
 }
 
-// sizes are those of the memory that is kept for later requests, bytes.
+// sizes are the sizes of the buffers that are kept for later requests, in bytes.
 var sizes = [...]int{16 << 10, 256 << 10, 2 << 20}
 
 var pools [len(sizes)]sync.Pool
 
-// newBody returns an empty body, held once, that will have about n bytes.
+// newBody returns an empty body with one hold, for about n bytes.
 func newBody(n int64) *body {
 	for i, size := range sizes {
 		if n <= int64(size) {
@@ -58,8 +58,8 @@ func (b *body) release() {
 	}
 }
 
-// bodyMemory bounds the memory of bodies that are being read, over all clients. One address or key may take half of the memory
-// that the others leave. A buffer that is being copied into a larger one does not count.
+// bodyMemory bounds the memory of the bodies that are being read, over all clients. One address or key may take half of the memory that
+// the others leave. A buffer that is being copied into a larger one does not count.
 type bodyMemory struct {
 	limit int64 // bytes of buffers
 
@@ -69,7 +69,7 @@ type bodyMemory struct {
 	}
 }
 
-// take reserves n bytes for a body of the client who, and reports whether there was room.
+// take reserves n bytes for a body of the client `who`, and reports whether there was room.
 func (m *bodyMemory) take(who string, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -80,7 +80,7 @@ func (m *bodyMemory) take(who string, n int64) bool {
 	return true
 }
 
-// give gives n bytes back.
+// give gives back n bytes that `who` had taken.
 func (m *bodyMemory) give(who string, n int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -93,7 +93,7 @@ func (m *bodyMemory) bytes() int64 {
 	return m.mu.shares.All().Size
 }
 
-// errNoBodyMemory returns the refusal for a body when unfinished bodies take all memory of bodyMemory.
+// errNoBodyMemory returns the refusal of a request for whose body bodyMemory has no room.
 func errNoBodyMemory(e *exchange) error {
 	e.w.Header().Set("Connection", "close") // the rest of the body is not read
 	r := busy("too much memory is taken by unfinished requests")
@@ -101,7 +101,7 @@ func errNoBodyMemory(e *exchange) error {
 	return r
 }
 
-// read reads the request.
+// read reads the body of the request and scans it.
 func (e *exchange) read() error {
 	e.body = newBody(e.r.ContentLength)
 	memory, who := &e.p.bodies, e.want.who
@@ -114,7 +114,7 @@ func (e *exchange) read() error {
 	b := e.body.b
 	for {
 		if len(b) == cap(b) {
-			more := int(min(2*int64(cap(b)), max(int64(cap(b)), e.p.o.MaxBody)+1)) // one byte more than is taken, to see the end
+			more := int(min(2*int64(cap(b)), max(int64(cap(b)), e.p.o.MaxBody)+1)) // one byte more than allowed, to see whether the body ends
 			if n := e.r.ContentLength; n > int64(cap(b)) {
 				more = int(min(n+1, 4*int64(cap(b))))
 			}
@@ -148,13 +148,13 @@ func (e *exchange) read() error {
 		}
 		return brokenBody(e, err)
 	}
-	// The limit on reading ends with the body. Left on, its end would look like a client that leaves.
+	// The read deadline ends with the body. If it stayed, its passing would look as if the client had left.
 	_ = e.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return e.scanned()
 }
 
-// brokenBody returns the refusal for a body that is cut, or whose chunks are malformed. The client may have gone, or may have closed
-// only its side and wait for an answer; a balancer in between must not take an empty answer for success.
+// brokenBody returns the refusal of a request whose body is cut, or has malformed chunks. The client may have gone; or it has closed
+// only its sending side and waits for an answer. A balancer in between must not take an empty answer for success.
 func brokenBody(e *exchange, err error) error {
 	e.w.Header().Set("Connection", "close")
 	r := &refusal{status: http.StatusBadRequest, kind: "BadRequestError", outcome: "bad_request", text: "the body is malformed", always: true}
@@ -164,7 +164,7 @@ func brokenBody(e *exchange, err error) error {
 	return r
 }
 
-// releaseBody ends the exchange's own hold of the body, and drops what was scanned from it.
+// releaseBody ends the exchange's own hold of the body, and drops all that was scanned from the body.
 func (e *exchange) releaseBody() {
 	if e.body != nil {
 		e.body.release()

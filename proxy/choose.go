@@ -2,11 +2,11 @@
 
 package proxy
 
-// Which engines serve a request together: P and D, D alone, or an engine that does both.
+// How the engines of a request are chosen: P and D, D alone, or an engine that does both.
 
 import "slices"
 
-// chooseOnlyLocked is chooseLocked for a request that no other engine can answer.
+// chooseOnlyLocked chooses the engine b, for a request that no other engine can answer. Its results are those of chooseLocked.
 func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how availability, of role) {
 	switch {
 	case !slices.Contains(f.mu.all, b) || !b.well.Load():
@@ -17,8 +17,8 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how availability, of rol
 	return choice{engine: b}, ready, b.role
 }
 
-// pickPrefillLocked returns the prefill engine that a request should go to, with its rank; a nil engine that is ready means that D may
-// compute alone (Options.DecodeAlone).
+// pickPrefillLocked returns the prefill engine for a request, with its rank. If how is ready but p is nil, D may compute the prompt
+// itself (Options.DecodeAlone).
 func (f *fleet) pickPrefillLocked(w *needs, like fit) (p *backend, who rank, lacks int, how availability) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
@@ -33,7 +33,8 @@ func (f *fleet) pickPrefillLocked(w *needs, like fit) (p *backend, who rank, lac
 	return p, who, lacks, how
 }
 
-// chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
+// chooseLocked chooses the engines for a request; takeLocked then takes the places. how is ready, or says why there is no choice; of is
+// the role whose engines are missing.
 func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	switch {
 	case w.only != nil:
@@ -45,7 +46,7 @@ func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	if how == ready || !f.rooms.Load() || w.kind != anyKind {
 		return c, how, of
 	}
-	for _, k := range []kind{vllmKind, sglangKind} { // the chosen D has no P; a D of the other kind may have one
+	for _, k := range []kind{vllmKind, sglangKind} { // the chosen D has no matching P; a D of the other kind may have one
 		if c2, how2, of2 := f.chooseOfLocked(w, fit{kind: k}); how2 > how {
 			c, how, of = c2, how2, of2
 		}
@@ -53,14 +54,14 @@ func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	return c, how, of
 }
 
-// chooseOfLocked is chooseLocked among D's that fit like, and engines that do both.
+// chooseOfLocked is chooseLocked, limited to the D's that match like and to engines that do both.
 func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, of role) {
 	d, dLacks, dHow := f.pickLocked(decode, w, like)
 	if dHow == absent {
 		e, lacks, how := f.pickLocked(both, w, fit{})
 		return choice{engine: e, lacks: [2]int{lacks}}, how, both
 	}
-	needs := !w.ready && !w.alone // P
+	needs := !w.ready && !w.alone // whether the request needs P
 	if d != nil {
 		like = d.fit()
 	}
@@ -73,7 +74,7 @@ func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, 
 			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
 	}
-	var p *backend // nil: D computes alone
+	var p *backend // nil: D computes the prompt itself
 	pLacks, pHow, who := 0, ready, rank{}
 	if needs {
 		p, who, pLacks, pHow = f.pickPrefillLocked(w, like)
@@ -104,8 +105,8 @@ func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, 
 	return choice{}, full, decode
 }
 
-// missingBytes returns how many bytes of a prompt D would have to compute if it computed alone, and why not
-// more: D has the rest, or can load it from the cache server.
+// missingBytes returns how many bytes of a prompt D would have to compute without P. The second result says why that is not more: D has
+// the rest, or can load the rest from the cache server.
 func (f *fleet) missingBytes(w *needs, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {

@@ -10,9 +10,9 @@ import (
 
 // CORS says which web pages may use the API from a browser. The zero value allows none.
 type CORS struct {
-	Origins     []string // "*" is any
-	Methods     []string // default all
-	Headers     []string // default all
+	Origins     []string // "*" allows any
+	Methods     []string // default all methods
+	Headers     []string // default all header fields
 	Credentials bool
 }
 
@@ -20,7 +20,7 @@ func has(list []string, s string) bool {
 	return len(list) == 0 || slices.Contains(list, "*") || slices.ContainsFunc(list, func(v string) bool { return strings.EqualFold(v, s) })
 }
 
-// headers adds the fields that let a page read an answer. It reports whether r is a preflight; then it has answered r.
+// headers adds the header fields that let a web page read the answer. If r is a preflight request, headers answers it and returns true.
 func (c *CORS) headers(w http.ResponseWriter, r *http.Request) (answered bool) {
 	origin := r.Header.Get("Origin")
 	if len(c.Origins) == 0 || origin == "" {

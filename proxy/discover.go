@@ -16,41 +16,41 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// Source is where engines are found.
+// Source says where the proxy finds engines.
 type Source struct {
-	Role string // engine, prefill, decode
-	// URL is dns+http://NAME:PORT for an engine at each address of a name, or registry+http://HOST:PORT?port=PORT for
-	// an engine at each side channel's host in a registry. There ?port= is the port of the engines' API, and
-	// &scheme=http its scheme if it is not the registry's.
+	Role string // of the engines found: engine, prefill or decode
+	// URL is dns+http://NAME:PORT for an engine at each address of a DNS name, or registry+http://HOST:PORT?port=PORT for an engine at
+	// each host whose side channel a registry lists. For a registry, ?port= is the port of the engines' API, and &scheme=http its
+	// scheme if that is not the registry's.
 	URL string
 	// Registry is the port of the registry at each prefill engine that DNS finds.
 	Registry int
-	Guessed  bool // Registry is a default: the port that P itself reports replaces it
+	Guessed  bool // Registry is only a default: the port that P itself reports replaces it
 }
 
-// finder asks a Source.
+// finder looks up the engines of a Source.
 type finder struct {
 	role     role
-	api      url.URL // of engines; its host is replaced
-	name     string  // DNS
+	api      url.URL // address of an engine's API, whose host is replaced
+	name     string  // DNS name
 	registry *bootstrap.Client
-	port     int  // of a registry at each engine
-	guessed  bool // port is a default
+	port     int  // port of a registry at each engine
+	guessed  bool // port is only a default
 
-	outside, beyond int // engines left out at the last look: outside of FoundNetworks, and beyond maxFound
+	outside, beyond int // engines left out at the last lookup: outside FoundNetworks, and more than maxFound
 }
 
-// maxFound bounds the engines that one registry makes known: any host that reaches a registry may register.
+// maxFound is the largest number of engines that the proxy accepts from one registry: any host that reaches a registry may register.
 const maxFound = 64
 
-// privateNetworks are the default of Options.FoundNetworks.
+// privateNetworks is the default of Options.FoundNetworks.
 var privateNetworks = []netip.Prefix{
 	netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
 	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("fc00::/7"),
 }
 
-// foundAllowed reports whether all addresses of a host that a registry names are in Options.FoundNetworks.
+// foundAllowed reports whether all addresses of a host that a registry names lie in Options.FoundNetworks.
 func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	addresses := []string{host}
 	if _, err := netip.ParseAddr(host); err != nil {
@@ -65,13 +65,13 @@ func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	})
 }
 
-// selectFound returns the engines of a registry that the proxy may ask: those in Options.FoundNetworks, at most maxFound,
-// known engines first. It logs when the number of engines left out changes.
+// selectFound returns those of the found engines that the proxy may use: at most maxFound, in Options.FoundNetworks, and engines that
+// are known first. It logs when the number of engines left out changes.
 func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
 	if f.registry == nil {
-		return found // DNS names are the operator's
+		return found // DNS names come from the operator
 	}
-	var first, others []Prefill // engines that are known keep their places
+	var first, others []Prefill // known engines keep their places
 	for _, e := range found {
 		if known[e.URL] != nil {
 			first = append(first, e)
@@ -99,7 +99,7 @@ func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*ba
 	return selected
 }
 
-// discoverEvery is how many health checks of engines pass between two searches for engines.
+// discoverEvery is the number of health checks of engines between two lookups of a Source.
 const discoverEvery = 5
 
 func newFinder(s Source, dialect Dialect, of bootstrap.ClientOptions) (*finder, error) {
@@ -126,7 +126,7 @@ func newFinder(s Source, dialect Dialect, of bootstrap.ClientOptions) (*finder, 
 	return nil, fmt.Errorf("%.200q is not dns+http://NAME:PORT, or for mooncake's P registry+http://HOST:PORT?port=PORT", s.URL)
 }
 
-// find returns the engines that are there now.
+// find returns the engines that the source names now.
 func (f *finder) find(ctx context.Context, resolve func(context.Context, string) ([]string, error)) (out []Prefill, err error) {
 	var hosts []string
 	if f.registry == nil {
@@ -170,8 +170,8 @@ func hostsOf(e bootstrap.Engine) map[string]bool {
 	return hosts
 }
 
-// discover adds the engines of a source and removes engines that the source names no more, until ctx ends.
-// A source that does not answer changes nothing.
+// discover looks up a source again and again until ctx ends. It adds the engines that the source names and removes those that it names
+// no more. While a source does not answer, nothing changes.
 func (p *Proxy) discover(ctx context.Context, f *finder) {
 	known := make(map[string]*backend)
 	for {
@@ -191,7 +191,7 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 		case <-time.After(discoverEvery * p.o.HealthInterval):
 		case <-ctx.Done():
 			if f.registry != nil {
-				_ = f.registry.Close() // always nil
+				_ = f.registry.Close() // the error is always nil
 			}
 			return
 		}

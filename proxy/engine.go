@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 )
 
-// role is what an engine does for a request.
+// role says what an engine computes: the prompt (P), the answer (D), or both.
 type role uint8
 
 const (
@@ -31,44 +31,44 @@ func (r role) String() string { return [...]string{"engine", "prefill engine", "
 type backend struct {
 	role     role
 	url      string
-	host     string            // of url
-	found    bool              // in a registry, where any host may register
-	client   *http1.Client     // of requests
-	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
+	host     string            // the host in url
+	found    bool              // found in a registry, where any host may register
+	client   *http1.Client     // carries the requests of clients
+	registry *bootstrap.Client // of a Mooncake prefill engine; nil: it has none
 	stop     context.CancelFunc
-	events   []*blocks.Follower // of its data-parallel ranks; nil: none are followed
-	looking  sync.Mutex         // one look at a time
-	guessed  bool               // bootstrap is a default
-	// bootstrap is the address of a prefill engine's bootstrap server as the operator sets it; "": the one that P reports.
+	events   []*blocks.Follower // followers of KV events, one per data-parallel rank; nil: they are not followed
+	looking  sync.Mutex         // held during a health check
+	guessed  bool               // bootstrap is only a default
+	// bootstrap is the address of a prefill engine's bootstrap server that the operator has set; "": the address that P itself reports.
 	bootstrap string
 
-	// Under looking:
-	identified bool // it is known whether it is an engine of SGLang
-	missed     bool // the last look did not find it well
+	// Guarded by looking:
+	identified bool // the proxy knows whether the engine is SGLang's
+	missed     bool // the last health check did not find it well
 
-	well     atomic.Bool // it answered the last look, and no call failed since
+	well     atomic.Bool // it answered the last health check well, and no call has failed since
 	draining atomic.Bool
-	models   atomic.Pointer[[]model] // nil: not known, it may have any
+	models   atomic.Pointer[[]model] // nil: not known, so it may have any model
 	reason   atomic.Pointer[string]  // why an engine of SGLang is not used; nil or "": it is used
-	sglang   atomic.Pointer[sglang]  // what an engine of SGLang reports about itself; nil: it is no engine of SGLang
-	others   atomic.Int64            // requests of other proxies, by its metrics
+	sglang   atomic.Pointer[sglang]  // what an engine of SGLang reports about itself; nil: the engine is not SGLang's
+	others   atomic.Int64            // requests that other proxies have at this engine, according to its metrics
 	rankTurn atomic.Uint64
-	id       atomic.Uint32 // in the index of prefixes; another one for each life
+	id       atomic.Uint32 // id of its current life in the index of prefixes
 
-	// Under fleet.mu:
-	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
-	turn     uint64            // when it last got one of any model
-	recent   float64           // requests it got, older ones counting less; see recently
+	// Guarded by fleet.mu:
+	turns    map[string]uint64 // by model: number of the last place taken there; see fleet.takeEngineLocked
+	turn     uint64            // number of the last place taken there, for any model
+	recent   float64           // requests that it got recently; older ones count less; see recently
 	recentAt uint64            // fleet.mu.taken when recent was set
 	circuit  circuit
 	inFlight int
-	pending  int // prompt bytes that it has yet to compute
-	doubts   int // looks that follow a failed call
+	pending  int // prompt bytes that it has been given but has not computed yet
+	doubts   int // health checks in progress because a call failed
 
 	mu struct {
 		sync.Mutex
-		ranks  []rank // of a prefill engine, from its registry
-		misses int    // looks in a row that were not answered
+		ranks  []rank // of a prefill engine, as its registry lists them
+		misses int    // health checks in a row that got no answer
 		life   context.Context
 		end    context.CancelCauseFunc
 	}
@@ -77,12 +77,12 @@ type backend struct {
 // model is a model that an engine serves.
 type model struct {
 	id   string
-	base string          // the engine's own name of the model, under which its KV events report blocks; "": an adapter, whose KV is its own
-	raw  json.RawMessage // as the engine lists it; nil: another name of a listed model
-	sent string          // the name that requests to the engine must have; "": id
+	base string          // the engine's own name of the model, under which its KV events report blocks; "": an adapter, whose KV is separate
+	raw  json.RawMessage // as the engine lists it; nil: only another name of a listed model
+	sent string          // the name that a request to the engine must carry; "": id
 }
 
-// kind says by which protocol P and D of an engine pair: vLLM's or SGLang's.
+// kind says by which protocol an engine is paired with its P or D: vLLM's or SGLang's.
 type kind uint8
 
 const (
@@ -98,10 +98,10 @@ func (b *backend) kind() kind {
 	return vllmKind
 }
 
-// fit is what P and D of one request must have in common. The zero fit fits every engine.
+// fit is what P and D of one request must have in common. The zero fit matches every engine.
 type fit struct {
 	kind kind
-	page int // of KV, tokens; 0: not known
+	page int // tokens in a page of KV; 0: not known
 }
 
 func (b *backend) fit() fit {
@@ -112,12 +112,14 @@ func (b *backend) fit() fit {
 	return f
 }
 
-// pairsWith reports whether two engines can be P and D of a request. A D of SGLang that gets a P of another page size ends its process.
+// pairsWith reports whether engines with the fits a and b can be P and D of one request. (A D of SGLang that gets a P with another page
+// size ends its process.)
 func (a fit) pairsWith(b fit) bool {
 	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
 }
 
-// prefillFitsLocked appends the fits of the prefill engines that could take a request; it appends none if the request needs no P.
+// prefillFitsLocked appends to fits the fit of each prefill engine that could take the request. It appends none if the request needs no
+// P.
 func (f *fleet) prefillFitsLocked(fits []fit, w *needs) []fit {
 	if w.ready || w.alone {
 		return fits
@@ -133,7 +135,7 @@ func (f *fleet) prefillFitsLocked(fits []fit, w *needs) []fit {
 	return fits
 }
 
-// registered reports whether a registry has the engine's id.
+// registered reports whether the engine's id comes from a registry.
 func (b *backend) registered() bool { return b.registry != nil && b.kind() == vllmKind }
 
 // rank is one data-parallel rank of a prefill engine.
@@ -142,13 +144,13 @@ type rank struct {
 	engine string
 }
 
-// serves reports whether the engine has a model; "" is any.
+// serves reports whether the engine has a model; "" stands for any model.
 func (b *backend) serves(name string) bool {
 	list := b.models.Load()
 	return name == "" || list == nil || slices.ContainsFunc(*list, func(m model) bool { return m.id == name })
 }
 
-// nextRank returns the rank of a prefill engine whose turn it is; false: its registry shows none.
+// nextRank returns the rank of a prefill engine whose turn it is. It returns false if the registry lists no rank.
 func (b *backend) nextRank() (rank, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -158,7 +160,7 @@ func (b *backend) nextRank() (rank, bool) {
 	return b.mu.ranks[b.rankTurn.Load()%uint64(len(b.mu.ranks))], true
 }
 
-// rank returns a data-parallel rank as the registry shows it now.
+// rank returns the data-parallel rank dp as the registry lists it now.
 func (b *backend) rank(dp int) (rank, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -170,14 +172,14 @@ func (b *backend) rank(dp int) (rank, error) {
 	return rank{}, fmt.Errorf("prefill engine %s has no data-parallel rank %d now", b.url, dp)
 }
 
-// hasRanks reports whether the registry shows several data-parallel ranks.
+// hasRanks reports whether the registry lists several data-parallel ranks.
 func (b *backend) hasRanks() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return len(b.mu.ranks) > 1
 }
 
-// life ends when the engine has been silent for long.
+// life returns a context that ends when the engine has been silent for silentLooks health checks.
 func (b *backend) life() context.Context {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -18,14 +18,14 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// Bounds of the requests for tokens (/tokenize) that the proxy needs to use KV events.
+// Limits of the requests to /tokenize. The proxy needs the tokens of a prompt to use KV events.
 const (
-	maxTokenizing = 4        // prompts that engines tokenize at a time; others are left out
-	maxTokenized  = 32 << 20 // bytes of an answer
+	maxTokenizing = 4        // most prompts that engines tokenize at a time; further prompts are left out
+	maxTokenized  = 32 << 20 // most bytes of an answer
 	tokenizeTime  = 30 * time.Second
 )
 
-// followEvents begins to follow the KV events of an engine, one publisher for each of its data-parallel ranks.
+// followEvents begins to follow the KV events of an engine, from one publisher for each of its data-parallel ranks.
 func (p *Proxy) followEvents(b *backend) error {
 	if p.o.EventsPort == 0 {
 		return nil
@@ -47,7 +47,7 @@ func (p *Proxy) followEvents(b *backend) error {
 	return nil
 }
 
-// blockTokens returns how many tokens a block of the engine has; 0: no event has said it yet.
+// blockTokens returns how many tokens a block of the engine has; 0: no event has reported it yet.
 func (b *backend) blockTokens() (tokens int) {
 	for _, f := range b.events {
 		if _, n, _ := f.Blocks(); n > 0 {
@@ -57,8 +57,8 @@ func (b *backend) blockTokens() (tokens int) {
 	return tokens
 }
 
-// holds returns how many leading bytes of a prompt the rank with most of them has, by the engine's events. all says that
-// up to reach the engine has nothing else.
+// holds returns how many leading bytes of a prompt the engine has, according to its events: n of the rank that has most. reach is how
+// far the events tell. all means that up to reach the engine has nothing more.
 func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int, all bool) {
 	all = true
 	for _, f := range b.events {
@@ -68,8 +68,8 @@ func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int
 	return n, reach, all
 }
 
-// byEvents corrects what engines have seen of a prompt by the KV events of the engines. Beyond the last mark whose
-// block is known, events say nothing.
+// byEvents corrects, by the engines' KV events, which engines have seen how much of a prompt. About the prompt after the last mark
+// whose block is known, events say nothing.
 func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen {
 	known := p.known.Find(make([]blocks.Known, 0, len(marks)), marks)
 	if !slices.ContainsFunc(known, func(k blocks.Known) bool { return k.Key != 0 }) {
@@ -96,7 +96,7 @@ func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen 
 	return seen
 }
 
-// base returns the engine's own name of a model; "": it is not known, or the model is an adapter.
+// base returns the engine's own name of a model; "": the name is unknown, or the model is an adapter.
 func (b *backend) base(name string) string {
 	if list := b.models.Load(); list != nil {
 		for _, m := range *list {
@@ -108,8 +108,8 @@ func (b *backend) base(name string) string {
 	return ""
 }
 
-// learn asks the engine that answers to tokenize the prompt, in a request beside this one, unless the blocks of the prompt
-// are known already.
+// learn asks the engine that answers to tokenize the prompt, in an extra request beside the client's, unless the prompt's blocks are
+// known already.
 func (e *exchange) learn(b *backend) {
 	p, store, marks := e.p, &e.p.fleet.store, e.want.marks
 	if len(marks) == 0 {
@@ -159,7 +159,7 @@ func (e *exchange) learn(b *backend) {
 	}
 }
 
-// isText reports whether an engine can tokenize the prompt of a request: it is one text, or messages.
+// isText reports whether an engine can tokenize the prompt of a request: the prompt is one text, or a list of messages.
 func isText(q *openai.Request) bool {
 	return !q.Prompt.Has() && q.Messages.Has() || q.Prompt.Has() && q.Body[q.Prompt.From] == '"'
 }
@@ -175,7 +175,7 @@ func (p *Proxy) tokenize(b *backend, body []byte, key string) []int64 {
 	if key != "" {
 		fields += "Authorization: Bearer " + key + "\r\n"
 	}
-	// net/http would go on to read the body after it has returned, when others use that memory.
+	// net/http would read on in the body after it has returned, when other requests use that memory.
 	resp, err := n.Do(ctx, &http1.Request{Method: http.MethodPost, Target: "/tokenize", Fields: []byte(fields), Body: [][]byte{body}}, time.Time{})
 	if err != nil {
 		return nil

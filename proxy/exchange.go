@@ -25,10 +25,10 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// upstreamIdle is how long a connection to an engine may be idle: uvicorn closes after 5 s.
+// upstreamIdle is how long an idle connection to an engine is kept: uvicorn closes it after 5 s.
 const upstreamIdle = 4 * time.Second
 
-// exchange is one request of a client.
+// exchange is the state of one request of a client.
 type exchange struct {
 	p        *Proxy
 	w        http.ResponseWriter
@@ -38,40 +38,40 @@ type exchange struct {
 	q        *openai.Request
 	want     needs
 	route    routeKind
-	key      *keys.Key     // of the client; nil: the proxy demands none
-	shared   *limits.Limit // counted together with other proxies; nil: it is not
-	salt     []openai.Edit // separate the key's prefix cache and responses from those of other keys
+	key      *keys.Key     // of the client; nil: the proxy demands no keys
+	shared   *limits.Limit // the key's limits, counted together with other proxies; nil: not counted
+	salt     []openai.Edit // edits that separate the key's prefix cache and responses from those of other keys
 	id       string
 	start    time.Time
 	attempts int
-	sentID   string             // id, as engines have it in this attempt
-	refused  bool               // the engine that answers has answered otherwise than 200, in this attempt
-	split    bool               // this attempt goes through P and D
-	fields   []byte             // of all legs
-	secrets  []byte             // the lines of fields that have credentials
-	saltText string             // of the prompt's KV
-	prompt   *prefix.RelayedKey // nil: no relay is there
+	sentID   string             // the request's id at the engines, in this attempt
+	refused  bool               // in this attempt, the engine that answers sent another status than 200
+	split    bool               // this attempt uses P and D
+	fields   []byte             // header fields that all legs have
+	secrets  []byte             // those lines of fields that carry credentials
+	saltText string             // salt of the prompt's KV
+	prompt   *prefix.RelayedKey // key of the prompt; nil: there is no relay
 
-	handed       *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
-	againID      string             // transfer id under which a relay gives the prompt's KV once more
-	againFrom    string             // and P, as the relay names it
-	answers      atomic.Bool        // the engine that answers has begun: P's result does not matter any more
-	prefilled    atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
-	cached       atomic.Int64       // prompt tokens that P had cached; -1: not known
-	prefillEnded chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
-	model        *modelCounters     // of a good answer
+	handed       *transferlog.Entry // log entry of this attempt: how far the KV has come from P, or a relay, to D; nil: no KV is moved
+	againID      string             // transfer id by which a relay gives the prompt's KV again
+	againFrom    string             // the relay's name of P, for the log
+	answers      atomic.Bool        // the engine that answers has begun, so P's result does not matter any more
+	prefilled    atomic.Int64       // when P had answered, in ns after start; 0: there is no P, or not yet
+	cached       atomic.Int64       // prompt tokens that P found in its cache; -1: not known
+	prefillEnded chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is no P's leg
+	model        *modelCounters     // counters of the model, set when a good answer begins
 	span         otlp.Context       // with Options.Spans
-	parent       [8]byte            // its parent; zero: none
-	answered     attempts           // the engines' answers to attempts that failed
-	front        front              // what the client gets before the answer
-	list         *list              // that the request is a part of; nil: none
-	hasPlaces    bool               // the part has places at engines
-	turn         bool               // the part has its turn at the engines
-	rooms        bool               // P and D of SGLang are to serve it
-	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
+	parent       [8]byte            // id of the span's parent; zero: none
+	answered     attempts           // answers of engines to attempts that failed
+	front        front              // sends the client comments before the answer
+	list         *list              // the list of prompts of which this request is a part; nil: none
+	hasPlaces    bool               // this part has places at engines
+	turn         bool               // it is this part's turn to ask for engines
+	rooms        bool               // P and D of SGLang shall serve it
+	boot         []openai.Edit      // of this attempt: fields by which P and D of SGLang find each other
 	beside       *backend           // of this attempt: P or D, whichever lists its models; nil: neither does, or there is no P
 	idPrefix     string             // of this attempt: prefix of the client's ids at engines of SGLang
-	extended     time.Time          // when the client's time to take bytes began
+	extended     time.Time          // when the client's write deadline was set last
 }
 
 func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
@@ -95,7 +95,7 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// end counts and logs.
+// end releases what the request holds, and counts and logs its outcome.
 func (e *exchange) end(outcome string) {
 	e.releaseBody()
 	if e.key != nil {
@@ -112,22 +112,22 @@ func (e *exchange) end(outcome string) {
 	e.p.o.Log.Debug("a request ended", "request", e.id, "model", e.want.model, "outcome", outcome, "attempts", e.attempts, "took", time.Since(e.start))
 }
 
-// refuse tells the client why no engine answers its request.
+// refuse tells the client why its request is not answered, and returns the outcome.
 func (e *exchange) refuse(err error) (outcome string) {
 	r, ok := errors.AsType[*refusal](err)
 	if e.r.Context().Err() != nil && (r == nil || !r.always) {
 		return "client_left"
 	}
-	if !ok { // addresses and texts of engines are for the operator alone
+	if !ok { // texts with engines' addresses are for the operator only
 		e.p.o.Log.Warn("no engine answered a request", "request", e.id, "attempts", e.attempts, "err", err)
 		r = &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: "no engine answered", retry: 1, outcome: "failed"}
-		if errors.Is(err, errLate) { // a client that tries again costs the same work again
+		if errors.Is(err, errLate) { // a client that tries again would cause the same work again
 			r = &refusal{status: http.StatusGatewayTimeout, kind: "GatewayTimeout", text: "no engine answered in time", outcome: "failed"}
 		}
 	}
 	if r.status != 0 {
 		if e.front.seal() {
-			_ = e.endEarly(r.status, r.kind, r.text) // the refusal has an outcome of its own
+			_ = e.endEarly(r.status, r.kind, r.text) // the refusal has its own outcome
 			return r.outcome
 		}
 		e.w.Header().Set("X-Request-Id", e.id)
@@ -137,19 +137,19 @@ func (e *exchange) refuse(err error) (outcome string) {
 	return r.outcome
 }
 
-// errNotSent means that an engine has not had the request.
+// errNotSent means that an engine did not get the request.
 var errNotSent = errors.New("the engine cannot be reached")
 
 // errLost means that an engine broke off before the first byte of its answer.
 var errLost = errors.New("the engine broke off")
 
-// errFailed means that an engine answered that it cannot.
+// errFailed means that an engine answered that it cannot serve the request.
 var errFailed = errors.New("the engine failed")
 
 // errLate means that an engine did not answer in time.
 var errLate = errors.New("no answer in time")
 
-// serve tries the request until a first byte comes, and passes the answer on.
+// serve makes attempts until the first byte of an answer comes, and passes the answer on to the client.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
 	e.secrets = onlyCredentials(fields)
@@ -181,7 +181,7 @@ func (e *exchange) serve() (outcome string) {
 		if e.r.Context().Err() != nil {
 			return "client_left"
 		}
-		if errors.Is(err, errStopped) { // D computes the prompt itself: the whole answer may be the stop token
+		if errors.Is(err, errStopped) { // D computes the prompt itself: the stop token may be the whole answer
 			e.want.alone, e.want.noRoom = true, true
 			e.attempts--
 			continue
@@ -198,8 +198,8 @@ func (e *exchange) serve() (outcome string) {
 	}
 }
 
-// engineID is what engines call a request in this attempt. Where P and D know the KV by it, it must
-// be unique: clients choose ids as they like, and P may still hold KV of a former attempt.
+// engineID returns the id of the request at the engines, in this attempt. Where P and D name the KV by it, it must be unique: clients
+// choose ids freely, and P may still hold KV of an earlier attempt.
 func (e *exchange) engineID(c choice) string {
 	if c.prefill == nil || e.p.o.Dialect == Mooncake || c.prefill.kind() == sglangKind {
 		return e.id
@@ -207,7 +207,7 @@ func (e *exchange) engineID(c choice) string {
 	return e.id + "-" + newID()
 }
 
-// recordPrefix remembers which engines see the prompt.
+// recordPrefix records in the index which engines get the prompt.
 func (e *exchange) recordPrefix(c choice) {
 	if e.p.index == nil || len(e.want.marks) == 0 {
 		return
@@ -218,8 +218,8 @@ func (e *exchange) recordPrefix(c choice) {
 	}
 }
 
-// attempt sends the request to engines once, and gives their places back. On an error the client has
-// got nothing yet. relayed are the params with which D alone gets the prompt's KV from a relay; nil: none.
+// attempt sends the request to the chosen engines once, and then gives their places back. If it returns an error, the client has got
+// nothing yet. relayed are the params by which D alone gets the prompt's KV from a relay; nil: no relay has it.
 func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
@@ -255,18 +255,18 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 // leg is the result of P's leg.
 type leg struct {
 	params []byte // P's kv_transfer_params for D; nil: none
-	cached int    // prompt tokens that P had cached; -1: not known
-	// stopped says that P's token was a stop token. Then P gives its KV to no D: vLLM's connectors keep KV only of requests that ended
-	// at their length. With MooncakeConnector a D that asks for it waits for P's limit, 480 s by default.
+	cached int    // prompt tokens that P found in its cache; -1: not known
+	// stopped means that P's token was a stop token. Then P gives its KV to no D: vLLM's connectors keep KV only of requests that ended
+	// because of their length. With MooncakeConnector, a D that asks for the KV waits until P's limit, 480 s by default.
 	stopped bool
-	// answered says that P's status was 200: P has computed the prompt, even if the rest of its answer cannot be read.
+	// answered means that P's status was 200: P has computed the prompt, even if the rest of its answer cannot be read.
 	answered bool
 }
 
-// errStopped means that P has no KV for D, since its token was a stop token.
+// errStopped means that P has no KV for D, because P's token was a stop token.
 var errStopped = errors.New("the prompt ended at P by a stop token")
 
-// refusedByP is an answer by which P, or D of SGLang, refuses the request itself; the client gets it.
+// refusedByP is an answer with which P, or a D of SGLang, refuses the request itself. The client gets that answer.
 type refusedByP struct {
 	fields []http1.Field
 	status int
@@ -276,12 +276,12 @@ type refusedByP struct {
 func (a *refusedByP) Error() string { return fmt.Sprintf("status %d: %.200s", a.status, a.text) }
 
 func encode(params *wire.KVTransferParams) []byte {
-	b, _ := params.MarshalJSON() // texts and truths
+	b, _ := params.MarshalJSON() // only texts and booleans
 	return b
 }
 
-// prefillGrace is how long P's leg may go on after D's whole answer, so that its connection can be used again. It is also how long after a
-// failed attempt the proxy waits for P's answer: it must know of a P that has just computed the prompt, or P's KV would stay.
+// prefillGrace is how long P's leg may go on after D's complete answer, so that its connection can be used again. The proxy also waits
+// that long for P's answer after a failed attempt: it must know whether P has computed the prompt, because then P's KV must be freed.
 const prefillGrace = 2 * time.Second
 
 // together sends the request to P and D at the same time.
@@ -295,7 +295,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	e.beginHandover(transfer, who.engine, c, transferlog.Computing, "P computes")
 	handed := e.handed
 	pieces, held := e.prefillPieces(encode(wire.RemoteDecode(transfer)))
-	fields := e.legFields(c.prefill, who) // made now: P's leg may outlive this attempt, and the next attempt has other fields
+	fields := e.legFields(c.prefill, who) // made now: P's leg may outlive this attempt, and the next attempt changes these fields
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
 	e.prefillEnded = done
@@ -320,7 +320,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 				e.cached.Store(int64(l.cached))
 				e.prefilled.Store(int64(time.Since(e.start)))
 				handed.Next(transferlog.Waiting, untilD, nil)
-			case !e.answers.Load(): // a D that answers has all it needs of P
+			case !e.answers.Load(): // a D that answers has got all it needs from P
 				cancel(err)
 			}
 		})
@@ -338,7 +338,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			held.release()
 			leaveP()
 			return
-		case e.r.Context().Err() != nil: // the client left: D has the whole request, or free makes a D take the KV
+		case e.r.Context().Err() != nil: // the client left: D has got the whole request, or free makes a D take the KV
 			abort()
 			<-done
 			if e.mustFree(err) && computed.Load() {
@@ -350,11 +350,11 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			e.abandon(done, abort, func() bool { return computed.Load() }, e.mustFree(err), e.freeing(c.prefill, params))
 			return
 		}
-		leaveP() // D has the whole KV, so P has computed all
+		leaveP() // D has all of the KV, so P has computed all
 		select {
 		case <-done:
 			abort()
-		default: // P's leg goes on beside the next requests
+		default: // P's leg goes on in the background
 			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
@@ -368,9 +368,9 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	return outcome, err
 }
 
-// reach returns a connection to P, and P's current rank. A new connection may lead to a P that was
-// restarted under another engine id, so reach then asks the registry. D must not get the id of an
-// engine that is gone, since P would keep the KV of a transfer that no D pulls.
+// reach returns a connection to P, and P's current rank. A new connection may lead to a P that was restarted under another engine id,
+// so reach then asks the registry again. D must not get the engine id of an earlier P: the present P would keep the KV of a transfer
+// that no D pulls.
 func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn, rank, error) {
 	n, err := b.client.Conn(ctx)
 	if err != nil {
@@ -398,7 +398,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 	return n, who, err
 }
 
-// prefill runs P's leg. It releases the body once P has the request.
+// prefill runs P's leg. It releases body when P has got the request.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, fields []byte, pieces [][]byte, held *body) (l leg, err error) {
 	span, fields := e.legSpan(fields)
 	start := time.Now()
@@ -442,8 +442,8 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	return leg{answer.Params, answer.Cached, answer.Stopped, true}, nil
 }
 
-// passOver reads the rest of an answer of P that is longer than maxPrefilled: it has logprobs of the whole prompt. D gets them from P, and
-// D's own answer says how the request ended.
+// passOver reads the rest of an answer of P that is longer than maxPrefilled: it has the logprobs of the whole prompt. D gets these
+// from P, and D's own answer says how the request ended.
 func passOver(resp *http1.Response) error {
 	for {
 		if _, err := resp.Next(); errors.Is(err, io.EOF) {
@@ -454,10 +454,10 @@ func passOver(resp *http1.Response) error {
 	}
 }
 
-// maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
+// maxPrefilled is the largest answer of P that is scanned, in bytes: with NIXL the answer lists the prompt's blocks.
 const maxPrefilled = 8 << 20
 
-// remoteDecode returns the kv_transfer_params of the request to P in dialects without a registry.
+// remoteDecode returns the kv_transfer_params of the request to P, for the dialects without a registry.
 func remoteDecode(d Dialect) *wire.KVTransferParams {
 	params := wire.RemoteDecode("")
 	if d == NIXL {
@@ -468,8 +468,9 @@ func remoteDecode(d Dialect) *wire.KVTransferParams {
 	return params
 }
 
-// oneAfterTheOther sends the request to P, and then to D with P's params. In the dialect Mooncake it serves only the Messages API: a
-// Messages request cannot keep P from a stop token, and a D that waits for KV which P does not give holds its blocks for minutes.
+// oneAfterTheOther sends the request to P, and after P's answer to D, with P's params. In the dialect Mooncake it is used only for the
+// Messages API: a Messages request cannot keep P from ending with a stop token, and a D that waits for KV that P does not give holds
+// its blocks for minutes.
 func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
@@ -510,7 +511,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	e.handed.Next(transferlog.Waiting, untilD, nil)
 	var f freeing
 	if e.p.o.Dialect == Mooncake013 {
-		f = e.freeing(c.prefill, l.params) // the request is gone once D answers
+		f = e.freeing(c.prefill, l.params) // when D answers, the request's body is gone
 	}
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
 	if outcome == "ok" && transfer != "" && !l.stopped {
@@ -525,8 +526,8 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	return outcome, err
 }
 
-// answerOf runs D's leg. If a D did not get the request, or has no room for it, answerOf asks another D: P's KV waits for
-// any of them. It calls begin, unless nil, once it has a connection to D and before it sends the request.
+// answerOf runs D's leg. If a D did not get the request, or has no room for it, answerOf asks another D: any D can take P's KV. It
+// calls begin, unless that is nil, when it has a connection to D and before it sends the request.
 func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begin func() error) (outcome string, err error) {
 	for {
 		outcome, err = e.answer(ctx, d, 0, params, begin)
@@ -546,7 +547,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 	return outcome, err
 }
 
-// passRefusal passes a refusal of P, or of D of SGLang, on to the client.
+// passRefusal sends the client the answer with which P, or a D of SGLang in its first data, has refused the request.
 func (e *exchange) passRefusal(a *refusedByP) (outcome string) {
 	if e.front.seal() {
 		return e.endEarlyAs(a.status, a.text)

@@ -2,7 +2,7 @@
 
 package proxy
 
-// What HTTP header fields engines get: those of the client that may pass, the engine's API key and its rank.
+// Which HTTP header fields engines get: those of the client that may pass, the engine's API key, and its rank.
 
 import (
 	"bytes"
@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// hop are fields of a connection, which end here.
+// hop are header fields that concern one connection only. The proxy does not pass them on.
 var hop = map[string]bool{
 	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
 	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
@@ -18,34 +18,35 @@ var hop = map[string]bool{
 	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy itself answers CORS
 }
 
-// ofEngines are fields of an engine's answer that name the address of the engine or of a server in front of it: clients must not see them.
+// ofEngines are fields of an engine's answer that contain the address of the engine, or of a server in front of it. Clients must not
+// see them.
 var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt-Svc": true, "Refresh": true}
 
-// proxyFields are fields by which the proxy directs engines. Those of a client never pass beside the proxy's, because engines
-// read the first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
+// proxyFields are header fields with which the proxy directs engines. A client's field of such a name never passes beside the proxy's,
+// because engines read the first one. Only X-Data-Parallel-Rank passes, to an engine that computes and answers alone; see rankFields.
 var proxyFields = map[string]bool{
 	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
-	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
-	// SGLang reads these instead of the body's fields, where its SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES is set (0.5.23):
+	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: they say where it gets KV from
+	// SGLang reads these instead of the body's fields if SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES is set (0.5.23):
 	"X-Override-Bootstrap-Host": true, "X-Override-Bootstrap-Port": true, "X-Override-Bootstrap-Room": true, "X-Override-Rid": true,
 	"X-Override-Routed-Dp-Rank": true, "X-Override-Disagg-Prefill-Dp-Rank": true,
 }
 
-// credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own. Engines that
-// registered themselves never get them, unless the operator says so: clients may send the engines' own key.
+// credentials are fields in which clients send secrets. They are not passed on if the proxy has keys, or the engines have a key of
+// their own. Engines that registered themselves never get them, unless the operator allows it: clients may send the engines' own key.
 var credentials = map[string]bool{"Authorization": true, "X-Api-Key": true, "Api-Key": true, "Cookie": true}
 
-// passed are the fields of clients with API keys that reach engines; Options.PassHeaders adds others.
+// passed are the fields that engines get from clients with API keys. Options.PassHeaders adds others.
 var passed = map[string]bool{
 	"Accept": true, "Accept-Language": true, "Content-Type": true, "Content-Encoding": true, "User-Agent": true, "Traceparent": true, "Tracestate": true,
 	"Baggage": true, "X-Session-Id": true, "Anthropic-Version": true, "Anthropic-Beta": true,
 }
 
-// engineFields returns a client's fields as engines get them.
+// engineFields returns those header fields of the client's request that engines get.
 func (e *exchange) engineFields() []byte {
 	h, key := e.r.Header, e.p.o.EngineKey
 	b := make([]byte, 0, 512)
-	named := h["Connection"] // fields that the connection names end here too
+	named := h["Connection"] // fields that the client's Connection field names are not passed on
 	for k, values := range h {
 		switch {
 		case e.p.o.Keys != nil && !passed[k] && !e.p.passes[k]:
@@ -76,7 +77,7 @@ func connectionNames(values []string, name string) bool {
 	return false
 }
 
-// legFields returns the fields of a leg: those of all legs, the engine's key and its rank.
+// legFields returns the header fields of one leg: those of all legs, the engine's API key and its rank.
 func (e *exchange) legFields(b *backend, who rank) []byte {
 	fields := e.fields[:len(e.fields):len(e.fields)]
 	if b.found && !e.p.o.EngineKeyToFound {
@@ -88,7 +89,7 @@ func (e *exchange) legFields(b *backend, who rank) []byte {
 	return e.rankFields(fields, b, who)
 }
 
-// onlyCredentials returns the clients' secrets of fields; nil: there are none.
+// onlyCredentials returns those lines of fields that carry clients' secrets; nil: there are none.
 func onlyCredentials(fields []byte) (out []byte) {
 	for line := range bytes.Lines(fields) {
 		if name, _, _ := bytes.Cut(line, []byte(":")); credentials[string(name)] {
@@ -98,7 +99,7 @@ func onlyCredentials(fields []byte) (out []byte) {
 	return out
 }
 
-// withoutCredentials returns fields without the clients' secrets.
+// withoutCredentials returns fields without the lines that carry clients' secrets.
 func withoutCredentials(fields []byte) []byte {
 	out := make([]byte, 0, len(fields))
 	for line := range bytes.Lines(fields) {
@@ -109,7 +110,7 @@ func withoutCredentials(fields []byte) []byte {
 	return out
 }
 
-// keyFor returns the API key that an engine gets; "": none. Engines that registered themselves must not learn it.
+// keyFor returns the API key that the proxy sends to an engine; "": none. Engines that registered themselves must not learn it.
 func (p *Proxy) keyFor(b *backend) string {
 	if b.found && !p.o.EngineKeyToFound {
 		return ""
@@ -117,8 +118,8 @@ func (p *Proxy) keyFor(b *backend) string {
 	return p.o.EngineKey
 }
 
-// rankFields appends the field that names the data-parallel rank of a leg. Where the proxy does not choose one, a client's
-// choice passes to an engine that does the whole request; not that of a client with an API key.
+// rankFields appends the field with the leg's data-parallel rank. If the proxy does not choose a rank, a client without an API key may
+// choose it for an engine that computes the whole request.
 func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
 	value := ""
 	if dp, ok := e.rankOf(b, who); ok {
@@ -132,10 +133,10 @@ func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
 	return append(append(append(fields, "X-Data-Parallel-Rank: "...), value...), "\r\n"...)
 }
 
-// rankOf returns the data-parallel rank for a request to an engine; ok is false if the engine chooses.
+// rankOf returns the data-parallel rank of a request to an engine. ok is false if the engine shall choose.
 func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
 	switch {
-	case e.boot != nil && b.role != both: // the room says the rank
+	case e.boot != nil && b.role != both: // the room selects the rank
 	case b.registered():
 		return who.dp, b.hasRanks()
 	case e.p.o.DPSize > 1:

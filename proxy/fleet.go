@@ -16,64 +16,64 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// fleet is all engines, and the requests that wait for room at one.
+// fleet holds all engines, and the requests that wait for room at an engine.
 type fleet struct {
 	o     *Options
 	store store
-	rooms atomic.Bool // an engine of SGLang is there, or was
+	rooms atomic.Bool // there is, or was, an engine of SGLang
 
 	mu struct {
 		sync.Mutex
-		all    []*backend        // replaced, never changed
-		taken  uint64            // places taken so far; see backend.turns
+		all    []*backend        // a change replaces the slice
+		taken  uint64            // number of places taken so far; see backend.turns
 		queues map[string]*queue // by model; none is empty
 	}
 }
 
-// queue is the requests that wait for a model, first come first served among requests of one need.
+// queue holds the requests that wait for a model. Requests of the same need are served in the order of their arrival.
 type queue struct {
 	waiters []*waiter
-	shares  fair.Shares // of clients
-	doubt   bool        // an engine of the model was in doubt: waiters are refused when no engine is well
+	shares  fair.Shares // how much of the queue each client has
+	doubt   bool        // an engine of the model was in doubt: then waiters are refused when no engine is well
 }
 
-// has reports whether a request of a need waits.
+// has reports whether a request of the need n waits.
 func (q *queue) has(n need) bool {
 	return slices.ContainsFunc(q.waiters, func(w *waiter) bool { return w.want.need() == n })
 }
 
 type waiter struct {
 	want *needs
-	got  chan grant // one at most
+	got  chan grant // gets at most one grant
 }
 
-// grant is a waiter's places, or the reason why it gets none.
+// grant gives a waiter its places, or the reason why it gets none.
 type grant struct {
 	choice choice
 	err    error
 }
 
-// needs is what a request needs of an engine.
+// needs is what a request needs from engines.
 type needs struct {
 	model  string
-	alone  bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
+	alone  bool          // one engine must compute prompt and answer: it is no completion, or has several sequences
 	many   bool          // a completion of several prompts or answers
-	ready  bool          // D needs no P: a relay has the KV
-	noRoom bool          // P and D of SGLang cannot serve it: other engines do
-	marks  []prefix.Mark // of the prompt
-	seen   []prefix.Seen // of the marks
-	bytes  int           // of the prompt
-	stored stored        // what the cache server reports of it
-	who    string        // whose share of the queue
+	ready  bool          // D needs no P, because a relay has the KV
+	noRoom bool          // P and D of SGLang cannot serve it, so other engines do
+	marks  []prefix.Mark // marks of the prompt's beginning
+	seen   []prefix.Seen // which engines have seen how much of marks
+	bytes  int           // length of the prompt
+	stored stored        // what the cache server's events report about the prompt
+	who    string        // client whose share of the queue it uses
 
-	kind    kind     // of the engines that have the path; anyKind: all
-	only    *backend // the engine that has the response which the request continues; nil: any
-	session string   // that the client names; "": none
+	kind    kind     // kind of the engines that have the path; anyKind: all have it
+	only    *backend // the engine that stores the response which the request continues; nil: any
+	session string   // session that the client names; "": none
 	tried   []*backend
 }
 
-// need is the part of needs that decides which engines can take a request. Requests of one need wait for each other; requests of another
-// need do not wait behind them.
+// need is that part of needs which decides which engines can take a request. A request waits behind others of the same need, but not
+// behind those of another need.
 type need struct {
 	kind                 kind
 	only                 *backend
@@ -82,18 +82,18 @@ type need struct {
 
 func (w *needs) need() need { return need{w.kind, w.only, w.alone, w.ready, w.noRoom} }
 
-// of reports whether an engine of a role has the model and the path.
+// of reports whether the engine b has the role r, the model and the path.
 func (w *needs) of(b *backend, r role) bool {
 	return b.role == r && b.serves(w.model) && (w.kind == anyKind || w.kind == b.kind())
 }
 
-// choice is the engines of one request, with a place at each.
+// choice holds the engines of one request, which has a place at each.
 type choice struct {
-	engine  *backend // that answers
-	prefill *backend // nil: none
-	rank    rank     // of prefill
+	engine  *backend // engine that answers
+	prefill *backend // nil: there is no P
+	rank    rank     // DP rank of prefill
 	lacks   [2]int   // prompt bytes that engine and prefill do not have
-	spared  spared   // why there is no prefill
+	spared  spared   // why there is no P
 }
 
 // engines returns all engines; the caller must not change the slice.
@@ -121,12 +121,12 @@ func (f *fleet) remove(b *backend) {
 
 func (f *fleet) has(b *backend) bool { return slices.Contains(f.engines(), b) }
 
-// hasDecode reports whether a decode engine of vLLM serves a model, healthy or not.
+// hasDecode reports whether a decode engine of vLLM, well or not, serves a model.
 func (f *fleet) hasDecode(model string) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.kind() == vllmKind && b.serves(model) })
 }
 
-// shares reports whether another engine is in the same registry.
+// shares reports whether another engine uses the same registry as b.
 func (f *fleet) shares(b *backend) bool {
 	return slices.ContainsFunc(f.engines(), func(o *backend) bool {
 		return o != b && o.registry != nil && o.registry.Base() == b.registry.Base()
@@ -139,20 +139,20 @@ func (f *fleet) inFlight(b *backend) int {
 	return b.inFlight
 }
 
-// availability says whether engines of a role can take a request; the best engine counts.
+// availability says whether engines of a role can take a request. Of several engines, the best one counts.
 type availability uint8
 
 const (
-	absent availability = iota // none serves the model
+	absent availability = iota // no engine serves the model
 	unwell
-	doubtful // a call failed, and the look that follows has not ended
+	doubtful // a call failed, and the health check after it has not ended
 	full
 	ready
 )
 
-// pickLocked returns the engine that a request should go to: the one of least cost. Engines that were tried or are paused, and D's without
-// a fitting P, come last. Among engines of equal cost it picks the one whose last request of the model was longest ago, then the one whose
-// last request of any model was.
+// pickLocked returns the engine of role r with the least cost for a request. Engines that were tried or are paused, and D's without a
+// matching P, come last. Among engines of equal cost it returns the one whose last request for the model is oldest; if there are
+// several, the one whose last request for any model is oldest.
 func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int, how availability) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
@@ -162,7 +162,7 @@ func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int
 	}
 	var few [8]fit
 	pairs := few[:0]
-	if r == decode && f.rooms.Load() { // without SGLang every D fits every P
+	if r == decode && f.rooms.Load() { // without SGLang every D matches every P
 		pairs = f.prefillFitsLocked(pairs, w)
 	}
 	for _, b := range f.mu.all {
@@ -189,25 +189,26 @@ func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int
 	return best, lacks, how
 }
 
-// maxTurns bounds the models whose turns an engine remembers. Beyond it the turns begin anew.
+// maxTurns bounds the models for which engines remember their turns. When it is reached, all turns start anew.
 const maxTurns = 1024
 
-// turnOf returns the model under which an engine counts its turns: model, or "" if it has listed no models.
+// turnOf returns the model under which an engine counts a turn: model, or "" if the engine has not listed its models.
 func (b *backend) turnOf(model string) string {
 	if b.models.Load() == nil {
-		return "" // it may serve every name
+		return "" // it may accept any name
 	}
 	return model
 }
 
-// turn says when an engine last got a request, of one model and of any model, in places taken by the fleet.
+// turn says when an engine last got a request, for one model and for any model, as numbers of places taken in the fleet.
 type turn struct{ model, any uint64 }
 
 func (t turn) before(o turn) bool { return t.model < o.model || t.model == o.model && t.any < o.any }
 
 func (b *backend) lastTurnLocked(model string) turn { return turn{b.turns[b.turnOf(model)], b.turn} }
 
-// takeEngineLocked takes a place at an engine for a request of a model.
+// takeEngineLocked takes a place at an engine for a request of a model. lacks are the prompt bytes that the engine has to compute for
+// it.
 func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 	b.inFlight++
 	b.pending += lacks
@@ -215,7 +216,7 @@ func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 		b.circuit.probe = true
 	}
 	f.mu.taken++
-	if len(b.turns) >= maxTurns { // of all: an engine that alone forgot its turns would come first for each model
+	if len(b.turns) >= maxTurns { // of all engines: an engine that alone forgot its turns would come first for each model
 		for _, other := range f.mu.all {
 			clear(other.turns)
 		}
@@ -224,20 +225,21 @@ func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 	b.recent, b.recentAt = b.recently(f.mu.taken)+1, f.mu.taken
 }
 
-// recentTakes is the number of places taken in the whole fleet after which a request counts half in backend.recent.
+// recentTakes is the number of places taken in the whole fleet after which a request counts only half in backend.recent.
 const recentTakes = 512
 
-// recently returns how many requests the engine got recently, when the fleet has taken that many places.
+// recently returns how many requests the engine got recently, each weighted by its age. taken is the current number of places taken in
+// the fleet.
 func (b *backend) recently(taken uint64) float64 {
 	return b.recent * math.Exp2(-float64(taken-b.recentAt)/recentTakes)
 }
 
-// aboveMean is the factor of the mean of recent requests up to which an engine stays the home of unseen prompts while
-// requests are in progress.
+// aboveMean bounds the recent requests of an engine that stays the home of unseen prompts while requests are in progress: that many
+// times the mean of the engines.
 const aboveMean = 1.08
 
-// overloadedLocked reports whether a request should not go to its home: the home got more than aboveMean times as many recent requests
-// as the mean of the engines that could take this one, and one of these has a request in progress.
+// overloadedLocked reports whether a request should not go to its home: the home got more recent requests than aboveMean times the mean
+// of the engines that could take this request, and one of these has a request in progress.
 func (f *fleet) overloadedLocked(home *backend, r role, w *needs) bool {
 	sum, engines, busy := 0.0, 0, false
 	for _, b := range f.mu.all {
@@ -250,7 +252,7 @@ func (f *fleet) overloadedLocked(home *backend, r role, w *needs) bool {
 	return busy && home.recently(f.mu.taken)*float64(engines) > aboveMean*sum
 }
 
-// requestCost is the weight of a request in progress in bytes of prompt, for its decoding beside others.
+// requestCost is what a request in progress costs for its decoding beside others, as bytes of prompt to compute.
 const requestCost = 1 << 10
 
 func (f *fleet) cost(b *backend, w *needs, lacks int, home *backend) float64 {
@@ -264,12 +266,12 @@ func (f *fleet) cost(b *backend, w *needs, lacks int, home *backend) float64 {
 		}
 		return c
 	}
-	return 0 // all are equal: turns decide
+	return 0 // all costs are equal: turns decide
 }
 
-// homeLocked returns the engine to which all proxies send a prompt that they have not seen; nil: this proxy
-// has seen the prompt. The prompt's first mark decides, which is the same in each turn of a conversation, or
-// the session that the client names.
+// homeLocked returns the engine to which all proxies send a prompt that they have not seen; nil: this proxy has seen the prompt. The
+// home follows from the session that the client names, or else from the prompt's first mark, which is the same in each turn of a
+// conversation.
 func (f *fleet) homeLocked(r role, w *needs) (home *backend) {
 	if f.o.policyOf(r) != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
 		return nil
@@ -299,18 +301,18 @@ func (w *needs) seenBy(id uint32) int {
 	return 0
 }
 
-// takeLocked takes the places of a choice.
+// takeLocked takes the places of a choice at its engines.
 func (f *fleet) takeLocked(c choice, model string) {
 	f.takeEngineLocked(c.engine, model, c.lacks[0])
 	if c.prefill != nil {
 		f.takeEngineLocked(c.prefill, model, c.lacks[1])
-		if c.prefill.registry != nil { // whose ranks take turns; see nextRank
+		if c.prefill.registry != nil { // the ranks of P take turns; see nextRank
 			c.prefill.rankTurn.Add(1)
 		}
 	}
 }
 
-// computed notes that an engine has computed what it lacked.
+// computed records that an engine has computed the `lacks` prompt bytes that it lacked.
 func (f *fleet) computed(b *backend, lacks int) {
 	if lacks > 0 {
 		f.mu.Lock()
@@ -319,8 +321,8 @@ func (f *fleet) computed(b *backend, lacks int) {
 	}
 }
 
-// doubt marks an engine as unwell until the next health check. It reports whether the engine was well
-// before; then the caller must call certain.
+// doubt marks an engine as unwell until the next health check. It returns true if the engine was well before; then the caller must call
+// certain after that check.
 func (f *fleet) doubt(b *backend) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -334,7 +336,7 @@ func (f *fleet) doubt(b *backend) bool {
 	return true
 }
 
-// certain ends a doubt. Requests that wait for it get places, or are refused.
+// certain ends a doubt. The requests that waited for it get places, or are refused.
 func (f *fleet) certain(b *backend) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -342,17 +344,17 @@ func (f *fleet) certain(b *backend) {
 	f.dispatchLocked()
 }
 
-// leave gives a place back.
+// leave gives the place of a request at an engine back.
 func (f *fleet) leave(b *backend, lacks int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	b.inFlight--
 	b.pending -= lacks
-	b.circuit.probe = false // whatever the result, another request may probe the engine
+	b.circuit.probe = false // whatever the result was, another request may test the engine now
 	f.dispatchLocked()
 }
 
-// dispatch gives places to waiting requests.
+// dispatch gives places to waiting requests, as far as there is room.
 func (f *fleet) dispatch() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -361,7 +363,7 @@ func (f *fleet) dispatch() {
 
 func (f *fleet) dispatchLocked() {
 	for name, q := range f.mu.queues {
-		var full []need // needs whose engines have no room
+		var full []need // needs for which engines have no room
 		for i := 0; i < len(q.waiters); {
 			w := q.waiters[i]
 			if slices.Contains(full, w.want.need()) {
@@ -396,7 +398,7 @@ func (f *fleet) dropLocked(name string, q *queue, w *waiter) bool {
 	return true
 }
 
-// queued returns how many requests wait.
+// queued returns how many requests wait for room.
 func (f *fleet) queued() (n int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -406,12 +408,11 @@ func (f *fleet) queued() (n int64) {
 	return n
 }
 
-// take takes places for a request, and waits for room if there is none. The error is a *refusal, or
-// ctx's.
+// take takes places for a request; if there is no room, it waits. The error is a *refusal, or the error of ctx.
 func (f *fleet) take(ctx context.Context, w *needs) (choice, error) {
 	f.mu.Lock()
 	q := f.mu.queues[w.model]
-	if q == nil || !q.has(w.need()) { // others do not wait for the same engines
+	if q == nil || !q.has(w.need()) { // requests of other needs do not wait for the same engines
 		c, how, of := f.chooseLocked(w)
 		if how != full && how != doubtful {
 			defer f.mu.Unlock()
@@ -451,7 +452,7 @@ func (f *fleet) take(ctx context.Context, w *needs) (choice, error) {
 	f.mu.Lock()
 	dropped := f.dropLocked(w.model, q, self)
 	f.mu.Unlock()
-	if !dropped { // it got an answer just now
+	if !dropped { // it got a grant at this moment
 		g := <-self.got
 		if g.err != nil || ctx.Err() == nil {
 			return g.choice, g.err
@@ -469,11 +470,11 @@ func (f *fleet) give(c choice) {
 	}
 }
 
-// takeOtherDecode takes a place at a decode engine that was not tried; nil: there is none.
+// takeOtherDecode takes a place at a decode engine that was not tried, and returns that engine; nil: there is none.
 func (f *fleet) takeOtherDecode(w *needs) *backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	b, _, how := f.pickLocked(decode, w, fit{kind: vllmKind}) // a D of SGLang never goes on with a room
+	b, _, how := f.pickLocked(decode, w, fit{kind: vllmKind}) // a D of SGLang cannot take over a room
 	if how != ready || slices.Contains(w.tried, b) {
 		return nil
 	}
@@ -481,7 +482,7 @@ func (f *fleet) takeOtherDecode(w *needs) *backend {
 	return b
 }
 
-// refuseLocked returns why a request gets no places; nil: it gets them.
+// refuseLocked returns the reason why a request gets no places; nil: it gets them.
 func (f *fleet) refuseLocked(w *needs, how availability, of role) error {
 	switch how {
 	case ready:
@@ -494,7 +495,7 @@ func (f *fleet) refuseLocked(w *needs, how availability, of role) error {
 			}
 		}
 		for _, b := range f.mu.all {
-			if b.well.Load() { // with one engine well, the models are known
+			if b.well.Load() { // if one engine is well, the models are known
 				return noModel(w.model, lacks)
 			}
 		}
@@ -503,7 +504,7 @@ func (f *fleet) refuseLocked(w *needs, how availability, of role) error {
 	return unavailable("no " + of.String() + " is well")
 }
 
-// state returns why a request for a model would be refused now; nil: it would not.
+// state returns the reason why a request for a model would be refused now; nil: it would be accepted.
 func (f *fleet) state(name string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -523,7 +524,8 @@ func unavailable(text string) *refusal {
 	return &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: text, retry: 1, outcome: "no_engine"}
 }
 
-// noModel is vLLM's answer. lacks is the role whose engines do not have the model while those of the other role do; "": no engine has it.
+// noModel returns vLLM's refusal of an unknown model. lacks is the role whose engines lack the model while engines of the other role
+// have it; "": no engine has it.
 func noModel(name, lacks string) *refusal {
 	text := fmt.Sprintf("The model `%.128s` does not exist.", name)
 	if lacks != "" {

@@ -15,20 +15,20 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/http1"
 )
 
-// P keeps the KV of a prompt until a D has pulled it, or until its own limit, 480 s by default. If no D has pulled it, the proxy sends a D
-// a request with a prompt of one token: D pulls one block, and P frees all. That request repeats nothing of the client's request, so
-// that D cannot refuse it for the same reason.
+// P keeps the KV of a prompt until a D has pulled it, or until P's own limit, 480 s by default. If no D has pulled the KV, the proxy
+// sends a D a request with a prompt of one token: D pulls one block, and P then frees all blocks. That request repeats nothing of the
+// client's request, so that D cannot refuse it for the same reason.
 
-// freeing is a transfer that no request wants any more.
+// freeing is a transfer whose KV no request wants any more.
 type freeing struct {
 	path, id string
 	model    string
 	body     []byte
-	secrets  []byte // the client's credentials, which D may demand, as header lines
+	secrets  []byte // header lines with the client's credentials, which D may demand
 	until    time.Time
 }
 
-// frees are the transfers that wait to be freed.
+// frees holds the transfers that wait to be freed.
 type frees struct {
 	mu struct {
 		sync.Mutex
@@ -37,17 +37,17 @@ type frees struct {
 	}
 }
 
-// maxFrees bounds requests that only free P's memory; others wait.
+// maxFrees is the largest number of requests at a time that only free P's memory; further ones wait.
 const maxFrees = 64
 
 const (
 	freeTimeout = 8 * time.Minute  // how long the proxy offers a transfer to D's: as long as P keeps it. The restart of a D may take minutes
-	takeTimeout = 30 * time.Second // how long one D may take
-	freeRounds  = 2                // after that many rounds in which D's failed, P is assumed not to have the KV any more
+	takeTimeout = 30 * time.Second // limit for one D
+	freeRounds  = 2                // after that many rounds in which D's failed, the proxy assumes that P no longer has the KV
 )
 
-// mustFree reports whether D has not taken P's KV, or may not have, after an attempt that ended with err. A D that had the whole request
-// when the client left frees the KV by itself.
+// mustFree reports whether, after an attempt that ended with err, D has not taken P's KV, or may not have taken it. A D that had the
+// whole request when the client left frees the KV by itself.
 func (e *exchange) mustFree(err error) bool {
 	if e.r.Context().Err() == nil {
 		return err != nil || e.refused
@@ -60,8 +60,8 @@ func (e *exchange) mustFree(err error) bool {
 	return e.refused
 }
 
-// abandon ends P's leg after D's leg failed. P has prefillGrace to end it, so that the proxy knows whether P has the KV; if so, and free
-// is set, abandon frees it.
+// abandon ends P's leg after D's leg failed. P's leg gets prefillGrace to end, so that the proxy learns whether P has the KV
+// (computed). If P has it and free is true, abandon frees it.
 func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() bool, free bool, f freeing) {
 	end := func() {
 		abort()
@@ -90,12 +90,12 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 	}
 }
 
-// freeing returns the request that frees the transfer that params name.
+// freeing returns the request that frees the transfer named by params.
 //
-// The first release of MooncakeConnector pairs by request ids, whose form depends on the API. There the request goes to the same API, and
-// has of the client's request only the fields that make its prompt.
+// The first release of MooncakeConnector pairs by request ids, whose form depends on the API. In that dialect the request therefore
+// goes to the client's API, and has only those fields of the client's request that make up its prompt.
 //
-// The model is P's base model where P lists one: D may have refused an adapter.
+// The model is P's base model, if P lists one: D may have refused an adapter.
 func (e *exchange) freeing(p *backend, params []byte) freeing {
 	f := freeing{path: "/v1/completions", id: e.sentID, model: e.want.model, secrets: e.secrets}
 	if list := p.models.Load(); list != nil {
@@ -105,7 +105,7 @@ func (e *exchange) freeing(p *backend, params []byte) freeing {
 	}
 	fields := make(map[string]json.RawMessage)
 	put := func(name string, value any) {
-		fields[name], _ = json.Marshal(value) // plain values
+		fields[name], _ = json.Marshal(value) // plain values always encode
 	}
 	if e.p.o.Dialect == Mooncake013 && e.q != nil {
 		f.path = e.r.URL.Path
@@ -132,19 +132,20 @@ func (e *exchange) freeing(p *backend, params []byte) freeing {
 	if f.model != "" {
 		put("model", f.model)
 	}
-	put("cache_salt", newID()) // what D pulls is not the KV of its prompt: no other request may find it
+	put("cache_salt", newID()) // what D pulls is not the KV of this prompt, so no other request may find it in D's cache
 	fields["kv_transfer_params"] = params
 	f.body, _ = json.Marshal(fields) // valid JSON
 	return f
 }
 
-// ofPrompt are the fields of chats, responses and messages from which engines make the prompt.
+// ofPrompt are the fields of chats, responses and messages of which engines make the prompt.
 var ofPrompt = map[string]bool{
 	"messages": true, "tools": true, "documents": true, "chat_template": true, "chat_template_kwargs": true, "add_generation_prompt": true,
 	"continue_final_message": true, "add_special_tokens": true, "mm_processor_kwargs": true, "input": true, "instructions": true, "system": true,
 }
 
-// free asks a decode engine to take KV from P that no request wants any more. Not more than maxFrees are asked at a time.
+// free makes a decode engine take KV from P that no request wants any more. It runs at most maxFrees such requests at a time; the
+// others wait.
 func (p *Proxy) free(f freeing) {
 	f.until = time.Now().Add(freeTimeout)
 	q := &p.frees
@@ -159,7 +160,7 @@ func (p *Proxy) free(f freeing) {
 	}
 }
 
-// freeAll frees a transfer, and then those that wait.
+// freeAll frees a transfer, and then the transfers that wait.
 func (p *Proxy) freeAll(f freeing) {
 	q := &p.frees
 	for {
@@ -176,9 +177,9 @@ func (p *Proxy) freeAll(f freeing) {
 	}
 }
 
-// freeOne offers a transfer to D's until one has taken it. A D may fail because P does not have the KV any more, or because D itself is
-// about to end; a D that ends is not well at the next health check. So freeOne gives up only when D's failed in freeRounds rounds, a
-// health check apart.
+// freeOne offers a transfer to D's until one has taken it. A D may fail because P no longer has the KV, or because D itself is about to
+// end; a D that ends is not well at the next health check. So freeOne gives up only after freeRounds rounds in which D's failed, with a
+// health check between two rounds.
 func (p *Proxy) freeOne(f freeing) {
 	ctx, cancel := context.WithDeadline(p.ctx, f.until)
 	defer cancel()
@@ -211,7 +212,7 @@ func (p *Proxy) freeOne(f freeing) {
 	}
 }
 
-// take sends a request and drops its answer.
+// take sends the request that frees f to the engine b, and drops the answer.
 func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	n, err := b.client.Conn(ctx)
 	if err != nil {

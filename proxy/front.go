@@ -14,16 +14,16 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// front sends a client comments before the answer begins. After a comment another engine can still answer, but the head of a
-// stream is sent: it goes out with the first comment.
+// front sends a client comments before the answer begins. After a comment another engine can still answer, but the client has got the
+// head of a stream: it is sent with the first comment.
 type front struct {
 	mu     sync.Mutex
 	e      *exchange
-	open   bool // the head is sent
-	sealed bool // the answer has begun: no comment comes any more
+	open   bool // the head has been sent
+	sealed bool // the answer has begun: no comment follows
 }
 
-// seal ends the comments, and reports whether the head of a stream is sent.
+// seal ends the comments, and reports whether the head of a stream has been sent.
 func (f *front) seal() (open bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -31,7 +31,7 @@ func (f *front) seal() (open bool) {
 	return f.open
 }
 
-// comment passes comments on. A part of a list drops them: its answer may still become an error with a status.
+// comment sends comments to the client. A part of a list drops them: its answer may still become an error with a status.
 func (f *front) comment(b []byte, fields []http1.Field) error {
 	if f.e.list != nil {
 		return nil
@@ -54,7 +54,7 @@ func (f *front) comment(b []byte, fields []http1.Field) error {
 
 var keepAliveFields = []http1.Field{{Name: "Content-Type", Value: "text/event-stream; charset=utf-8"}, {Name: "Cache-Control", Value: "no-cache"}}
 
-// beginKeepAlive sends comments to a client that waits for a stream, with Options.KeepAlive. front.seal ends them.
+// beginKeepAlive begins to send comments to a client that waits for a stream, if Options.KeepAlive is set. front.seal ends them.
 func (e *exchange) beginKeepAlive() {
 	stream, _ := e.q.Bool(e.q.Stream)
 	if e.p.o.KeepAlive == 0 || !stream || e.list != nil || openai.APIOf(e.r.URL.Path) == openai.Other {
@@ -74,7 +74,7 @@ func (e *exchange) beginKeepAlive() {
 	time.AfterFunc(e.p.o.KeepAlive, again)
 }
 
-// endEarly ends a stream whose head is sent, but of which no event has come, with an error event.
+// endEarly ends, with an error event, a stream whose head is sent but that has had no event.
 func (e *exchange) endEarly(status int, kind, text string) (outcome string) {
 	api := openai.APIOf(e.r.URL.Path)
 	event := api.AppendError(nil, status, kind, text)
@@ -90,7 +90,7 @@ func (e *exchange) endEarly(status int, kind, text string) (outcome string) {
 	return "failed"
 }
 
-// endEarlyAs is endEarly with an engine's answer that is no stream.
+// endEarlyAs ends the stream as endEarly does, with the error in body, the whole answer of an engine that did not stream.
 func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
 	kind, text := openai.ErrorIn(body)
 	if text == "" {
@@ -99,19 +99,19 @@ func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
 	return e.endEarly(status, kind, text)
 }
 
-// maxOpening bounds what is held back of a stream until it has data, bytes.
+// maxOpening is how many bytes of a stream are held back until it has data.
 const maxOpening = 64 << 10
 
 const pingComment = ": ping\n\n"
 
 var errEmptyAnswer = errors.New("an empty answer")
 
-// firstData returns the beginning of a stream up to the first data of its answer, with the events that it held back before. It passes
-// comments and pings on at once: until there is data, another engine can answer. Errors: errFailed, errEmptyAnswer, and those of refusedIn
-// and of the connection.
+// firstData returns the beginning of a stream up to the first data of its answer, including the events that it held back before that
+// data. It passes comments and pings on at once: until there is data, another engine can answer. Errors are errFailed, errEmptyAnswer,
+// those of refusedIn, and those of the connection.
 func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (begin []byte, err error) {
 	api := openai.APIOf(e.r.URL.Path)
-	if n := openai.EventLen(first); n > 0 && api.KindOf(first[:n]) == openai.Data { // as nearly always
+	if n := openai.EventLen(first); n > 0 && api.KindOf(first[:n]) == openai.Data { // the usual case
 		return first, refusedIn(api, b, first[:n])
 	}
 	held, rest := []byte(nil), append([]byte(nil), first...)
@@ -119,7 +119,7 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 		for n := openai.EventLen(rest); n > 0; n = openai.EventLen(rest) {
 			switch event := rest[:n]; api.KindOf(event) {
 			case openai.Nothing:
-				if len(held) > 0 && event[0] != ':' { // hold the ping back behind the opening, and send the client a comment in its place
+				if len(held) > 0 && event[0] != ':' { // keep the ping behind the events held back, and send the client a comment in its place
 					if len(held)+n < maxOpening/2 {
 						held = append(held, event...)
 					}
@@ -155,7 +155,7 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 		case errors.Is(err, io.EOF):
 			return nil, errEmptyAnswer
 		case err != nil && len(held) > 0 && e.attempts >= e.p.o.Attempts && !isTimeout(err) && e.r.Context().Err() == nil:
-			return append(held, rest...), nil // no other engine is asked: the client gets what has come
+			return append(held, rest...), nil // too late to ask another engine: the client gets what has come
 		case err != nil:
 			return nil, err
 		}
@@ -163,8 +163,8 @@ func (e *exchange) firstData(b *backend, resp *http1.Response, first []byte) (be
 	}
 }
 
-// refusedIn returns the error in the first data of a stream of SGLang, as the answer without a stream would be: a *refusedByP if the
-// request is at fault, an *engineAnswer if the engine has no room; nil: the data has no such error.
+// refusedIn returns the error that the first data of SGLang's stream carries, in the same form as that of an answer that is no stream:
+// a *refusedByP if the request is at fault, an *engineAnswer if the engine has no room; nil: the data carries no such error.
 func refusedIn(api openai.API, b *backend, event []byte) error {
 	if b.kind() != sglangKind {
 		return nil

@@ -19,9 +19,9 @@ import (
 	"time"
 )
 
-// silentLooks is the number of health checks without an answer after which requests at an engine go to other engines. An engine
-// that refuses connections breaks those of its requests itself, and one that answers that it is not ready, as SGLang does
-// after SIGTERM, finishes its requests.
+// silentLooks is the number of health checks without an answer after which the proxy moves an engine's requests to other engines. An
+// engine that refuses connections breaks its requests itself. An engine that answers that it is not ready, as SGLang does after
+// SIGTERM, finishes its requests.
 const silentLooks = 10
 
 var (
@@ -29,7 +29,7 @@ var (
 	errUnwell = errors.New("a health check failed")
 )
 
-// watch checks an engine until ctx ends: whether it is well, its ids in the registry, and its models.
+// watch checks an engine again and again until ctx ends: whether it is well, its ids in the registry, and its models.
 func (p *Proxy) watch(ctx context.Context, b *backend) {
 	for n := 0; ; n++ {
 		p.look(ctx, b, n%5 == 0)
@@ -42,8 +42,8 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 	}
 }
 
-// look checks an engine's health. It asks for the models of an engine that was not well before, and with all in any case. When a look at
-// an engine that was well fails, trouble looks a second time: the engine may have stalled for some seconds, or have been restarted.
+// look checks an engine's health. It asks for the engine's models if the engine was not well before, or if all is true. When the check
+// of an engine that was well fails, trouble checks a second time: the engine may have stalled for some seconds, or have been restarted.
 func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	b.looking.Lock()
 	defer b.looking.Unlock()
@@ -74,19 +74,19 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 		return
 	}
 	if !b.well.Swap(true) {
-		b.id.Store(p.instanceIDs.Add(1)) // what it had in its memory may be gone
+		b.id.Store(p.instanceIDs.Add(1)) // the KV in its memory may be gone
 		p.o.Log.Info("an engine's health changed", "engine", b.url, "well", true)
 		p.fleet.dispatch()
 	}
 }
 
-// get returns the body of a small answer of an engine, and whether its status was 200.
+// get returns the body of a small answer of an engine, and whether the status was 200.
 func (p *Proxy) get(ctx context.Context, b *backend, path string) ([]byte, bool) {
 	text, status := p.read(ctx, b.url+path, p.keyFor(b))
 	return text, status == http.StatusOK
 }
 
-// read returns the body of a small answer, and its status; 0: none has come, or not all of it.
+// read returns the body and the status of a small answer; status 0: no answer has come, or not all of it.
 func (p *Proxy) read(ctx context.Context, address, key string) (text []byte, status int) {
 	return readBy(ctx, p.client, address, key)
 }
@@ -110,7 +110,7 @@ func readBy(ctx context.Context, client *http.Client, address, key string) (text
 	return text, resp.StatusCode
 }
 
-// listModels asks an engine for its models. An engine that does not list them may have any model.
+// listModels asks an engine for its models. An engine that does not list models may have any model.
 func (p *Proxy) listModels(ctx context.Context, b *backend) {
 	text, ok := p.get(ctx, b, "/v1/models")
 	var list struct{ Data []json.RawMessage }
@@ -142,7 +142,7 @@ func (p *Proxy) listModels(ctx context.Context, b *backend) {
 	}
 }
 
-// readLoad asks an engine how many requests it has, of this proxy or not.
+// readLoad asks an engine how many requests it has, from this proxy and from others.
 func (p *Proxy) readLoad(ctx context.Context, b *backend) {
 	own := p.fleet.inFlight(b)
 	if b.kind() == sglangKind {
@@ -158,10 +158,10 @@ func (p *Proxy) readLoad(ctx context.Context, b *backend) {
 	b.others.Store(max(0, requests(text)-int64(own)))
 }
 
-// maxRequests bounds the requests that an engine may say it has.
+// maxRequests bounds the number of requests that an engine may report.
 const maxRequests = 1e9
 
-// requests sums up the requests that run and wait, over the engine's data-parallel ranks.
+// requests returns the number of running and waiting requests in an engine's metrics, summed over its data-parallel ranks.
 func requests(text []byte) int64 {
 	sum := 0.0
 	for s := bufio.NewScanner(bytes.NewReader(text)); s.Scan(); {
@@ -191,7 +191,7 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 			here = append(here, rank{dp, d[dp].ID})
 		}
 	}
-	if len(here) > 0 && p.fleet.shares(b) { // one registry of several P, each with ranks of its own
+	if len(here) > 0 && p.fleet.shares(b) { // several P's with ranks of their own share the registry
 		ranks = here
 	}
 	if slices.ContainsFunc(ranks, func(r rank) bool { return strings.HasPrefix(r.engine, relayPrefix) }) {
@@ -207,12 +207,12 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	return len(ranks) > 0
 }
 
-// doubtTime is how long requests wait for the health check of an engine in doubt. A silent engine may
-// delay the end of the check up to HealthInterval.
+// doubtTime is how long requests wait for the health check of an engine in doubt. The end of a check may be delayed by up to
+// HealthInterval if an engine is silent.
 const doubtTime = 5 * time.Second
 
-// trouble records that a call or a health check failed: the proxy checks the engine before it uses it again, and requests
-// that need the engine wait for the check, doubtTime at most.
+// trouble records that a call or a health check of the engine failed: the proxy checks the engine before it uses it again. Requests
+// that need the engine wait for that check, at most for doubtTime.
 func (p *Proxy) trouble(b *backend, err error) {
 	if !p.fleet.doubt(b) {
 		return
@@ -220,7 +220,7 @@ func (p *Proxy) trouble(b *backend, err error) {
 	p.o.Log.Info("an engine does not answer", "engine", b.url, "err", err)
 	p.background.Lock()
 	defer p.background.Unlock()
-	if p.ctx.Err() != nil { // closed: Close waits only for checks that began before
+	if p.ctx.Err() != nil { // the proxy is closed, and Close waits only for checks that began before
 		p.fleet.certain(b)
 		return
 	}

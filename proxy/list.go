@@ -18,40 +18,40 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// list is a request of several prompts that goes through P and D. One transfer carries one prompt, so each prompt becomes a request
-// of its own, a part, and the answers of the parts become one.
+// list is a request of several prompts that goes through P and D. One transfer carries one prompt, so each prompt becomes a request of
+// its own, called a part, and the answers of the parts are joined to one answer.
 //
-// Parts go to engines one after the other, so that at most one of them waits in a queue, and only this part and those at engines have a
-// body. If one part fails, the others end as if their client had left, and the client gets that failure.
+// Parts ask for engines one after the other, so that at most one of them waits in a queue, and only that part and those at engines have
+// a body in memory. If one part fails, the others end as if their client had left, and the client gets that failure.
 type list struct {
-	e      *exchange // of the client
+	e      *exchange // the client's request
 	cancel context.CancelCauseFunc
 	parts  int
-	native bool          // of /generate, whose answer is a list
-	turn   chan struct{} // has a token while a part asks for engines
-	left   chan struct{} // gets a token when a part gives places back
-	places atomic.Int64  // parts that have places at engines
-	memory atomic.Int64  // bytes of answers that wait for others
+	native bool          // of /generate, whose answer is a JSON list
+	turn   chan struct{} // holds a token while a part asks for engines
+	left   chan struct{} // gets a token when a part gives its places back
+	places atomic.Int64  // number of parts that have places at engines
+	memory atomic.Int64  // bytes of answers that wait until others are complete
 
 	mu struct {
-		sync.Mutex // also held while something is written to the client
+		sync.Mutex // also held during a write to the client
 		open       bool
 		over       bool        // nothing may be written any more
-		begun      int         // parts whose stream has begun
+		begun      int         // number of parts whose stream has begun
 		since      time.Time   // when the first part's stream began
-		head       http.Header // of the first part that began
-		held       []byte      // events until the stream opens
+		head       http.Header // head of the first part that began
+		held       []byte      // events held back until the stream opens
 		failure    *partWriter // the first part that failed
-		outcome    string      // of failure
+		outcome    string      // outcome of failure
 		gone       bool        // a write to the client failed
 	}
 }
 
-// Bounds of what a list holds back.
+// The limits of the bytes and events that a list holds back.
 const (
 	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
 	maxHeld   = 1 << 20         // bytes of events before the stream opens
-	heldFor   = 2 * time.Second // after this time the stream opens, although some parts have not begun
+	heldFor   = 2 * time.Second // then the stream opens, although some parts have not begun
 )
 
 var (
@@ -59,7 +59,7 @@ var (
 	errTooMuch    = fmt.Errorf("the answers have more than %d bytes", maxJoined)
 )
 
-// splitPrompts returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
+// splitPrompts returns the prompts of a request that must be split; nil: it need not be split. The error is a *refusal.
 func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	prompts, n, ok := e.q.Prompts(e.p.o.MaxPrompts)
 	if n < 2 || e.r.URL.Path != "/v1/completions" || !e.p.fleet.hasDecode(e.want.model) {
@@ -97,7 +97,7 @@ func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 		w := &partWriter{list: l, header: make(http.Header)}
 		w.part = openai.Part{Index: i, Whole: e.id, Later: s.Sample > 0}
 		if e.rooms {
-			w.part.ID = e.id // SGLang makes ids of its own, unrelated to the request's
+			w.part.ID = e.id // SGLang creates ids of its own, unrelated to the request's id
 		}
 		parts[i] = w
 		wg.Go(func() { l.serve(w, r, s) })
@@ -108,7 +108,7 @@ func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	return l.end(parts)
 }
 
-// serve serves a part.
+// serve serves one part.
 func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	e := l.e
 	x := &exchange{
@@ -122,7 +122,7 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 		x.givePlaces()
 		x.leaveTurn()
 		if v := recover(); v != nil {
-			if v != http.ErrAbortHandler { // like a panic of a request in net/http: the other parts go on
+			if v != http.ErrAbortHandler { // as net/http treats a panic of a request: the other parts go on
 				e.p.o.Log.Error("BUG: a part of a request panicked", "request", e.id, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
 			}
 			w.ended("broken_off")
@@ -144,7 +144,7 @@ func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	w.ended(x.serve())
 }
 
-// hasTurn waits for the part's turn at the engines, unless it has it; false: the request has ended.
+// hasTurn waits until it is the part's turn to ask for engines. It returns false if the request has ended.
 func (e *exchange) hasTurn() bool {
 	if e.turn {
 		return true
@@ -158,7 +158,7 @@ func (e *exchange) hasTurn() bool {
 	}
 }
 
-// leaveTurn lets the next part have its turn.
+// leaveTurn gives the turn to the next part.
 func (e *exchange) leaveTurn() {
 	if e.turn {
 		e.turn = false
@@ -166,8 +166,8 @@ func (e *exchange) leaveTurn() {
 	}
 }
 
-// takePlaces takes places at engines for an attempt. A part waits for its turn, and if there is no room, for other parts of its
-// request to end.
+// takePlaces takes places at engines for an attempt. A part first waits for its turn. If there is no room, it waits until other parts
+// of its request end.
 func (e *exchange) takePlaces() (choice, error) {
 	l := e.list
 	if l == nil {
@@ -196,7 +196,7 @@ func (e *exchange) takePlaces() (choice, error) {
 	}
 }
 
-// givePlaces notes that an attempt of a part has ended.
+// givePlaces records that an attempt of a part has ended, and its places are free.
 func (e *exchange) givePlaces() {
 	if !e.hasPlaces {
 		return
@@ -209,7 +209,7 @@ func (e *exchange) givePlaces() {
 	}
 }
 
-// partWriter is the http.ResponseWriter of a part.
+// partWriter is the http.ResponseWriter of one part. It gives the part's answer to the list.
 type partWriter struct {
 	list   *list
 	part   openai.Part
@@ -217,8 +217,8 @@ type partWriter struct {
 	status int
 	stream bool
 	done   bool   // the stream has had its last event
-	body   []byte // of an answer; of a stream what is not a whole event yet
-	usage  []byte // the event with the stream's usage; nil: none has come
+	body   []byte // body of an answer; of a stream, the bytes of an incomplete event
+	usage  []byte // the event with the stream's usage; nil: it has not come
 }
 
 func (w *partWriter) Header() http.Header { return w.header }
@@ -240,7 +240,7 @@ func (w *partWriter) FlushError() error { return nil }
 // SetWriteDeadline makes http.ResponseController.SetWriteDeadline succeed: the list sets the client's deadlines.
 func (w *partWriter) SetWriteDeadline(time.Time) error { return nil }
 
-// Write takes a piece of the answer. An error says that the request has ended.
+// Write receives a piece of the part's answer. An error means that the request has ended.
 func (w *partWriter) Write(b []byte) (int, error) {
 	w.WriteHeader(http.StatusOK)
 	if w.list.memory.Add(int64(len(b))) > maxJoined {
@@ -265,7 +265,7 @@ func (w *partWriter) Write(b []byte) (int, error) {
 	}
 }
 
-// event passes an event of a stream on.
+// event gives an event of a stream to the list.
 func (w *partWriter) event(raw []byte) error {
 	event, err := openai.NewReader(bytes.NewReader(raw), len(raw)+1).Next()
 	switch data := event.Data; {
@@ -305,10 +305,10 @@ func (w *partWriter) event(raw []byte) error {
 	}
 }
 
-// ended records how the part ended. Bytes left of its stream are the last event, without an empty line behind it.
+// ended records how the part ended. Bytes left over from its stream are its last event, without the empty line that should follow.
 func (w *partWriter) ended(outcome string) {
 	if outcome == "ok" && w.stream && len(w.body) > 0 {
-		_ = w.event(append(w.body, "\n\n"...)) // if it cannot be read, the stream has no last event
+		_ = w.event(append(w.body, "\n\n"...)) // if the event cannot be read, the stream has no last event
 		w.body = nil
 	}
 	if outcome != "ok" || w.status != http.StatusOK || w.stream && !w.done {
@@ -316,7 +316,7 @@ func (w *partWriter) ended(outcome string) {
 	}
 }
 
-// fail ends the whole request, unless it ends already.
+// fail ends the whole request with the failure of one part, unless the request is ending already.
 func (l *list) fail(w *partWriter, outcome string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -326,7 +326,7 @@ func (l *list) fail(w *partWriter, outcome string) {
 	l.cancel(errPartFailed)
 }
 
-// began notes that the stream of a part has begun.
+// began records that the stream of a part has begun.
 func (l *list) began(h http.Header) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -338,7 +338,7 @@ func (l *list) began(h http.Header) {
 	}
 }
 
-// openLate opens the stream if some part has begun.
+// openLate opens the stream to the client if some part has begun.
 func (l *list) openLate() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -347,7 +347,7 @@ func (l *list) openLate() {
 	}
 }
 
-// openLocked sends the head of the stream, and what was held back.
+// openLocked sends the client the head of the stream and the events held back.
 func (l *list) openLocked() {
 	if l.mu.open {
 		return
@@ -359,7 +359,7 @@ func (l *list) openLocked() {
 	l.sendLocked(held)
 }
 
-// headLocked sends the head of the answer, with the fields of a part's.
+// headLocked sends the client the head of the answer, with the header fields of one part.
 func (l *list) headLocked(from http.Header, status, length int) {
 	e := l.e
 	e.p.n.began(e, status == http.StatusOK)
@@ -379,7 +379,7 @@ func (l *list) headLocked(from http.Header, status, length int) {
 	e.w.WriteHeader(status)
 }
 
-// write passes events on, or holds them until the stream opens.
+// write sends events to the client, or holds them back until the stream opens.
 func (l *list) write(b []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -393,7 +393,7 @@ func (l *list) write(b []byte) error {
 	return l.sendLocked(b)
 }
 
-// sendLocked writes to the client. A client that a write fails for has left.
+// sendLocked writes to the client. If that fails, the client has left.
 func (l *list) sendLocked(b []byte) error {
 	l.e.extend(time.Now())
 	_, err := l.e.w.Write(b)
@@ -407,7 +407,7 @@ func (l *list) sendLocked(b []byte) error {
 	return err
 }
 
-// end answers the client, or ends its answer.
+// end sends the client the joined answer, or ends its stream.
 func (l *list) end(parts []*partWriter) (outcome string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -462,7 +462,7 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 	return "ok"
 }
 
-// endFailedLocked sends the client the first failure: with its status if nothing has been sent, else with an event.
+// endFailedLocked sends the client the first failure: with its status if nothing has been sent, else as an event.
 func (l *list) endFailedLocked() (outcome string) {
 	f := l.mu.failure
 	if l.e.front.seal() {
@@ -480,7 +480,7 @@ func (l *list) endFailedLocked() (outcome string) {
 	event := bytes.ReplaceAll(bytes.TrimSpace(f.body), []byte("\n"), nil)
 	if !bytes.HasPrefix(event, []byte(`{"error"`)) {
 		why := refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}
-		if kind, text := openai.ErrorIn(event); text != "" && f.status >= 400 { // as SGLang writes it
+		if kind, text := openai.ErrorIn(event); text != "" && f.status >= 400 { // in the form of SGLang
 			why = refusal{status: f.status, kind: kind, text: text}
 		}
 		event = why.body()

@@ -12,8 +12,9 @@ import (
 	"time"
 )
 
-// onlyModel returns the model of a request that names none, for engines of a kind: the only model that they list, under one of its names.
-// Adapters count only if nothing else is listed. "" means that no model is listed. If there are several, the error is a *refusal.
+// onlyModel returns the model for a request that names none, among engines of a kind: the only model that they list, under one of its
+// names. Adapters count only if nothing else is listed. "" means that no model is listed. If several are listed, the error is a
+// *refusal.
 func (p *Proxy) onlyModel(of kind) (name string, err error) {
 	var all []model
 	for _, b := range p.fleet.engines() {
@@ -36,7 +37,7 @@ func (p *Proxy) onlyModel(of kind) (name string, err error) {
 	return name, nil
 }
 
-// modelLooks limits how often the proxy asks engines for a model that none of them lists.
+// modelLooks limits how often the proxy asks all engines again for a model that none of them lists.
 type modelLooks struct {
 	mu struct {
 		sync.Mutex
@@ -44,7 +45,8 @@ type modelLooks struct {
 	}
 }
 
-// takeNow takes places for a request. If engines do not list its model, they are asked once more: an adapter may just have been loaded.
+// takeNow takes places for a request. If no engine lists the request's model, it asks the engines for their models once more: an
+// adapter may just have been loaded.
 func (p *Proxy) takeNow(ctx context.Context, w *needs) (choice, error) {
 	c, err := p.fleet.take(ctx, w)
 	if r, ok := errors.AsType[*refusal](err); !ok || !r.model || !p.lookForModels(ctx) {
@@ -53,7 +55,7 @@ func (p *Proxy) takeNow(ctx context.Context, w *needs) (choice, error) {
 	return p.fleet.take(ctx, w)
 }
 
-// lookForModels asks all engines for their models, unless they were asked a moment ago.
+// lookForModels asks all engines for their models, unless it did so a moment ago. It reports whether it asked.
 func (p *Proxy) lookForModels(ctx context.Context) bool {
 	m := &p.looks.mu
 	m.Lock()

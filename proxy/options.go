@@ -22,14 +22,14 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 
-// Prefill is a prefill engine.
+// Prefill is the addresses of a prefill engine.
 type Prefill struct {
-	URL      string // of its API, http://host:port
-	Registry string // of its bootstrap server, http://host:port; for Mooncake, and for SGLang if P itself reports a wrong one
-	Guessed  bool   // Registry is a default: the one that P itself reports replaces it
+	URL      string // address of its API, http://host:port
+	Registry string // address of its bootstrap server, http://host:port; for Mooncake, and for SGLang if P itself reports a wrong one
+	Guessed  bool   // Registry is only a default: the address that P itself reports replaces it
 }
 
-// guess returns a prefill engine with the registry that it has by default.
+// guess returns e with the default address of its registry: at P's host, on defaultBootstrapPort.
 func (e Prefill) guess() Prefill {
 	if u, err := url.Parse(e.URL); err == nil {
 		e.Registry, e.Guessed = "http://"+net.JoinHostPort(u.Hostname(), strconv.Itoa(defaultBootstrapPort)), true
@@ -37,95 +37,95 @@ func (e Prefill) guess() Prefill {
 	return e
 }
 
-// Dialect is how P and D learn of each other.
+// Dialect says how P and D learn of each other.
 type Dialect uint8
 
 // The dialects.
 const (
-	Mooncake    Dialect = iota // vLLM's MooncakeConnector from 0.16 on: both at the same time, by a transfer id
-	Mooncake013                // its first release: P first, then D with P's answer
-	NIXL                       // NixlConnector, and others that answer kv_transfer_params: P first
-	SGLang                     // SGLang's P and D: both at the same time, by a bootstrap room
+	Mooncake    Dialect = iota // vLLM's MooncakeConnector from 0.16 on: P and D get the request at the same time, with a transfer id
+	Mooncake013                // its first release: first P, then D with P's answer
+	NIXL                       // NixlConnector, and others whose P answers with kv_transfer_params: first P, then D
+	SGLang                     // SGLang's P and D: both get the request at the same time, with a bootstrap room
 )
 
-// Policy is how an engine is chosen among those that are well and have room.
+// Policy says how the proxy chooses among the engines that are well and have room.
 type Policy uint8
 
 // The policies.
 const (
 	RoundRobin  Policy = iota
-	LeastLoaded        // fewest requests, of this proxy and, by the engine's metrics, of others
-	PrefixAware        // least left to compute: counts what the engine has seen of the prompt, and what waits at the engine
+	LeastLoaded        // the engine with the fewest requests: of this proxy and, by the engine's metrics, of others
+	PrefixAware        // the engine with the least left to compute: counts what it has not seen of the prompt, and what waits there
 )
 
 // Options configures a Proxy. A zero field means its default.
 type Options struct {
 	Prefill []Prefill
-	Decode  []string // URLs
+	Decode  []string // URLs of decode engines
 	Engines []string // URLs of engines that do both
-	Sources []Source // of more engines, asked again and again
+	Sources []Source // where to find more engines; asked again and again
 
 	Dialect Dialect
-	Detect  bool // find out which engines are SGLang's by asking them; Dialect is that of the others
+	Detect  bool // ask each engine whether it is SGLang's; Dialect is that of the other engines
 	DPSize  int  // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Those of Mooncake's P come from the registry
 	Policy  Policy
-	// PrefillPolicy and DecodePolicy choose P and D; nil: Policy does.
+	// PrefillPolicy and DecodePolicy are the policies for P and for D; nil: Policy.
 	PrefillPolicy, DecodePolicy *Policy
 
-	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else no prompt does
-	SharedStore bool   // engines share a cache server: D can load from it what any engine has seen, and so does not lack it
-	StoreToken  string // bearer token that the cache server demands; default none
+	SkipPrefill int    // a prompt of which D lacks fewer bytes goes to D alone; default: 2 KiB with Store, else no prompt does
+	SharedStore bool   // engines share a cache server: D can load from it what any engine has seen, so that does not count as lacking
+	StoreToken  string // bearer token for the cache server; default none
 	Store       string // URL of the cache server's HTTP interface, http://host:port: like SharedStore, but only while it answers, and only for what it has not evicted
-	StoreEvents string // where the cache server publishes its KV events, tcp://host:port, which say what it has. Default: not followed
-	StoreReplay string // where it replays them; default none
-	DecodeAlone bool   // while no P is well, D computes prompts
+	StoreEvents string // address at which the cache server publishes KV events, tcp://host:port; they say what it has. Default: not followed
+	StoreReplay string // where it replays these events; default none
+	DecodeAlone bool   // while no P is well, D computes prompts itself
 
-	EventsPort int // of each engine's KV events, tcp; data-parallel rank r has this port plus r. Default: not followed
-	ReplayPort int // of their replays; default none
+	EventsPort int // TCP port of each engine's KV events; data-parallel rank r has this port plus r. Default: not followed
+	ReplayPort int // port of the replays of KV events; default none
 
-	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
-	BodyMemory   int64         // bytes of buffers of requests that are being read, over all clients; default 192 MiB
-	MaxPrompts   int           // of a request that goes through P and D; default 128
-	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
-	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
-	MaxQueue     int           // requests of one model that wait for room; default 1,024
-	QueueTimeout time.Duration // default 30 s
-	Attempts     int           // of a request, before its first byte; default 3
-	IndexEntries int           // of the memory for prefixes, 16 bytes each; default 1<<20
+	MaxBody      int64         // most bytes of a request's body; default 64 MiB, at most a third of BodyMemory
+	BodyMemory   int64         // most bytes of buffers for bodies that are being read, over all clients; default 192 MiB
+	MaxPrompts   int           // most prompts of a request that goes through P and D; default 128
+	MaxInFlight  int           // most requests, including those that wait; more are refused at once; default 16,384
+	MaxPerEngine int           // most requests of this proxy at one engine; default 1,024
+	MaxQueue     int           // most requests of one model that wait for room; default 1,024
+	QueueTimeout time.Duration // longest wait for room; default 30 s
+	Attempts     int           // most attempts of a request, before its first byte; default 3
+	IndexEntries int           // entries of the index of prefixes, 16 bytes each; default 1<<20
 
-	PrefillTimeout time.Duration // of P's whole leg; default 10 min
-	FirstByte      time.Duration // of the leg that answers: from the request to its first byte; default 10 min
-	AnswerTimeout  time.Duration // of the leg that answers, to its end; default: none
-	Stall          time.Duration // between data of an answer; default 5 min
-	KeepAlive      time.Duration // between comments to a client that waits for a stream; default: none are sent
-	SendTimeout    time.Duration // for a client to take what came; default 60 s
-	BodyTimeout    time.Duration // for a client to send its request; default 60 s
-	HealthInterval time.Duration // between looks at each engine and registry; default 1 s
+	PrefillTimeout time.Duration // limit for P's whole leg; default 10 min
+	FirstByte      time.Duration // limit for the leg that answers, from the request to its first byte; default 10 min
+	AnswerTimeout  time.Duration // limit for the whole leg that answers; default: none
+	Stall          time.Duration // longest pause between data of an answer; default 5 min
+	KeepAlive      time.Duration // interval of comments to a client that waits for a stream; default: none are sent
+	SendTimeout    time.Duration // time that a client has to take what was sent; default 60 s
+	BodyTimeout    time.Duration // time that a client has to send its request; default 60 s
+	HealthInterval time.Duration // interval of the health checks of each engine and registry; default 1 s
 	DialTimeout    time.Duration // default 3 s
 
-	Keys      *keys.Set               // who may send requests; nil: any client that reaches the proxy
-	Salts     *auth.SaltSecrets       // sign the salts of requests; every request then has a salt. nil: none is signed
-	Limits    *limits.Limits          // of Keys, counted together with other proxies; nil: each proxy counts alone. The caller closes it
-	Registry  bootstrap.ClientOptions // Token and TLS of registries and relays
-	EngineTLS *tls.Config             // for engines at https; nil: the system's authorities
-	EngineKey string                  // sent to engines as their API key; "": what the client sent
+	Keys      *keys.Set               // the keys with which clients may send requests; nil: any client that reaches the proxy may
+	Salts     *auth.SaltSecrets       // secrets that sign the salts of requests; every request then gets a signed salt. nil: none is signed
+	Limits    *limits.Limits          // counts the limits of Keys together with other proxies; nil: each proxy counts alone. The caller closes it
+	Registry  bootstrap.ClientOptions // Token and TLS for registries and relays
+	EngineTLS *tls.Config             // for https engines; nil: the system's authorities
+	EngineKey string                  // API key that engines get; "": the one that the client sent
 
 	CORS        CORS
-	PassHeaders []string // further header fields of clients with keys that reach engines; see passed
+	PassHeaders []string // further header fields of clients with keys that engines get; see passed
 
-	FoundNetworks    []netip.Prefix // networks in which engines that a registry names may be; default loopback and private networks
-	EngineKeyToFound bool           // engines that a registry names get EngineKey and credentials of clients, too
+	FoundNetworks    []netip.Prefix // networks in which engines named by a registry may be; default loopback and private networks
+	EngineKeyToFound bool           // engines named by a registry also get EngineKey and clients' credentials
 
-	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
-	Log   *slog.Logger   // nil discards; a line per request at debug
+	Spans *otlp.Exporter // exports spans of requests and their legs; nil: none
+	Log   *slog.Logger   // nil discards; one line per request at debug level
 
-	resolve      func(ctx context.Context, host string) ([]string, error) // DNS
-	modelLooks   time.Duration                                            // between two searches for models that no engine lists; default 1 s
-	prefillGrace time.Duration                                            // how long P's leg may last after D's; default 2 s
+	resolve      func(ctx context.Context, host string) ([]string, error) // resolves a host name by DNS
+	modelLooks   time.Duration                                            // interval of searches for models that no engine lists; default 1 s
+	prefillGrace time.Duration                                            // how long P's leg may outlast D's; default 2 s
 	patience     time.Duration                                            // added to the limits of health checks of engines, registries and the cache server, and of requests that wait for them; default 0
 }
 
-// Validate returns everything that is wrong with o.
+// Validate returns an error with everything that is wrong with o.
 func (o Options) Validate() error {
 	var c options.Checks
 	o.checkAddresses(&c)
@@ -133,7 +133,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// checkAddresses checks engines, where they are found, and the cache server.
+// checkAddresses checks the addresses of engines, of the sources of engines, and of the cache server.
 func (o *Options) checkAddresses(c *options.Checks) {
 	address := func(field, s string) {
 		u, err := url.Parse(s)
@@ -167,27 +167,27 @@ func (o *Options) checkAddresses(c *options.Checks) {
 	endpoint("StoreReplay", o.StoreReplay, "the events", o.StoreEvents != "")
 }
 
-// isPort reports whether a port can be dialed; "" is that of the scheme.
+// isPort reports whether a port can be dialed; "" means the scheme's default port.
 func isPort(s string) bool {
 	n, err := strconv.ParseUint(s, 10, 16)
 	return s == "" || err == nil && n > 0
 }
 
-// checkSources checks the sources of engines, and that there are P and D together or neither.
+// checkSources checks the sources of engines, and that there are both P and D or neither.
 func (o *Options) checkSources(c *options.Checks) {
 	sourced := make(map[string]bool)
 	for _, s := range o.Sources {
 		f, err := newFinder(s, o.Dialect, o.Registry)
 		c.That(err == nil, "Sources", "%v", err)
 		if sourced[s.Role] = true; err == nil && f.registry != nil {
-			_ = f.registry.Close() // always nil
+			_ = f.registry.Close() // the error is always nil
 		}
 	}
 	c.That(len(o.Prefill) == 0 && !sourced["prefill"] || len(o.Decode) > 0 || sourced["decode"], "Decode", "is missing beside prefill engines")
 	c.That(len(o.Decode) == 0 && !sourced["decode"] || len(o.Prefill) > 0 || sourced["prefill"], "Prefill", "is missing beside decode engines")
 }
 
-// checkNumbers checks limits and times.
+// checkNumbers checks limits and durations.
 func (o *Options) checkNumbers(c *options.Checks) {
 	c.That(o.Dialect <= SGLang, "Dialect", "is unknown")
 	for _, r := range []role{both, prefill, decode} {
@@ -264,10 +264,10 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// sglangNeedsP is why D alone gets no request in SGLang's dialect.
+// sglangNeedsP says why options that send requests to D alone cannot be used in SGLang's dialect.
 const sglangNeedsP = "is of no use with SGLang: its D computes no prompt"
 
-// policyOf returns how engines of a role are chosen.
+// policyOf returns the policy for engines of a role.
 func (o *Options) policyOf(r role) Policy {
 	switch {
 	case r == prefill && o.PrefillPolicy != nil:

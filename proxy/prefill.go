@@ -4,10 +4,11 @@ package proxy
 
 import "github.com/kvasir-kv/kvasir/internal/openai"
 
-// prefillPieces returns the request for P, which computes one token. The caller must release the body, which it holds.
+// prefillPieces returns the body of the request for P, which computes one token. The request holds the body; the caller must release
+// it.
 //
-// Fields that D would refuse stay if P refuses them too: else P would compute for nothing, and keep the KV. It drops fields that only the
-// output needs: P's answer would be long for nothing.
+// Fields that D would refuse stay if P refuses them, too: otherwise P would compute the prompt for nothing, and keep its KV. Fields
+// that matter only for the output are dropped: they would make P's answer long for nothing.
 func (e *exchange) prefillPieces(params []byte) ([][]byte, *body) {
 	edits := append(e.prefillEdits(), openai.Edit{Key: "kv_transfer_params", Value: params})
 	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
@@ -38,7 +39,7 @@ var ofOutput = []openai.Edit{
 	{Key: "stop_token_ids"},
 }
 
-// pastStops are edits that keep P from ending by a stop token, for APIs that have such a field: a P that ends so gives its KV to no D.
+// pastStops are edits that keep P from ending at a stop token, for APIs with such a field: a P that ends there gives its KV to no D.
 var pastStops = []openai.Edit{{Key: "ignore_eos", Value: yes}}
 
 var (
@@ -57,7 +58,7 @@ func (e *exchange) prefillEdits() []openai.Edit {
 	if string(q.ToolChoice.Of(q.Body)) == `"required"` || q.ToolChoice.Has() && q.Body[q.ToolChoice.From] == '{' {
 		choice := openai.Edit{Key: "tool_choice", Value: auto}
 		if e.r.URL.Path == "/v1/messages" {
-			choice.Value = nil // the default of this API is auto
+			choice.Value = nil // this API's default is auto
 		}
 		edits = append(edits, choice)
 	}

@@ -27,22 +27,22 @@ import (
 // Proxy is an http.Handler in front of engines.
 type Proxy struct {
 	o           Options
-	client      *http.Client // of looks, and of small requests that are passed on
-	relayClient *http.Client // of questions to relays
+	client      *http.Client // for health checks, and for small requests that are passed on
+	relayClient *http.Client // asks relays what they have
 	ctx         context.Context
 	stop        context.CancelFunc
 	wg          sync.WaitGroup
-	// background is locked while a goroutine is added to wg, and while Close ends ctx.
+	// background is held while a goroutine is added to wg, and while Close ends ctx.
 	background sync.Mutex
 
 	fleet       fleet
 	index       *prefix.Index         // nil: not needed
-	instanceIDs atomic.Uint32         // of engines and of the cache server, in the index
-	relays      atomic.Bool           // one is there
-	prompts     prefix.RelayedPrompts // that relays have
-	transfers   transferlog.Log       // from P to D
-	known       *blocks.Prompts       // the blocks at marks of prompts; nil: no KV events are followed
-	tokenizing  chan struct{}         // has a token for each prompt that an engine tokenizes now
+	instanceIDs atomic.Uint32         // source of ids for engines and the cache server in the index
+	relays      atomic.Bool           // there is a relay
+	prompts     prefix.RelayedPrompts // prompts whose KV relays have
+	transfers   transferlog.Log       // log of the transfers from P to D
+	known       *blocks.Prompts       // blocks at the marks of prompts; nil: no KV events are followed
+	tokenizing  chan struct{}         // holds a token for each prompt that an engine tokenizes now
 	draining    atomic.Bool
 	inFlight    atomic.Int64
 	bodies      bodyMemory
@@ -55,7 +55,7 @@ type Proxy struct {
 	n           *counters
 }
 
-// New returns a Proxy and begins to check the health of its engines, which need not be there yet.
+// New returns a Proxy and begins to check the health of its engines. The engines need not be running yet.
 func New(o Options) (*Proxy, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -166,7 +166,7 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 	return nil
 }
 
-// goBackground runs f in a goroutine for which Close waits. It reports false, and does not run f, if the proxy is closed.
+// goBackground runs f in a goroutine, for which Close waits. If the proxy is closed, it does not run f and returns false.
 func (p *Proxy) goBackground(f func()) bool {
 	p.background.Lock()
 	defer p.background.Unlock()
@@ -189,8 +189,7 @@ func (b *backend) close() error {
 	return nil
 }
 
-// Close ends the health checks of engines. It does not end requests in progress: close the server
-// in front first.
+// Close ends the health checks of engines. It does not end requests in progress: close the HTTP server in front of the proxy first.
 func (p *Proxy) Close() {
 	p.background.Lock()
 	p.stop()
@@ -200,14 +199,13 @@ func (p *Proxy) Close() {
 		f.Close()
 	}
 	for _, b := range p.fleet.engines() {
-		_ = b.close() // always nil
+		_ = b.close() // the error is always nil
 	}
 	p.client.CloseIdleConnections()
 	p.relayClient.CloseIdleConnections()
 }
 
-// Drain refuses new requests; requests in progress go on. /health then fails, so that balancers
-// choose other proxies.
+// Drain makes the proxy refuse new requests; requests in progress go on. /health then fails, so that balancers choose other proxies.
 func (p *Proxy) Drain() { p.draining.Store(true) }
 
 // ServeHTTP implements http.Handler.
@@ -256,7 +254,7 @@ func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// models lists what the engines that are well serve.
+// models answers with the list of models that the engines that are well serve.
 func (p *Proxy) models(w http.ResponseWriter) {
 	out := bytes.NewBufferString(`{"object":"list","data":[`)
 	listed := make(map[string]bool)
@@ -281,16 +279,16 @@ func (p *Proxy) models(w http.ResponseWriter) {
 	_, _ = w.Write(out.Bytes()) // the client has gone
 }
 
-// refusal is an error to a client, as vLLM answers it.
+// refusal is an error answer to a client, in vLLM's form.
 type refusal struct {
 	status  int
 	kind    string
 	param   string
 	text    string
-	retry   int    // seconds; 0: none
-	outcome string // for the metrics
+	retry   int    // seconds after which the client may try again; 0: none
+	outcome string // outcome for the metrics
 	model   bool   // no engine lists the model
-	always  bool   // written although the client seems to have left: it may have closed only its side
+	always  bool   // written even if the client seems to have left: it may have closed only its sending side
 }
 
 func (e *refusal) Error() string { return e.text }
@@ -323,7 +321,7 @@ func failWith(w http.ResponseWriter, err error) {
 	fail(w, r)
 }
 
-// complete serves one request of a route with a body.
+// complete serves one request of a route that has a body.
 func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route routeKind) {
 	e := newExchange(p, w, r)
 	e.route = route
@@ -376,7 +374,7 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route routeKind
 		outcome = e.refuse(err)
 		return
 	}
-	outcome = "broken_off" // if serve panics to cut the connection
+	outcome = "broken_off" // the outcome if serve panics to cut the connection
 	if sequences != nil {
 		outcome = e.serveList(sequences)
 		return
@@ -384,7 +382,8 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route routeKind
 	outcome = e.serve()
 }
 
-// refuseQuery refuses a query that would end the request line to an engine early; HTTP/2 does not forbid one. It reports whether it refused.
+// refuseQuery refuses a query that would end the request line to an engine early; HTTP/2 allows such a query. It reports whether it
+// refused.
 func refuseQuery(w http.ResponseWriter, r *http.Request) bool {
 	if !strings.ContainsFunc(r.URL.RawQuery, func(c rune) bool { return c <= ' ' || c == 0x7f }) {
 		return false
@@ -393,7 +392,7 @@ func refuseQuery(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// scanned reads what the proxy needs to know of a request.
+// scanned reads from the body what the proxy needs to know about the request.
 func (e *exchange) scanned() error {
 	if e.route == form {
 		return e.scannedForm()
@@ -439,21 +438,21 @@ func (e *exchange) scanned() error {
 		}
 		e.want.marks = prefix.Marks(nil, prefix.Seed(e.r.URL.Path, name, salt), prompt.Of(q.Body))
 		e.want.seen = e.p.index.Lookup(nil, e.want.marks)
-		e.saltText = strings.Trim(salt, `"`) // a key's is quoted
+		e.saltText = strings.Trim(salt, `"`) // the salt of a key is quoted
 		if e.p.known != nil {
 			e.want.seen = e.p.byEvents(e.want.seen, e.want.marks)
 		}
 		e.want.stored = e.p.fleet.store.has(e.want.marks)
 	}
 	if e.key != nil && e.r.URL.Path == "/v1/responses" {
-		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by request_id, and the client may send that of another key
+		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by request_id, and a client may send another key's
 	}
 	return nil
 }
 
-// checkXArgs refuses transfer parameters inside vllm_xargs. vLLM merges vllm_xargs into the same arguments as the top-level
-// fields without checking them, and its scheduler raises if they are no dict (vLLM 0.32, chat_completion/protocol.py). The
-// extra_args of sampling_params are those same arguments (scale_out/token_in_token_out/protocol.py).
+// checkXArgs refuses transfer parameters inside vllm_xargs. vLLM merges vllm_xargs into the same arguments as the top-level fields
+// without a check, and its scheduler raises if they are no dict (vLLM 0.32, chat_completion/protocol.py). The extra_args in
+// sampling_params end in the same arguments (scale_out/token_in_token_out/protocol.py), so they are checked, too.
 func checkXArgs(q *openai.Request) error {
 	if q.XArgs.Has() {
 		if err := checkArgs("vllm_xargs", q.XArgs.Of(q.Body)); err != nil {
@@ -475,10 +474,10 @@ func checkXArgs(q *openai.Request) error {
 	return err
 }
 
-// checkArgs refuses transfer parameters in the JSON value of a field.
+// checkArgs refuses transfer parameters in the JSON value of the named field.
 func checkArgs(field string, value []byte) error {
 	if value = bytes.TrimSpace(value); len(value) == 0 || value[0] != '{' {
-		return nil // absent, or not an object, which engines refuse
+		return nil // it is absent, or not an object, which engines refuse
 	}
 	args, err := openai.Scan(value)
 	if err != nil {

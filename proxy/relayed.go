@@ -17,20 +17,20 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// relayPrefix begins the engine ids of a relay (package relay).
+// relayPrefix is how the engine ids of a relay (package relay) begin.
 const relayPrefix = "relay-"
 
-// askRelay bounds the request that asks whether a relay still has a prompt's KV.
+// askRelay limits the request that asks a relay whether it still has a prompt's KV.
 const askRelay = time.Second
 
-// outputOnly are keys of a request that do not change the KV of its prompt.
+// outputOnly are the keys of a request that do not change the KV of its prompt.
 var outputOnly = map[string]bool{
 	"stream": true, "stream_options": true, "max_tokens": true, "max_completion_tokens": true, "max_output_tokens": true, "store": true, "min_tokens": true, "temperature": true,
 	"top_p": true, "top_k": true, "min_p": true, "seed": true, "stop": true, "user": true, "kv_transfer_params": true,
 }
 
-// promptKey hashes the request without the fields that affect only the output. Two requests with one key have
-// the same prompt; requests with the same prompt may have different keys.
+// promptKey returns a hash of the request without the fields that affect only the output. Two requests with the same key have the same
+// prompt; requests with the same prompt may have different keys.
 func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	h := sha256.New()
 	salt := []byte(nil)
@@ -38,7 +38,7 @@ func (e *exchange) promptKey() (k prefix.RelayedKey) {
 		salt = e.salt[0].Value
 	}
 	for _, s := range []string{e.r.URL.Path, e.r.URL.RawQuery, e.want.model, string(salt)} {
-		fmt.Fprintf(h, "%d %s", len(s), s) // a hash takes all
+		fmt.Fprintf(h, "%d %s", len(s), s) // writing to a hash never fails
 	}
 	e.q.Each(func(name string, value []byte) {
 		if !outputOnly[name] {
@@ -50,8 +50,8 @@ func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	return k
 }
 
-// relayedParams returns the params with which D gets the prompt's KV from a relay, without P; nil where no
-// relay is known to have it. It sets e.prompt to the request's prompt if there is a relay at all.
+// relayedParams returns the params with which D gets the prompt's KV from a relay, without P; nil if no relay is known to have it. If
+// there is a relay at all, it stores the prompt's key in e.prompt.
 func (e *exchange) relayedParams() []byte {
 	if e.want.alone || !e.p.relays.Load() {
 		return nil
@@ -70,7 +70,7 @@ func (e *exchange) relayedParams() []byte {
 	return encode(wire.RemotePrefill(r.Registry, r.Engine, id))
 }
 
-// relayKeeps asks a relay whether it still has a transfer.
+// relayKeeps asks a relay whether it still has a transfer's KV.
 func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 	ctx, cancel := context.WithTimeout(ctx, askRelay+p.o.patience)
 	defer cancel()
@@ -78,7 +78,7 @@ func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 	return status == http.StatusOK && string(text) == `{"kept":true}`
 }
 
-// fromRelay sends the request to D alone, which has the prompt's KV from a relay.
+// fromRelay sends the request to D alone, which gets the prompt's KV from a relay.
 func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outcome string, err error) {
 	e.beginHandover(e.againID, e.againFrom, c, transferlog.Waiting, untilD)
 	outcome, err = e.answer(ctx, c.engine, 0, params, nil)
@@ -90,7 +90,7 @@ func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outc
 	return outcome, err
 }
 
-// relayedBy remembers that a relay has the prompt's KV now.
+// relayedBy records that the relay b now has the prompt's KV, under the transfer id.
 func (e *exchange) relayedBy(b *backend, who rank, transfer string) {
 	if e.prompt != nil && strings.HasPrefix(who.engine, relayPrefix) {
 		e.p.prompts.Add(*e.prompt, prefix.RelayedKV{Registry: b.registry.Base(), Engine: who.engine, Transfer: transfer})

@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/http1"
 )
 
-// engineAnswer is the answer of an engine that failed, or has no room, where another engine may succeed.
+// engineAnswer is the answer of an engine that failed, or has no room. Another engine may succeed.
 type engineAnswer struct {
 	engine *backend
 	status int
@@ -25,7 +25,7 @@ func (a *engineAnswer) Error() string {
 	return fmt.Sprintf("%s: status %d: %.200s", a.engine.url, a.status, a.text)
 }
 
-// Unwrap makes a failure an errFailed. An engine without room has not failed.
+// Unwrap returns errNoRoom for an engine without room, which has not failed; otherwise errFailed.
 func (a *engineAnswer) Unwrap() error {
 	if a.noRoom() {
 		return errNoRoom
@@ -33,27 +33,27 @@ func (a *engineAnswer) Unwrap() error {
 	return errFailed
 }
 
-// noRoom reports whether the engine has only said that it has no room.
+// noRoom reports whether the answer says only that the engine has no room.
 func (a *engineAnswer) noRoom() bool {
 	return a.status == http.StatusTooManyRequests || a.status == http.StatusServiceUnavailable
 }
 
-// errNoRoom means that an engine has no room for the request, and has done nothing for it.
+// errNoRoom means that an engine has no room for the request and has computed nothing for it.
 var errNoRoom = errors.New("the engine has no room")
 
-// isEngineAnswer reports whether a status blames the engine and not the request: 5xx or 429.
+// isEngineAnswer reports whether a status means that the engine, and not the request, is at fault: 5xx or 429.
 func isEngineAnswer(status int) bool {
 	return status >= 500 || status == http.StatusTooManyRequests
 }
 
-// attempts are the answers of engines to the attempts of a request.
+// attempts holds the answers of engines to failed attempts of one request.
 type attempts struct {
-	full   *engineAnswer // the first that had no room
+	full   *engineAnswer // the first one without room
 	failed *engineAnswer // the last failure
 }
 
-// mayRetry decides after an attempt that failed with err whether there is another one. If not, it returns the engine's answer for the client;
-// nil: the client gets err.
+// mayRetry decides whether there is another attempt after one that failed with err. If there is none, answer is the engine's answer
+// that the client gets; nil: the client gets err.
 func (e *exchange) mayRetry(err error) (again bool, answer *engineAnswer) {
 	a, _ := errors.AsType[*engineAnswer](err)
 	switch {
@@ -66,7 +66,7 @@ func (e *exchange) mayRetry(err error) (again bool, answer *engineAnswer) {
 			return false, e.answered.full
 		}
 	case e.answered.failed != nil && e.answered.failed.engine != a.engine && e.answered.failed.status == a.status:
-		// Two engines fail alike: the request is at fault, and neither engine is.
+		// Two engines fail in the same way: the request is at fault, not the engines.
 		e.p.fleet.succeeded(a.engine)
 		e.p.fleet.succeeded(e.answered.failed.engine)
 		return false, a
@@ -74,8 +74,8 @@ func (e *exchange) mayRetry(err error) (again bool, answer *engineAnswer) {
 		e.answered.failed = a
 	}
 	switch {
-	case e.attempts >= e.p.o.Attempts, errors.Is(err, errLate): // after errLate another engine would compute from the beginning, and take as long
-	case errors.Is(err, errNotSent), errors.Is(err, errNoRoom): // nothing was computed
+	case e.attempts >= e.p.o.Attempts, errors.Is(err, errLate): // after errLate another engine would start from the beginning, and take as long
+	case errors.Is(err, errNotSent), errors.Is(err, errNoRoom): // nothing was computed, so the retry is free
 		return true, nil
 	default:
 		if e.p.budget.take(time.Now()) {
@@ -89,14 +89,14 @@ func (e *exchange) mayRetry(err error) (again bool, answer *engineAnswer) {
 	return false, nil
 }
 
-// sayAnswer passes an engine's answer to a failed attempt on to the client.
+// sayAnswer sends the client the answer of an engine to a failed attempt.
 func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 	outcome = "failed"
 	if a.noRoom() {
 		outcome = "refused"
 	}
 	if e.front.seal() {
-		_ = e.endEarlyAs(a.status, a.text) // the outcome is that of the answer
+		_ = e.endEarlyAs(a.status, a.text) // the outcome is that of the engine's answer
 		return outcome
 	}
 	e.head(a.fields, a.status, len(a.text))
@@ -104,24 +104,24 @@ func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 	return outcome
 }
 
-// Retries are at most one in retryShare of the requests of the last minute, but minRetries are always allowed.
+// Among the requests of the last minute, at most one in retryShare may be a retry; minRetries are always allowed.
 const (
-	retryShare = 10 // one in
+	retryShare = 10 // one in so many
 	minRetries = 10
-	budgetTime = 60 // seconds
+	budgetTime = 60 // how long a request counts, in seconds
 )
 
-// budget counts requests, and retries that compute again what another engine had begun. It bounds these retries, so that a failure of
-// many engines does not multiply the load of the others.
+// budget counts requests, and those retries that compute again what another engine had begun. It bounds these retries, so that the
+// failure of many engines does not multiply the load of the others.
 type budget struct {
 	mu struct {
 		sync.Mutex
-		slots [budgetTime]struct{ requests, retries int } // by second
+		slots [budgetTime]struct{ requests, retries int } // one slot per second
 		last  int64                                       // second of the newest slot
 	}
 }
 
-// slotLocked returns the slot of a second, and forgets those that are older than a minute.
+// slotLocked returns the slot of the second of now, and clears the slots that are older than a minute.
 func (b *budget) slotLocked(now time.Time) *struct{ requests, retries int } {
 	second := now.Unix()
 	for s := max(b.mu.last, second-budgetTime); s < second; s++ {
@@ -131,14 +131,14 @@ func (b *budget) slotLocked(now time.Time) *struct{ requests, retries int } {
 	return &b.mu.slots[b.mu.last%budgetTime]
 }
 
-// request counts a request.
+// request counts a client's request, which may allow more retries.
 func (b *budget) request(now time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.slotLocked(now).requests++
 }
 
-// take counts a retry, unless there were too many.
+// take counts a retry and returns true. It returns false, and counts nothing, if there were too many.
 func (b *budget) take(now time.Time) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -154,22 +154,22 @@ func (b *budget) take(now time.Time) bool {
 	return true
 }
 
-// circuit stops requests to an engine that fails several in a row, for a growing pause; then one request probes the engine. It is
-// guarded by fleet.mu.
+// circuit stops requests to an engine that fails several in a row, for a pause that grows. After the pause, one request tests the
+// engine. It is guarded by fleet.mu.
 type circuit struct {
-	failures int           // in a row
-	pause    time.Duration // 0: closed
+	failures int           // failures in a row
+	pause    time.Duration // 0: the engine gets requests
 	until    time.Time
-	probe    bool // one is under way
+	probe    bool // a request tests the engine now
 }
 
 const (
-	maxFailures = 5 // in a row
+	maxFailures = 5 // failures in a row that begin a pause
 	firstPause  = time.Second
 	maxPause    = time.Minute
 )
 
-// open reports whether the engine gets no request now.
+// open reports whether the engine must get no request now.
 func (c *circuit) open(now time.Time) bool { return c.pause > 0 && (c.probe || now.Before(c.until)) }
 
 func (c *circuit) failed(now time.Time) {
@@ -185,7 +185,7 @@ func (c *circuit) failed(now time.Time) {
 	c.probe, c.until = false, now.Add(c.pause)
 }
 
-// failed notes that an engine failed a request.
+// failed records that an engine failed a request.
 func (f *fleet) failed(b *backend) {
 	f.mu.Lock()
 	was := b.circuit.pause
@@ -197,21 +197,22 @@ func (f *fleet) failed(b *backend) {
 	}
 }
 
-// paused reports whether an engine gets no requests because it fails them.
+// paused reports whether an engine gets no requests now because it failed earlier ones.
 func (f *fleet) paused(b *backend) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return b.circuit.open(time.Now())
 }
 
-// succeeded records that an engine has answered a request, or that its failure was the request's fault.
+// succeeded records that an engine has answered a request, or that the request was at fault for its failure. The engine's failures are
+// forgotten.
 func (f *fleet) succeeded(b *backend) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	b.circuit = circuit{}
 }
 
-// judge records whether an engine succeeded or failed, from the error of a call.
+// judge records, by the error of a call, whether an engine succeeded or failed.
 func (e *exchange) judge(b *backend, err error) {
 	switch {
 	case err == nil, errors.Is(err, errNoRoom):
@@ -222,7 +223,7 @@ func (e *exchange) judge(b *backend, err error) {
 	}
 }
 
-// hasUntried reports whether an engine of a role that has not been tried could take a request.
+// hasUntried reports whether an engine of role r that has not been tried could take the request.
 func (f *fleet) hasUntried(r role, w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return w.of(b, r) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)

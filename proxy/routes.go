@@ -18,23 +18,23 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// routeKind says how a route is served.
+// routeKind says how requests on a route are served.
 type routeKind uint8
 
 const (
-	unknown    routeKind = iota // 404, never forwarded
-	throughPD                   // by P and D, or by an engine that does both
-	atOne                       // by an engine that does both, or by D alone
+	unknown    routeKind = iota // answered 404, never forwarded
+	throughPD                   // served by P and D, or by an engine that does both
+	atOne                       // served by an engine that does both, or by D alone
 	form                        // at one engine; the body is a multipart form
-	ofResponse                  // by the engine that has a response
-	ofAnEngine                  // GET at any engine
-	refusedBy                   // refused with a reason
-	serverInfo                  // SGLang's: what an engine says of itself, without its secrets
-	aborts                      // SGLang's: ends a request
+	ofResponse                  // served by the engine that stores the response
+	ofAnEngine                  // a GET at any engine
+	refusedBy                   // refused, with a reason
+	serverInfo                  // SGLang's: information about an engine, without its secrets
+	aborts                      // SGLang's: ends another request
 )
 
-// routes are the paths of vLLM 0.32 that clients may use. Paths that change an engine (/v1/load_lora_adapter, /sleep, /reset_prefix_cache,
-// /collective_rpc) are not in it.
+// routes are the paths of vLLM 0.32 that clients may use. Paths that change an engine (/v1/load_lora_adapter, /sleep,
+// /reset_prefix_cache, /collective_rpc) are not among them.
 var routes = map[string]routeKind{
 	"/v1/completions": throughPD, "/v1/chat/completions": throughPD, "/v1/responses": throughPD, "/v1/messages": throughPD, "/inference/v1/generate": throughPD,
 	"/v1/chat/completions/batch": atOne, "/v1/messages/count_tokens": atOne, "/v1/embeddings": atOne, "/v2/embed": atOne, "/pooling": atOne, "/classify": atOne,
@@ -46,25 +46,25 @@ var routes = map[string]routeKind{
 	"/v1/realtime": refusedBy, "/v1/audio/speech": refusedBy,
 }
 
-// ofSGLang are the routes that engines of SGLang alone have.
+// ofSGLang are the routes that only engines of SGLang have.
 var ofSGLang = map[string]bool{
 	"/v1/tokenize": true, "/v1/detokenize": true, "/v1/classify": true, "/encode": true,
 	"/generate": true, "/model_info": true, "/get_model_info": true, "/server_info": true, "/get_server_info": true, "/abort_request": true,
 }
 
-// withoutKV are the routes of one engine that compute no KV: a D of SGLang serves them, too.
+// withoutKV are routes of kind atOne that compute no KV: a D of SGLang serves them, too.
 var withoutKV = map[string]bool{
 	"/tokenize": true, "/detokenize": true, "/v1/tokenize": true, "/v1/detokenize": true, "/v1/messages/count_tokens": true, "/v1/completions/render": true,
 	"/v1/chat/completions/render": true, "/v1/completions/derender": true, "/v1/chat/completions/derender": true,
 }
 
-// reasons say why a listed route is refused.
+// reasons are the texts with which listed routes are refused.
 var reasons = map[string]string{
 	"/v1/realtime":     "the proxy does not speak WebSocket: ask an engine itself",
 	"/v1/audio/speech": "vLLM makes no speech",
 }
 
-// routeOf returns how a path is served, and the id of a stored response that it names.
+// routeOf returns how a path is served, and the id of the stored response that it names, if any.
 func routeOf(path string) (routeKind, string) {
 	if r, ok := routes[path]; ok {
 		return r, ""
@@ -78,8 +78,8 @@ func routeOf(path string) (routeKind, string) {
 	return unknown, ""
 }
 
-// aloneOf reports whether one engine must serve the whole request, although its route goes through P and D. many says that the reason is
-// several prompts or answers: P's part would not be one prompt.
+// aloneOf reports whether one engine must serve the whole request, although its route goes through P and D. many means that it must
+// because of several prompts or answers: P's leg would not be one prompt.
 func (e *exchange) aloneOf() (alone, many bool) {
 	q, path := e.q, e.r.URL.Path
 	is := func(at openai.Range, values ...string) bool {
@@ -95,7 +95,7 @@ func (e *exchange) aloneOf() (alone, many bool) {
 		return true, false // P's answer would not tell D where the KV is
 	}
 	switch {
-	case path == "/v1/responses": // one conversation; its state is at the engine that answers
+	case path == "/v1/responses": // a conversation whose state is at the engine that answers
 		return !is(q.Previous, "null", `""`) || !is(q.Background, "false", "null"), false
 	case path == "/v1/messages":
 		return false, false
@@ -108,7 +108,7 @@ func (e *exchange) aloneOf() (alone, many bool) {
 	return many, many
 }
 
-// promptOf returns the range of the body that has the prompt.
+// promptOf returns the range of the body that contains the prompt.
 func (e *exchange) promptOf() openai.Range {
 	switch e.r.URL.Path {
 	case "/v1/responses":
@@ -127,22 +127,22 @@ func (e *exchange) promptOf() openai.Range {
 	return e.q.Messages
 }
 
-// maxResponses bounds the responses whose engines are remembered; the oldest gives way.
+// maxResponses is the largest number of responses whose engines are remembered; beyond it, the oldest is forgotten.
 const maxResponses = 1 << 16
 
-// responses remembers which engine has a response of /v1/responses, and which key asked for it.
+// responses remembers, for each response of /v1/responses, which engine stores it and which key asked for it.
 type responses struct {
 	mu struct {
 		sync.Mutex
 		by    map[string]responseAt
-		order []string // ring
+		order []string // ring of ids, for the order
 		next  int
 	}
 }
 
 type responseAt struct {
 	engine *backend
-	who    string // key that asked; "": there are no keys
+	who    string // key that asked; "": the proxy has no keys
 }
 
 func (r *responses) add(id string, at responseAt) {
@@ -179,10 +179,10 @@ func (e *exchange) keyName() string {
 	return e.key.Name
 }
 
-// maxResponseID bounds an id that is remembered, bytes.
+// maxResponseID is the largest length of an id that is remembered, in bytes.
 const maxResponseID = 256
 
-// noteResponse remembers which engine has a response; first, the beginning of the answer, has the response's id.
+// noteResponse remembers that the engine b stores the response. first, the beginning of the answer, contains the response's id.
 func (e *exchange) noteResponse(b *backend, first []byte) {
 	if e.r.URL.Path != "/v1/responses" {
 		return
@@ -202,19 +202,19 @@ func noResponse(id string) error {
 	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "response_id", text: text, outcome: "bad_request"}
 }
 
-// bindToResponseEngine binds a request that continues a response to the engine that has the response. The error is a *refusal.
+// bindToResponseEngine binds a request that continues a response to the engine that stores the response. The error is a *refusal.
 func (e *exchange) bindToResponseEngine() error {
 	id, ok := e.q.Text(e.q.Previous)
 	if !ok || id == "" || e.r.URL.Path != "/v1/responses" {
 		return nil
 	}
 	if e.want.only = e.p.responses.find(id, e.keyName()); e.want.only == nil && e.key != nil {
-		return noResponse(id) // it may be another key's
+		return noResponse(id) // it may belong to another key
 	}
 	return nil
 }
 
-// serveStored serves a request about a stored response: GET, or POST to cancel it. It ignores the request's body.
+// serveStored serves a request about a stored response: GET, or POST to cancel it. It ignores the body of the request.
 func (p *Proxy) serveStored(w http.ResponseWriter, r *http.Request, id string) {
 	cancel := strings.HasSuffix(r.URL.Path, "/cancel")
 	if want := map[bool]string{false: http.MethodGet, true: http.MethodPost}[cancel]; r.Method != want {
@@ -244,7 +244,7 @@ func failUnauthorized(w http.ResponseWriter) {
 	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
 }
 
-// forward passes a small request without a body to an engine, and its answer back. It ends when the engine is silent, after the same limits
+// forward sends a small request without a body to an engine, and passes the answer back. A silent engine ends it after the same limits
 // as other requests.
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	if refuseQuery(w, r) {
@@ -298,12 +298,12 @@ func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 			return
 		}
 		if err != nil {
-			panic(http.ErrAbortHandler) // a cut answer is not whole
+			panic(http.ErrAbortHandler) // a cut answer is incomplete
 		}
 	}
 }
 
-// serveOfAnEngine passes a GET to an engine that is well.
+// serveOfAnEngine passes a GET on to an engine that is well.
 func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case r.Method != http.MethodGet:
@@ -323,8 +323,8 @@ func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable("no engine is well"))
 }
 
-// formModel returns the model that a multipart form names; "": none. It refuses a form that an engine may read differently from the
-// proxy: vLLM decodes the names of parts in the form's charset, takes the last part of a name, and accepts any disposition.
+// formModel returns the model that a multipart form names; "": none. It refuses a form that an engine might read differently: vLLM
+// decodes the names of parts in the form's charset, takes the last of several parts with one name, and accepts any disposition.
 func formModel(contentType string, body []byte) (model string, err error) {
 	bad := func(text string) error {
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text, outcome: "bad_request"}
@@ -350,7 +350,7 @@ func formModel(contentType string, body []byte) (model string, err error) {
 			text, err = io.ReadAll(io.LimitReader(part, 1<<10))
 			model = string(text)
 		case "vllm_xargs":
-			if text, err = io.ReadAll(part); err == nil { // at most the body's size
+			if text, err = io.ReadAll(part); err == nil { // a part has at most the body's size
 				if err := checkArgs("vllm_xargs", text); err != nil {
 					return "", err
 				}
@@ -362,7 +362,7 @@ func formModel(contentType string, body []byte) (model string, err error) {
 	}
 }
 
-// scannedForm is scanned for a multipart form, which passes unchanged.
+// scannedForm does what scanned does, for a multipart form, which the proxy does not change.
 func (e *exchange) scannedForm() (err error) {
 	name, err := formModel(e.r.Header.Get("Content-Type"), e.body.b)
 	if err != nil {
@@ -378,11 +378,11 @@ func (e *exchange) scannedForm() (err error) {
 	return nil
 }
 
-// nested returns an edit that applies edits inside the object at key.
+// nested returns an edit of the field key, whose value is `object`, that makes the given edits inside that object.
 func nested(key string, object []byte, edits ...openai.Edit) []openai.Edit {
 	r, err := openai.Scan(object)
 	if err != nil {
-		return nil // P refuses it
+		return nil // not an object: P refuses it
 	}
 	pieces, _ := r.Apply(edits...)
 	return []openai.Edit{{Key: key, Value: bytes.Join(pieces, nil)}}

@@ -2,8 +2,8 @@
 
 package proxy
 
-// SGLang's P and D. Both get the same request at the same time, with the address of P's bootstrap server and a room: D asks there
-// where P listens, and both know the transfer by the room. P waits for D, and D for P.
+// How SGLang's P and D serve a request. Both get the same request at the same time, with the address of P's bootstrap server and a
+// room. D asks that server where P listens. The room names the transfer. P waits for D, and D for P.
 //
 // Source: SGLang 0.5.23 (disaggregation/common/conn.py, managers/io_struct.py, entrypoints/http_server.py).
 
@@ -26,7 +26,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 )
 
-// hasKind reports whether an engine of a kind is there.
+// hasKind reports whether the fleet has an engine of the kind k.
 func (f *fleet) hasKind(k kind) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.kind() == k })
 }
@@ -35,14 +35,14 @@ func (f *fleet) noneWell() bool {
 	return !slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.well.Load() })
 }
 
-// pairsSGLang reports whether D's of SGLang serve a model.
+// pairsSGLang reports whether a D of SGLang serves the model.
 func (f *fleet) pairsSGLang(model string) bool {
 	return f.rooms.Load() && slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return b.role == decode && b.kind() == sglangKind && b.serves(model)
 	})
 }
 
-// hasOthers reports whether an engine that is no D of SGLang serves what a request wants, healthy or not.
+// hasOthers reports whether an engine other than a D of SGLang, well or not, serves what the request wants.
 func (f *fleet) hasOthers(w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		k := b.kind()
@@ -50,8 +50,8 @@ func (f *fleet) hasOthers(w *needs) bool {
 	})
 }
 
-// withoutRoom leaves a request that P and D of SGLang cannot serve to other engines. If there are none, it returns err, the reason of the
-// refusal.
+// withoutRoom leaves a request that P and D of SGLang cannot serve to other engines. If there are none, it returns err, which says why
+// the request is refused.
 func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
 	switch {
 	case !e.p.fleet.hasOthers(&e.want):
@@ -64,15 +64,15 @@ func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
 	return nil, nil
 }
 
-// noRoomFor refuses a path that P and D of SGLang do not have.
+// noRoomFor returns the refusal of a path that P and D of SGLang do not have.
 func noRoomFor(path string) error {
 	return &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: path + " does not reach P and D of SGLang: it has no bootstrap room there", outcome: "bad_request"}
 }
 
-// byRooms returns the sequences of a request to P and D of SGLang, each of which needs a room of its own; nil: the request is one sequence,
-// or other engines serve it. The error is a *refusal.
+// byRooms splits a request to P and D of SGLang into its sequences, because each sequence needs a room of its own. nil: the request is
+// a single sequence, or other engines serve it. The error is a *refusal.
 //
-// SGLang itself (0.5.23) gives all answers to a prompt one room, so that D would wait in vain for all of them but one.
+// SGLang itself (0.5.23) gives all answers to a prompt the same room, so that D would wait in vain for all of them but one.
 func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	bad := func(status int, kind, text string) error {
 		return &refusal{status: status, kind: kind, text: text, outcome: "bad_request"}
@@ -116,7 +116,7 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	edits := slices.Clone(e.salt)
 	if e.q.Model.Has() {
 		if sent := b.nameFor(e.want.model, e.beside); sent != "" {
-			name, _ := json.Marshal(sent) // a text
+			name, _ := json.Marshal(sent) // a string always encodes
 			edits = append(edits, openai.Edit{Key: "model", Value: name})
 		}
 	}
@@ -138,9 +138,9 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	return append(edits, openai.Edit{Key: "bootstrap_host"}, openai.Edit{Key: "bootstrap_port"}, openai.Edit{Key: "bootstrap_room"}, openai.Edit{Key: "bootstrap_pair_key"})
 }
 
-// nameFor returns the name that a request to an engine of SGLang must have for an adapter; "": name itself. If the engine has not listed its
-// models, those of the engine beside it count: SGLang answers a name that it does not know with the base model, and P and D must compute
-// the same.
+// nameFor returns the name that a request to an engine of SGLang must carry for an adapter; "": the given name. If the engine has not
+// listed its models, those of the engine `beside` count: SGLang treats a name that it does not know as the base model, and P and D must
+// compute the same.
 func (b *backend) nameFor(name string, beside *backend) string {
 	list := b.models.Load()
 	if list == nil && beside != nil {
@@ -156,7 +156,7 @@ func (b *backend) nameFor(name string, beside *backend) string {
 	return ""
 }
 
-// lister returns P or D, whichever lists its models; nil: neither does, or there is no P.
+// lister returns P or D, whichever has listed its models; nil: neither has, or there is no P.
 func (c choice) lister() *backend {
 	for _, b := range []*backend{c.prefill, c.engine} {
 		if c.prefill != nil && b.models.Load() != nil {
@@ -166,11 +166,11 @@ func (c choice) lister() *backend {
 	return nil
 }
 
-// ofOrchestrators are fields of SGLang's requests that its own processes, or an operator's orchestrator, set (0.5.23, io_struct.py): they
-// say where embeddings come from and answers go. The proxy removes them from requests of clients with keys.
+// ofOrchestrators are fields of SGLang's requests that only its own processes, or an operator's orchestrator, should set (0.5.23,
+// io_struct.py): they say where embeddings come from and where answers go. The proxy removes them from requests of clients with keys.
 var ofOrchestrators = []openai.Edit{
 	{Key: "kv_hints"},
-	{Key: "kv_router_hint"}, // as other releases name it
+	{Key: "kv_router_hint"}, // its name in other releases
 	{Key: "http_worker_ipc"},
 	{Key: "encoder_urls"},
 	{Key: "num_items_assigned"},
@@ -181,13 +181,13 @@ var ofOrchestrators = []openai.Edit{
 	{Key: "received_time"},
 }
 
-// ranksOfClients are the fields by which clients choose data-parallel ranks.
+// ranksOfClients are the fields with which clients choose data-parallel ranks.
 var ranksOfClients = []openai.Edit{{Key: "disagg_prefill_dp_rank"}, {Key: "routed_dp_rank"}, {Key: "data_parallel_rank"}}
 
-// newIDPrefix returns the prefix of the client's own request ids in this attempt; "": none.
+// newIDPrefix returns the prefix that the client's own request ids get in this attempt; "": none.
 //
-// SGLang refuses an id that it has, and keeps ids of ended attempts for some seconds. When a request ends early, SGLang also ends all
-// requests whose ids begin with its id (0.5.23): so the ids of clients with keys get a unique prefix.
+// SGLang refuses an id that it already has, and keeps ids of ended attempts for some seconds. When a request ends early, SGLang also
+// ends all requests whose ids begin with its id (0.5.23). So the ids of clients with keys get a unique prefix.
 func (e *exchange) newIDPrefix(c choice) string {
 	switch {
 	case c.engine.kind() != sglangKind:
@@ -201,11 +201,11 @@ func (e *exchange) newIDPrefix(c choice) string {
 
 func attemptPrefix(n int) string { return strconv.Itoa(n) + "-" }
 
-// Rooms are numbers from 1 to maxRoom: 0 means none, and P cannot read 2^63 or more. maxRoom leaves some below 2^63, since SGLang counts
-// upwards from a room.
+// Rooms are numbers from 1 to maxRoom: 0 means no room, and P cannot read 2^63 or more. maxRoom leaves some numbers below 2^63, because
+// SGLang counts upwards from a room.
 const maxRoom = 1<<63 - 1<<20
 
-// newRoom returns a random room, which no other transfer has. With several ranks of P the room selects the rank whose turn it is.
+// newRoom returns a random room. With several ranks of P, the room selects the rank whose turn it is.
 func (b *backend) newRoom() int64 {
 	room := 1 + rand.Int64N(maxRoom)
 	ranks := int64(1)
@@ -222,9 +222,9 @@ func (b *backend) newRoom() int64 {
 	return room
 }
 
-// bootFields returns the edits by which P and D of SGLang find each other. A client cannot choose ranks: they follow from the room.
+// bootFields returns the edits by which P and D of SGLang find each other. The client cannot choose ranks: they follow from the room.
 func bootFields(host string, port int, room int64) []openai.Edit {
-	name, _ := json.Marshal(host) // a text
+	name, _ := json.Marshal(host) // a string always encodes
 	return []openai.Edit{
 		{Key: "bootstrap_host", Value: name},
 		{Key: "bootstrap_port", Value: strconv.AppendInt(nil, int64(port), 10)},
@@ -234,8 +234,8 @@ func bootFields(host string, port int, room int64) []openai.Edit {
 	}
 }
 
-// roomPieces returns the request for P of SGLang, which ends with the first token. The caller must release the body, which it holds. P does
-// not stream, so that its errors have a status.
+// roomPieces returns the body of the request for a P of SGLang, which ends with the first token. The request holds the body; the caller
+// must release it. P does not stream, so that its errors have a status.
 func (e *exchange) roomPieces(b *backend) ([][]byte, *body) {
 	edits := e.sglangEdits(b)
 	if stream, _ := e.q.Bool(e.q.Stream); stream {
@@ -248,8 +248,8 @@ func (e *exchange) roomPieces(b *backend) ([][]byte, *body) {
 
 // byRoom sends the request to P and D of SGLang at the same time.
 //
-// D's leg always ends first: P does not tell D that its leg was cut, and D would then hold the prompt's memory for its whole waiting
-// timeout. No other D gets the request under the same room.
+// D's leg must always end first: P does not tell D that P's leg was cut, and D would then hold the prompt's memory for its whole
+// waiting timeout. No other D gets the request under the same room.
 func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
@@ -283,7 +283,7 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 				e.cached.Store(int64(l.cached))
 				e.prefilled.Store(int64(time.Since(e.start)))
 				handed.Next(transferlog.Waiting, untilD, nil)
-			case !e.answers.Load(): // D would wait for its whole timeout
+			case !e.answers.Load(): // otherwise D would wait for its whole timeout
 				cancel(err)
 			}
 		})
@@ -305,11 +305,11 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 			<-done
 			return
 		}
-		leaveP() // D has the whole KV
+		leaveP() // D has all of the KV
 		select {
 		case <-done:
 			abort()
-		default: // P's leg goes on beside the next requests
+		default: // P's leg goes on in the background
 			time.AfterFunc(e.p.o.prefillGrace, abort)
 		}
 	}()
@@ -322,14 +322,14 @@ func (e *exchange) byRoom(ctx context.Context, cancel context.CancelCauseFunc, c
 
 var jsonFields = []http1.Field{{Name: "Content-Type", Value: "application/json"}}
 
-// shownInfo are the fields of /server_info that clients may see: others contain the engine's command line, and with it its keys.
+// shownInfo are the fields of /server_info that clients may see. Other fields contain the engine's command line, and in it its keys.
 var shownInfo = map[string]bool{
 	"version": true, "status": true, "model_path": true, "served_model_name": true, "tokenizer_path": true, "disaggregation_mode": true, "disaggregation_transfer_backend": true,
 	"page_size": true, "max_total_num_tokens": true, "max_running_requests": true, "max_req_input_len": true, "context_length": true, "tp_size": true, "dp_size": true, "pp_size": true,
 	"ep_size": true, "dtype": true, "kv_cache_dtype": true, "quantization": true, "chunked_prefill_size": true, "schedule_policy": true, "reasoning_parser": true, "tool_call_parser": true,
 }
 
-// serveServerInfo answers with the /server_info of an engine of SGLang, reduced to shownInfo.
+// serveServerInfo answers with the /server_info of an engine of SGLang, reduced to the fields in shownInfo.
 func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case r.Method != http.MethodGet:
@@ -351,7 +351,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 		text, ok := p.get(look, b, "/server_info")
 		cancel()
 		info, err := openai.Scan(text)
-		if !ok || err != nil { // another engine may answer in time
+		if !ok || err != nil { // another engine may still answer in time
 			why = "no engine answers"
 			continue
 		}
@@ -372,14 +372,14 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable(why))
 }
 
-// maxInfoTime is how long an engine may take to answer /server_info: it asks its scheduler.
+// maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler.
 const maxInfoTime = 10 * time.Second
 
-// maxAbort bounds the body of a request to end another one, bytes.
+// maxAbort is the largest body of a request to /abort_request, in bytes.
 const maxAbort = 64 << 10
 
-// serveAbort ends a request by the id that its client gave it, at all engines of SGLang, D's first. It refuses clients with keys, since
-// an id may be another client's: they must close their connections instead.
+// serveAbort ends the request with the id that its client gave it, at all engines of SGLang, first at D's. It refuses clients with
+// keys, because the id may be another client's: such clients must close their connections instead.
 func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 	bad := func(text string) {
 		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text})
@@ -410,12 +410,12 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var bodies [][]byte
-	for n := range p.o.Attempts { // the request may be at an engine under the id of any attempt
+	for n := range p.o.Attempts { // engines may have the request under the id of any attempt
 		rid := asked.RID
 		if n > 0 {
 			rid = attemptPrefix(n+1) + rid
 		}
-		body, _ := json.Marshal(map[string]string{"rid": rid}) // a text
+		body, _ := json.Marshal(map[string]string{"rid": rid}) // a string always encodes
 		bodies = append(bodies, body)
 	}
 	for _, role := range []role{decode, both, prefill} {
@@ -423,10 +423,10 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// maxAbortTime is how long the engines of a role may take to end a request.
+// maxAbortTime is how long the engines of one role may take to end a request.
 const maxAbortTime = 3 * time.Second
 
-// abortOf ends requests at all engines of a role, also at engines that are not well: an engine that stops still finishes its requests. A
+// abortOf ends requests at all engines of a role, also at engines that are not well: a stopping engine still finishes its requests. A
 // silent engine does not delay the others.
 func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
 	ctx, cancel := context.WithTimeout(ctx, maxAbortTime)
@@ -446,7 +446,7 @@ func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
 	}
 }
 
-// abortAt ends a request at an engine, and reports whether the engine has answered.
+// abortAt ends a request at an engine, and reports whether the engine answered.
 func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/abort_request", bytes.NewReader(body))
 	if err != nil {
@@ -458,7 +458,7 @@ func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	}
 	resp, err := p.client.Do(r)
 	if err != nil {
-		if b.well.Load() { // health checks have reported the others
+		if b.well.Load() { // health checks have reported the engines that are not well
 			p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", "/abort_request", "err", err)
 		}
 		return false

@@ -2,7 +2,7 @@
 
 package proxy
 
-// Health checks of engines of SGLang: what they are, whether they are well, how many requests they have.
+// Health checks of engines of SGLang: their mode, whether they are well, and how many requests they have.
 
 import (
 	"cmp"
@@ -19,19 +19,19 @@ import (
 
 // sglang is what an engine of SGLang reports about itself.
 type sglang struct {
-	asked bool   // it has answered; before that, only the operator says that it is an engine of SGLang
+	asked bool   // it has answered; before that, only the operator's options say that it is SGLang's
 	mode  string // prefill, decode or null
-	port  int    // of P's bootstrap server
-	page  int    // tokens of a page of KV; 0: not known
+	port  int    // port of P's bootstrap server
+	page  int    // tokens in a page of KV; 0: not known
 	ranks int    // P's data-parallel ranks, if the room selects the rank; else 0
 }
 
-// defaultBootstrapPort is SGLang's.
+// defaultBootstrapPort is SGLang's default.
 const defaultBootstrapPort = 8998
 
-// answers asks an engine whether it is well. heard says that the engine has answered, well or not.
+// answers asks an engine whether it is well. heard means that the engine has answered at all.
 func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
-	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its place
+	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its address
 		p.identify(ctx, b)
 	}
 	s := b.sglang.Load()
@@ -46,7 +46,7 @@ func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 		return well, status != 0
 	}
 	problem := s.notFor(b.role)
-	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
+	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health would make an idle engine compute a token
 	case locked(status):
 		problem = wantsKey
 	case status == http.StatusNotFound:
@@ -66,7 +66,7 @@ func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 	return problem == "", true
 }
 
-// setProblem records why an engine gets no requests, and logs a new reason; "": it gets requests.
+// setProblem records the reason why an engine gets no requests, and logs a new reason; "": it gets requests.
 func (p *Proxy) setProblem(b *backend, problem string) {
 	if problem == b.problem() {
 		return
@@ -76,7 +76,7 @@ func (p *Proxy) setProblem(b *backend, problem string) {
 	}
 }
 
-// problem returns why an engine of SGLang gets no requests; "": it gets requests.
+// problem returns the reason why an engine of SGLang gets no requests; "": it gets requests.
 func (b *backend) problem() string {
 	if reason := b.reason.Load(); reason != nil {
 		return *reason
@@ -94,11 +94,11 @@ func locked(status int) bool {
 	return status == http.StatusUnauthorized || status == http.StatusForbidden
 }
 
-// identify finds out whether an engine is SGLang's, and its disaggregation mode. What is known of an engine stays known while it does not
-// answer.
+// identify finds out whether an engine is SGLang's, and its disaggregation mode. While an engine does not answer, what was known about
+// it stays.
 //
-// It asks /model_info first, which only SGLang has. vLLM's /server_info, of its development mode, takes seconds. SGLang's /server_info asks
-// the scheduler and may be slow at a busy engine; the mode is in /model_info, too (0.5.23).
+// It asks /model_info first, which only SGLang has. vLLM has a /server_info in its development mode, which takes seconds. SGLang's
+// /server_info asks the scheduler and may be slow at a busy engine; the mode is in /model_info, too (0.5.23).
 func (p *Proxy) identify(ctx context.Context, b *backend) {
 	old := b.sglang.Load()
 	text, status := p.read(ctx, b.url+"/model_info", p.keyFor(b))
@@ -106,7 +106,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	case status == 0, status == http.StatusBadGateway, status == http.StatusServiceUnavailable, status == http.StatusGatewayTimeout:
 		return
 	case status != http.StatusOK:
-		if p.isOther(b); b.role != both && locked(status) { // vLLM has no such path, with a key or without
+		if p.isOther(b); b.role != both && locked(status) { // vLLM has no such path, whether a key is sent or not
 			p.setProblem(b, wantsKey)
 		}
 		return
@@ -114,7 +114,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	var info struct {
 		Mode *string `json:"disaggregation_mode"`
 	}
-	_ = json.Unmarshal(text, &info) // releases without the mode there have it in /server_info
+	_ = json.Unmarshal(text, &info) // in releases without the mode there, /server_info has it
 	s := &sglang{asked: true}
 	if old != nil {
 		s.port, s.page, s.ranks = old.port, old.page, old.ranks
@@ -137,7 +137,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	b.identified = whole
 }
 
-// isOther records that an engine is not SGLang's, unless the operator set the dialect SGLang.
+// isOther records that an engine is not SGLang's, unless the operator has set the dialect SGLang.
 func (p *Proxy) isOther(b *backend) {
 	if p.o.Dialect != SGLang {
 		b.sglang.Store(nil)
@@ -145,9 +145,9 @@ func (p *Proxy) isOther(b *backend) {
 	b.identified = true
 }
 
-// serverInfo reads an engine's /server_info into s and mode. It reports whether the answer is final: a 200 or a 4xx.
+// serverInfo reads an engine's /server_info into s and mode. It returns true if the answer is final: a 200 or a 4xx.
 func (p *Proxy) serverInfo(ctx context.Context, b *backend, s *sglang, mode **string) bool {
-	if until, ok := ctx.Deadline(); ok { // leave half of the time to the rest of the health check
+	if until, ok := ctx.Deadline(); ok { // leaves half of the time to the rest of the health check
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, time.Until(until)/2)
 		defer cancel()
@@ -174,8 +174,8 @@ func (p *Proxy) serverInfo(ctx context.Context, b *backend, s *sglang, mode **st
 	return true
 }
 
-// unlikePages returns a problem if no engine of the other role has KV pages as long as b's: a D that gets a P with other pages ends its
-// process (SGLang 0.5.23). "": some engine fits or may fit.
+// unlikePages returns a problem if no engine of the other role has KV pages of the same length as b's: a D that gets a P with other
+// pages ends its process (SGLang 0.5.23). "" means that some engine matches or may match.
 func (f *fleet) unlikePages(b *backend) string {
 	own, other := b.page(), 0
 	if own == 0 || b.role == both {
@@ -197,7 +197,7 @@ func (f *fleet) unlikePages(b *backend) string {
 	return fmt.Sprintf("its pages have %d tokens, those of the engines beside it %d: P and D need one --page-size", own, other)
 }
 
-// page returns the tokens of a page of KV of an engine of SGLang; 0: not known.
+// page returns the number of tokens in a page of KV of an engine of SGLang; 0: not known.
 func (b *backend) page() int {
 	if s := b.sglang.Load(); s != nil {
 		return s.page
@@ -205,7 +205,7 @@ func (b *backend) page() int {
 	return 0
 }
 
-// notFor returns why an engine cannot have a role; "": it can.
+// notFor returns the reason why an engine cannot have the role r; "": it can.
 func (s *sglang) notFor(r role) string {
 	want := map[role]string{both: "null", prefill: "prefill", decode: "decode"}[r]
 	if !s.asked || s.mode == want {
@@ -217,7 +217,7 @@ func (s *sglang) notFor(r role) string {
 // bootstrapAt returns the address of P's bootstrap server, as D dials it.
 func (b *backend) bootstrapAt() (host string, port int) {
 	s := b.sglang.Load()
-	if s == nil { // identify has just found another engine at its address
+	if s == nil { // identify has just found that another engine has its address
 		s = &sglang{}
 	}
 	host, port = b.host, cmp.Or(s.port, defaultBootstrapPort)
@@ -230,7 +230,8 @@ func (b *backend) bootstrapAt() (host string, port int) {
 	return host, port
 }
 
-// askBootstrap asks P's bootstrap server for P's sizes and stores them. It returns the problem if the server does not know P whole; "": it does.
+// askBootstrap asks P's bootstrap server for P's sizes and stores them in s. It returns a problem if the server does not know all of P;
+// "" if it does.
 func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (problem string) {
 	host, port := b.bootstrapAt()
 	at := net.JoinHostPort(host, strconv.Itoa(port))
@@ -260,7 +261,7 @@ func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (proble
 		ranks = sizes.DP
 	}
 	page := s.page
-	if sizes.Page > 0 && sizes.Page <= 1<<20 { // D compares its own pages with this size
+	if sizes.Page > 0 && sizes.Page <= 1<<20 { // D compares its own page size with it
 		page = sizes.Page
 	}
 	if ranks != s.ranks || page != s.page {
@@ -271,7 +272,7 @@ func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (proble
 	return ""
 }
 
-// sglangLoad returns how many requests an engine of SGLang has, over its data-parallel ranks.
+// sglangLoad returns how many requests an engine of SGLang has, summed over its data-parallel ranks.
 func (p *Proxy) sglangLoad(ctx context.Context, b *backend) (n int64, ok bool) {
 	text, ok := p.get(ctx, b, "/v1/loads?include=core,disagg")
 	var list struct {
@@ -287,7 +288,7 @@ func (p *Proxy) sglangLoad(ctx context.Context, b *backend) (n int64, ok bool) {
 			l["num_running_reqs"], l["num_waiting_reqs"], disagg["prefill_bootstrap_queue_reqs"], disagg["prefill_inflight_queue_reqs"],
 			disagg["decode_prealloc_queue_reqs"], disagg["decode_transfer_queue_reqs"],
 		} {
-			v, _ := v.(float64) // 0 for what is none
+			v, _ := v.(float64) // 0 if it is no number
 			sum += max(v, 0)
 		}
 	}

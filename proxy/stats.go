@@ -12,10 +12,10 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 
-// outcomes are the ends of a request.
+// outcomes are the ways in which a request ends.
 var outcomes = []string{"ok", "bad_request", "unauthorized", "limited", "client_left", "refused", "no_engine", "failed", "broken_off"}
 
-// maxModels bounds the models that have figures of their own.
+// maxModels is the largest number of models that have figures of their own.
 const maxModels = 64
 
 type counters struct {
@@ -41,7 +41,7 @@ const (
 	byDecode           // D lacks little
 	byStore            // D can load most of it from the cache server
 	byRelay            // a relay has the prompt's KV
-	bySequences        // the request has several answers, or prompts that cannot be split, and one transfer carries one prompt
+	bySequences        // the request has several answers, or prompts that cannot be split; one transfer carries one prompt
 )
 
 var sparedBy = [...]string{byDecode: "decode", byStore: "store", byRelay: "relay", bySequences: "sequences"}
@@ -59,7 +59,7 @@ func newCounters() *counters {
 
 func (n *counters) outcome(o string) { n.outcomes[o].Add(1) }
 
-// model returns the figures of a model that an engine serves.
+// model returns the counters of a model that an engine serves.
 func (n *counters) model(name string) *modelCounters {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -77,10 +77,10 @@ func (n *counters) model(name string) *modelCounters {
 	return m
 }
 
-// began counts the first byte of an answer.
+// began counts the first byte of an answer. good means that the status was 200.
 func (n *counters) began(e *exchange, good bool) {
 	took := time.Since(e.start)
-	if good && e.list == nil { // a request of several prompts counts once, not each part
+	if good && e.list == nil { // a request of several prompts counts once, not per part
 		e.model = n.model(e.want.model)
 		e.model.ttft.Took(took)
 	}
@@ -89,7 +89,7 @@ func (n *counters) began(e *exchange, good bool) {
 	}
 }
 
-// Stats is what a Proxy did, and does now.
+// Stats are the figures of a Proxy: counts since New, and current values.
 type Stats struct {
 	InFlight  int64            `gauge:"kvasir_proxy_requests_in_flight" help:"Requests in progress, those that wait included."`
 	Queued    int64            `gauge:"kvasir_proxy_requests_queued" help:"Requests that wait for room at an engine."`
@@ -116,7 +116,7 @@ type Stats struct {
 	E2E  map[string]histogram.Counts `histogram:"vllm:e2e_request_latency_seconds" label:"model_name" help:"From the request to the end of a good answer."`
 }
 
-// Stats returns the figures.
+// Stats returns the current figures.
 func (p *Proxy) Stats() Stats {
 	s := Stats{
 		InFlight: p.inFlight.Load(), Queued: p.fleet.queued(), Requests: make(map[string]int64), Retries: p.n.retries.Load(), Freed: p.n.freed.Load(),

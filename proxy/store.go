@@ -14,36 +14,35 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// store is the known state of the cache server that engines share (kvasir server). In the index of
-// prefixes the server has ids like an engine, which change with its lives: marks under an id that is
-// no longer valid do not count.
+// store is what the proxy knows about the cache server that engines share (kvasir server). In the index of prefixes, the server has ids
+// as an engine has. The id changes when the server restarts or is cleared: marks under an id that is no longer valid do not count.
 //
-// An id is used for new marks until the server has evicted half as many chunks as it holds, and stays
-// valid for as long again: the chunks of a prompt are not expected to stay longer after their last use.
+// An id is used for new marks until the server has evicted half as many chunks as it holds, and stays valid for the same number of
+// evictions after that: the chunks of a prompt are not expected to stay longer after their last use.
 type store struct {
-	instanceIDs *atomic.Uint32 // ids
+	instanceIDs *atomic.Uint32 // source of ids
 	well        atomic.Bool
-	below       atomic.Bool // it has a tier below its memory
+	below       atomic.Bool // the server has a tier below its memory
 
-	events *blocks.Follower // the server's KV events; nil: not followed
-	known  *blocks.Prompts  // the server's blocks, its chunks, at marks of prompts
+	events *blocks.Follower // follower of the server's KV events; nil: they are not followed
+	known  *blocks.Prompts  // the server's chunks at the marks of prompts
 
 	mu struct {
 		sync.Mutex
-		now, before uint32 // ids; 0: none
+		now, before uint32 // the current id and the one before it; 0: none
 		instance    instance
-		evicted     uint64 // chunks, when now began
+		evicted     uint64 // chunks that the server had evicted when now began
 	}
 }
 
-// instance identifies a server between two starts or clears.
+// instance identifies the life of a server between two starts or clears.
 type instance struct {
 	started string
 	pid     int
 	clears  uint64
 }
 
-// storeStatus is what a server says of itself: a part of its GET /status.
+// storeStatus is the part of the server's GET /status that the proxy reads.
 type storeStatus struct {
 	Healthy bool   `json:"healthy"`
 	PID     int    `json:"pid"`
@@ -58,7 +57,7 @@ type storeStatus struct {
 	} `json:"l2"`
 }
 
-// begin begins an id for a server whose status is not asked (Options.SharedStore without Store).
+// begin makes an id for a server whose status the proxy does not ask (Options.SharedStore without Store).
 func (s *store) begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -66,7 +65,7 @@ func (s *store) begin() {
 	s.well.Store(true)
 }
 
-// ids returns the valid ids, the current one first; 0 is none.
+// ids returns the valid ids, the current one first; 0 stands for none.
 func (s *store) ids() (ids [2]uint32) {
 	if !s.well.Load() {
 		return ids
@@ -76,7 +75,7 @@ func (s *store) ids() (ids [2]uint32) {
 	return [2]uint32{s.mu.now, s.mu.before}
 }
 
-// update records the server's status; nil: it did not answer.
+// update takes over the server's status; nil: the server did not answer.
 func (s *store) update(st *storeStatus) {
 	if st == nil || !st.Healthy {
 		s.well.Store(false)
@@ -92,7 +91,7 @@ func (s *store) update(st *storeStatus) {
 		s.mu.now, s.mu.before = s.instanceIDs.Add(1), 0
 	case len(st.Below.Tiers) > 0 || 2*gone <= resident:
 		s.well.Store(true)
-		return // evicted chunks are in the tier below, or few
+		return // evicted chunks are in the tier below, or there are few of them
 	case gone <= resident:
 		s.mu.now, s.mu.before = s.instanceIDs.Add(1), s.mu.now
 	default:
@@ -111,7 +110,7 @@ func (s *store) follow(o *Options) (err error) {
 	return err
 }
 
-// chunkTokens returns how many tokens a chunk of the server has; 0: no event has said it yet.
+// chunkTokens returns how many tokens a chunk of the server has; 0: no event has reported it yet.
 func (s *store) chunkTokens() (tokens int) {
 	if s.events != nil {
 		_, tokens, _ = s.events.Blocks()
@@ -119,14 +118,14 @@ func (s *store) chunkTokens() (tokens int) {
 	return tokens
 }
 
-// stored is what the server's events say about a prompt.
+// stored is what the server's KV events say about one prompt.
 type stored struct {
 	bytes int  // leading bytes that the server has
-	reach int  // leading bytes whose chunks are known; about bytes beyond, events say nothing
+	reach int  // leading bytes whose chunks are known; about the bytes after them, events say nothing
 	all   bool // up to reach the server has no more than bytes
 }
 
-// correct returns bytes if the events prove the guess of the index wrong, else guess.
+// correct returns t.bytes if the events prove that guess, the number of bytes by the index, is wrong; else guess.
 func (t stored) correct(guess int) int {
 	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
 		return t.bytes
@@ -134,7 +133,7 @@ func (t stored) correct(guess int) int {
 	return guess
 }
 
-// has returns what the server's events say about a prompt; zero: nothing.
+// has returns what the server's events say about the prompt with these marks; the zero value: nothing.
 func (s *store) has(marks []prefix.Mark) (t stored) {
 	if s.events == nil || len(marks) == 0 || !s.well.Load() {
 		return t
@@ -145,7 +144,7 @@ func (s *store) has(marks []prefix.Mark) (t stored) {
 	return t
 }
 
-// watchStore asks the cache server for its status until ctx ends.
+// watchStore asks the cache server for its status again and again until ctx ends.
 func (p *Proxy) watchStore(ctx context.Context) {
 	for {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second)+p.o.patience)
@@ -169,8 +168,7 @@ func (p *Proxy) watchStore(ctx context.Context) {
 	}
 }
 
-// noteStored records that the cache server has the prompt: an engine answers, and engines store what
-// they compute.
+// noteStored records that the cache server has the prompt: the engine is answering, and engines store what they compute.
 func (e *exchange) noteStored() {
 	if id := e.p.fleet.store.ids()[0]; id != 0 && e.p.index != nil && len(e.want.marks) > 0 {
 		e.p.index.Add(e.want.marks, id)

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 )
 
-// traced begins the span of a request, below the client's.
+// traced begins the span of a request, as a child of the client's span.
 func (e *exchange) traced() {
 	if e.p.o.Spans == nil {
 		return
@@ -21,7 +21,7 @@ func (e *exchange) traced() {
 	e.span = otlp.New(parent)
 }
 
-// legSpan begins the span of a leg, and returns fields with a traceparent for the engine.
+// legSpan begins the span of a leg. It returns fields with the traceparent that the engine gets.
 func (e *exchange) legSpan(fields []byte) (otlp.Context, []byte) {
 	if e.p.o.Spans == nil {
 		return otlp.Context{}, fields

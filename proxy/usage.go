@@ -11,11 +11,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// maxEvent bounds one event of a stream whose usage is corrected, bytes.
+// maxEvent is the largest event of a stream whose usage is corrected, in bytes.
 const maxEvent = 4 << 20
 
-// fixesUsage returns a function that corrects cached_tokens in D's answer: D counts all tokens that came
-// from P, but the client should see those that P had cached. nil: there is nothing to correct.
+// fixesUsage returns a function that corrects cached_tokens in D's answer: D counts all tokens that came from P, but the client should
+// see how many P had found in its cache. nil means that there is nothing to correct.
 func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	if !e.split || stream && openai.APIOf(e.r.URL.Path) == openai.Completions && !e.q.StreamOptions.Has() {
 		return nil
@@ -23,7 +23,7 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	waited := false
 	return func(data []byte) []byte {
 		if e.prefillEnded != nil && !waited && openai.HasCached(data) && !(stream && openai.HasMoreEvents(data)) {
-			// P has computed all that D has; only its answer may still be on its way. The client waits for it once.
+			// P has computed all that D has; only P's answer may still be on its way. The client waits for it once.
 			waited = true
 			late := time.NewTimer(e.p.o.prefillGrace)
 			defer late.Stop()
@@ -40,14 +40,14 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 	}
 }
 
-// passEvents is pass for a stream in which the usage is corrected, event by event.
+// passEvents passes a stream on as pass does, event by event, and corrects the usage in it with fix.
 func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fix func([]byte) []byte) (outcome string) {
 	from := &rest{data: first, resp: resp}
 	events := openai.NewReader(from, maxEvent)
 	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
 	seen := -1
 	for {
-		if n := end.Events(); n != seen { // comments are no answer
+		if n := end.Events(); n != seen { // comments do not count as data of an answer
 			seen = n
 			resp.Until(time.Now().Add(e.p.o.Stall))
 		}
@@ -64,9 +64,9 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 			continue
 		}
 		switch left := append(events.Rest(), from.data...); {
-		case errors.Is(err, openai.ErrEvent): // too long to be held: what follows passes as it is
+		case errors.Is(err, openai.ErrEvent): // the event is too long to be held: what follows passes unchanged
 			return e.passBytes(b, resp, left, true, end)
-		case from.ended && len(left) > 0: // in good order, without an empty line behind the last event
+		case from.ended && len(left) > 0: // the answer ended properly, but without the empty line after its last event
 			end.Add(left)
 			if _, werr := e.w.Write(left); werr != nil {
 				return "client_left"
@@ -77,11 +77,11 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 	}
 }
 
-// rest reads an answer from its first bytes on.
+// rest reads an answer on from data, the bytes that were read already.
 type rest struct {
 	data  []byte
 	resp  *http1.Response
-	ended bool // the answer ended as HTTP says
+	ended bool // the answer ended as HTTP demands
 }
 
 func (r *rest) Read(b []byte) (int, error) {

@@ -35,7 +35,7 @@ func (p *Peer) onCommand(body []byte) error {
 		if p.role.subscribe != nil {
 			return p.role.subscribe(p, data, string(name) == "SUBSCRIBE")
 		}
-	case "PONG": // a heartbeat needs no PONG in particular: any bytes prove that the peer lives. ponged serves Ping
+	case "PONG": // any bytes prove to the heartbeat that the peer lives; ponged is for Ping
 		p.ponged(data)
 	default: // other commands are for other socket types
 	}
@@ -64,8 +64,8 @@ func (p *Peer) onReady(data []byte) error {
 	return nil
 }
 
-// ping sends a PING and waits until the peer has echoed its context, over this connection.
-// A peer before ZMTP 3.1 has no PING.
+// ping sends a PING and waits until the peer has echoed its context over this connection. It fails at once with a peer before ZMTP 3.1,
+// which has no PING.
 func (p *Peer) ping(ctx context.Context) error {
 	if p.minor < 1 {
 		return fmt.Errorf("zmtp: the peer speaks ZMTP 3.0, which has no PING")
@@ -95,7 +95,7 @@ func (p *Peer) ping(ctx context.Context) error {
 	}
 }
 
-// ponged ends the wait of ping. A PONG without a context, or with another one, ends none.
+// ponged ends the ping whose context the PONG repeats. A PONG without a context, or with an unknown one, changes nothing.
 func (p *Peer) ponged(data []byte) {
 	if len(data) != 8 {
 		return

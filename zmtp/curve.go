@@ -17,13 +17,13 @@ import (
 // Key is a public or a secret key of CURVE: 32 bytes of Curve25519.
 type Key [32]byte
 
-// NewKey returns a secret key.
+// NewKey returns a new random secret key.
 func NewKey() (secret Key) {
 	_, _ = rand.Read(secret[:]) // never fails
 	return secret
 }
 
-// Public returns the public key of a secret one.
+// Public returns the public key that belongs to the secret key k.
 func (k Key) Public() (public Key) {
 	secret, err := ecdh.X25519().NewPrivateKey(k[:])
 	if err != nil {
@@ -32,14 +32,14 @@ func (k Key) Public() (public Key) {
 	return Key(secret.PublicKey().Bytes())
 }
 
-// CurveServer makes a socket that listens speak CURVE alone (RFC 26 of ZeroMQ: encrypted, both ends proved by their keys).
+// CurveServer makes a listening socket speak CURVE only (RFC 26 of ZeroMQ): messages are encrypted, and both ends prove their keys.
 type CurveServer struct {
 	Secret Key
-	// Client returns the name of a client by its public key, and whether it may connect. It is safe for concurrent use.
+	// Client returns the name of the client with that public key, and whether it may connect. It must be safe for concurrent use.
 	Client func(public Key) (name string, ok bool)
 }
 
-// CurveClient makes a socket that connects speak CURVE.
+// CurveClient makes a connecting socket speak CURVE.
 type CurveClient struct {
 	Secret Key
 	Server Key // the server's public key
@@ -50,12 +50,12 @@ const (
 	shortNonce  = 8
 	cookieBytes = 16 + tagBytes + 64
 	vouchBytes  = 16 + tagBytes + 64
-	// sealedBytes is how many bytes sealing adds to a frame: the name, the nonce, the tag and the flags.
+	// sealedBytes is how many bytes sealing adds to a frame: command name, nonce, tag and flags.
 	sealedBytes = 8 + shortNonce + tagBytes + 1
 )
 
-// curve is one connection's side of CURVE, as libzmq 4.3.5 speaks it. C and S are the keys of client and server, C' and S' those of
-// the connection; Box[x](a→b) is sealed by a's secret key for b's public one.
+// curve is one end's state of CURVE on a connection, as libzmq 4.3.5 speaks it. C and S are the permanent keys of client and server, C'
+// and S' the keys of the connection. Box[x](a→b) is x, sealed with a's secret key for b's public key.
 //
 //	C: HELLO     version 1.0, 72 B of zero, C' 32 B, nonce 8 B, Box[64 zeros](C'→S)
 //	S: WELCOME   nonce 16 B, Box[S' 32 B, cookie 96 B](S→C')
@@ -63,19 +63,19 @@ const (
 //	S: READY     nonce 8 B, Box[properties](S'→C')
 //	   MESSAGE   nonce 8 B, Box[flags 1 B, body](C'→S' or S'→C')
 type curve struct {
-	own      []byte // properties
+	own      []byte // our properties
 	to       *CurveClient
 	from     *CurveServer // nil: this is the client
 	stage    int
-	short    Key // secret, of the connection
+	short    Key // our secret key of the connection
 	theirs   Key // C' or S'
 	cookie   [cookieBytes]byte
-	shared   Key    // of C' and S'
-	sent     uint64 // the last nonce
+	shared   Key    // shared secret of C' and S'
+	sent     uint64 // the last number that we used in a nonce
 	received uint64
 	user     string
-	peer     []byte // its properties
-	scratch  []byte // of seal
+	peer     []byte // the peer's properties
+	scratch  []byte // scratch for seal
 }
 
 func (m *curve) name() string      { return mechanismCurve }
@@ -84,13 +84,13 @@ func (m *curve) peerReady() []byte { return m.peer }
 func (m *curve) client() string    { return m.user }
 func (m *curve) sealing() bool     { return true }
 
-// nonceOf returns the nonce purpose + rest: 16 letters and a number of 8 bytes, or 8 letters and 16 random bytes.
+// nonceOf returns the nonce purpose + rest: either 16 letters and a number of 8 bytes, or 8 letters and 16 random bytes.
 func nonceOf(purpose string, rest []byte) (n [24]byte) {
 	copy(n[copy(n[:], purpose):], rest)
 	return n
 }
 
-// numbered appends the next message number to dst, and returns the nonce made from it.
+// numbered appends the next number of our nonces to dst, and returns the nonce made from it.
 func (m *curve) numbered(dst []byte, purpose string) ([]byte, *[24]byte) {
 	m.sent++
 	dst = binary.BigEndian.AppendUint64(dst, m.sent)
@@ -98,7 +98,7 @@ func (m *curve) numbered(dst []byte, purpose string) ([]byte, *[24]byte) {
 	return dst, &n
 }
 
-// next checks the number that data begins with, and returns the nonce made from it. Numbers must rise, so a replay is refused.
+// next checks the number at the start of data, and returns the nonce made from it. Numbers must rise, so a replayed message is refused.
 func (m *curve) next(data []byte, purpose string) (*[24]byte, error) {
 	number := binary.BigEndian.Uint64(data)
 	if number <= m.received {
@@ -143,7 +143,7 @@ func (m *curve) handle(name, data []byte) (answer []byte, done bool, err error) 
 
 var errBox = errors.New("it cannot be decrypted")
 
-// welcome answers HELLO.
+// welcome checks HELLO and returns WELCOME.
 func (m *curve) welcome(data []byte) ([]byte, error) {
 	if len(data) != 2+72+32+shortNonce+tagBytes+64 || data[0] != 1 || data[1] != 0 {
 		return nil, fmt.Errorf("%w: HELLO of %d bytes", errProtocol, len(data))
@@ -157,7 +157,7 @@ func (m *curve) welcome(data []byte) ([]byte, error) {
 		return nil, fmt.Errorf("%w: HELLO: %w: the client has the public key of another server", errAuth, errBox)
 	}
 	m.short = NewKey()
-	_, _ = rand.Read(m.cookie[:]) // never fails. The cookie is random: what libzmq encodes in it stays in this struct
+	_, _ = rand.Read(m.cookie[:]) // never fails. The cookie is random: the values that libzmq encodes in it stay in this struct
 	public := m.short.Public()
 	var long [16]byte
 	_, _ = rand.Read(long[:])
@@ -165,7 +165,7 @@ func (m *curve) welcome(data []byte) ([]byte, error) {
 	return appendCommand(nil, "WELCOME", box.Seal(long[:], append(public[:], m.cookie[:]...), &n, m.theirs.ptr(), m.from.Secret.ptr())), nil
 }
 
-// initiate answers WELCOME.
+// initiate checks WELCOME and returns INITIATE.
 func (m *curve) initiate(data []byte) ([]byte, error) {
 	if len(data) != 16+tagBytes+32+cookieBytes {
 		return nil, fmt.Errorf("%w: WELCOME of %d bytes", errProtocol, len(data))
@@ -187,7 +187,7 @@ func (m *curve) initiate(data []byte) ([]byte, error) {
 	return appendCommand(nil, "INITIATE", box.SealAfterPrecomputation(out, inside, nonce, m.shared.ptr())), nil
 }
 
-// accept answers INITIATE.
+// accept checks INITIATE and returns READY.
 func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 	if len(data) < cookieBytes+shortNonce+tagBytes+32+vouchBytes {
 		return nil, false, fmt.Errorf("%w: INITIATE of %d bytes", errProtocol, len(data))
@@ -220,7 +220,7 @@ func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 	return appendCommand(nil, "READY", box.SealAfterPrecomputation(out, m.own, nonce, m.shared.ptr())), true, nil
 }
 
-// finish reads READY.
+// finish checks the READY command of the peer.
 func (m *curve) finish(data []byte) error {
 	if len(data) < shortNonce+tagBytes {
 		return fmt.Errorf("%w: READY of %d bytes", errProtocol, len(data))
@@ -236,7 +236,7 @@ func (m *curve) finish(data []byte) error {
 	return nil
 }
 
-// purposes of the nonces of messages.
+// The purposes of the nonces of messages.
 const (
 	fromClient = "CurveZMQMESSAGEC"
 	fromServer = "CurveZMQMESSAGES"

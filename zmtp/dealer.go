@@ -17,28 +17,27 @@ import (
 const (
 	firstBackoff = 10 * time.Millisecond
 	lastBackoff  = time.Second
-	livedBackoff = 100 * time.Millisecond // a connection that lasted this long, and as long as the next pause, resets the pause
+	livedBackoff = 100 * time.Millisecond // a connection that lasted at least this long, and at least the next pause, resets the pause
 )
 
-// DealerOptions configures a Dealer. A zero field means its default, which is
-// RouterOptions' where the name is the same.
+// DealerOptions configures a Dealer. A zero field means its default. A field with the same name as one of RouterOptions has the same
+// default.
 type DealerOptions struct {
 	// Handler is called on the reading goroutine, one message at a time. The
 	// message and its frames are valid until it returns.
 	Handler func(Message)
-	// OnState is called when a connection is ready (true, nil), and when it
-	// ends or an attempt fails (false, why), but not because of Close. It is
-	// called on Handler's goroutine, between its calls.
+	// OnState is called with (true, nil) when a connection is ready, and with (false, why) when it ends or an attempt to connect fails;
+	// it is not called because of Close. It runs on Handler's goroutine, between calls of Handler.
 	OnState func(connected bool, err error)
 
-	Identity        []byte // routing id to announce, at most 255 bytes; default none
+	Identity        []byte // routing id that the Dealer announces, at most 255 bytes; default none
 	MaxFrameBytes   int64
 	MaxFrames       int
 	MaxMessageBytes int64
-	SendQueueBytes  int // bounds the queue of a connection, and the messages that wait for a connection
+	SendQueueBytes  int // bounds the queue of a connection, and also the messages that wait for a connection
 
-	// NoWaiting refuses messages with ErrNotConnected while there is no connection. Otherwise a message
-	// could reach a restarted peer after its sender has given it up.
+	// NoWaiting makes Send refuse messages with ErrNotConnected while there is no connection. Otherwise a message could reach a
+	// restarted peer after its sender has given the message up.
 	NoWaiting bool
 
 	ConnectTimeout    time.Duration // of one attempt; default 5 s
@@ -52,17 +51,15 @@ type DealerOptions struct {
 	Curve *CurveClient
 	Plain *PlainClient
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// Dealer is a DEALER socket with one connection. It makes a lost connection again
-// after a pause of 10 ms, which doubles each time up to 1 s; a random part of up to half
-// the pause is taken off. After a connection that lasted for at least 100 ms and for at least
-// the next pause, the pause is 10 ms again.
+// Dealer is a DEALER socket with one connection. When the connection is lost, it connects again after a pause of 10 ms, which doubles
+// with each attempt up to 1 s and is shortened by a random part of up to half. After a connection that lasted for at least 100 ms and
+// for at least the next pause, the pause is 10 ms again.
 //
-// Messages sent while there is no connection wait for the next one, unless NoWaiting. A Dealer
-// does not send a message again that it gave to a lost connection, because the message may
-// have arrived. Its methods are safe for concurrent use.
+// Messages sent while there is no connection wait for the next one, unless NoWaiting is set. A Dealer does not send a message again
+// that it gave to a lost connection, because that message may have arrived. Its methods are safe for concurrent use.
 type Dealer struct {
 	endpoint string // immutable
 	o        DealerOptions
@@ -76,10 +73,10 @@ type Dealer struct {
 		sync.Mutex
 		started bool
 		closed  bool
-		peer    *Peer // being connected or connected
-		ready   bool  // peer takes messages
+		peer    *Peer // the connection, or the attempt at one
+		ready   bool  // peer accepts messages
 		waiting queue // messages for the next connection
-		bytes   int   // in waiting
+		bytes   int   // bytes of the messages in waiting
 		past    Stats
 	}
 }
@@ -113,8 +110,8 @@ func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 	return d
 }
 
-// Start begins to connect, in the background. It fails on a malformed endpoint, but not
-// on one without a listener. Close ends the background work.
+// Start begins to connect, in the background. It fails on a malformed endpoint, but not if nothing listens there. Close ends the
+// background work.
 func (d *Dealer) Start() error {
 	if _, _, err := parseEndpoint(d.endpoint); err != nil {
 		return err
@@ -134,9 +131,9 @@ func (d *Dealer) Start() error {
 	return nil
 }
 
-// Send queues one message of copied frames: on the connection, as Peer.Send
-// does, or for the next connection. ErrQueueFull means that SendQueueBytes are queued, ErrNotConnected
-// that NoWaiting refuses the message, and ErrClosed that the Dealer was closed.
+// Send copies the frames of one message and queues it: on the connection, as Peer.Send does, or for the next connection. ErrQueueFull
+// means that SendQueueBytes are queued already, ErrNotConnected that NoWaiting refuses the message, and ErrClosed that the Dealer was
+// closed.
 func (d *Dealer) Send(frames ...[]byte) error {
 	if p := d.ready(); p != nil {
 		if err := p.Send(frames...); !errors.Is(err, ErrClosed) {
@@ -146,8 +143,8 @@ func (d *Dealer) Send(frames ...[]byte) error {
 	return d.wait(frames)
 }
 
-// SendOwned is Send for frames that the caller never writes to again, as
-// Peer.SendOwned; without a connection they are copied.
+// SendOwned is like Send, for frames to which the caller never writes again; see Peer.SendOwned. While there is no connection, it
+// copies them.
 func (d *Dealer) SendOwned(frames ...[]byte) error {
 	if p := d.ready(); p != nil {
 		if err := p.SendOwned(frames...); !errors.Is(err, ErrClosed) {
@@ -166,8 +163,7 @@ func (d *Dealer) ready() *Peer {
 	return d.mu.peer
 }
 
-// wait queues a message for the next connection. If that connection came meanwhile, wait
-// gives it the message.
+// wait queues a message for the next connection. If there is a connection by now, wait queues the message there.
 func (d *Dealer) wait(frames [][]byte) error {
 	if len(frames) == 0 {
 		return errNoFrames
@@ -200,17 +196,15 @@ func (d *Dealer) hold(frames [][]byte) (flush *Peer, err error) {
 	return d.mu.peer, nil
 }
 
-// giveLocked moves the waiting messages to the queue of p, which the caller must flush. If p is
-// closed already, the messages go on waiting.
+// giveLocked moves the waiting messages to the queue of p; the caller must flush p. If p is closed already, the messages keep waiting.
 func (d *Dealer) giveLocked(p *Peer) {
 	if d.mu.bytes > 0 && p.enqueue(func(b []byte) []byte { return append(b, d.mu.waiting.buf...) }) {
 		d.mu.waiting, d.mu.bytes = queue{}, 0
 	}
 }
 
-// Ping returns nil when the peer has answered a PING over the connection that was there
-// when Ping was called: the same process held it all the time. ErrNotConnected means that
-// there was no connection, or that it ended.
+// Ping returns nil when the peer has answered a PING on the connection that existed when Ping was called: then the same process held
+// that connection all the time. ErrNotConnected means that there was no connection, or that it ended.
 func (d *Dealer) Ping(ctx context.Context) error {
 	p := d.ready()
 	if p == nil {
@@ -231,8 +225,8 @@ func (d *Dealer) Stats() Stats {
 	return s
 }
 
-// Close drops the connection and what is queued, and returns after the last
-// goroutine. Neither Handler nor OnState may call it.
+// Close drops the connection and all queued messages, and returns after the last goroutine has ended. Neither Handler nor OnState may
+// call it.
 func (d *Dealer) Close() error {
 	d.mu.Lock()
 	if !d.mu.closed {
@@ -248,7 +242,7 @@ func (d *Dealer) Close() error {
 	return nil
 }
 
-// run connects until Close.
+// run connects, again and again, until Close.
 func (d *Dealer) run() {
 	backoff := firstBackoff
 	for {
@@ -258,7 +252,7 @@ func (d *Dealer) run() {
 			return
 		}
 		d.state(false, err)
-		if ready && time.Since(began) >= max(backoff, livedBackoff) { // a peer that ends each connection at once is not dialled all the time
+		if ready && time.Since(began) >= max(backoff, livedBackoff) { // a peer that ends each connection at once must not be dialled all the time
 			backoff = firstBackoff
 		}
 		t := time.NewTimer(backoff - time.Duration(rand.Int64N(int64(backoff/2))))
@@ -272,7 +266,7 @@ func (d *Dealer) run() {
 	}
 }
 
-// session makes one connection and reads it to its end.
+// session makes one connection and reads from it until it ends. ready reports whether the handshake finished.
 func (d *Dealer) session() (ready bool, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), cmp.Or(d.o.ConnectTimeout, 5*time.Second))
 	stop := make(chan struct{})
@@ -332,8 +326,7 @@ func (d *Dealer) runKeeper(p *Peer) {
 	}
 }
 
-// connected gives the waiting messages to p; it runs on p's reading goroutine,
-// which flushes them.
+// connected gives the waiting messages to p. It runs on p's reading goroutine, which flushes them.
 func (d *Dealer) connected(p *Peer) {
 	d.mu.Lock()
 	d.mu.past.Handshakes++

@@ -12,49 +12,47 @@ import (
 
 const (
 	firstBuffer = 16 << 10 // size of a peer's first receive buffer
-	minRead     = 4 << 10  // space makes more room when less than this is left
+	minRead     = 4 << 10  // space makes room when less than this is left
 	keepBuffer  = 1 << 20  // a receive buffer above this size is dropped ...
 	keepReads   = 64       // after this many reads in a row that need at most a quarter of it
 )
 
-// firstBuffers recycles first buffers. An idle peer has none.
+// firstBuffers holds first buffers for reuse. An idle peer has no buffer.
 var firstBuffers = sync.Pool{New: func() any { return new([firstBuffer]byte) }}
 
 type event byte
 
 const (
-	evMore    event = iota // not enough bytes for the next frame
-	evMessage              // a whole message, in decoder.msg
-	evCommand              // a command's body, in decoder.cmd
+	evMore    event = iota // more bytes are needed
+	evMessage              // a whole message is in decoder.msg
+	evCommand              // the body of a command is in decoder.cmd
 )
 
 type span struct{ off, size int } // off counts from decoder.start
 
-// decoder cuts a byte stream into messages and commands. It does no I/O: the
-// caller reads into space(), reports the bytes with wrote, and calls next until
-// it returns evMore. What next returns aliases buf until the next space().
+// decoder cuts a byte stream into messages and commands. It does no I/O: the caller reads into space(), reports the bytes with wrote,
+// and calls next until next returns evMore. The results of next point into buf; they are valid until the next space().
 //
 //	buf:  ....[start: message being received ... pos)[next frame ... end)....
 type decoder struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
-	maxFirst             int64       // bounds the first frame of a message; 0: maxFrame does
-	large                int64       // a frame of more bytes than this
-	allow                func() bool // must be allowed by this function; nil allows all
+	maxFirst             int64       // limit of the first frame of a message; 0: maxFrame
+	large                int64       // limit of a frame for which `allow` is not asked
+	allow                func() bool // asked before a frame of more than `large` bytes; nil allows all
 
 	buf             []byte
 	start, pos, end int
-	roomy           int    // reads in a row that a far smaller buffer would have held
+	roomy           int    // reads in a row for which a far smaller buffer would have sufficed
 	missing         int    // bytes that the frame at pos still needs; 0 = unknown
 	spans           []span // frames of the message being received
-	size            int64  // their bytes, and those of commands between them
+	size            int64  // bytes of these frames, and of commands between them
 	msg             Message
 	cmd             []byte
 }
 
-// space returns where to read to; it is never empty. The buffer grows to at
-// most four times what the peer has sent of the current message, so a length
-// that the peer only claims takes no memory.
+// space returns the part of buf to read into; it is never empty. The buffer grows to at most four times what the peer has sent of the
+// current message, so a length that the peer only claims takes no memory.
 func (d *decoder) space() []byte {
 	if d.buf == nil {
 		d.buf = firstBuffers.Get().(*[firstBuffer]byte)[:]
@@ -83,8 +81,8 @@ func (d *decoder) space() []byte {
 	return d.buf[d.end:]
 }
 
-// shrink replaces an empty buffer that one large message has made large, when small
-// messages follow: a busy peer is never silent long enough for release.
+// shrink drops an empty buffer that one large message has made large, once small messages follow. A busy peer is never silent for long
+// enough for release.
 func (d *decoder) shrink() {
 	if len(d.buf) <= keepBuffer || d.end > len(d.buf)/4 {
 		d.roomy = 0
@@ -99,7 +97,7 @@ func (d *decoder) shrink() {
 
 func (d *decoder) wrote(n int) { d.end += n }
 
-// release gives the buffer back if it holds nothing.
+// release gives the buffer back if it holds no bytes.
 func (d *decoder) release() {
 	if d.start == d.end && d.buf != nil {
 		d.start, d.pos, d.end = 0, 0, 0
@@ -111,11 +109,11 @@ func (d *decoder) drop() {
 	if len(d.buf) == firstBuffer {
 		firstBuffers.Put((*[firstBuffer]byte)(d.buf))
 	}
-	clear(d.msg[:cap(d.msg)]) // else the last message holds the buffer
+	clear(d.msg[:cap(d.msg)]) // otherwise the last message would keep the buffer in memory
 	d.buf, d.msg, d.cmd = nil, d.msg[:0], nil
 }
 
-// greeting consumes the peer's greeting; ok is false while it is not whole.
+// greeting consumes the peer's greeting. ok is false until the whole greeting has come.
 func (d *decoder) greeting() (minor byte, ok bool, err error) {
 	b := d.buf[d.start:d.end]
 	minor, err = checkGreeting(b[:min(len(b), greetingBytes)], mechanismNull)
@@ -127,8 +125,7 @@ func (d *decoder) greeting() (minor byte, ok bool, err error) {
 	return minor, true, nil
 }
 
-// next returns the next event. After evMessage the caller must call done once
-// it no longer needs the message.
+// next returns the next event. After evMessage the caller must call done when it no longer needs the message.
 func (d *decoder) next() (event, error) {
 	for {
 		flags, size, header, err := d.header()
@@ -157,8 +154,8 @@ func (d *decoder) next() (event, error) {
 	}
 }
 
-// header checks the frame at pos against the grammar and the limits as soon as
-// its header is there, and returns header = 0 until the whole frame is.
+// header checks the frame at pos against the grammar and the limits as soon as its header has come. It returns header = 0 until the
+// whole frame has come.
 func (d *decoder) header() (flags byte, size, header int, err error) {
 	b := d.buf[d.pos:d.end]
 	d.missing = 0
@@ -182,13 +179,13 @@ func (d *decoder) header() (flags byte, size, header int, err error) {
 	if err := d.limits(flags, n); err != nil {
 		return 0, 0, 0, err
 	}
-	size = int(n) // limits keeps it far below the range of int
+	size = int(n) // limits keep it far below the range of int
 	if have := len(b) - header; have < size {
 		d.missing = size - have
 		return 0, 0, 0, nil
 	}
-	// Bytes of a message stay in the buffer until it is whole, and so do
-	// those of commands between its frames: all count.
+	// The bytes of a message stay in the buffer until the message is whole, and so do the bytes of commands between its frames: all of
+	// them count.
 	if flags&flagCommand == 0 || len(d.spans) > 0 {
 		d.size += int64(n)
 	}
@@ -224,7 +221,7 @@ func badFlags(f byte) bool {
 	return f&^(flagMore|flagLong|flagCommand) != 0 || f&(flagMore|flagCommand) == flagMore|flagCommand
 }
 
-// done ends the loan of the message that next returned.
+// done ends the use of the message that next returned.
 func (d *decoder) done() {
 	invariant.Poison(d.buf[d.start:d.pos])
 	d.spans, d.size, d.start = d.spans[:0], 0, d.pos

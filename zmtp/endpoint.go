@@ -40,8 +40,8 @@ func parseEndpoint(endpoint string) (network, address string, err error) {
 	return "", "", fmt.Errorf("zmtp: endpoint %q is neither tcp://host:port nor ipc://path", endpoint)
 }
 
-// HostPort returns the host and the port at which a socket that binds endpoint listens. An empty host means all
-// addresses, and port 0 a port that the kernel chooses. A Unix socket has neither: HostPort returns "" and 0.
+// HostPort returns the host and port at which a socket bound to endpoint listens. An empty host means all addresses, and port 0 a port
+// that the kernel chooses. For a Unix socket it returns "" and 0.
 func HostPort(endpoint string) (host string, port int, err error) {
 	network, address, err := parseEndpoint(endpoint)
 	if err != nil || network != "tcp" {
@@ -81,7 +81,7 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 	return l, nil
 }
 
-// removeStale removes a socket file without a listener, as a killed server leaves it.
+// removeStale removes the file of a Unix socket at which nothing listens, as a killed server leaves it.
 func removeStale(ctx context.Context, path string) {
 	st, err := os.Lstat(path)
 	if err != nil || st.Mode()&os.ModeSocket == 0 {

@@ -7,26 +7,24 @@ import (
 	"time"
 )
 
-// quietAfter is the silence after which the keeper wakes a peer's reading goroutine
-// once. The goroutine then releases its buffer, and finds an end of stream that came
-// together with the last bytes (see onReadable).
+// quietAfter is how long a peer must be silent before the keeper wakes its reading goroutine, once. That goroutine then releases its
+// buffer, and finds an end of stream that came together with the last bytes (see onReadable).
 const quietAfter = time.Second
 
-// watch is what the keeper knows of a peer. The keeper is one goroutine per socket. It
-// compares counters, because a deadline per read would cost a timer operation per request.
-// A timeout is late by at most one tick.
+// watch is what the keeper knows about one peer. The keeper is one goroutine per socket. It compares counters at each tick, because a
+// deadline per read would cost a timer operation per request. So a timeout is noticed up to one tick late.
 type watch struct {
-	reads       uint64    // count.reads when last looked at
-	at          time.Time // when the keeper last saw reads change, or a busy peer
-	pinged      time.Time // when it sent a PING since at; zero = none
+	reads       uint64    // count.reads at the keeper's last look
+	at          time.Time // when the keeper last saw that reads had changed, or that the peer was busy
+	pinged      time.Time // when it last sent a PING, if after at; zero: none
 	interrupted bool      // the reading goroutine was interrupted since at
 
-	begun      int64     // Peer.begun when last looked at
+	begun      int64     // Peer.begun at the last look
 	progress   uint64    // count.bytesIn at progressAt
-	progressAt time.Time // beginning of the ReceiveTimeout that stalled measures
+	progressAt time.Time // when the ReceiveTimeout that stalled measures began
 }
 
-// tick is how often the keeper looks.
+// tick returns the interval of the keeper's looks.
 func (l limits) tick() time.Duration {
 	t := time.Second
 	for _, d := range []time.Duration{l.handshakeTimeout, l.idleTimeout, l.heartbeatInterval, l.heartbeatTimeout, l.receiveTimeout} {
@@ -47,13 +45,13 @@ func (p *Peer) check(now time.Time) {
 		return
 	}
 	p.mu.Lock()
-	busy := p.mu.corked // a running handler, or one that waits for room, counts as activity
+	busy := p.mu.corked // a handler that runs, or waits for room, counts as activity
 	p.mu.Unlock()
 	if reads := p.count.reads.Load(); busy || reads != w.reads || w.at.IsZero() {
 		w.reads, w.at, w.pinged, w.interrupted = reads, now, time.Time{}, false
 		p.lastHeard.Store(now.UnixNano())
 	}
-	if busy { // the reading goroutine does not read meanwhile, so no progress is expected
+	if busy { // meanwhile the reading goroutine does not read, so no progress is expected
 		w.begun = 0
 	} else if p.stalled(now) {
 		p.fail(fmt.Errorf("%w: %d bytes in %v", errStalled, p.count.bytesIn.Load()-w.progress, l.receiveTimeout))

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// Limits of files with keys.
+// Limits of key files.
 const (
 	maxKeyFile     = 4 << 10
 	maxClientsFile = 1 << 20
@@ -22,13 +22,13 @@ const (
 	maxClientName  = 128
 )
 
-// FormatKeyFile returns the text of a file with a secret key. ReadKeyFile and pyzmq's zmq.auth.load_certificate can read it.
+// FormatKeyFile returns the text of a file with a secret key, for ReadKeyFile and for pyzmq's zmq.auth.load_certificate.
 func FormatKeyFile(secret Key) string {
 	return fmt.Sprintf("# This file has a secret key of CURVE.\ncurve\n    public-key = %q\n    secret-key = %q\n", secret.Public().Z85(), secret.Z85())
 }
 
-// ReadKeyFile reads a secret key: 40 letters of Z85 alone, or a certificate as pyzmq writes it. It refuses a file that every user of
-// this machine may read. Errors name the file, and never quote its content.
+// ReadKeyFile reads a secret key from a file: the 40 letters of Z85 alone, or a certificate in pyzmq's form. It refuses a file that
+// every user of this machine may read. Errors name the file but never quote its content.
 func ReadKeyFile(path string) (secret Key, err error) {
 	text, err := auth.ReadSecret(path, maxKeyFile)
 	if err != nil {
@@ -47,13 +47,13 @@ func ReadKeyFile(path string) (secret Key, err error) {
 	return secret, nil
 }
 
-// CurveClients are the clients that may connect, by their public keys. Its methods are safe for concurrent use.
+// CurveClients holds the clients that may connect, by their public keys. Its methods are safe for concurrent use.
 type CurveClients struct {
 	file  *auth.File
 	names atomic.Pointer[map[Key]string]
 }
 
-// OpenCurveClients reads a file with a name and a public key on each line. Empty lines and lines that begin with # are skipped.
+// OpenCurveClients reads a file with a client name and a public key on each line. Empty lines and lines that begin with # are skipped.
 func OpenCurveClients(path string) (*CurveClients, error) {
 	c := &CurveClients{}
 	c.names.Store(&map[Key]string{})
@@ -64,12 +64,13 @@ func OpenCurveClients(path string) (*CurveClients, error) {
 	return c, nil
 }
 
-// Watch reads the file again when it changes, until ctx ends. It does not close the connections of clients that were removed.
+// Watch reads the file again whenever it changes, until ctx ends. It does not close the connections of clients that are no longer in
+// the file.
 func (c *CurveClients) Watch(ctx context.Context, log *slog.Logger) {
 	c.file.Watch(ctx, auth.WatchInterval, log)
 }
 
-// Find returns the name of the client with a public key, and whether it may connect.
+// Find returns the name of the client with that public key. ok is false if it may not connect.
 func (c *CurveClients) Find(public Key) (name string, ok bool) {
 	name, ok = (*c.names.Load())[public]
 	return name, ok

@@ -16,24 +16,24 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
-// role is what a Peer does for the socket that owns it. Immutable.
+// role is what a Peer needs from the socket that owns it. Immutable.
 type role struct {
 	own       socketType
 	identity  []byte
 	limits    limits
-	deliver   func(*Peer, Message)                        // on the reading goroutine
-	connected func(*Peer)                                 // on the reading goroutine, after the handshake
+	deliver   func(*Peer, Message)                        // gets each message, on the reading goroutine
+	connected func(*Peer)                                 // called after the handshake, on the reading goroutine
 	refused   func(p *Peer, socketType string)            // nil: not called
-	subscribe func(p *Peer, prefix []byte, on bool) error // of a PUB, on the reading goroutine
+	subscribe func(p *Peer, prefix []byte, on bool) error // for a PUB: gets subscriptions, on the reading goroutine
 
 	mechanism func() mechanism // makes the mechanism of one connection; nil: NULL
 
-	received   *received // nil: not bounded beyond this connection's limits
+	received   *received // counts receive buffers; nil: only this connection's own limits apply
 	large      func(*Peer) bool
 	largeBytes int64
 }
 
-// limits are the bounds that ROUTER and DEALER share.
+// limits are the limits of a connection that ROUTER and DEALER share.
 type limits struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
@@ -65,19 +65,19 @@ type Peer struct {
 	born time.Time
 	role *role
 	conn net.Conn
-	host string          // Router.identify may change it, once, under Router.mu, before the first read
-	raw  syscall.RawConn // nil when conn has none: then the writer goroutine does all writes
+	host string          // Router.identify may change it once, under Router.mu, before the first read
+	raw  syscall.RawConn // nil if conn has none: then the writer goroutine does all writes
 
 	// Owned by the reading goroutine.
 	in       decoder
 	phase    phase
 	readErr  error
-	corkedAt time.Duration // after born
+	corkedAt time.Duration // time since born
 	readFn   func(uintptr) bool
-	who      any    // set before the first read
-	client   string // name of the client that its key or password has proved; set before ready
-	fresh    bool   // the handshake is just over
-	whole    uint64 // number of messages received when the unfinished message was first seen
+	who      any    // result of Identify; set before the first read
+	client   string // name that the client's key or password has proved; set before ready
+	fresh    bool   // the handshake has just ended
+	whole    uint64 // number of messages received when the current unfinished message was first seen
 
 	// Owned by the goroutine that set mu.writing.
 	out      batch
@@ -90,23 +90,23 @@ type Peer struct {
 	watch watch
 
 	// Atomic.
-	mustLook  atomic.Bool  // the reading goroutine must look at mu.err and quiet
-	quiet     atomic.Bool  // handle no more messages
+	mustLook  atomic.Bool  // the reading goroutine must check mu.err and quiet
+	quiet     atomic.Bool  // handle no further messages
 	queued    atomic.Int64 // bytes queued or being written; changed under mu
-	ready     atomic.Bool  // the handshake is over; identity and minor are set before
-	proved    atomic.Bool  // the peer has proved who it is; set before ready, and before the answer that tells the peer
-	ttl       atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
-	held      atomic.Int64 // bytes of the receive buffers beyond their first 16 KiB (firstBuffer)
-	begun     atomic.Int64 // unix ns when the unfinished message was first seen, 0 for none
-	lastHeard atomic.Int64 // unix ns when the keeper last saw that bytes came or that a handler ran
+	ready     atomic.Bool  // the handshake has ended; identity and minor are set before
+	proved    atomic.Bool  // the peer has proved who it is; set before ready, and before the answer that tells the peer so
+	ttl       atomic.Int64 // longest silence that the peer's PINGs allow, in ns; 0: any
+	held      atomic.Int64 // bytes of the receive buffers, without the first 16 KiB (firstBuffer)
+	begun     atomic.Int64 // unix ns when the unfinished message was first seen; 0: there is none
+	lastHeard atomic.Int64 // unix ns when the keeper last saw that bytes had come or that a handler ran
 	marked    atomic.Bool
 	count     counters
 	minor     byte
 	routing   string
 
 	done    chan struct{} // closed by fail
-	drained chan struct{} // capacity 1: the queue fell below its bound
-	stopped chan struct{} // closed after the last write
+	drained chan struct{} // capacity 1; a value means that the queue fell to its bound
+	stopped chan struct{} // closed after the last write has ended
 	writers sync.WaitGroup
 
 	mu struct {
@@ -114,10 +114,10 @@ type Peer struct {
 		q       queue
 		corked  bool  // the reading goroutine will flush
 		writing bool  // a goroutine owns out and will look at q again
-		err     error // why the peer is closed; nil while it lives
-		broken  error // why nothing more can be sent to a peer from which we still read; nil: sending works
+		err     error // why the peer was closed; nil while it lives
+		broken  error // why nothing more can be sent to a peer that is still read; nil: sending works
 		idle    []chan struct{}
-		pings   map[uint64]chan struct{} // by the context that Peer.ping sent; the PONG with this context closes the channel
+		pings   map[uint64]chan struct{} // by the context that Peer.ping sent; a PONG with this context closes the channel
 		pinged  uint64                   // the last of these contexts
 	}
 }
@@ -142,14 +142,14 @@ func newPeer(id uint64, c net.Conn, r *role) *Peer {
 	return p
 }
 
-// ID numbers the connections of one socket from 1.
+// ID returns the number of the connection. A socket numbers its connections from 1.
 func (p *Peer) ID() uint64 { return p.id }
 
-// RemoteAddr is the peer's network address.
+// RemoteAddr returns the peer's network address.
 func (p *Peer) RemoteAddr() net.Addr { return p.conn.RemoteAddr() }
 
-// identity is the routing id that the peer announced, mostly empty. It need
-// not be unique. It is known once OnConnect or the handler was called.
+// identity returns the routing id that the peer announced; most peers announce none. It need not be unique. It is known once OnConnect
+// or the handler has been called.
 func (p *Peer) identity() string {
 	if !p.ready.Load() {
 		return ""
@@ -157,8 +157,8 @@ func (p *Peer) identity() string {
 	return p.routing
 }
 
-// Client is the name of the client, proved by its key (Curve) or password (Plain); else empty.
-// It is known once OnConnect or the handler was called.
+// Client returns the client's name, which its key (Curve) or password (Plain) has proved; "" if the socket asks for no proof. It is
+// known once OnConnect or the handler has been called.
 func (p *Peer) Client() string {
 	if !p.ready.Load() {
 		return ""
@@ -166,8 +166,8 @@ func (p *Peer) Client() string {
 	return p.client
 }
 
-// Identity is what RouterOptions.Identify returned for the connection; nil without it.
-// It is known once OnConnect or the handler was called.
+// Identity returns the result of RouterOptions.Identify for the connection; nil without Identify. It is known once OnConnect or the
+// handler has been called.
 func (p *Peer) Identity() any {
 	if !p.ready.Load() {
 		return nil
@@ -178,18 +178,17 @@ func (p *Peer) Identity() any {
 // Done returns a channel that is closed when the peer is closed.
 func (p *Peer) Done() <-chan struct{} { return p.done }
 
-// Err says why the peer was closed; nil while it lives.
+// Err returns the reason why the peer was closed; nil while it lives.
 func (p *Peer) Err() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.mu.err
 }
 
-// Close drops the connection and what is queued. It does not wait: OnDisconnect
-// is called when the peer is gone.
+// Close drops the connection and all queued messages. It does not wait: OnDisconnect is called when the peer is gone.
 func (p *Peer) Close() { p.fail(ErrClosed) }
 
-// Flush writes queued messages now, as far as the socket takes them.
+// Flush writes queued messages now, as far as the socket accepts them.
 func (p *Peer) Flush() {
 	p.mu.Lock()
 	start := !p.mu.writing && !p.mu.q.empty() && p.mu.err == nil
@@ -200,7 +199,7 @@ func (p *Peer) Flush() {
 	}
 }
 
-// unlockAndFlush writes the queue unless another goroutine is about to.
+// unlockAndFlush unlocks p.mu and writes the queue, unless another goroutine will do that.
 func (p *Peer) unlockAndFlush() {
 	start := !p.mu.corked && !p.mu.writing
 	p.mu.writing = p.mu.writing || start
@@ -210,7 +209,7 @@ func (p *Peer) unlockAndFlush() {
 	}
 }
 
-// command queues the bytes that build appends and flushes them.
+// command queues the bytes that build appends, and flushes them.
 func (p *Peer) command(build func([]byte) []byte) {
 	p.enqueue(build)
 	p.mu.Lock()
@@ -221,8 +220,8 @@ func (p *Peer) command(build func([]byte) []byte) {
 	p.unlockAndFlush()
 }
 
-// enqueue calls build to append whole frames to the queue, however full the queue is. Once
-// the peer is closed or cannot be sent to, it returns false and does not call build.
+// enqueue lets build append whole frames to the queue, however full the queue is. It returns false, without calling build, if the peer
+// is closed or nothing can be sent to it.
 func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -235,8 +234,8 @@ func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	return true
 }
 
-// flush writes until the queue is empty. When the socket is full, or after flushRounds rounds, a
-// goroutine writes the rest. The caller has set mu.writing; flush or that goroutine clears it.
+// flush writes until the queue is empty. When the socket is full, or after flushRounds rounds, a goroutine writes the rest. The caller
+// must have set mu.writing; flush or that goroutine clears it.
 func (p *Peer) flush() {
 	for round := 0; p.takeOrStop(); round++ {
 		if p.raw != nil && round < flushRounds {
@@ -245,7 +244,7 @@ func (p *Peer) flush() {
 			}
 			if p.writeErr != nil {
 				p.writeFailed(p.writeErr)
-				continue // takeOrStop stops
+				continue // takeOrStop ends the loop
 			}
 			if len(p.out.vec) == 0 {
 				continue
@@ -276,7 +275,7 @@ func (p *Peer) takeOrStop() bool {
 	return true
 }
 
-// write is the writer goroutine: it ends when the queue is empty.
+// write is the writer goroutine. It ends when the queue is empty.
 func (p *Peer) write() {
 	for {
 		for len(p.out.vec) > 0 {
@@ -285,7 +284,7 @@ func (p *Peer) write() {
 				break
 			}
 		}
-		_ = p.conn.SetWriteDeadline(time.Time{}) // else this deadline would hit a later flush by Send
+		_ = p.conn.SetWriteDeadline(time.Time{}) // otherwise this deadline would affect a later flush by Send
 		if !p.takeOrStop() {
 			return
 		}
@@ -296,7 +295,7 @@ func (p *Peer) writeChunk() error {
 	if err := p.conn.SetWriteDeadline(time.Now().Add(p.role.limits.writeTimeout)); err != nil {
 		return err
 	}
-	if p.mustLook.Load() && p.Err() != nil { // fail may have set its deadline before ours
+	if p.mustLook.Load() && p.Err() != nil { // fail may have set its deadline before we set ours
 		return ErrClosed
 	}
 	p.vecs = p.out.chunk(p.vecs, stallBytes)
@@ -312,14 +311,14 @@ func (p *Peer) writeChunk() error {
 	return err
 }
 
-// wrote accounts for n bytes that left.
+// wrote counts n bytes that were written to the connection.
 func (p *Peer) wrote(n int) {
 	p.count.bytesOut.Add(uint64(n))
 	p.retain(-int64(n))
 }
 
-// retain accounts for n more bytes that wait to be sent; n may be negative. When the sum falls to the bound, it wakes
-// the reading goroutine if that waits for room.
+// retain counts n more bytes that wait to be sent; n may be negative. When the sum falls to the bound, it wakes the reading goroutine
+// if that waits for room.
 func (p *Peer) retain(n int64) {
 	bound := int64(p.role.limits.queueBytes)
 	if left := p.queued.Add(n); left <= bound && left-n > bound {
@@ -330,14 +329,14 @@ func (p *Peer) retain(n int64) {
 	}
 }
 
-// fail closes the peer with err, once. It does no I/O: it sets deadlines in the past, which wake
-// the goroutines that read and write. The reading goroutine then closes the connection.
+// fail closes the peer with err; only the first call does anything. It does no I/O: it sets deadlines in the past, which wake the
+// goroutines that read and write. The reading goroutine then closes the connection.
 func (p *Peer) fail(err error) {
 	p.mu.Lock()
 	first := p.mu.err == nil
 	if first {
 		p.mu.err = err
-		if !p.mu.writing { // no goroutine begins to write once err is set
+		if !p.mu.writing { // no goroutine begins to write after err is set
 			close(p.stopped)
 		}
 	}
@@ -349,9 +348,9 @@ func (p *Peer) fail(err error) {
 	}
 }
 
-// writeFailed ends the writing after err. If the other end has closed the connection, the peer still reads and handles what
-// that end sent before, and ends when a read fails, as in libzmq: a client may send its last requests and close
-// without waiting for the answers. Other errors close the peer at once.
+// writeFailed ends writing after err. If the other end has closed the connection, the peer still reads and handles what that end had
+// sent, and ends when a read fails, as in libzmq: a client may send its last requests and close without waiting for the answers. Any
+// other error closes the peer at once.
 func (p *Peer) writeFailed(err error) {
 	if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 		p.fail(err)
@@ -366,10 +365,10 @@ func (p *Peer) writeFailed(err error) {
 
 var longAgo = time.Unix(1, 0)
 
-// interrupt wakes the reading goroutine, which then looks at the peer's state.
+// interrupt wakes the reading goroutine, which then checks the peer's state.
 func (p *Peer) interrupt() { _ = p.conn.SetReadDeadline(longAgo) }
 
-// flushed waits until nothing is queued and the handler does not run.
+// flushed waits until no message is queued and the handler does not run, or ctx ends.
 func (p *Peer) flushed(ctx context.Context) error {
 	idle := make(chan struct{})
 	p.mu.Lock()
@@ -400,12 +399,10 @@ func (p *Peer) idleLocked() {
 	p.mu.idle = nil
 }
 
-// run is the reading goroutine. It returns why the peer ended, after the last
-// goroutine of the peer has returned.
+// run is the reading goroutine. It returns the reason why the peer ended, after the peer's last goroutine has returned.
 //
-// For a socket that listens it also returns once after the handshake, with done false. The caller
-// then calls run again on a fresh goroutine: otherwise an idle peer would keep the stack
-// that the handshake needed.
+// For a listening socket it also returns once after the handshake, with done false. The caller must then call run again on a new
+// goroutine: otherwise an idle peer would keep the large stack that the handshake needed.
 func (p *Peer) run() (done bool, err error) {
 	if p.phase == wantGreeting {
 		p.command(appendGreeting)
@@ -435,7 +432,7 @@ func (p *Peer) run() (done bool, err error) {
 	return true, p.Err()
 }
 
-// read reads and handles messages until an error or an interrupt.
+// read reads and handles messages until an error or an interrupt occurs.
 func (p *Peer) read() error {
 	p.readErr = nil
 	if p.raw != nil {
@@ -458,14 +455,13 @@ func (p *Peer) read() error {
 	return nil
 }
 
-// pause runs on a reading goroutine that was interrupted. It returns false when the
-// peer is closed.
+// pause handles an interrupt on the reading goroutine. It returns false if the peer is closed.
 func (p *Peer) pause() bool {
 	if p.quiet.Load() {
 		<-p.done
 		return false
 	}
-	// A fail after this reset wakes the next read. A fail before it has closed done.
+	// A fail after this reset wakes the next read. A fail before it has already closed done.
 	_ = p.conn.SetReadDeadline(time.Time{})
 	p.in.release()
 	p.recordBuffer()
@@ -478,8 +474,8 @@ func (p *Peer) pause() bool {
 	}
 }
 
-// trim releases the send buffers if no goroutine writes and nothing is queued, or if the
-// peer is closed, so that a reference to a closed Peer keeps no frames in memory.
+// trim releases the send buffers if no goroutine writes and nothing is queued, or if the peer is closed. So a reference to a closed
+// Peer keeps no frames in memory.
 func (p *Peer) trim() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -491,11 +487,10 @@ func (p *Peer) trim() {
 	}
 }
 
-// received handles every whole message and command among the n bytes just read,
-// then flushes the replies.
+// received handles every whole message and command in the buffer, to which n bytes were just added. Then it flushes the replies.
 func (p *Peer) received(n int) error {
 	p.in.wrote(n)
-	if _, secured := p.conn.(*secureConn); !secured { // a secureConn counts the bytes of the network itself
+	if _, secured := p.conn.(*secureConn); !secured { // a secureConn itself counts the bytes on the network
 		p.count.bytesIn.Add(uint64(n))
 		p.count.reads.Add(1)
 	}
@@ -551,13 +546,13 @@ func (p *Peer) handle() error {
 	return nil
 }
 
-// flushBetween flushes between two messages when replies have waited long or the
-// queue is above its bound; in the second case it waits for the peer to read.
+// flushBetween flushes between two messages if replies have waited for corkTime, or if the queue is above its bound. In the second case
+// it also waits until the peer has read.
 func (p *Peer) flushBetween(handled int) {
 	full := p.queued.Load() > int64(p.role.limits.queueBytes)
 	if !full {
 		if p.in.pos == p.in.end {
-			return // received flushes next
+			return // received flushes soon
 		}
 		now := time.Since(p.born)
 		if handled == 0 {
@@ -572,9 +567,8 @@ func (p *Peer) flushBetween(handled int) {
 	p.awaitRoom()
 }
 
-// awaitRoom waits until the queue is within its bound. While a handler runs, senders
-// leave the flush to the reading goroutine, which waits here. So it flushes each time it
-// wakes; otherwise it would wait for bytes that no goroutine writes.
+// awaitRoom waits until the queue is within its bound. While a handler runs, other senders leave flushing to the reading goroutine,
+// which waits here. So it must flush each time it wakes; otherwise it would wait for bytes that no goroutine writes.
 func (p *Peer) awaitRoom() {
 	for p.queued.Load() > int64(p.role.limits.queueBytes) {
 		p.Flush()

@@ -4,25 +4,25 @@ package zmtp
 
 import "fmt"
 
-// PlainClient is the name and the password that a client sends to a server with PLAIN (RFC 24 of ZeroMQ). They and all messages
-// cross the network in clear text: use PLAIN only on connections that something else protects.
+// PlainClient is the user name and password that a client sends with PLAIN (RFC 24 of ZeroMQ). They and all messages cross the network
+// in clear text: use PLAIN only on connections that are protected in another way.
 type PlainClient struct {
 	User, Password string // at most 255 bytes each
 }
 
-// plain is one connection's side of PLAIN. The commands are those of libzmq 4.3.5.
+// plain is one end's state of PLAIN on a connection. The commands are those of libzmq 4.3.5.
 //
 //	C: HELLO     1 B length + user, 1 B length + password
 //	S: WELCOME
 //	C: INITIATE  properties
 //	S: READY     properties
 type plain struct {
-	own     []byte // properties
+	own     []byte // our properties
 	account *PlainClient
 	check   func(user, password string) bool // nil: this is the client
 	stage   int
 	user    string
-	peer    []byte // its properties
+	peer    []byte // the peer's properties
 }
 
 func (m *plain) name() string                             { return mechanismPlain }
@@ -68,7 +68,7 @@ func (m *plain) handle(name, data []byte) (answer []byte, done bool, err error) 
 	return nil, false, fmt.Errorf("%w: command %.20q in step %d of PLAIN", errProtocol, name, m.stage)
 }
 
-// cutShort cuts a text off the front of b. One byte before the text is its length.
+// cutShort splits b into a text, whose length the first byte gives, and the rest.
 func cutShort(b []byte) (text, rest []byte, ok bool) {
 	if len(b) == 0 || len(b) < 1+int(b[0]) {
 		return nil, nil, false

@@ -18,14 +18,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// PubOptions configures a Pub. A zero field means its default: that of the field of the same name in RouterOptions,
-// unless the comment names another.
+// PubOptions configures a Pub. A zero field means its default. Unless the comment names one, the default is that of the field with the
+// same name in RouterOptions.
 type PubOptions struct {
 	MaxPeers         int   // default 1024
-	SendQueueBytes   int   // per subscriber: messages beyond it are dropped for that subscriber and counted
-	MaxUnsentBytes   int64 // of all subscribers' queues; default 1 GiB
-	MaxSubscriptions int   // of one subscriber; a subscriber with more is closed; default 1024
-	MaxPrefixBytes   int   // of one prefix; default 4 KiB
+	SendQueueBytes   int   // per subscriber; further messages are dropped for that subscriber and counted
+	MaxUnsentBytes   int64 // sum over the queues of all subscribers; default 1 GiB
+	MaxSubscriptions int   // per subscriber; a subscriber with more is closed; default 1024
+	MaxPrefixBytes   int   // of one subscription's prefix; default 4 KiB
 
 	HandshakeTimeout  time.Duration
 	WriteTimeout      time.Duration
@@ -35,46 +35,46 @@ type PubOptions struct {
 	Identify func(net.Conn) any
 	Share    func(who any) string
 
-	// OnSubscribe is called on p's reading goroutine when p begins a subscription that it did not
-	// have, or ends one that it had. prefix is valid until OnSubscribe returns.
+	// OnSubscribe is called on p's reading goroutine when p begins a subscription that it did not have (on is true), or ends one that
+	// it had. prefix is valid until OnSubscribe returns.
 	OnSubscribe func(p *Peer, prefix []byte, on bool)
 
-	// Hold keeps back messages for a peer from the moment at which it begins a subscription
-	// until Release. OnSubscribe sends the peer earlier messages with SendWaiting, then calls Release.
+	// Hold makes the Pub keep back messages for a peer from the moment when the peer begins a subscription until Release. OnSubscribe
+	// sends the peer earlier messages with SendWaiting, and then must call Release.
 	Hold bool
 
-	GiveWay bool // at MaxPeers, a new subscriber replaces the one that has been silent longest, of the host with most connections
+	GiveWay bool // at MaxPeers, a new subscriber replaces another one: of the host with the most connections, the one that has been silent for longest
 
 	Networks *auth.Networks // closes connections from other networks at once; nil closes none
 
 	Authentication // how subscribers prove who they are
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// Pub is a PUB socket: it listens as a Router does, and sends each message to the subscribers
-// of a prefix of its first frame. Its methods are safe for concurrent use.
+// Pub is a PUB socket. It listens as a Router does, and sends each message to the peers that have subscribed to a prefix of the
+// message's first frame. Its methods are safe for concurrent use.
 //
-// Publish never waits. A subscriber that does not keep up loses whole messages,
-// and a subscriber that reads nothing for WriteTimeout is closed. Both are counted.
+// Publish never waits. A subscriber that does not keep up loses whole messages; a subscriber that reads nothing for WriteTimeout is
+// closed. Both are counted.
 type Pub struct {
 	r       *Router
 	o       PubOptions
 	dropped atomic.Uint64
 
-	order sync.Mutex // held while one message is sent: all subscribers see one order
-	mu    struct {   // a leaf
+	order sync.Mutex // held while one message is sent, so that all subscribers see the same order
+	mu    struct {   // a leaf: no other lock is taken under it
 		sync.Mutex
-		of   map[*Peer][][]byte // sorted prefixes
+		of   map[*Peer][][]byte // sorted prefixes of each peer's subscriptions
 		held map[*Peer]*heldBack
 	}
 }
 
-// heldBack has the messages that were kept back for a peer that is not yet released.
+// heldBack holds the messages that are kept back for a peer until Release.
 type heldBack struct {
 	messages [][][]byte
 	bytes    int
-	lost     bool // a message found no room, and all were dropped
+	lost     bool // one message found no room, so all were dropped
 }
 
 // NewPub returns a Pub that does not listen yet.
@@ -86,7 +86,7 @@ func NewPub(o PubOptions) *Pub {
 	p := &Pub{o: o}
 	p.mu.of, p.mu.held = make(map[*Peer][][]byte), make(map[*Peer]*heldBack)
 	p.r = NewRouter(p.deliver, RouterOptions{
-		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, // subscriptions are all that is read
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, // only subscriptions are read
 		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20, GiveWay: o.GiveWay,
 		HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
 		HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
@@ -101,8 +101,8 @@ func (p *Pub) Listen(ctx context.Context, endpoint string) (net.Addr, error) {
 	return p.r.Listen(ctx, endpoint)
 }
 
-// deliver reads a subscription in ZMTP 3.0's form: a message whose first byte is 1, or 0 to end the subscription.
-// It ignores all other messages.
+// deliver handles a subscription in the form of ZMTP 3.0: a message whose first byte is 1, or 0 to end the subscription. It ignores all
+// other messages.
 func (p *Pub) deliver(peer *Peer, m Message) {
 	if len(m) != 1 || len(m[0]) == 0 || m[0][0] > 1 {
 		return
@@ -112,7 +112,7 @@ func (p *Pub) deliver(peer *Peer, m Message) {
 	}
 }
 
-// subscribe begins or ends a subscription. Beginning one that exists, or ending one that does not, changes nothing.
+// subscribe begins (on) or ends a subscription. To begin one that exists, or to end one that does not, changes nothing.
 func (p *Pub) subscribe(peer *Peer, prefix []byte, on bool) error {
 	changed, err := p.change(peer, prefix, on)
 	if changed && p.o.OnSubscribe != nil {
@@ -144,14 +144,14 @@ func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err erro
 	return true, nil
 }
 
-// Covered reports whether another subscription of the peer than prefix is a prefix of topic.
+// Covered reports whether the peer has another subscription than prefix to a prefix of topic.
 func (p *Pub) Covered(peer *Peer, topic, prefix []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.ContainsFunc(p.mu.of[peer], func(other []byte) bool { return !bytes.Equal(other, prefix) && bytes.HasPrefix(topic, other) })
 }
 
-// DropHeld drops the messages kept back for a peer so far. The peer stays held.
+// DropHeld drops the messages kept back for a peer so far. Later messages are still kept back.
 func (p *Pub) DropHeld(peer *Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -160,8 +160,8 @@ func (p *Pub) DropHeld(peer *Peer) {
 	}
 }
 
-// Release sends the peer the messages that were kept back for it, and ends the hold. It
-// returns false if a message was lost; then the peer is still held. Only OnSubscribe may call it.
+// Release sends the peer the messages that were kept back for it, and stops keeping messages back. It returns false if a message was
+// lost; then messages are still kept back. Only OnSubscribe may call it.
 func (p *Pub) Release(peer *Peer) bool {
 	for {
 		batch, lost, ended := p.takeHeld(peer)
@@ -176,7 +176,7 @@ func (p *Pub) Release(peer *Peer) bool {
 	}
 }
 
-// takeHeld returns the messages kept back since the last call. If there are none, it ends the hold.
+// takeHeld returns the messages kept back since the last call. If there are none, it ends the keeping back, and ended is true.
 func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
 	p.order.Lock()
 	defer p.order.Unlock()
@@ -219,14 +219,14 @@ func (p *Pub) departed(peer *Peer, _ error) {
 	delete(p.mu.held, peer)
 }
 
-// Publish sends one message to all subscribers of a prefix of its first frame, and
-// returns for how many it was queued. The caller must never write to the frames again.
+// Publish sends one message to all peers that have subscribed to a prefix of its first frame. It returns the number of peers for which
+// it queued the message. The caller must never write to the frames again.
 func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return p.PublishTo(nil, frames, nil)
 }
 
-// PublishTo is Publish for the subscribers for which may returns true; nil means all. The others get the message instead, which must have
-// the same first frame.
+// PublishTo publishes like Publish, but only those subscribers get frames for which may returns true; a nil may means all. The others
+// get the message `instead`, if any, which must have the same first frame.
 func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent int) {
 	if len(frames) == 0 {
 		return 0
@@ -250,7 +250,8 @@ func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent in
 	return sent
 }
 
-// interested returns the subscribers of topic that are not held. For each held subscriber it keeps the message back.
+// interested returns the subscribers of topic for which messages are not kept back. For the others it keeps the message back that
+// choose returns.
 func (p *Pub) interested(topic []byte, choose func(*Peer) [][]byte) (peers []*Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -267,7 +268,7 @@ func (p *Pub) interested(topic []byte, choose func(*Peer) [][]byte) (peers []*Pe
 	return peers
 }
 
-// Subscribers returns how many connections have a subscription.
+// Subscribers returns how many connections have at least one subscription.
 func (p *Pub) Subscribers() (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -285,8 +286,8 @@ func (p *Pub) Dropped() uint64 { return p.dropped.Load() }
 // Stats returns the counts since NewPub.
 func (p *Pub) Stats() Stats { return p.r.Stats() }
 
-// Shutdown sends what is queued, then closes, as Router.Shutdown does.
+// Shutdown sends what is queued, then closes the socket, as Router.Shutdown does.
 func (p *Pub) Shutdown(ctx context.Context) error { return p.r.Shutdown(ctx) }
 
-// Close drops the subscribers and returns after the last goroutine. OnSubscribe must not call it.
+// Close drops the subscribers and returns after the last goroutine has ended. OnSubscribe must not call it.
 func (p *Pub) Close() error { return p.r.Close() }

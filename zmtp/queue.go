@@ -3,15 +3,15 @@
 package zmtp
 
 const (
-	refBytes    = 8 << 10   // SendOwned keeps frames of at least this size by reference
-	keepBytes   = 64 << 10  // a copy buffer above this is not kept for reuse
+	refBytes    = 8 << 10   // SendOwned keeps frames of at least this size without a copy
+	keepBytes   = 64 << 10  // a buffer above this size is not kept for reuse
 	stallBytes  = 256 << 10 // bytes that a slow peer must take within WriteTimeout
 	maxVecs     = 64        // slices per writev
 	flushRounds = 8         // how often a Send writes what others have queued meanwhile, before a goroutine takes over
 )
 
-// queue is bytes to send, in order. Short frames and headers are copied into
-// buf; long ones that the caller gave away stand in vec by reference.
+// queue holds bytes to send, in order. Short frames and headers are copied into buf; long frames that the caller has given away stand
+// in vec without a copy.
 //
 // vec has all bytes to send before buf[mark:]. When append moves buf, slices in vec keep
 // the old array, whose bytes no longer change.
@@ -23,7 +23,7 @@ type queue struct {
 
 func (q *queue) empty() bool { return len(q.vec) == 0 && q.mark == len(q.buf) }
 
-// copyFrames appends frames; it returns the bytes added.
+// copyFrames copies a message into the queue. It returns the number of bytes added.
 func (q *queue) copyFrames(frames [][]byte) int {
 	before, flags := len(q.buf), byte(flagMore)
 	for i, f := range frames {
@@ -36,7 +36,7 @@ func (q *queue) copyFrames(frames [][]byte) int {
 	return len(q.buf) - before
 }
 
-// ownFrames appends frames, the long ones by reference.
+// ownFrames adds a message to the queue, its long frames without a copy. It returns the number of bytes added.
 func (q *queue) ownFrames(frames [][]byte) int {
 	added, flags := 0, byte(flagMore)
 	for i, f := range frames {
@@ -57,7 +57,7 @@ func (q *queue) ownFrames(frames [][]byte) int {
 	return added
 }
 
-// seal moves what was copied since the last seal to vec.
+// seal appends to vec what was copied into buf since the last seal.
 func (q *queue) seal() {
 	if q.mark < len(q.buf) {
 		q.vec = append(q.vec, q.buf[q.mark:len(q.buf):len(q.buf)])
@@ -65,22 +65,21 @@ func (q *queue) seal() {
 	}
 }
 
-// batch is what a flush took from the queue. The goroutine that set mu.writing owns it.
+// batch holds the bytes that a flush took from the queue. The goroutine that set mu.writing owns it.
 type batch struct {
-	buf []byte   // lent by the queue, for reuse
+	buf []byte   // from the queue, given back for reuse
 	vec [][]byte // what is left to write
 	all [][]byte // vec's array, for reuse
 }
 
-// take moves the queue's content to b, which must be empty, and leaves b's
-// old arrays to the queue.
+// take moves the queue's content to b, which must be empty, and gives b's old arrays to the queue.
 func (q *queue) take(b *batch) {
 	q.seal()
 	b.vec, b.all, q.vec = q.vec, q.vec, b.all[:0]
 	b.buf, q.buf, q.mark = q.buf, b.buf[:0], 0
 }
 
-// consume drops n written bytes.
+// consume removes the first n bytes, which were written.
 func (b *batch) consume(n int) {
 	for n > 0 {
 		if n < len(b.vec[0]) {
@@ -92,7 +91,7 @@ func (b *batch) consume(n int) {
 	}
 }
 
-// reset forgets what was written, so that no reference outlives the write.
+// reset clears the batch after it was written, so that no reference to frames stays.
 func (b *batch) reset() {
 	clear(b.all)
 	b.vec, b.all = nil, b.all[:0]
@@ -101,7 +100,7 @@ func (b *batch) reset() {
 	}
 }
 
-// chunk returns up to limit bytes of what is left as at most maxVecs slices.
+// chunk returns the next up to limit bytes of the batch, as at most maxVecs slices.
 func (b *batch) chunk(dst [][]byte, limit int) [][]byte {
 	dst = dst[:0]
 	for _, v := range b.vec {

@@ -13,17 +13,14 @@ import (
 
 const haveRaw = true
 
-// onReadable runs inside RawConn.Read: it reads and handles until the socket is
-// empty, and returns false to wait for more, true to leave with p.readErr set
-// (or nil, to look at the peer's state).
+// onReadable runs inside RawConn.Read. It reads and handles messages until the socket is empty. It returns false to wait for more; it
+// returns true to leave, with p.readErr set to the error, or nil if the peer's state must be checked.
 //
-// A read that does not fill the buffer has emptied the socket. A ROUTER does not read
-// again then, which saves about 5 % of a small request's CPU time. A DEALER does, so
-// that its user learns at once that the server is gone. This needs the wait and the
-// reads to be one RawConn.Read, which arms the poller once, before the first read. The
-// end of the stream may come together with the last bytes; the keeper's interrupt finds
-// it. The keeper interrupts only peers that have sent READY, so before that every read
-// is followed by another.
+// A read that does not fill the buffer has emptied the socket. A ROUTER then does not read again, which saves about 5 % of a small
+// request's CPU time. A DEALER does, so that its user learns at once that the server is gone. This works only if the wait and the reads
+// are in one RawConn.Read, which arms the poller once, before the first read. If the end of the stream came together with the last
+// bytes, the keeper's interrupt finds it. The keeper interrupts only peers that have sent READY, so before READY another read follows
+// every read.
 func (p *Peer) onReadable(fd uintptr) bool {
 	for {
 		b := p.in.space()
@@ -32,7 +29,7 @@ func (p *Peer) onReadable(fd uintptr) bool {
 		case err == syscall.EINTR:
 			continue
 		case err == syscall.EAGAIN:
-			if len(b) == firstBuffer { // wait without a buffer; getting a new one is cheap
+			if len(b) == firstBuffer { // wait without a buffer; it is cheap to get a new one
 				p.in.release()
 			}
 			return false
@@ -52,7 +49,7 @@ func (p *Peer) onReadable(fd uintptr) bool {
 	}
 }
 
-// onWritable runs inside RawConn.Write: it writes what the socket takes at once.
+// onWritable runs inside RawConn.Write. It writes as much as the socket accepts now.
 func (p *Peer) onWritable(fd uintptr) bool {
 	b := &p.out
 	for len(b.vec) > 0 {

@@ -8,19 +8,19 @@ import (
 	"sync"
 )
 
-// Req is a REQ socket with one connection: requests and replies take turns. Its
-// methods are safe for concurrent use; calls of Do wait for each other.
+// Req is a REQ socket with one connection: each request waits for its reply before the next request. Its methods are safe for
+// concurrent use; concurrent calls of Do run one after the other.
 //
 // On the wire a message begins with an empty frame, which callers do not see.
 type Req struct {
 	d      *Dealer
-	turn   chan struct{} // one token: the call of Do that has it may ask
+	turn   chan struct{} // one token: the call of Do that holds it may ask
 	events chan reqEvent
-	broken bool // guarded by turn: a call ended before its reply, which may still come
+	broken bool // a call ended before its reply, which may still come; guarded by turn
 
 	mu struct {
 		sync.Mutex
-		asking bool // events are wanted
+		asking bool // a call of Do waits for an event
 	}
 }
 
@@ -29,7 +29,7 @@ type reqEvent struct {
 	err error
 }
 
-// NewReq returns a Req that does not connect yet. Handler and OnState are not used.
+// NewReq returns a Req that does not connect yet. It does not use o.Handler and o.OnState.
 func NewReq(endpoint string, o DealerOptions) *Req {
 	r := &Req{turn: make(chan struct{}, 1), events: make(chan reqEvent, 1)}
 	o.Handler = func(m Message) {
@@ -52,7 +52,7 @@ func NewReq(endpoint string, o DealerOptions) *Req {
 	return r
 }
 
-// event hands e to the call of Do in progress, if there is one.
+// event gives e to the call of Do in progress, if there is one.
 func (r *Req) event(e reqEvent) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -65,9 +65,9 @@ func (r *Req) event(e reqEvent) {
 // Start begins to connect, as Dealer.Start does.
 func (r *Req) Start() error { return r.d.Start() }
 
-// Do sends a request and returns the reply's frames. It fails when the connection
-// cannot be made or is lost, or when ctx ends: after that the socket can only be
-// closed, since the reply may still come.
+// Do sends a request and returns the frames of the reply. It fails when the connection cannot be made or is lost, or when ctx ends.
+// After such an error the socket can only be closed, because the reply may still come; only a call that ended while it waited for its
+// turn does no harm.
 func (r *Req) Do(ctx context.Context, frames ...[]byte) ([][]byte, error) {
 	select {
 	case r.turn <- struct{}{}:
@@ -99,5 +99,5 @@ func (r *Req) Do(ctx context.Context, frames ...[]byte) ([][]byte, error) {
 	}
 }
 
-// Close drops the connection; Do returns ErrClosed.
+// Close drops the connection. Calls of Do return ErrClosed.
 func (r *Req) Close() error { return r.d.Close() }

@@ -16,61 +16,58 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// Handler handles one message of p. It is called on p's reading goroutine: one
-// message at a time per peer, and the next one waits, so long work belongs
-// elsewhere. m and its frames are valid until it returns.
+// Handler handles one message of p. It is called on p's reading goroutine, one message at a time per peer. The next message waits, so
+// long work must run elsewhere. m and its frames are valid until Handler returns.
 type Handler func(p *Peer, m Message)
 
 // RouterOptions configures a Router. A zero field means its default.
 type RouterOptions struct {
 	MaxFrameBytes   int64 // default 64 MiB
 	MaxFrames       int   // per message; default 64
-	MaxFirstBytes   int64 // of the first frame of a message, refused by its header; default MaxFrameBytes
+	MaxFirstBytes   int64 // limit of the first frame of a message, checked at its header; default MaxFrameBytes
 	MaxMessageBytes int64 // sum of a message's frames; default 128 MiB
-	MaxPeers        int   // connections above it are closed at once; default 4096
-	GiveWay         bool  // at MaxPeers, close a silent connection of the host with most connections instead; see Peer.Mark
+	MaxPeers        int   // further connections are closed at once; default 4096
+	GiveWay         bool  // at MaxPeers, close a silent connection of the host with the most connections instead; see Peer.Mark
 	SendQueueBytes  int   // per peer, see the package comment; default 16 MiB
-	MaxUnsentBytes  int64 // of all peers' queues; default 4 GiB
-	MaxReceiveBytes int64 // of the receive buffers of all peers, beyond the first 16 KiB of each; default 1 GiB
+	MaxUnsentBytes  int64 // sum over the queues of all peers; default 4 GiB
+	MaxReceiveBytes int64 // sum of the receive buffers of all peers, without the first 16 KiB of each; default 1 GiB
 
-	HandshakeTimeout  time.Duration // from accept to READY; default 5 s
-	WriteTimeout      time.Duration // for a slow peer, see the package comment; default 30 s
-	ReceiveTimeout    time.Duration // in which an unfinished message must end, or 64 KiB of it must come; default 30 s
-	IdleTimeout       time.Duration // closes a peer that sends nothing; 0 = never
-	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
-	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
+	HandshakeTimeout  time.Duration // limit from accept to READY; default 5 s
+	WriteTimeout      time.Duration // for a slow peer; see the package comment; default 30 s
+	ReceiveTimeout    time.Duration // an unfinished message must end in this time, or 64 KiB of it must come; default 30 s
+	IdleTimeout       time.Duration // a peer that sends nothing for so long is closed; 0: never
+	HeartbeatInterval time.Duration // silence after which a 3.1 peer gets a PING; 0: no PINGs
+	HeartbeatTimeout  time.Duration // limit for the answer to a PING; default HeartbeatInterval
 
 	// Identify is called once for each connection, before the first read. Peer.Identity returns its result.
 	Identify func(net.Conn) any
 
-	// Share returns, from the result of Identify, the name under which a connection counts
-	// towards the limits of all connections (see shares.go). If it is nil or returns "", the
-	// connection counts for its remote host.
+	// Share returns, from the result of Identify, the name of the host to whose share a connection counts in the limits for all
+	// connections (see shares.go). If Share is nil or returns "", that is the remote host.
 	Share func(who any) string
 
-	// Large returns whether p may send a frame of more than LargeBytes. It is called on
-	// the reading goroutine; nil allows all.
+	// Large reports whether p may send a frame of more than LargeBytes. It is called on the reading goroutine. If it is nil, all peers
+	// may.
 	Large      func(p *Peer) bool
 	LargeBytes int64
 
-	// OnConnect is called after a peer's handshake, on its reading goroutine,
-	// before its first message. OnDisconnect is called once for each peer that
-	// had an OnConnect, after its last handler call, with why it ended.
+	// OnConnect is called after a peer's handshake, on its reading goroutine, before its first message. OnDisconnect is called once for
+	// each peer for which OnConnect was called, after its last handler call, with the reason of its end.
 	OnConnect    func(*Peer)
 	OnDisconnect func(*Peer, error)
 
-	// OnRefused is called on the reading goroutine for a connection whose socket type cannot talk to a ROUTER.
+	// OnRefused is called, on the reading goroutine, for a connection whose socket type cannot talk to a ROUTER.
 	OnRefused func(p *Peer, socketType string)
 
 	Networks *auth.Networks // closes connections from other networks at once; nil closes none
 
 	Authentication // how clients prove who they are
 
-	Log *slog.Logger // connections that come and go at debug level; nil discards
+	Log *slog.Logger // connections are logged at debug level; nil discards
 }
 
-// Router is a ROUTER socket that serves: it listens, and gives what its peers
-// send to a Handler. Its methods are safe for concurrent use.
+// Router is a ROUTER socket that serves: it listens, and gives the messages of its peers to a Handler. Its methods are safe for
+// concurrent use.
 type Router struct {
 	role     role // immutable
 	o        RouterOptions
@@ -86,9 +83,9 @@ type Router struct {
 		listeners map[net.Listener]struct{}
 		peers     map[*Peer]struct{}
 		keeping   bool
-		closed    bool  // no listener and no peer may be added
+		closed    bool  // no listener and no peer may be added any more
 		stopped   bool  // Close has finished
-		past      Stats // of peers that are gone
+		past      Stats // counts of peers that are gone
 	}
 }
 
@@ -137,9 +134,8 @@ func newLimits(o RouterOptions) limits {
 	}
 }
 
-// Listen binds endpoint and starts to serve it; ctx bounds the binding only. It
-// may be called more than once. See the endpoints at parseEndpoint: tcp://host:port,
-// tcp://*:port, ipc:///path, ipc://@name; port 0 or * takes a free one.
+// Listen binds endpoint and starts to serve it; ctx limits only the binding. It may be called more than once. Endpoints are
+// tcp://host:port, tcp://*:port, ipc:///path and ipc://@name (see parseEndpoint); port 0 or * takes a free port.
 func (r *Router) Listen(ctx context.Context, endpoint string) (net.Addr, error) {
 	l, err := listen(ctx, endpoint)
 	if err != nil {
@@ -147,13 +143,13 @@ func (r *Router) Listen(ctx context.Context, endpoint string) (net.Addr, error) 
 	}
 	l = r.o.Networks.Listener(l)
 	if !r.serve(l) {
-		_ = l.Close() // never used
+		_ = l.Close() // the Router is closed
 		return nil, ErrClosed
 	}
 	return l.Addr(), nil
 }
 
-// serve starts the accept loop of l and, with the first, the keeper.
+// serve starts the accept loop of l and, with the first listener, the keeper. It returns false if the Router is closed.
 func (r *Router) serve(l net.Listener) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -187,7 +183,7 @@ func (r *Router) accept(l net.Listener) {
 		case wait == 0:
 			r.log.Warn("zmtp: no connection can be accepted", "listener", l.Addr(), "err", err)
 		}
-		// Mostly the process is out of descriptors. The connection waits in the backlog.
+		// Most often the process has no file descriptors left. The connection waits in the backlog.
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		t := time.NewTimer(wait)
 		select {
@@ -199,10 +195,10 @@ func (r *Router) accept(l net.Listener) {
 	}
 }
 
-// maxLeaving bounds the connections that gave way to others and are not closed yet.
+// maxLeaving is the largest number of connections that gave way to new ones and are not closed yet.
 const maxLeaving = 64
 
-// add makes c a peer with its own reading goroutine.
+// add makes the connection c a peer with its own reading goroutine.
 func (r *Router) add(c net.Conn) {
 	p := newPeer(r.lastID.Add(1), c, &r.role)
 	r.mu.Lock()
@@ -227,7 +223,7 @@ func (r *Router) add(c net.Conn) {
 	r.mu.past.Closed[Reason(err)]++
 	r.mu.Unlock()
 	r.log.Debug("zmtp: connection refused", "remote", c.RemoteAddr(), "err", err)
-	_ = c.Close() // it never became a peer
+	_ = c.Close() // c never became a peer
 }
 
 func (r *Router) run(p *Peer) {
@@ -258,8 +254,8 @@ func (r *Router) proceed(p *Peer) {
 	}
 }
 
-// identify calls Identify on a goroutine of its own. A deep call would enlarge the stack of
-// the reading goroutine, which would keep that stack while the peer is idle.
+// identify calls Identify on a goroutine of its own. On the reading goroutine, a deep call would enlarge the stack, which that
+// goroutine would keep while the peer is idle.
 func (r *Router) identify(p *Peer) {
 	done := make(chan struct{})
 	go func() {
@@ -332,7 +328,7 @@ func (r *Router) Stats() Stats {
 	return s
 }
 
-// stopAccepting closes the listeners; only the first call does anything.
+// stopAccepting closes the listeners. Only the first call does anything.
 func (r *Router) stopAccepting() {
 	r.mu.Lock()
 	first := !r.mu.closed
@@ -347,8 +343,7 @@ func (r *Router) stopAccepting() {
 	}
 }
 
-// quiesce stops accepting and reading. Handlers that run already may still send replies;
-// Shutdown flushes them.
+// quiesce stops accepting and reading. Handlers that are running may still send replies; Shutdown flushes them.
 func (r *Router) quiesce() {
 	r.stopAccepting()
 	for _, p := range r.peers(nil) {
@@ -358,9 +353,8 @@ func (r *Router) quiesce() {
 	}
 }
 
-// Shutdown stops accepting and reading, waits until what is queued has been
-// written, then closes. When ctx ends first, it drops what is left and returns ctx's
-// error.
+// Shutdown stops accepting and reading, waits until all queued messages have been written, then closes the socket. When ctx ends first,
+// it drops the rest and returns ctx's error.
 func (r *Router) Shutdown(ctx context.Context) error {
 	r.quiesce()
 	var err error
@@ -373,8 +367,8 @@ func (r *Router) Shutdown(ctx context.Context) error {
 	return errors.Join(err, r.Close())
 }
 
-// Close stops the listeners, drops the peers and what is queued for them, and
-// returns after the last goroutine. It must not be called by a handler.
+// Close stops the listeners, drops the peers and all that is queued for them, and returns after the last goroutine has ended. A handler
+// must not call it.
 func (r *Router) Close() error {
 	r.stopAccepting()
 	for _, p := range r.peers(nil) {

@@ -12,25 +12,26 @@ import (
 	"time"
 )
 
-// errAuth means that the peer's key or password was refused, or that what the peer sent does not match its key.
+// errAuth means that the peer's key or password was refused, or that what the peer sent is not sealed with its key.
 var errAuth = errors.New("zmtp: not authenticated")
 
-// mechanism is the part in which security mechanisms differ: the handshake, and how frames are sealed. One value serves one
-// connection. Only the reading goroutine calls its methods, except seal, which any goroutine calls under secureConn.write.
+// mechanism is the part in which security mechanisms differ: the handshake, and the sealing of frames. One value serves one connection.
+// Only the reading goroutine calls its methods; seal, however, is called by any goroutine, under secureConn.write.
 type mechanism interface {
 	name() string
 	server() bool
-	begin() []byte                                                // the command to send after the greetings; nil: the peer sends the first one
-	handle(name, data []byte) (answer []byte, done bool, e error) // handles a command of the handshake; a non-empty answer is sent even with an error
-	peerReady() (metadata []byte)                                 // properties of the peer, once done
-	client() string                                               // who the peer is, once done
-	sealing() bool                                                // frames are sealed; else they pass unchanged
-	seal(dst []byte, flags byte, body []byte) []byte              // appends a frame
-	open(dst, data []byte) ([]byte, error)                        // appends the flags and the body of a sealed frame
+	begin() []byte                                                // command to send after the greetings; nil: the peer sends the first command
+	handle(name, data []byte) (answer []byte, done bool, e error) // handles a command of the handshake; a non-empty answer is sent, even with an error
+	peerReady() (metadata []byte)                                 // properties of the peer, once the handshake is done
+	client() string                                               // name of the peer, once the handshake is done
+	sealing() bool                                                // frames are sealed; otherwise they pass unchanged
+	seal(dst []byte, flags byte, body []byte) []byte              // appends a sealed frame
+	open(dst, data []byte) ([]byte, error)                        // appends the flags and the body that a sealed frame contains
 }
 
-// secureConn runs a mechanism below a Peer, which itself speaks NULL. secureConn does not send the Peer's greeting and READY, and
-// makes those of the remote peer from what the mechanism has learned. It seals and opens the frames between them.
+// secureConn runs a mechanism between a Peer, which itself speaks NULL, and the network. It does not send the Peer's greeting and
+// READY; it makes those of the remote peer for the Peer, from what the mechanism has learned. It seals the frames of the Peer and opens
+// those of the remote peer.
 //
 //	Peer   NULL greeting, READY, frames   secureConn   greeting, handshake, sealed frames   network
 type secureConn struct {
@@ -38,30 +39,30 @@ type secureConn struct {
 	mech mechanism
 	peer *Peer
 
-	// Of the reading goroutine.
-	in    []byte // received
-	at    int    // bytes of in that were used
-	plain []byte // for the Peer
+	// Owned by the reading goroutine.
+	in    []byte // bytes received from the network
+	at    int    // bytes of in that are handled
+	plain []byte // opened bytes for the Peer
 	out   int    // bytes of plain that the Peer has read
 	phase phase
 
 	write struct {
 		sync.Mutex
-		part    []byte // beginning of a frame that the Peer has not written whole; counted in Peer.queued
+		part    []byte // beginning of a frame that the Peer has not written completely; counted in Peer.queued
 		sealed  []byte // scratch
-		greeted bool   // the network has our greeting
+		greeted bool   // our greeting is written to the network
 		taken   bool   // the Peer has written its greeting
 		said    bool   // the Peer has written its READY
 	}
 }
 
-// secure puts a mechanism between a Peer and its connection.
+// secure puts the mechanism m between a Peer and its connection.
 func secure(p *Peer, m mechanism) {
 	p.conn = &secureConn{Conn: p.conn, mech: m, peer: p}
 	p.raw = nil
 }
 
-// NetConn returns the connection below. Callers ask the kernel about the peer through it.
+// NetConn returns the connection below, through which callers ask the kernel about the peer.
 func (c *secureConn) NetConn() net.Conn { return c.Conn }
 
 // SyscallConn fails, because the bytes on the socket are not the frames that the Peer reads and writes.
@@ -90,7 +91,7 @@ func (c *secureConn) Read(b []byte) (int, error) {
 			c.peer.count.reads.Add(1)
 		} else if err != nil {
 			if c.at == len(c.in) {
-				c.in, c.plain, c.at, c.out = nil, nil, 0, 0 // an idle connection holds no buffer
+				c.in, c.plain, c.at, c.out = nil, nil, 0, 0 // an idle connection keeps no buffer
 			}
 			return 0, err
 		}
@@ -103,7 +104,7 @@ func (c *secureConn) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// space returns where to read to. The buffer grows as bytes come, so a length that the peer only claims takes no memory.
+// space returns the buffer to read into. The buffer grows as bytes come, so a length that the peer only claims takes no memory.
 func (c *secureConn) space() []byte {
 	if c.at == len(c.in) {
 		c.in, c.at = c.in[:0], 0
@@ -119,10 +120,10 @@ func (c *secureConn) space() []byte {
 	return c.in[len(c.in):cap(c.in)]
 }
 
-// held is how many bytes the receive buffers of the connection have.
+// held returns how many bytes the receive buffers of the connection have.
 func (c *secureConn) held() int64 { return int64(cap(c.in) + cap(c.plain)) }
 
-// step handles the next greeting, command or frame in c.in. It returns false if that is not whole.
+// step handles the next greeting, command or frame in c.in. It returns false if that has not come completely.
 func (c *secureConn) step() (more bool, err error) {
 	b := c.in[c.at:]
 	if c.phase == wantGreeting {
@@ -138,7 +139,7 @@ func (c *secureConn) step() (more bool, err error) {
 		return false, err
 	}
 	c.at += n
-	if c.peer.in.end == c.peer.in.start { // else this frame continues a message of the Peer, which began before
+	if c.peer.in.end == c.peer.in.start { // otherwise this frame continues a message of the Peer that began earlier
 		c.peer.begun.Store(0)
 	}
 	if c.phase == traffic {
@@ -162,7 +163,7 @@ func (c *secureConn) greeting(b []byte) (more bool, err error) {
 	return true, c.answer(c.mech.begin())
 }
 
-// frame returns the frame at the beginning of b, and its length n, which is 0 if the frame is not whole.
+// frame returns the frame at the start of b, and its length n; n is 0 if the frame has not come completely.
 func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error) {
 	if len(b) < 2 {
 		return 0, nil, 0, nil
@@ -184,7 +185,7 @@ func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error)
 	return flags, b[header:n], n, nil
 }
 
-// limit refuses a frame by its header. The Peer's decoder also checks the content of the frame.
+// limit refuses a frame whose header claims too many bytes. The Peer's decoder later checks the content of the frame, too.
 func (c *secureConn) limit(size uint64) error {
 	if c.phase != traffic {
 		if size > maxCommandBytes {
@@ -214,7 +215,7 @@ func (c *secureConn) command(body []byte) error {
 		return fmt.Errorf("%w: %w", errAuth, parseError(data))
 	}
 	answer, done, err := c.mech.handle(name, data)
-	if done && err == nil { // before the answer is sent: a client that has the answer must count as known
+	if done && err == nil { // set before the answer is sent: a client that has the answer must count as known
 		c.peer.proved.Store(true)
 	}
 	if err := errors.Join(err, c.answer(answer)); err != nil {
@@ -228,7 +229,7 @@ func (c *secureConn) command(body []byte) error {
 	return nil
 }
 
-// message opens a sealed frame.
+// message opens a sealed frame and gives its content to the Peer.
 func (c *secureConn) message(flags byte, body []byte) (err error) {
 	if flags&flagMore != 0 {
 		return fmt.Errorf("%w: a sealed frame is followed by another part", errProtocol)
@@ -245,7 +246,7 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 		return fmt.Errorf("%w: command %q among sealed frames", errProtocol, name)
 	}
 	from := len(c.plain)
-	c.plain = append(c.plain, make([]byte, maxHeader-1)...) // room for the header: the flags are its last byte until it is written
+	c.plain = append(c.plain, make([]byte, maxHeader-1)...) // room for the header, whose last byte holds the flags until the header is written
 	if c.plain, err = c.mech.open(c.plain, data); err != nil {
 		return err
 	}
@@ -263,7 +264,8 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 	return nil
 }
 
-// answer writes a command of the handshake. It writes our greeting first if the goroutine that writes for the Peer has not done so.
+// answer sends a command of the handshake. If the goroutine that writes for the Peer has not sent our greeting yet, answer sends it
+// first.
 func (c *secureConn) answer(b []byte) error {
 	if len(b) == 0 {
 		return nil
@@ -277,7 +279,7 @@ func (c *secureConn) answer(b []byte) error {
 	return err
 }
 
-// greetLocked writes our greeting, once.
+// greetLocked sends our greeting, once.
 func (c *secureConn) greetLocked() error {
 	if c.write.greeted {
 		return nil
@@ -287,7 +289,7 @@ func (c *secureConn) greetLocked() error {
 	return err
 }
 
-// Write gets what the Peer writes: its greeting, its READY, then frames.
+// Write receives what the Peer writes: its greeting, its READY, then frames.
 func (c *secureConn) Write(b []byte) (int, error) {
 	c.write.Lock()
 	defer c.write.Unlock()
@@ -312,12 +314,12 @@ func (c *secureConn) Write(b []byte) (int, error) {
 		}
 		rest = rest[n:]
 		if !w.said {
-			w.said = true // the mechanism sends what READY says
+			w.said = true // the mechanism itself sends the content of READY
 			continue
 		}
 		w.sealed = c.mech.seal(w.sealed, flags, body)
 	}
-	if w.said && !c.mech.sealing() { // frames pass as they are
+	if w.said && !c.mech.sealing() { // frames pass unchanged
 		w.sealed, rest = append(w.sealed, rest...), nil
 	}
 	if err := c.send(w.sealed); err != nil {
@@ -336,8 +338,8 @@ func (c *secureConn) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// send writes sealed frames in parts of stallBytes. The peer has WriteTimeout for each part, as for frames that are not sealed.
-// The caller has set the deadline of the first part.
+// send writes sealed frames in pieces of stallBytes. The peer has WriteTimeout for each piece, as for frames that are not sealed. The
+// caller must have set the deadline of the first piece.
 func (c *secureConn) send(b []byte) error {
 	for len(b) > 0 {
 		n := min(len(b), stallBytes)
@@ -350,14 +352,14 @@ func (c *secureConn) send(b []byte) error {
 		if err := c.Conn.SetWriteDeadline(time.Now().Add(c.peer.role.limits.writeTimeout)); err != nil {
 			return err
 		}
-		if c.peer.mustLook.Load() && c.peer.Err() != nil { // fail may have set its deadline before ours
+		if c.peer.mustLook.Load() && c.peer.Err() != nil { // fail may have set its deadline before we set ours
 			return ErrClosed
 		}
 	}
 	return nil
 }
 
-// drop releases the receive buffers, and the beginning of an unsent frame. The connection is closed.
+// drop releases the receive buffers, and the beginning of an unsent frame, of a closed connection.
 func (c *secureConn) drop() {
 	c.in, c.plain, c.at, c.out = nil, nil, 0, 0
 	c.write.Lock()
@@ -380,7 +382,7 @@ func (c *secureConn) trim() {
 	}
 }
 
-// ownFrame returns the Peer's frame at the beginning of b, and its length n, which is 0 if the frame is not whole.
+// ownFrame returns the Peer's frame at the start of b, and its length n; n is 0 if the frame is incomplete.
 func ownFrame(b []byte) (flags byte, body []byte, n int) {
 	size, header := frameSize(b)
 	if header == 0 || size > uint64(len(b)-header) {
@@ -389,7 +391,7 @@ func ownFrame(b []byte) (flags byte, body []byte, n int) {
 	return b[0], b[header : header+int(size)], header + int(size)
 }
 
-// frameSize returns the lengths of the body and of the header of the frame at the beginning of b. If the header is not whole, header is 0.
+// frameSize returns the lengths of body and header of the frame at the start of b. header is 0 if the header is incomplete.
 func frameSize(b []byte) (size uint64, header int) {
 	switch {
 	case len(b) < 2, b[0]&flagLong != 0 && len(b) < maxHeader:
@@ -412,23 +414,24 @@ func appendCommand(b []byte, name string, data []byte) []byte {
 	return append(append(append(b, byte(len(name))), name...), data...)
 }
 
-// Mechanisms, as greetings name them.
+// The names of mechanisms in greetings.
 const (
 	mechanismNull  = "NULL"
 	mechanismPlain = "PLAIN"
 	mechanismCurve = "CURVE"
 )
 
-// Authentication says how the clients of a socket that listens prove who they are. At most one of Curve and Plain may be set, and
-// then every client must use it. The zero value asks for no proof (NULL).
+// Authentication says how the clients of a listening socket prove who they are. At most one of Curve and Plain may be set; then every
+// client must use it. The zero value asks for no proof (NULL).
 type Authentication struct {
 	Curve *CurveServer
-	Plain func(user, password string) bool // whether a client may connect; safe for concurrent use
-	// Refused is called for each connection that ended because its peer did not prove who it is, on the reading goroutine; nil: not called.
+	Plain func(user, password string) bool // reports whether a client may connect; must be safe for concurrent use
+	// Refused is called, on the reading goroutine, for each connection that ended because its peer did not prove who it is; nil: not
+	// called.
 	Refused func(from net.Addr, err error)
 }
 
-// refused calls Refused if err says that the peer did not prove who it is.
+// refused calls Refused if err means that the peer did not prove who it is.
 func (a Authentication) refused(p *Peer, err error) {
 	asks := a.Curve != nil || a.Plain != nil
 	if asks && a.Refused != nil && !p.ready.Load() && (errors.Is(err, errAuth) || errors.Is(err, errMechanism)) {
@@ -436,7 +439,7 @@ func (a Authentication) refused(p *Peer, err error) {
 	}
 }
 
-// mechanism returns a function that makes the mechanism of an accepted connection; nil: NULL.
+// mechanism returns a function that creates the mechanism of an accepted connection; nil: NULL.
 func (a Authentication) mechanism(r *role) func() mechanism {
 	switch {
 	case a.Curve != nil:
@@ -447,7 +450,7 @@ func (a Authentication) mechanism(r *role) func() mechanism {
 	return nil
 }
 
-// clientMechanism returns a function that makes the mechanism of an outgoing connection; nil: NULL.
+// clientMechanism returns a function that creates the mechanism of an outgoing connection; nil: NULL.
 func clientMechanism(c *CurveClient, p *PlainClient, r *role) func() mechanism {
 	switch {
 	case c != nil:

@@ -7,16 +7,15 @@ import (
 	"fmt"
 )
 
-// Send queues one message of copied frames and flushes it.
+// Send copies the frames of one message, queues it and flushes it.
 //
 // While the peer's handler runs, Send on any goroutine only queues messages. The
 // reading goroutine flushes them when it has handled every message that it had
 // received, or after the first handler call that ends 100 µs later. Call Flush to
 // send at once.
 //
-// It returns ErrQueueFull while SendQueueBytes are queued (twice that while the
-// handler runs, so that a handler's first reply always fits unless others fill
-// the queue), and an error that wraps ErrClosed once the peer is closed.
+// It returns ErrQueueFull while SendQueueBytes are queued; while the handler runs, the limit is twice that, so that a handler's first
+// reply always fits unless others fill the queue. It returns an error that wraps ErrClosed once the peer is closed.
 func (p *Peer) Send(frames ...[]byte) error {
 	if len(frames) == 0 {
 		return errNoFrames
@@ -31,8 +30,8 @@ func (p *Peer) Send(frames ...[]byte) error {
 	return nil
 }
 
-// SendOwned is Send for frames that the caller never writes to again: it sends those of
-// 8 KiB and more by reference. Never give it the handler's frames.
+// SendOwned is like Send, for frames to which the caller never writes again: it sends frames of 8 KiB and more without a copy. Never
+// give it the frames that a handler got.
 func (p *Peer) SendOwned(frames ...[]byte) error {
 	if len(frames) == 0 {
 		return errNoFrames
@@ -47,8 +46,8 @@ func (p *Peer) SendOwned(frames ...[]byte) error {
 	return nil
 }
 
-// SendWaiting is Send for many messages at once: while the queue is full, it flushes and waits
-// until the peer has read some, or is closed. Only the peer's handler may call it.
+// SendWaiting is like Send, for many messages in a row: while the queue is full, it flushes and waits until the peer has read some, or
+// is closed. Only the peer's handler may call it.
 func (p *Peer) SendWaiting(frames ...[]byte) error {
 	for {
 		err := p.Send(frames...)
@@ -65,7 +64,7 @@ func (p *Peer) refuseLocked() error {
 	if p.mu.err != nil {
 		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
 	}
-	if p.mu.broken != nil { // the peer has closed its end: we still handle its last requests, but cannot answer
+	if p.mu.broken != nil { // the peer has closed its end: we still handle its last requests but cannot answer
 		return fmt.Errorf("%w: %w", ErrClosed, p.mu.broken)
 	}
 	bound := int64(p.role.limits.queueBytes)

@@ -10,19 +10,17 @@ import (
 	"time"
 )
 
-// A Router bounds what all its connections hold together. When the total is over the
-// limit, it closes the connection that holds most, of the host that holds most. A host
-// is a remote address, or what RouterOptions.Share returns; without that, all
-// connections over UNIX sockets are one host.
+// A Router bounds the memory that all its connections hold together. When the total is above the limit, it closes the connection that
+// holds the most, of the host that holds the most. A host is a remote address, or the name that RouterOptions.Share returns; without
+// that, all connections over UNIX sockets count as one host.
 
-// errShare means that all connections together held too much, and this connection held
-// most of the host that held most.
+// errShare means that all connections together held too much memory, and this connection held the most of the host that held the most.
 var errShare = errors.New("zmtp: the peer's host holds more than its share")
 
 // errStalled means that too little of an unfinished message came within ReceiveTimeout.
 var errStalled = errors.New("zmtp: a message stopped coming")
 
-// stallProgress is what must come of an unfinished message in each ReceiveTimeout.
+// stallProgress is how many bytes of an unfinished message must come in each ReceiveTimeout.
 const stallProgress = 64 << 10
 
 // received counts the bytes of all receive buffers, without the first 16 KiB (firstBuffer) of each.
@@ -32,7 +30,7 @@ type received struct {
 	over  func() // called when total passes limit
 }
 
-// recordBuffer counts the memory of p's receive buffer. The reading goroutine calls it.
+// recordBuffer counts the current size of p's receive buffer. The reading goroutine calls it.
 func (p *Peer) recordBuffer() {
 	if p.role.received == nil {
 		return
@@ -50,7 +48,7 @@ func (p *Peer) recordBuffer() {
 	}
 }
 
-// recordUnfinished notes whether the buffer ends in an unfinished message.
+// recordUnfinished records whether the buffer ends with an unfinished message.
 func (p *Peer) recordUnfinished() {
 	if p.in.end == p.in.start {
 		if p.begun.Load() != 0 {
@@ -64,8 +62,7 @@ func (p *Peer) recordUnfinished() {
 	}
 }
 
-// stalled reports whether too little of an unfinished message came for too long.
-// The keeper calls it.
+// stalled reports whether too little of an unfinished message has come in the last ReceiveTimeout. The keeper calls it.
 func (p *Peer) stalled(now time.Time) bool {
 	limit := p.role.limits.receiveTimeout
 	w := &p.watch
@@ -85,7 +82,7 @@ func (p *Peer) stalled(now time.Time) bool {
 	return false
 }
 
-// host names where a peer connects from.
+// host returns the name of the host from which a peer connects.
 func host(c net.Conn) string {
 	if a, ok := c.RemoteAddr().(*net.TCPAddr); ok {
 		return a.AddrPort().Addr().Unmap().WithZone("").String()
@@ -93,8 +90,8 @@ func host(c net.Conn) string {
 	return "unix"
 }
 
-// heaviest adds up what(p) for each host and returns the total of all peers. most is the
-// peer with the largest value at the host with the largest sum, nil if all values are 0.
+// heaviest sums what(p) over the peers of each host. It returns the total of all peers, and as most the peer with the largest value at
+// the host with the largest sum; nil if all values are 0.
 func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -117,7 +114,7 @@ func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	return most, total
 }
 
-// ended reports whether the peer is closed, though the Router may still list it.
+// ended reports whether the peer is closed. The Router may still list it.
 func (p *Peer) ended() bool {
 	select {
 	case <-p.done:
@@ -127,8 +124,7 @@ func (p *Peer) ended() bool {
 	}
 }
 
-// closeHeaviest closes the heaviest connection until the total of what is within
-// limit.
+// closeHeaviest closes the heaviest connection, again and again, until the total of `what` over all peers is within limit.
 func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 	for {
 		most, total := r.heaviest(what)
@@ -142,9 +138,8 @@ func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 func (p *Peer) heldBytes() int64   { return p.held.Load() }
 func (p *Peer) queuedBytes() int64 { return p.queued.Load() }
 
-// HasRoom reports whether n more bytes may be queued for p. When all queues together would
-// hold too much, it closes connections of the host that holds most until n bytes fit,
-// unless that is p's own host. Call it before you build a large message.
+// HasRoom reports whether n more bytes may be queued for p. When all queues together would hold too much, it closes connections of the
+// host that holds the most until n bytes fit; if that is p's own host, it returns false. Call it before you build a large message.
 func (r *Router) HasRoom(p *Peer, n int64) bool {
 	limit := r.o.MaxUnsentBytes
 	for {
@@ -159,11 +154,10 @@ func (r *Router) HasRoom(p *Peer, n int64) bool {
 	}
 }
 
-// makeRoomLocked returns the connection to close for a new one of host newcomer, or nil
-// if the newcomer is refused. It chooses the host with most connections, counting the
-// newcomer, and of that host the unmarked connection that has been silent longest. Where
-// clients must prove who they are, it first looks only at the connections that have not done
-// so yet: strangers close each other's connections, not those of clients.
+// makeRoomLocked returns the connection to close for a new one of the host newcomer, or nil if the new one must be refused. It chooses
+// the host with the most connections, counting the new one, and of that host the unmarked connection that has been silent for longest.
+// If clients must prove who they are, it first looks only at connections that have not done so: strangers then push out each other's
+// connections, not those of clients.
 func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	if stranger := r.strangerLocked(newcomer); stranger != nil {
 		return stranger
@@ -178,12 +172,12 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 		}
 	}
 	if silent != nil && hosts[newcomer] > hosts[silent.host] {
-		return nil // the newcomer's own host has most, and all its connections are marked
+		return nil // the newcomer's own host has the most connections, and all of them are marked
 	}
 	if silent != nil {
 		return silent
 	}
-	// No unmarked connection may be closed. A host with more than half of MaxPeers loses the one silent longest.
+	// All connections of that host are marked. A host with more than half of MaxPeers loses the one silent for longest.
 	for p := range r.mu.peers {
 		if p.host == newcomer || p.ended() || hosts[p.host] <= r.o.MaxPeers/2 {
 			continue
@@ -195,8 +189,8 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	return silent
 }
 
-// strangerLocked returns the connection to close among those that have not proved who they are: the oldest one of the
-// host with most of them. It returns nil if clients need not prove who they are, or if no host has two such connections.
+// strangerLocked returns the connection to close among those that have not proved who they are: the oldest one of the host with the
+// most of them. It returns nil if clients need not prove who they are, or if no host has two such connections.
 func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 	if r.role.mechanism == nil {
 		return nil
@@ -216,7 +210,8 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 // known reports whether the peer has proved who it is.
 func (p *Peer) known() bool { return p.proved.Load() || p.ready.Load() }
 
-// hostsLocked counts the connections of each host, plus a new one of newcomer: all, or only those that have not proved who they are.
+// hostsLocked returns the number of connections of each host, including a new one of newcomer. It counts all connections, or only those
+// that have not proved who they are.
 func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
 	hosts := map[string]int{newcomer: 1}
 	for p := range r.mu.peers {
@@ -227,6 +222,5 @@ func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
 	return hosts
 }
 
-// Mark protects a connection that is in use for long: the Router does not close it to
-// make room for a new one.
+// Mark protects the connection from being closed to make room for a new one. It is meant for connections that stay in use for long.
 func (p *Peer) Mark() { p.marked.Store(true) }

@@ -7,19 +7,19 @@ import (
 	"sync/atomic"
 )
 
-// Stats counts what a socket did since it was made, over all its connections.
+// Stats are the counts of a socket since it was made, over all its connections.
 type Stats struct {
-	Peers       int               // connected now, those in their handshake included
+	Peers       int               // current connections, including those in their handshake
 	Accepted    uint64            // connections accepted (sockets that listen) or made (sockets that connect)
 	Handshakes  uint64            // connections of Accepted that finished their handshake
 	Closed      map[string]uint64 // connections that ended, by Reason
 	MessagesIn  uint64
-	MessagesOut uint64 // queued
+	MessagesOut uint64 // messages queued for sending
 	BytesIn     uint64
 	BytesOut    uint64
-	Reads       uint64 // read calls that brought bytes
+	Reads       uint64 // read calls that returned bytes
 	Writes      uint64 // write calls
-	Refused     uint64 // messages that met a full queue
+	Refused     uint64 // messages refused because a queue was full
 }
 
 // counters are a peer's part of Stats; its goroutines add without contention.

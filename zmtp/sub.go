@@ -9,30 +9,29 @@ import (
 	"sync"
 )
 
-// Sub is a SUB socket with one connection, which it makes again when it is lost, as a Dealer does. It
-// subscribes anew on each connection. Messages that are published while
-// there is no connection are lost. A caller that must not miss any must watch sequence numbers
-// and ask for missing messages in OnState. Its methods are safe for concurrent use.
+// Sub is a SUB socket with one connection. It connects again when the connection is lost, as a Dealer does, and repeats its
+// subscriptions on each new connection. Messages that are published while there is no connection are lost. A caller that must not miss
+// messages must check sequence numbers and ask for missing messages in OnState. Its methods are safe for concurrent use.
 type Sub struct {
 	d *Dealer
 
 	mu struct { // taken before Dealer.mu
 		sync.Mutex
 		prefixes []string
-		peer     *Peer // the last connection that was ready
+		peer     *Peer // the connection that was ready last
 	}
 }
 
-// maxPrefix bounds a subscription, bytes: it must fit into a command.
+// maxPrefix is the largest prefix of a subscription, in bytes: it must fit into a command.
 const maxPrefix = 4 << 10
 
-// NewSub returns a Sub that does not connect yet. Identity, NoWaiting and SendQueueBytes of o are not used.
-// Handler gets the messages whose first frame begins with a prefix that the Sub is subscribed to then.
+// NewSub returns a Sub that does not connect yet. It does not use Identity, NoWaiting and SendQueueBytes of o. Handler gets only
+// messages whose first frame begins with a prefix to which the Sub is subscribed at that moment.
 func NewSub(endpoint string, o DealerOptions) *Sub {
 	s := &Sub{}
 	handler := o.Handler
 	o.Handler = func(m Message) {
-		if handler != nil && s.wants(m[0]) { // a message may come after Unsubscribe, before the publisher knows
+		if handler != nil && s.wants(m[0]) { // a message may come after Unsubscribe, before the publisher knows of it
 			handler(m)
 		}
 	}
@@ -45,8 +44,8 @@ func NewSub(endpoint string, o DealerOptions) *Sub {
 // Start begins to connect, as Dealer.Start does.
 func (s *Sub) Start() error { return s.d.Start() }
 
-// Subscribe asks for messages whose first frame begins with prefix; an empty prefix asks for
-// all. It does not wait: messages published before the subscription reaches the publisher do not come.
+// Subscribe asks for messages whose first frame begins with prefix; an empty prefix asks for all messages. It does not wait: messages
+// published before the subscription reaches the publisher do not come.
 func (s *Sub) Subscribe(prefix string) error {
 	if len(prefix) > maxPrefix {
 		return fmt.Errorf("zmtp: a subscription of %d bytes, at most %d", len(prefix), maxPrefix)
@@ -61,7 +60,7 @@ func (s *Sub) Subscribe(prefix string) error {
 	return nil
 }
 
-// Unsubscribe ends a subscription. It does nothing if there is none for prefix.
+// Unsubscribe ends the subscription to prefix. It does nothing if there is none.
 func (s *Sub) Unsubscribe(prefix string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -79,7 +78,7 @@ func (s *Sub) tellLocked(prefix string, on bool) {
 	}
 }
 
-// connected runs on the reading goroutine of p, which flushes what it queues.
+// connected subscribes on a new connection. It runs on the reading goroutine of p, which flushes what it queues.
 func (s *Sub) connected(p *Peer) {
 	s.mu.Lock()
 	s.mu.peer = p
@@ -99,11 +98,11 @@ func (s *Sub) wants(topic []byte) bool {
 // Stats returns the counts since NewSub.
 func (s *Sub) Stats() Stats { return s.d.Stats() }
 
-// Close drops the connection and returns after the last goroutine. Neither Handler nor OnState may call it.
+// Close drops the connection and returns after the last goroutine has ended. Neither Handler nor OnState may call it.
 func (s *Sub) Close() error { return s.d.Close() }
 
-// appendSubscription appends the frame that begins or ends a subscription: a command for a peer of
-// ZMTP 3.1, a message for a peer of 3.0, as libzmq 4.3.5 sends them.
+// appendSubscription appends the frame that begins (on) or ends a subscription: a command for a peer of ZMTP 3.1, a message for a peer
+// of 3.0, as libzmq 4.3.5 sends it.
 func appendSubscription(b []byte, minor byte, prefix string, on bool) []byte {
 	name, first := "\x06CANCEL", byte(0)
 	if on {

@@ -26,7 +26,7 @@ const (
 
 // Frame flags. A header is flags + 1 B length, or flags + 8 B length.
 const (
-	flagMore    = 0x01 // another frame of this message follows
+	flagMore    = 0x01 // another frame of the message follows
 	flagLong    = 0x02 // the length has 8 bytes, network order
 	flagCommand = 0x04 // the frame is a command, never with flagMore
 
@@ -57,7 +57,7 @@ const (
 	typeXSub   socketType = "XSUB"
 )
 
-// compatible is RFC 23's table of peers, for the types we can be.
+// compatible has, for each socket type of this package, the types of peers that RFC 23 allows.
 var compatible = map[socketType][]socketType{
 	typeRouter: {typeDealer, typeReq, typeRouter},
 	typeDealer: {typeRouter, typeRep, typeDealer},
@@ -89,8 +89,8 @@ func appendGreetingOf(b []byte, mechanism string, asServer bool) []byte {
 	return b
 }
 
-// checkGreeting checks the part of a greeting that has come, so that a peer that does not speak ZMTP
-// is closed at its first byte. It returns the minor version once b is whole. mechanism is our own.
+// checkGreeting checks the bytes of a greeting that have come so far, so that a peer that does not speak ZMTP is closed at its first
+// byte. It returns the minor version once the whole greeting is in b. mechanism is our own mechanism.
 func checkGreeting(b []byte, mechanism string) (minor byte, err error) {
 	if len(b) > 0 && b[0] != 0xFF {
 		return 0, notZMTP(b)
@@ -107,7 +107,7 @@ func checkGreeting(b []byte, mechanism string) (minor byte, err error) {
 	if theirs := string(bytes.TrimRight(b[12:32], "\x00")); theirs != mechanism {
 		return 0, fmt.Errorf("%w: the peer speaks %.20q, this socket %s", errMechanism, theirs, mechanism)
 	}
-	if b[10] > majorVersion { // a newer peer speaks down to us
+	if b[10] > majorVersion { // a newer peer must adapt to our version
 		return minorVersion, nil
 	}
 	return b[11], nil
@@ -120,8 +120,7 @@ func appendHeader(b []byte, flags byte, size int) []byte {
 	return binary.BigEndian.AppendUint64(append(b, flags|flagLong), uint64(size))
 }
 
-// appendReady writes READY as libzmq does: the type, then the identity, which
-// is present even when empty.
+// appendReady appends READY as libzmq does: the socket type, then the identity, which is present even when empty.
 func appendReady(b []byte, own socketType, identity []byte) []byte {
 	return appendCommand(b, "READY", properties(own, identity))
 }
@@ -143,8 +142,8 @@ func appendError(b []byte, reason string) []byte {
 	return append(append(b, byte(len(reason))), reason...)
 }
 
-// appendPing writes PING; ttl is in tenths of a second. The peer echoes context, which may
-// be empty and has at most maxPingContext bytes.
+// appendPing appends PING; ttl is in tenths of a second. The peer echoes context, which may be empty and must have at most
+// maxPingContext bytes.
 func appendPing(b []byte, ttl uint16, context []byte) []byte {
 	b = appendHeader(b, flagCommand, pingHeaderBytes+len(context))
 	b = binary.BigEndian.AppendUint16(append(b, "\x04PING"...), ttl)
@@ -165,14 +164,13 @@ func splitCommand(body []byte) (name, data []byte, err error) {
 	return body[1:n], body[n:], nil
 }
 
-// ready is what we use of a READY command.
+// ready holds the properties of a READY command that we use.
 type ready struct {
 	socketType string
 	identity   string
 }
 
-// parseReady reads the properties of READY. Names compare without case
-// (RFC 23); unknown properties are skipped.
+// parseReady parses the properties of READY. It compares names without regard to case (RFC 23) and skips unknown properties.
 func parseReady(b []byte) (ready, error) {
 	var r ready
 	for n := 0; len(b) > 0; n++ {
@@ -204,7 +202,7 @@ func parseReady(b []byte) (ready, error) {
 	return r, nil
 }
 
-// equalFold compares an ASCII name with one that is in lower case.
+// equalFold reports whether the ASCII name b equals lower, which is in lower case, without regard to case.
 func equalFold(b []byte, lower string) bool {
 	if len(b) != len(lower) {
 		return false
@@ -220,7 +218,7 @@ func equalFold(b []byte, lower string) bool {
 	return true
 }
 
-// parsePing returns the TTL in tenths of a second and the context to echo.
+// parsePing parses the data of PING: the TTL in tenths of a second, and the context to echo.
 func parsePing(data []byte) (ttl uint16, context []byte, err error) {
 	if len(data) < 2 || len(data) > 2+maxPingContext {
 		return 0, nil, fmt.Errorf("%w: PING with %d bytes", errProtocol, len(data))
@@ -228,7 +226,7 @@ func parsePing(data []byte) (ttl uint16, context []byte, err error) {
 	return binary.BigEndian.Uint16(data), data[2:], nil
 }
 
-// parseError returns the reason of an ERROR command.
+// parseError returns the reason in an ERROR command as a *peerError.
 func parseError(data []byte) error {
 	if len(data) == 0 || int(data[0]) > len(data)-1 {
 		return fmt.Errorf("%w: malformed ERROR", errProtocol)

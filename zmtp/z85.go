@@ -11,7 +11,7 @@ import (
 // letters are the digits of Z85 (RFC 32 of ZeroMQ).
 const letters = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
-// Z85 returns a key as the 40 letters that ZeroMQ's programs write and read. A secret key must not be logged.
+// Z85 returns a key as 40 letters, the form that ZeroMQ's programs write and read. A secret key must not be logged.
 func (k Key) Z85() string {
 	var b strings.Builder
 	for i := 0; i < len(k); i += 4 {
@@ -25,10 +25,10 @@ func (k Key) Z85() string {
 	return b.String()
 }
 
-// errKey means that a text is no key. It does not repeat the text, which may be a secret.
+// errKey means that a text is not a key. It does not repeat the text, which may be a secret.
 var errKey = errors.New("zmtp: a key must be 40 letters of Z85")
 
-// ParseKey reads 40 letters of Z85.
+// ParseKey parses a key of 40 letters of Z85.
 func ParseKey(text string) (k Key, err error) {
 	if len(text) != 40 {
 		return k, errKey

@@ -5,26 +5,22 @@
 // that connect, over TCP and Unix sockets. It follows RFC 23/ZMTP and RFC 37/ZMTP; where these
 // allow several ways, it does what libzmq 4.3.5 does.
 //
-// The sockets are made for short requests. A handler runs on the goroutine that
-// read its message. Its replies collect in the peer's buffer, and one write
-// sends them when every message already received has been handled. So no goroutine
-// hands a request or its reply to another.
+// The sockets are made for short requests. A handler runs on the goroutine that has read its message. The handler's replies collect in
+// the peer's buffer, and one write sends them when every message received so far has been handled. So a request and its reply never
+// pass from one goroutine to another.
 //
 // # Ownership
 //
-// The frames a handler gets alias the receive buffer: they are valid until the
-// handler returns. With the build tag invariants they are overwritten then.
-// Send copies what it is given. SendOwned keeps long frames by reference: the
-// caller must never write to them again.
+// The frames that a handler gets lie in the receive buffer: they are valid until the handler returns. With the build tag invariants
+// they are overwritten then. Send copies its frames. SendOwned keeps long frames without a copy: the caller must never write to them
+// again.
 //
 // # Slow peers
 //
-// No caller of Send and no other peer waits for a slow peer. A flush writes what
-// the socket takes at once; the rest belongs to a goroutine that lives until the
-// queue is empty. While more than SendQueueBytes are queued, Send returns
-// ErrQueueFull and queues nothing, and the peer's reading goroutine reads
-// nothing more from it. A peer that takes less than 256 KiB (or, if that is
-// less, all that is queued) within WriteTimeout is closed and counted.
+// No caller of Send and no other peer ever waits for a slow peer. A flush writes what the socket accepts at once; a goroutine, which
+// lives until the queue is empty, writes the rest. While more than SendQueueBytes are queued, Send returns ErrQueueFull and queues
+// nothing, and the reading goroutine reads nothing more from that peer. A peer that accepts less than 256 KiB (or, if that is less, all
+// that is queued) within WriteTimeout is closed and counted.
 //
 // # Memory
 //
@@ -42,46 +38,42 @@ import (
 	"syscall"
 )
 
-// Message is the frames of one message. It has no identity frame: a ROUTER
-// names the sender by its Peer.
+// Message is the frames of one message. It has no identity frame: a ROUTER names the sender by its Peer.
 type Message [][]byte
 
-// Errors of sends, and the reasons of closed connections. Reason maps the latter to
-// short names, as Stats counts them.
+// Errors of sends, and reasons of closed connections. Reason maps the reasons to short names, which Stats counts.
 var (
 	// ErrClosed means that this side closed the socket or the peer.
 	ErrClosed = errors.New("zmtp: closed")
-	// ErrQueueFull means that the peer is slow and SendQueueBytes are waiting
-	// for it; the message was not queued.
+	// ErrQueueFull means that the peer is slow and SendQueueBytes are already queued for it. The message was not queued.
 	ErrQueueFull = errors.New("zmtp: send queue full")
 	// ErrNotConnected means that a Dealer with NoWaiting has no connection.
 	ErrNotConnected = errors.New("zmtp: not connected")
-	// errNotZMTP means that the first bytes are not a ZMTP 2 or 3 signature.
+	// errNotZMTP means that the peer's first bytes are not a signature of ZMTP 2 or 3.
 	errNotZMTP = errors.New("zmtp: not a ZMTP peer")
 	// errVersion means that the peer speaks a ZMTP older than 3.0.
 	errVersion = errors.New("zmtp: ZMTP version older than 3.0")
-	// errMechanism means that the peer asks for a mechanism that this socket does not speak.
+	// errMechanism means that the peer asks for another mechanism than this socket uses.
 	errMechanism = errors.New("zmtp: the two ends use different security mechanisms")
 	// errSocketType means that the peer's socket type cannot talk to ours.
 	errSocketType = errors.New("zmtp: incompatible socket type")
 	// errProtocol means that the peer broke the grammar of ZMTP.
 	errProtocol = errors.New("zmtp: protocol error")
-	// errTooLarge means that a frame, a message or a command is past its limit.
+	// errTooLarge means that a frame, a message or a command exceeds its limit.
 	errTooLarge = errors.New("zmtp: over the limit")
-	// errTooManyPeers means that MaxPeers are connected.
+	// errTooManyPeers means that MaxPeers are connected already.
 	errTooManyPeers = errors.New("zmtp: too many peers")
-	// errHandshakeTimeout means that the peer did not finish its handshake.
+	// errHandshakeTimeout means that the peer did not finish its handshake within HandshakeTimeout.
 	errHandshakeTimeout = errors.New("zmtp: handshake timed out")
 	// errIdle means that nothing came from the peer for IdleTimeout.
+	// errHeartbeat means that the peer did not answer a PING, or was silent for longer than the TTL that it had announced.
 	errIdle = errors.New("zmtp: no message came")
-	// errHeartbeat means that the peer did not answer a PING, or was silent for
-	// longer than the TTL it announced.
 	errHeartbeat = errors.New("zmtp: heartbeat timed out")
-	// errSlow means that the peer did not read within WriteTimeout.
+	// errSlow means that the peer did not read enough within WriteTimeout.
 	errSlow = errors.New("zmtp: peer does not read")
 )
 
-// peerError is the ERROR command of a peer that refused us.
+// peerError is an ERROR command with which a peer refused us.
 type peerError struct{ Text string }
 
 func (e *peerError) Error() string { return fmt.Sprintf("zmtp: refused by the peer: %q", e.Text) }
@@ -107,9 +99,8 @@ var reasons = []struct {
 	{errShare, "share"},
 }
 
-// Reason names why a connection ended in one word, fit for a metric label:
-// "eof" when the peer went away, "refused" when it sent ERROR, "io" for an error of
-// the network, else the sentinel's name.
+// Reason returns the reason why a connection ended as one word, fit for a metric label: "eof" when the peer went away, "refused" when
+// it sent ERROR, "io" for a network error, else a short name of the error.
 func Reason(err error) string {
 	if isEOF(err) {
 		return "eof"
@@ -129,7 +120,7 @@ func isEOF(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }
 
-// notZMTP explains the first bytes of a peer that does not speak ZMTP.
+// notZMTP returns an error that explains the first bytes of a peer that does not speak ZMTP.
 func notZMTP(b []byte) error {
 	hint := ""
 	for _, m := range []string{"GET ", "POST ", "PUT ", "HEAD ", "DELETE ", "OPTIONS ", "PATCH ", "CONNECT ", "PRI * HTTP"} {

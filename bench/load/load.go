@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package load sends a workload to an endpoint of the OpenAI API and notes when the tokens
-// come, as vllm bench serve does.
+// Package load sends a workload to an endpoint of the OpenAI API and records when the tokens come, as vllm bench serve does.
 //
-// Whatever the endpoint does is an outcome of the request: a refusal, a stream that ends in
-// the middle, an event that is none, more tokens than were asked for. Only the caller's
-// context ends a run early.
+// Whatever the endpoint does is an outcome of the request: a refusal, a stream that ends in the middle, an invalid event, or more
+// tokens than were asked for. Only the caller's context ends a run early.
 package load
 
 import (
@@ -31,21 +29,21 @@ import (
 
 // Options configures a Generator. A zero field means its default.
 type Options struct {
-	BaseURL  string // of the endpoint, as http://127.0.0.1:8000
-	Endpoint string // path of the requests; default /v1/completions, of chats /v1/chat/completions
-	Chat     bool   // requests are chats, prompts then words; else prompts are token ids, or text
-	Model    string // in the requests; Check finds it out
+	BaseURL  string // address of the endpoint, for example http://127.0.0.1:8000
+	Endpoint string // path of the requests; default /v1/completions, for chats /v1/chat/completions
+	Chat     bool   // requests are chats, and prompts are words; otherwise prompts are token ids, or text
+	Model    string // name of the model in the requests; if empty, Check sets it
 
-	Header    http.Header                // of every request
-	ExtraBody map[string]json.RawMessage // fields of every request
-	IgnoreEOS bool                       // engines are to generate all tokens that are asked for
+	Header    http.Header                // header fields of every request
+	ExtraBody map[string]json.RawMessage // further fields in the body of every request
+	IgnoreEOS bool                       // ask engines to generate all tokens, without stopping early
 
-	MaxConcurrency int           // requests in progress; 0: no limit
-	Timeout        time.Duration // of a request; default 6 h, as vLLM's
-	Vocabulary     int           // token ids are below it; default 32000, which most models have
-	Turns          bool          // a turn of a conversation is sent after the turn before it has ended, and its Pause is over
-	KeepText       bool          // Samples have the generated text
-	Client         *http.Client  // default: one with as many connections as there are requests
+	MaxConcurrency int           // most requests in progress; 0: no limit
+	Timeout        time.Duration // limit for one request; default 6 h, as in vLLM
+	Vocabulary     int           // token ids are below this number; default 32000, which most models have
+	Turns          bool          // send a turn of a conversation only after the turn before it has ended and its Pause is over
+	KeepText       bool          // keep the generated text in Samples
+	Client         *http.Client  // default: a client that can open as many connections as there are requests
 }
 
 // Validate reports every field that cannot be used.
@@ -64,16 +62,15 @@ func (o *Options) Validate() error {
 type Generator struct {
 	o      Options
 	url    string
-	shown  string // BaseURL without a password
+	shown  string // BaseURL without its password
 	client *http.Client
 
 	total, done, failed, tokens atomic.Int64
 	running                     atomic.Int64
-	began                       atomic.Int64 // unix ns; 0: not yet
+	began                       atomic.Int64 // when the run began, in unix ns; 0: not yet
 }
 
-// idleTimeout is below the 5 s after which uvicorn closes an idle connection: a request that
-// is sent at that moment would fail.
+// idleTimeout is less than the 5 s after which uvicorn closes an idle connection: a request sent at that moment would fail.
 const idleTimeout = 4 * time.Second
 
 // New returns a Generator. It sends nothing yet.
@@ -103,12 +100,11 @@ func New(o Options) (*Generator, error) {
 // Close closes idle connections.
 func (g *Generator) Close() { g.client.CloseIdleConnections() }
 
-// checkTimeout bounds one look at the endpoint.
+// checkTimeout limits one question to the endpoint.
 const checkTimeout = 10 * time.Second
 
-// Check asks the endpoint for its models, and takes the first one if Options.Model is
-// empty. Within wait it tries again. If Options.Model is set, an endpoint that answers but
-// does not list models (HTTP 404 or 405) passes too.
+// Check asks the endpoint for its models. If Options.Model is empty, it takes the first model. It tries again until wait has passed. If
+// Options.Model is set, an endpoint that answers but cannot list models (HTTP 404 or 405) passes, too.
 func (g *Generator) Check(ctx context.Context, wait time.Duration) error {
 	until := time.Now().Add(wait)
 	for {
@@ -156,10 +152,10 @@ func (g *Generator) check(ctx context.Context) error {
 	return nil
 }
 
-// Endpoint returns the endpoint's URL for people, without a password.
+// Endpoint returns the endpoint's URL without its password, to be shown to people.
 func (g *Generator) Endpoint() string { return g.shown }
 
-// Model returns the model's name in requests.
+// Model returns the name of the model that requests carry.
 func (g *Generator) Model() string { return g.o.Model }
 
 func (g *Generator) header() http.Header {
@@ -171,14 +167,14 @@ func (g *Generator) header() http.Header {
 	return h
 }
 
-// Progress is how far a run is.
+// Progress says how far a run has come.
 type Progress struct {
 	Total, Done, Failed, Running int
-	Tokens                       int // received
+	Tokens                       int // tokens received
 	Elapsed                      time.Duration
 }
 
-// Progress returns how far the run is.
+// Progress returns how far the run has come.
 func (g *Generator) Progress() Progress {
 	p := Progress{Total: int(g.total.Load()), Done: int(g.done.Load()), Failed: int(g.failed.Load()), Running: int(g.running.Load()), Tokens: int(g.tokens.Load())}
 	if at := g.began.Load(); at != 0 {
@@ -187,8 +183,8 @@ func (g *Generator) Progress() Progress {
 	return p
 }
 
-// WarmUp sends the first request of a workload n times, with the limit on concurrency, and
-// measures nothing. The first failure is its error.
+// WarmUp sends the first request of a workload n times, within the limit on concurrency, and measures nothing. It returns the first
+// failure as an error.
 func (g *Generator) WarmUp(ctx context.Context, requests []workload.Request, n int) error {
 	slots := make(chan struct{}, cmp.Or(g.o.MaxConcurrency, n))
 	var wg sync.WaitGroup
@@ -216,32 +212,34 @@ func (g *Generator) WarmUp(ctx context.Context, requests []workload.Request, n i
 
 // Run is the result of a run.
 type Run struct {
-	Samples    []bench.Sample // of requests that ended, in the order of the workload
-	Requests   []int          // which request of the workload each Sample is
+	Samples    []bench.Sample // of the requests that have ended, in the order of the workload
+	Requests   []int          // for each Sample, the index of its request in the workload
 	Began      time.Time
-	Seconds    float64 // to the end of the last Sample
-	Unfinished int     // in progress or not sent when ctx ended, or when the requests ended with an error
-	Err        error   // of the requests of Stream
+	Seconds    float64 // time to the end of the last Sample
+	Unfinished int     // requests that were in progress or not sent when ctx ended, or when the requests ended with an error
+	Err        error   // error in the requests of Stream
 }
 
-// Limits of turns that were read and wait for the turn before them. Beyond them the next request is read when one of these is sent.
+// Limits of the turns that have been read and wait for the turn before them. At the limit, the next request is read only after one of
+// these has been sent.
 const (
 	maxWaiting       = 1 << 16
 	maxWaitingBlocks = 1 << 23 // names of their blocks: 64 MiB
 )
 
-// Run sends the requests at their arrivals, waits for all of them, and returns their
-// samples. When ctx ends, it returns those of the requests that have ended.
+// Run sends the requests at their arrival times, waits until all have ended, and returns their samples. When ctx ends first, it returns
+// the samples of the requests that have ended.
 func (g *Generator) Run(ctx context.Context, requests []workload.Request) *Run {
 	return g.Stream(ctx, workload.Each(requests), len(requests))
 }
 
-// Stream is Run for n requests that come one after another, in the order in which they are sent. A request is read when it is due, and kept
-// until it has ended; of each one a Sample remains. An error of the requests ends the run as ctx does, but what is in progress goes on to its end.
+// Stream does what Run does, for n requests that come one after another, in the order in which they are sent. It reads a request when
+// the request is due, and keeps it until it has ended; after that only its Sample remains. An error in requests ends the run, as the
+// end of ctx does, but the requests in progress go on to their end.
 func (g *Generator) Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], n int) *Run {
 	began := time.Now()
 	for _, n := range []*atomic.Int64{&g.done, &g.failed, &g.tokens} {
-		n.Store(0) // of a run before, and of warm-ups
+		n.Store(0) // it may count from an earlier run, or from warm-ups
 	}
 	g.total.Store(int64(n))
 	g.began.Store(began.UnixNano())
@@ -256,7 +254,7 @@ func (g *Generator) Stream(ctx context.Context, requests iter.Seq2[workload.Requ
 			run.Unfinished++
 			continue
 		}
-		p.samples[len(run.Requests)] = p.samples[i] // in place: there may be many
+		p.samples[len(run.Requests)] = p.samples[i] // in place, because there may be many samples
 		run.Requests = append(run.Requests, i)
 	}
 	if ended := len(run.Requests); ended > 0 {
@@ -266,19 +264,19 @@ func (g *Generator) Stream(ctx context.Context, requests iter.Seq2[workload.Requ
 	return run
 }
 
-// play is one run.
+// play is the state of one run.
 type play struct {
 	g       *Generator
 	ctx     context.Context
 	began   time.Time
-	slots   chan struct{} // nil: no limit
+	slots   chan struct{} // one token per request in progress; nil: no limit
 	samples []bench.Sample
 	ended   []bool
-	last    atomic.Int64 // ns after began at which a request ended
+	last    atomic.Int64 // when the last request ended, in ns after began
 	waiting waiting
 }
 
-// dispatch starts requests and returns when all have ended.
+// dispatch starts the requests, and returns when all of them have ended.
 func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -330,7 +328,8 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	return nil
 }
 
-// await waits for the turn before a request, its pause and a slot. It reports false when ctx ended first.
+// await waits until the turn before a request has ended, until the request's pause is over, and for a slot. It returns false if ctx
+// ends first.
 func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) bool {
 	defer p.waiting.remove(len(r.Blocks))
 	select {
@@ -347,20 +346,21 @@ func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) 
 	return p.enter()
 }
 
-// turns are the last turns of conversations so far: each has a channel that is closed when the turn has ended.
+// turns holds the last turn of each conversation so far, as a channel that is closed when the turn has ended.
 type turns struct {
 	last  map[int]chan struct{}
-	check int // number of conversations at which next replaces the channels of ended turns by closedChannel
+	check int // when there are so many conversations, next replaces the channels of ended turns by closedChannel
 }
 
-// closedChannel is one closed channel for all ended turns, so that their own channels can be freed.
+// closedChannel is a closed channel that stands for all ended turns, so that their own channels can be freed.
 var closedChannel = func() chan struct{} {
 	c := make(chan struct{})
 	close(c)
 	return c
 }()
 
-// next returns the channel of the turn before the next one of a conversation, nil for none, and that of the next one.
+// next begins the next turn of a conversation. It closes neither channel: before is closed when the turn before it has ended (nil:
+// there is no such turn), and the caller closes after when this turn has ended.
 func (t *turns) next(conversation int) (before, after chan struct{}) {
 	if t.last == nil {
 		t.last, t.check = make(map[int]chan struct{}), 1024
@@ -380,7 +380,7 @@ func (t *turns) next(conversation int) (before, after chan struct{}) {
 	return before, after
 }
 
-// waiting counts requests that wait for the turn before them; add blocks while there are too many.
+// waiting counts the requests that wait for the turn before them. While there are too many, add blocks.
 type waiting struct {
 	most, mostBlocks int
 
@@ -392,7 +392,7 @@ type waiting struct {
 	fewer sync.Cond // uses mu
 }
 
-// add counts a request once there is room for it. There is always room for one.
+// add counts a request, once there is room for it. If none waits, there is always room for one.
 func (w *waiting) add(blocks int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -412,7 +412,7 @@ func (w *waiting) remove(blocks int) {
 	w.fewer.Signal()
 }
 
-// end lets add return at once.
+// end makes add return at once.
 func (w *waiting) end() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -420,7 +420,7 @@ func (w *waiting) end() {
 	w.fewer.Signal()
 }
 
-// pause waits, and reports false when ctx ended first.
+// pause waits for the duration d. It returns false if ctx ends first.
 func (p *play) pause(d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -432,7 +432,7 @@ func (p *play) pause(d time.Duration) bool {
 	}
 }
 
-// enter waits for a slot.
+// enter waits for a slot. It returns false if ctx ends first.
 func (p *play) enter() bool {
 	if p.slots == nil {
 		return p.ctx.Err() == nil
@@ -451,7 +451,7 @@ func (p *play) leave() {
 	}
 }
 
-// play sends one request. due is when it would have been sent without a limit.
+// play sends one request. due is when it would have been sent without a limit on concurrency.
 func (p *play) play(i int, r *workload.Request, due time.Time) {
 	g, s := p.g, &p.samples[i]
 	s.Cached = -1
@@ -459,7 +459,7 @@ func (p *play) play(i int, r *workload.Request, due time.Time) {
 	began := g.send(p.ctx, r, s, p.began)
 	g.running.Add(-1)
 	if s.Failed() && p.ctx.Err() != nil {
-		return // it did not fail: we ended it
+		return // the request did not fail: the end of ctx ended it
 	}
 	s.Queue = max(0, began.Sub(due).Seconds())
 	p.ended[i] = true

@@ -17,13 +17,13 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// Roles of engines in results.
+// Roles of engines, as results name them.
 const (
 	Prefill = "P"
 	Decode  = "D"
 )
 
-// Watcher asks engines for their metrics, under vLLM's names, while a run goes on.
+// Watcher reads the metrics of engines, under vLLM's names, during a run.
 type Watcher struct {
 	client  *http.Client
 	began   time.Time
@@ -38,16 +38,16 @@ type watched struct {
 	before, after samples
 }
 
-// Limits of watching.
+// Limits of reading metrics.
 const (
 	watchEvery  = time.Second
-	scrapeWait  = 3 * time.Second // for one answer
-	scrapeLimit = 16 << 20        // bytes of one answer
-	maxPoints   = 4096            // of an engine; then every second one goes, and the gaps double
+	scrapeWait  = 3 * time.Second // limit for one answer
+	scrapeLimit = 16 << 20        // most bytes of one answer
+	maxPoints   = 4096            // most points of an engine; then every second point is dropped, and the interval doubles
 )
 
-// Watch begins to watch the engines at urls, by role; a URL may lack /metrics. Engines that
-// tell nothing are an Error in Stop's answer.
+// Watch begins to watch the engines at urls, whose keys are roles. A URL need not end in /metrics. An engine that reports nothing gets
+// an Error in the result of Stop.
 func (g *Generator) Watch(ctx context.Context, urls map[string]string) *Watcher {
 	ctx, stop := context.WithCancel(ctx)
 	w := &Watcher{client: g.client, began: time.Now(), stop: stop}
@@ -72,7 +72,7 @@ func (g *Generator) Watch(ctx context.Context, urls map[string]string) *Watcher 
 	return w
 }
 
-// follow notes an engine's state until ctx ends.
+// follow records the state of an engine until ctx ends.
 func (w *Watcher) follow(ctx context.Context, e *watched) {
 	t := time.NewTicker(watchEvery)
 	defer t.Stop()
@@ -99,8 +99,8 @@ func (w *Watcher) follow(ctx context.Context, e *watched) {
 	}
 }
 
-// Stop ends the watching. It returns the figures of each engine, and the stages from a prompt to
-// its first token, of which the client's mean is ttft, ms.
+// Stop ends the watching. It returns the figures of each engine, and the stages from a prompt to its first token. ttft is the client's
+// mean time to first token, in ms.
 func (w *Watcher) Stop(ttft float64) (engines []bench.Engine, stages []bench.Stage) {
 	w.stop()
 	w.wg.Wait()
@@ -121,8 +121,7 @@ func (w *Watcher) Stop(ttft float64) (engines []bench.Engine, stages []bench.Sta
 
 func (e *watched) delta(name string) int64 { return int64(max(0, e.after[name]-e.before[name])) }
 
-// mean returns the mean of a histogram over the run, ms; ok is false where it counted
-// nothing.
+// mean returns the mean of a histogram over the run, in ms; ok is false if it counted nothing.
 func (e *watched) mean(name string) (millis float64, ok bool) {
 	n := e.after[name+"_count"] - e.before[name+"_count"]
 	if !(n > 0) {
@@ -131,13 +130,12 @@ func (e *watched) mean(name string) (millis float64, ok bool) {
 	return max(0, 1000*(e.after[name+"_sum"]-e.before[name+"_sum"])/n), true
 }
 
-// transfers are the histograms in which engines tell how long KV took to come.
+// transfers are the histograms in which engines report how long the transfer of KV took.
 var transfers = []string{"kvasir_engine_load_seconds", "vllm:nixl_xfer_time_seconds"}
 
-// handover divides the time to the first token among the engines. An engine counts the wait
-// for remote KV as queue, so the transfer is taken out of D's queue where it is known.
-// Where P and D get the request at the same time, D waits for P as well: that is taken out,
-// too.
+// handover divides the time to the first token among the engines. An engine counts the wait for remote KV as queue time, so the
+// transfer, if known, is subtracted from D's queue. If P and D get the request at the same time, D also waits for P; that is
+// subtracted, too.
 func handover(p, d *watched, ttft float64) (stages []bench.Stage) {
 	if p == nil || d == nil || p.Error != "" || d.Error != "" {
 		return nil
@@ -174,8 +172,7 @@ func handover(p, d *watched, ttft float64) (stages []bench.Stage) {
 	return stages
 }
 
-// samples are the values of a scrape by name, summed over their labels; of histograms only
-// the sums and counts.
+// samples holds the values of one answer by name, summed over their labels; of histograms only the sums and counts.
 type samples map[string]float64
 
 func (w *Watcher) scrape(ctx context.Context, url string) (samples, error) {
@@ -200,7 +197,7 @@ func (w *Watcher) scrape(ctx context.Context, url string) (samples, error) {
 	return s, err
 }
 
-// parseMetrics reads Prometheus text.
+// parseMetrics parses the text format of Prometheus.
 func parseMetrics(r io.Reader) (samples, error) {
 	out := samples{}
 	lines := bufio.NewScanner(r)

@@ -24,14 +24,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// Limits of one answer.
+// The limits of one answer. maxEvent is the longest event, in bytes.
 const (
 	maxEvent   = 16 << 20 // bytes
-	maxMessage = 200      // bytes of an error's text that are kept
-	maxKept    = 1 << 20  // bytes of generated text that are kept
+	maxMessage = 200      // most bytes of an error's text that are kept
+	maxKept    = 1 << 20  // most bytes of generated text that are kept
 )
 
-// event is what an event of a stream may have.
+// event has the fields of a stream's event that matter here.
 type event struct {
 	Choices []struct {
 		Text  string
@@ -50,8 +50,7 @@ type event struct {
 	Error json.RawMessage
 }
 
-// send sends one request and fills in its Sample. It returns when the request was sent;
-// Sample.Start counts from zero.
+// send sends one request and fills in its Sample. It returns when the request was sent. Sample.Start is the time since zero.
 func (g *Generator) send(ctx context.Context, r *workload.Request, s *bench.Sample, zero time.Time) (began time.Time) {
 	body, err := g.body(r)
 	s.Input = r.Input
@@ -94,13 +93,13 @@ func (g *Generator) send(ctx context.Context, r *workload.Request, s *bench.Samp
 	return began
 }
 
-// answer reads one stream.
+// answer reads the stream of one request.
 type answer struct {
 	g           *Generator
 	s           *bench.Sample
 	began, last time.Time
-	events      int // with a choice
-	most        int // events that are believed
+	events      int // events with a choice
+	most        int // largest number of events that is accepted
 	finished    bool
 	text        strings.Builder
 }
@@ -118,7 +117,7 @@ func (a *answer) read(body io.Reader) error {
 		case err != nil:
 			return err
 		case len(raw.Data) == 0:
-			continue // a comment
+			continue // a comment of the event stream
 		case string(raw.Data) == openai.Done:
 			a.finished = true
 			continue
@@ -136,7 +135,7 @@ func (a *answer) read(body io.Reader) error {
 	}
 }
 
-// take notes an event. As in vLLM, an event with a choice is a token, whatever is in it.
+// take records an event. As in vLLM, an event with a choice counts as a token, whatever it contains.
 func (a *answer) take(e *event, now time.Time) error {
 	s := a.s
 	if len(e.Choices) > 0 {
@@ -169,7 +168,7 @@ func (a *answer) take(e *event, now time.Time) error {
 	return nil
 }
 
-// body makes the JSON of a request.
+// body returns the JSON of a request.
 func (g *Generator) body(r *workload.Request) ([]byte, error) {
 	b := []byte(`{"model":`)
 	text, err := json.Marshal(g.o.Model)
@@ -180,7 +179,7 @@ func (g *Generator) body(r *workload.Request) ([]byte, error) {
 		if prompt == "" {
 			prompt = words(r.Tokens())
 		}
-		content, _ := json.Marshal(prompt) // a text can always be
+		content, _ := json.Marshal(prompt) // a text can always be encoded
 		b = append(append(append(b, `,"messages":[{"role":"user","content":[{"type":"text","text":`...), content...), `}]}],"max_completion_tokens":`...)
 	} else {
 		b = append(b, `,"prompt":`...)
@@ -214,7 +213,7 @@ func appendIDs(b []byte, tokens []uint32, vocabulary uint32) []byte {
 	return append(b, ']')
 }
 
-// common are words that are one token each in most vocabularies.
+// common are words that are a single token in most vocabularies.
 var common = strings.Fields(`the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one
 you were her all she there would their we him been has when who will more no if out so said what up its about into than them can only
 other new some could time these two may then do first any my now such like our over man me even most made after also did many before must
@@ -222,7 +221,7 @@ through back years where much your way well down should because each just those 
 see men work long get here between both life being under never day same another know while last might us great old year off come since
 against go came right used take three`)
 
-// words writes tokens as words, each after a blank; equal tokens are equal words.
+// words returns tokens as words, each after a blank. Equal tokens become equal words.
 func words(tokens []uint32) string {
 	var b strings.Builder
 	for _, t := range tokens {
@@ -232,13 +231,13 @@ func words(tokens []uint32) string {
 	return b.String()
 }
 
-// head reads at most n bytes.
+// head returns at most n bytes of r.
 func head(r io.Reader, n int64) []byte {
-	text, _ := io.ReadAll(io.LimitReader(r, n)) // on an error, what has come is enough
+	text, _ := io.ReadAll(io.LimitReader(r, n)) // on an error, the bytes that have come suffice
 	return text
 }
 
-// message returns what an error's JSON says, or its text.
+// message returns the message in the JSON of an error answer, or the answer's text.
 func message(text []byte) string {
 	var e struct {
 		Error   json.RawMessage
@@ -262,7 +261,7 @@ func message(text []byte) string {
 	return clean(string(text))
 }
 
-// reason returns an error's text without the URL and the local addresses, which differ from request to request.
+// reason returns the text of an error without the URL and the local addresses, which differ between requests.
 func reason(err error) string {
 	if u, ok := errors.AsType[*url.Error](err); ok {
 		err = u.Err
@@ -276,7 +275,7 @@ func reason(err error) string {
 	return clean(err.Error())
 }
 
-// clean makes one line of what an endpoint says.
+// clean turns the text of an endpoint into one printable line.
 func clean(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

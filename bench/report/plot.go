@@ -14,20 +14,20 @@ import (
 	svg "github.com/kvasir-kv/kvasir/internal/plot"
 )
 
-// plot is a drawing that is as wide as its place. Lines and areas are stretched with it; text
-// stands beside them, and keeps its size.
+// plot is a drawing as wide as the place where it is shown. Its lines and areas are stretched with it; its texts stand beside them and
+// keep their size.
 type plot struct {
 	Title, Note string
-	Height      int // CSS pixels
+	Height      int // in CSS pixels
 	X, Y        []tick
 	XLabel      string
 	Paths       []drawn
 	Legend      []legend
 }
 
-// tick is a place on an axis.
+// tick is a mark on an axis.
 type tick struct {
-	At   string // per cent of the axis
+	At   string // place on the axis, in percent
 	Text string
 }
 
@@ -35,13 +35,13 @@ type tick struct {
 type drawn struct {
 	Class string
 	D     string
-	Title string       // shown where the pointer rests
-	Style template.CSS // dashes of a line that overlaps others, or the width of a dot that others cover
+	Title string       // shown when the pointer rests on the shape
+	Style template.CSS // dashes of a line that overlaps others, or the width of a dot that is covered by others
 }
 
 type legend struct{ Class, Text string }
 
-// axis maps values from low to high.
+// axis is the range of values on an axis.
 type axis struct{ low, high float64 }
 
 func (a axis) at(v float64) float64 {
@@ -51,8 +51,7 @@ func (a axis) at(v float64) float64 {
 	return min(max((v-a.low)/(a.high-a.low), 0), 1)
 }
 
-// upTo returns an axis from 0 to the first round number that is not below most, and its
-// ticks.
+// upTo returns an axis from 0 to the first round number that is not below most, and the ticks of that axis.
 func upTo(most float64) (axis, []tick) {
 	if !(most > 0) || most > 1e15 {
 		most = 1
@@ -74,10 +73,10 @@ func upTo(most float64) (axis, []tick) {
 	return a, ticks
 }
 
-// percent writes a share for a style.
+// percent returns a share in the form that a style needs.
 func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 2, 64) + "%" }
 
-// short writes a number with three digits or so.
+// short returns a number with about three digits.
 func short(v float64) string {
 	switch a := math.Abs(v); {
 	case a >= 1e6:
@@ -101,19 +100,19 @@ func trim(v float64) string {
 	return text
 }
 
-// point writes a place of a path; y counts upwards.
+// point returns a point of a path; y counts upwards.
 func point(x, y float64) string { return fmt.Sprintf("%.1f %.1f", 1000*x, 1000-1000*y) }
 
-// rect is a path around a rectangle, in shares of the plot; y counts downwards.
+// rect returns a path around a rectangle, in shares of the plot; y counts downwards.
 func rect(x, y, w, h float64) string {
 	return fmt.Sprintf("M%.2f %.2fh%.2fv%.2fh-%.2fz", 1000*x, 1000*y, 1000*w, 1000*h, 1000*w)
 }
 
-// bins is how many bars a histogram has.
+// bins is the number of bars of a histogram.
 const bins = 48
 
-// histogram draws how values are distributed, one population per run. The axis ends where
-// 99.8 % of the values have been; the rest is in the last bar.
+// histogram draws the distribution of values, one population per run. The axis ends where 99.8 % of the values are covered; the rest is
+// in the last bar.
 func histogram(title string, populations [][]float64, names []string) *plot {
 	most, any := 0.0, false
 	sorted := make([][]float64, len(populations))
@@ -174,16 +173,16 @@ func histogram(title string, populations [][]float64, names []string) *plot {
 	return pl
 }
 
-// place is a place in a plot, in shares of it; y counts upwards.
+// place is a point in a plot, in shares of the plot; y counts upwards.
 type place struct{ x, y float64 }
 
-// polyline is a line through places.
+// polyline is a line through points.
 type polyline struct {
 	class, title string
 	at           []place
 }
 
-// usualWidth is the width of a plot for which dashes are made, CSS pixels.
+// usualWidth is the width of a plot for which dashes are computed, in CSS pixels.
 const usualWidth = 450
 
 // strands draws lines so that none hides another.
@@ -208,7 +207,7 @@ func (pl *plot) strands(lines []polyline) {
 	}
 }
 
-// runColours is how many runs have a colour of their own.
+// runColours is the number of runs that have a colour of their own.
 const runColours = 6
 
 func class(kind string, run int) string { return fmt.Sprintf("%s c%d", kind, run%runColours) }

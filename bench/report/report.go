@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package report writes results of benchmarks as one HTML page that needs nothing else: no
-// script, no font, no request. It follows the reader's choice of light or dark, and is as
-// readable on a telephone as on a screen.
+// Package report writes benchmark results as one HTML page that needs nothing else: no script, no font, no request. It follows the
+// reader's choice of light or dark, and can be read on a telephone as well as on a screen.
 package report
 
 import (
@@ -19,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// Run is one result, and what it is called.
+// Run is one result with its name.
 type Run struct {
 	Name   string
 	Result *bench.Result
@@ -73,8 +72,7 @@ type part struct {
 
 type bar struct{ Name, Text, Width, Class string }
 
-// Write writes the page. What results do not have, requests or figures of engines, it leaves
-// out.
+// Write writes the page. It leaves out what the results lack, such as requests or figures of engines.
 func Write(w io.Writer, runs []Run) error {
 	v, err := newView(runs)
 	if err != nil {
@@ -169,7 +167,7 @@ func limits(slos []bench.SLO) string {
 	return strings.Join(words, ", ")
 }
 
-// figures is the table: a column per run, and of two runs their ratio.
+// figures fills the table: one column per run, and for two runs their ratio.
 func (v *view) figures(runs []Run) {
 	v.Header = []string{""}
 	for _, r := range runs {
@@ -228,7 +226,7 @@ func (v *view) figures(runs []Run) {
 	}
 }
 
-// plain is a result without its requests: comparing it with itself lists its figures.
+// plain returns a result without its requests: comparing it with itself lists its figures.
 func plain(r *bench.Result) *bench.Result { return r.WithoutSamples() }
 
 func ratioText(v float64) string {
@@ -245,7 +243,7 @@ func intervalText(r *bench.Ratio) string {
 	return fmt.Sprintf("%.3f to %.3f", r.Low, r.High)
 }
 
-// values returns a metric of a run's successful requests, ms.
+// values returns a metric of the successful requests of a run, in ms.
 func values(r *bench.Result, of func(s *bench.Sample) []float64) (out []float64) {
 	samples := r.Samples()
 	for i := range samples {
@@ -307,7 +305,7 @@ func newWaterfall(name string, stages []bench.Stage) waterfall {
 	return w
 }
 
-// hits are bars of where prompt tokens came from.
+// hits draws, as bars, where the prompt tokens came from.
 func (v *view) hits(i int, r Run, several bool) {
 	name := func(text string) string {
 		if several {

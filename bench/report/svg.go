@@ -13,13 +13,13 @@ import (
 	"unicode/utf8"
 )
 
-// Sizes of a picture, pixels.
+// Sizes of a picture, in pixels.
 const (
 	cellWidth = 520.0
 	insetLeft = 58.0
 	insetTop  = 44.0
 	lineSkip  = 17.0
-	perLegend = 70 // letters of a line of a legend, about
+	perLegend = 70 // approximate letters in a line of a legend
 )
 
 const svgStyle = `<style>
@@ -35,8 +35,8 @@ path{vector-effect:non-scaling-stroke}.frame{fill:none;stroke:var(--line)}
 </style>
 `
 
-// WriteSVG writes the plots of a page as one picture that needs nothing else, two beside each other. Error: for runs without any, which
-// were saved without requests.
+// WriteSVG writes the plots of a page as one picture that needs nothing else, two plots beside each other. It returns an error for runs
+// that were saved without requests, because they have no plots.
 func WriteSVG(w io.Writer, runs []Run) error {
 	v, err := newView(runs)
 	if err != nil {
@@ -69,7 +69,7 @@ func WriteSVG(w io.Writer, runs []Run) error {
 	return err
 }
 
-// draw writes a plot at a place, and returns its height with all that belongs to it.
+// draw writes a plot at a place. It returns the height of the plot with its title and legend.
 func (pl *plot) draw(b *strings.Builder, x, y float64) float64 {
 	x0, y0, wide, high := x+insetLeft, y+insetTop, usualWidth-12.0, float64(pl.Height)
 	fmt.Fprintf(b, `<g class="plot"><text class="title" x="%.1f" y="%.1f">%s</text>`, x0, y+20, svgText(pl.Title))
@@ -89,7 +89,7 @@ func (pl *plot) draw(b *strings.Builder, x, y float64) float64 {
 	}
 	b.WriteString("</svg>\n")
 	share := func(t tick) float64 {
-		v, _ := strconv.ParseFloat(strings.TrimSuffix(t.At, "%"), 64) // percent has written it
+		v, _ := strconv.ParseFloat(strings.TrimSuffix(t.At, "%"), 64) // percent has written this text
 		return v / 100
 	}
 	for _, t := range pl.X {
@@ -114,7 +114,7 @@ func (pl *plot) draw(b *strings.Builder, x, y float64) float64 {
 	return cmp.Or(below-y, 1) + lineSkip
 }
 
-// svgText is a text for XML: what has no place in it, such as control characters, is replaced.
+// svgText returns a text escaped for XML. Characters that XML does not allow, such as control characters, are replaced.
 func svgText(s string) string {
 	return html.EscapeString(strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' && r != '\n' && r != '\r' || r == 0xfffe || r == 0xffff {

@@ -13,11 +13,10 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// maxRows bounds the requests of a timeline; of more requests, only every n-th is drawn.
+// maxRows is the largest number of requests in a timeline; of more requests, only every n-th is drawn.
 const maxRows = 300
 
-// timeline draws each request as a row: its wait in the client, the time to its first token,
-// the time to its last.
+// timeline draws each request as a row: its wait in the client, the time to its first token, and the time to its last token.
 func (v *view) timeline(run int, r Run) {
 	all := r.Result.Samples()
 	var shown []bench.Sample
@@ -89,7 +88,7 @@ func (v *view) timeline(run int, r Run) {
 	v.Timelines = append(v.Timelines, t)
 }
 
-// engine draws an engine's requests over time.
+// engine draws the requests of an engine over time.
 func engine(e bench.Engine, seconds float64) *plot {
 	if len(e.Points) < 2 {
 		return nil
@@ -111,13 +110,13 @@ func engine(e bench.Engine, seconds float64) *plot {
 	return curves(name+": requests running and waiting", seconds, []line{running, waiting, usage})
 }
 
-// maxBuckets bounds the moments of a run in the plot of throughput against interactivity.
+// maxBuckets is the largest number of moments of a run in the plot of throughput against interactivity.
 const maxBuckets = 80
 
-// sameDot is how near two dots are where one covers the other, shares of the plot.
+// sameDot is how near two dots must be for one to cover the other, in shares of the plot.
 const sameDot = 0.01
 
-// pareto draws throughput against interactivity: each run, and small the moments of each.
+// pareto draws throughput against interactivity: a dot for each run, and small dots for the moments of each run.
 func pareto(runs []Run) *plot {
 	type dot struct {
 		x, y  float64
@@ -163,7 +162,7 @@ func pareto(runs []Run) *plot {
 		if d.small {
 			kind = "speck"
 		} else {
-			covered := 0 // dots that are drawn over it
+			covered := 0 // dots that are drawn over this one
 			for _, o := range dots[i+1:] {
 				if !o.small && math.Abs(x.at(o.x)-x.at(d.x)) < sameDot && math.Abs(y.at(o.y)-y.at(d.y)) < sameDot {
 					covered++
@@ -189,8 +188,8 @@ func interactivity(r *bench.Result) float64 {
 	return 1000 / r.TPOT.Mean
 }
 
-// moments divides a run into equal times and returns, for each with enough gaps, the tokens
-// per second of one user and of all.
+// moments divides a run into equal periods. For each period with enough gaps it returns the tokens per second of one user and of all
+// users.
 func moments(r *bench.Result) (out [][2]float64) {
 	samples := r.Samples()
 	first, last := math.Inf(1), math.Inf(-1)

@@ -15,14 +15,14 @@ import (
 	"time"
 )
 
-// Agentic is the name with which Load makes requests of coding agents.
+// Agentic is the name for which Load makes requests of coding agents instead of reading a file.
 const Agentic = "agentic"
 
-// agenticRequests is how many requests Load makes where no number is given.
+// agenticRequests is how many such requests Load makes by default.
 const agenticRequests = 2212
 
-// Load reads the trace of a file, in the order of its timestamps, or makes the requests of Agents where the name is Agentic.
-// Errors: those of ReadTrace and of the file, with its name.
+// Load reads the trace in a file and returns its requests in the order of their timestamps. For the name Agentic it makes the requests
+// of Agents instead. The error is one of ReadTrace, or of the file, with the file's name.
 func Load(name string, o TraceOptions) ([]Request, error) {
 	if err := o.defaults(); err != nil {
 		return nil, err
@@ -48,7 +48,7 @@ func Load(name string, o TraceOptions) ([]Request, error) {
 	return out, nil
 }
 
-// checkAgentic is an error for requests of Agents that Load does not make.
+// checkAgentic returns an error if the options ask for requests of Agents that Load does not make.
 func checkAgentic(o *TraceOptions) error {
 	if o.Max > MaxAgentic || o.BlockTokens < minAgentBlock {
 		return fmt.Errorf("%w: %s: %d requests, blocks of %d tokens: %d requests at most and blocks of %d tokens at least are made", ErrTrace, Agentic, o.Max, o.BlockTokens, MaxAgentic, minAgentBlock)
@@ -56,13 +56,13 @@ func checkAgentic(o *TraceOptions) error {
 	return nil
 }
 
-// MaxAgentic bounds the requests of Agents that Load makes.
+// MaxAgentic is the largest number of requests of Agents that Load makes.
 const MaxAgentic = 1 << 19
 
-// minAgentBlock is the least number of tokens of a block that Load makes: a smaller one makes prompts of thousands of blocks.
+// minAgentBlock is the smallest number of tokens in a block for Load: with smaller blocks, prompts would have thousands of them.
 const minAgentBlock = 16
 
-// AgentOptions shape sessions of coding agents. A zero field means its default.
+// AgentOptions describes sessions of coding agents. A zero field means its default.
 type AgentOptions struct {
 	Seed      uint64
 	Open      int           // sessions at a time; default 14
@@ -70,8 +70,8 @@ type AgentOptions struct {
 	MaxTokens int           // most tokens of a prompt; default 34600
 	Block     int           // tokens of a block; default 256
 	Pause     time.Duration // median of the time that a tool runs; default 4 s
-	Spread    float64       // of the pauses: the standard deviation of their logarithm; default 0.8
-	SubAgents float64       // part of the steps that start a sub-agent; default 0.02; below 0: none
+	Spread    float64       // spread of the pauses: standard deviation of their logarithm; default 0.8
+	SubAgents float64       // share of the steps that start a sub-agent; default 0.02; below 0: none
 }
 
 func (o *AgentOptions) defaults() {
@@ -95,25 +95,25 @@ func (o *AgentOptions) defaults() {
 	}
 }
 
-// agentSystem is how many tokens of a session's first prompt all sessions have: system prompt and tools.
+// agentSystem is how many tokens at the start of its first prompt a session shares with all others: system prompt and tools.
 const agentSystem = 1800
 
-// agentSession is a session between two steps.
+// agentSession is the state of a session between two steps.
 type agentSession struct {
-	at     time.Duration // of its next step
+	at     time.Duration // when its next step begins
 	id     int
 	turn   int
-	left   int // steps
+	left   int // steps left
 	tokens int
-	grow   float64 // mean tokens of a step
+	grow   float64 // mean number of tokens that a step adds
 	blocks []int64
-	parent *agentSession // waits until this sub-agent ends
+	parent *agentSession // session that waits until this sub-agent ends
 }
 
-// Agents makes n requests of coding agents, in the order of their arrivals. A session begins with the system prompt of all sessions
-// and a task. Each step sends the session so far with what the tool answered; while the tool runs the session pauses: mostly for
-// seconds, now and then for minutes, when a person reads or a build runs. Some steps start a sub-agent with the same system prompt and a task
-// of its own; the session pauses until it ends. A session that ends is replaced by a new one.
+// Agents makes n requests of coding agents, in the order of their arrivals. A session begins with the system prompt of all sessions and
+// a task. Each step sends the session so far together with the tool's answer. While the tool runs, the session pauses: mostly for
+// seconds, sometimes for minutes, when a person reads or a build runs. Some steps start a sub-agent, with the same system prompt and a
+// task of its own; the session pauses until the sub-agent ends. A session that ends is replaced by a new one.
 func Agents(n int, o AgentOptions) []Request {
 	out := make([]Request, 0, max(n, 0))
 	for q := range AgentRequests(n, o) {
@@ -122,7 +122,7 @@ func Agents(n int, o AgentOptions) []Request {
 	return out
 }
 
-// AgentRequests is Agents one request after another, anew each time that the sequence is read.
+// AgentRequests returns the requests of Agents as a sequence. Each time that the sequence is read, the same requests are made again.
 func AgentRequests(n int, o AgentOptions) iter.Seq2[Request, error] {
 	o.defaults()
 	return func(yield func(Request, error) bool) {
@@ -143,16 +143,16 @@ func AgentRequests(n int, o AgentOptions) iter.Seq2[Request, error] {
 	}
 }
 
-// generator makes requests of agents.
+// generator makes the requests of agents.
 type generator struct {
 	o        AgentOptions
 	rnd      *rand.Rand
-	next     int64 // the name of the next block
+	next     int64 // name for the next new block
 	ids      int
 	sessions agentQueue
 }
 
-// begin makes a session whose first step is at a time.
+// begin creates a session whose first step is at the time at.
 func (g *generator) begin(at time.Duration, parent *agentSession) *agentSession {
 	s := &agentSession{at: at, id: g.ids, left: 4 + int(float64(g.o.Steps-3)*g.rnd.Float64()), parent: parent}
 	if parent != nil {
@@ -166,11 +166,11 @@ func (g *generator) begin(at time.Duration, parent *agentSession) *agentSession 
 	s.tokens = len(s.blocks) * g.o.Block
 	final := float64(g.o.MaxTokens) * (0.4 + 0.6*g.rnd.Float64())
 	s.grow = max(1, (final-float64(s.tokens))/float64(s.left+3))
-	g.add(s, int(3*s.grow)) // the task
+	g.add(s, int(3*s.grow)) // tokens of the task
 	return s
 }
 
-// add appends tokens to the prompt of a session, in new blocks behind its full ones.
+// add appends tokens to the prompt of a session, as new blocks after its full ones.
 func (g *generator) add(s *agentSession, tokens int) {
 	s.blocks = s.blocks[:s.tokens/g.o.Block]
 	s.tokens = min(s.tokens+max(tokens, 1), g.o.MaxTokens)
@@ -180,7 +180,7 @@ func (g *generator) add(s *agentSession, tokens int) {
 	}
 }
 
-// after plans what follows a step.
+// after plans the next step of a session.
 func (g *generator) after(s *agentSession, output int) {
 	pause := time.Duration(float64(g.o.Pause) * math.Exp(g.o.Spread*g.rnd.NormFloat64()))
 	if g.o.Spread > 0.2 && g.rnd.IntN(25) == 0 {
@@ -209,7 +209,7 @@ func (g *generator) after(s *agentSession, output int) {
 	}
 }
 
-// agentQueue is a heap of sessions by the time of their next step.
+// agentQueue is a heap of sessions, by the time of their next step.
 type agentQueue []*agentSession
 
 func (q agentQueue) Len() int { return len(q) }

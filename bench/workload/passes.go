@@ -14,26 +14,27 @@ import (
 	"os"
 )
 
-// Trace is a trace that is read in several passes, each with the same requests: those that were there when the first pass came to the end
-// of the file. Nothing of it is in memory but what a pass reads ahead. Passes come one after another. Close ends its files.
+// Trace is a trace that is read in several passes, each with the same requests: those that the file had when the first pass reached its
+// end. Only what a pass reads ahead is in memory. Passes must come one after another. Close closes its files.
 type Trace struct {
 	name  string
 	o     TraceOptions
-	file  *os.File // nil: the requests are made
+	file  *os.File // nil: the requests are made, not read
 	again bool     // there may be several passes
-	spool *os.File // a copy of what was read from a file that is not regular
-	kept  int64    // bytes of the spool
+	spool *os.File // copy of what was read from a file that is not regular
+	kept  int64    // bytes in spool
 	found passed
 }
 
-// passed is what a pass found.
+// passed is what a pass has read.
 type passed struct {
 	requests int
-	sum      uint32 // of their lines
+	sum      uint32 // checksum of their lines
 }
 
-// OpenTrace opens the trace of a file, or makes one of Agents where the name is Agentic. What is no regular file, such as a pipe, is copied to
-// a temporary file without a name while the first pass reads it. Errors: those of Load, but that of a line comes with the line.
+// OpenTrace opens the trace in a file, or, for the name Agentic, makes one of Agents. A file that is not regular, such as a pipe, is
+// copied to a temporary file without a name while the first pass reads it. Errors are those of Load, but an error in a line comes when
+// the line is read.
 func OpenTrace(name string, o TraceOptions) (*Trace, error) {
 	t, err := openTrace(name, o)
 	switch {
@@ -67,7 +68,7 @@ func openTrace(name string, o TraceOptions) (t *Trace, err error) {
 	return t, err
 }
 
-// nameless makes a temporary file without a name.
+// nameless creates a temporary file without a name.
 func nameless() (f *os.File, err error) {
 	if f, err = os.CreateTemp("", "kvasir-trace-*"); err != nil {
 		return nil, fmt.Errorf("a trace that can be read only once needs a temporary file: %w", err)
@@ -89,19 +90,19 @@ func (t *Trace) Close() error {
 	return errors.Join(errs...)
 }
 
-// Requests returns the requests in the order of their arrivals, as Stream does. Errors: those of Reader.InOrder with the file's name, and ErrTrace
-// where the file has other requests than it had in the pass before. The sequence ends with its first error.
+// Requests returns the requests in the order of their arrivals, as Stream does. Errors are those of Reader.InOrder, with the file's
+// name, and ErrTrace if the file has other requests than in the pass before. The sequence ends with its first error.
 func (t *Trace) Requests() iter.Seq2[Request, error] {
 	o := t.o
 	o.TokenTime = cmp.Or(o.TokenTime, tokenTime)
 	return t.pass(o, (*Reader).InOrder)
 }
 
-// Lines returns the requests in the order of the file, as ReadTrace does. Errors are those of Requests.
+// Lines returns the requests in the order of the file, as ReadTrace does. Its errors are those of Requests.
 func (t *Trace) Lines() iter.Seq2[Request, error] { return t.pass(t.o, (*Reader).inFile) }
 
 // SelfTimed returns the requests in the order of their arrivals, for a player that knows when a turn of a session ends: a later turn
-// without a timestamp comes its delay after the turn before it. Errors are those of Requests.
+// without a timestamp arrives its delay after the arrival of the turn before it. Its errors are those of Requests.
 func (t *Trace) SelfTimed() iter.Seq2[Request, error] { return t.pass(t.o, (*Reader).InOrder) }
 
 // inFile returns the requests in the order of the file. The sequence ends with its first error.
@@ -116,7 +117,7 @@ func (t *Reader) inFile() iter.Seq2[Request, error] {
 	}
 }
 
-// pass is a sequence of what a new Reader reads.
+// pass returns the sequence of requests that a new Reader reads.
 func (t *Trace) pass(o TraceOptions, order func(*Reader) iter.Seq2[Request, error]) iter.Seq2[Request, error] {
 	if t.file == nil {
 		return AgentRequests(t.o.Max, AgentOptions{Block: t.o.BlockTokens})
@@ -142,7 +143,7 @@ func (t *Trace) pass(o TraceOptions, order func(*Reader) iter.Seq2[Request, erro
 	}
 }
 
-// ended compares a pass that came to its end with the first one.
+// ended compares a complete pass with the first one.
 func (t *Trace) ended(p passed) error {
 	if t.found.requests == 0 {
 		t.found = p
@@ -153,7 +154,7 @@ func (t *Trace) ended(p passed) error {
 	return nil
 }
 
-// bytes returns what is to be read in a pass.
+// bytes returns the reader for a pass.
 func (t *Trace) bytes() io.Reader {
 	switch {
 	case !t.again:
@@ -164,7 +165,7 @@ func (t *Trace) bytes() io.Reader {
 	return io.MultiReader(io.NewSectionReader(t.spool, 0, t.kept), (*spooling)(t))
 }
 
-// spooling reads on in a file that can be read only once, and keeps what it reads.
+// spooling reads a file that can be read only once, and keeps a copy of what it reads.
 type spooling Trace
 
 func (s *spooling) Read(p []byte) (int, error) {
@@ -178,7 +179,7 @@ func (s *spooling) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Count reads requests and returns how many there are. Errors: theirs, that of ctx.
+// Count reads requests and returns how many there are. The error is one of the requests, or ctx's.
 func Count(ctx context.Context, requests iter.Seq2[Request, error]) (n int, err error) {
 	for _, err := range requests {
 		if err != nil {
@@ -191,7 +192,7 @@ func Count(ctx context.Context, requests iter.Seq2[Request, error]) (n int, err 
 	return n, ctx.Err()
 }
 
-// Each is a sequence of requests that are in memory.
+// Each returns requests in memory as a sequence.
 func Each(requests []Request) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		for i := range requests {

@@ -12,10 +12,9 @@ import (
 // ErrScale means that lengths cannot be divided by a number.
 var ErrScale = errors.New("workload: scale")
 
-// Scaled returns the requests at 1/n of their size: prompts, outputs, the tokens of a block and
-// arrivals are divided by n. Prompts have as many blocks as before, and what was equal stays
-// equal, so a prefix cache of the same number of blocks has the same hits. Error: ErrScale where n
-// does not divide the tokens of a block.
+// Scaled returns the requests at 1/n of their size: it divides prompts, outputs, the tokens of a block, and arrivals by n. Prompts keep
+// their number of blocks, and equal blocks stay equal, so a prefix cache with the same number of blocks has the same hits. The error is
+// ErrScale if n does not divide the tokens of a block.
 func Scaled(requests []Request, n int) ([]Request, error) {
 	out := make([]Request, 0, len(requests))
 	for q, err := range Scale(Each(requests), n) {
@@ -27,7 +26,7 @@ func Scaled(requests []Request, n int) ([]Request, error) {
 	return out, nil
 }
 
-// Scale is Scaled for requests that come one after another. The sequence ends with its first error.
+// Scale does what Scaled does, for requests that come one after another. The sequence ends with its first error.
 func Scale(requests iter.Seq2[Request, error], n int) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		if n < 1 {

@@ -10,19 +10,18 @@ import (
 	"time"
 )
 
-// Arrivals say when requests arrive, as vllm bench serve does it.
+// Arrivals says when requests arrive, with the rules of vllm bench serve.
 type Arrivals struct {
-	Rate       float64 // requests per second; +Inf: all at once
-	Burstiness float64 // as of Arrive; +Inf: equal gaps
+	Rate       float64 // requests per second; +Inf: all at the start
+	Burstiness float64 // as in Arrive; +Inf: equal gaps
 	Seed       uint64
 
-	// RampUp changes the rate from Start to End over the requests, linear or exponential;
-	// empty: the rate is Rate.
+	// RampUp says how the rate changes from Start to End over the requests: linear or exponential. Empty: the rate is always Rate.
 	RampUp     string
 	Start, End float64
 }
 
-// rate is the rate at which request i of n arrives.
+// rate returns the rate when request i of n arrives.
 func (a *Arrivals) rate(i, n int) float64 {
 	done := float64(i) / float64(max(n-1, 1))
 	switch a.RampUp {
@@ -34,10 +33,9 @@ func (a *Arrivals) rate(i, n int) float64 {
 	return a.Rate
 }
 
-// Schedule sets the arrivals of requests. Each gap, the one before the first request
-// included, is drawn from a gamma distribution with the mean of the rate then. Without a ramp
-// the gaps are scaled so that the last request arrives when the rate says, and not one or
-// two per cent beside it.
+// Schedule sets the arrivals of requests. Each gap, including the one before the first request, is drawn from a gamma distribution
+// whose mean follows from the rate at that point. Without a ramp, the gaps are scaled so that the last request arrives exactly when the
+// rate demands, and not one or two percent earlier or later.
 func Schedule(requests []Request, a Arrivals) error {
 	i := 0
 	for q, err := range Scheduled(Each(requests), len(requests), a) {
@@ -50,7 +48,7 @@ func Schedule(requests []Request, a Arrivals) error {
 	return nil
 }
 
-// Scheduled is Schedule for n requests that come one after another. The sequence ends with its first error.
+// Scheduled does what Schedule does, for n requests that come one after another. The sequence ends with its first error.
 func Scheduled(requests iter.Seq2[Request, error], n int, a Arrivals) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		scale, err := a.scale(n)
@@ -73,11 +71,11 @@ func Scheduled(requests iter.Seq2[Request, error], n int, a Arrivals) iter.Seq2[
 	}
 }
 
-// times returns what gives the times of n requests, in seconds, before they are scaled.
+// times returns a function that returns the arrival times of n requests one after another, in seconds, before they are scaled.
 func (a *Arrivals) times(n int) func() float64 {
 	rnd, last, i := rand.New(rand.NewPCG(a.Seed, 5)), 0.0, 0
 	return func() float64 {
-		gap := 1 / a.rate(i, n) // of an infinite rate 0
+		gap := 1 / a.rate(i, n) // 0 for an infinite rate
 		if !math.IsInf(a.Burstiness, 1) {
 			gap *= gamma(rnd, a.Burstiness) / a.Burstiness
 		}
@@ -87,7 +85,7 @@ func (a *Arrivals) times(n int) func() float64 {
 	}
 }
 
-// scale returns what the times of n requests are multiplied by.
+// scale returns the factor by which the arrival times of n requests are multiplied.
 func (a *Arrivals) scale(n int) (float64, error) {
 	switch a.RampUp {
 	case "":

@@ -14,10 +14,10 @@ import (
 	"time"
 )
 
-// aiperfKeys are keys that only AIPerf's lines have.
+// aiperfKeys are the keys that only lines of AIPerf have.
 var aiperfKeys = []string{"session_id", "delay", "text_input", "messages", "payload"}
 
-// line is a line of AIPerf's trace (AIPerf 0.13.0, MooncakeTrace in dataset/loader/models.py).
+// line is one line of an AIPerf trace (AIPerf 0.13.0, MooncakeTrace in dataset/loader/models.py).
 type line struct {
 	session   string
 	stamp     *float64
@@ -29,20 +29,20 @@ type line struct {
 	messages  json.RawMessage
 	tools     json.RawMessage
 	payload   json.RawMessage
-	contained bool // messages or payload: the whole prompt
+	contained bool // the line has messages or payload, and so the whole prompt
 }
 
-// session is what the next turn of a session continues.
+// session is the state of a session that its next turn continues.
 type session struct {
 	number  int
 	turns   int
-	arrival time.Duration // of its last turn
-	ended   time.Duration // that turn, by TraceOptions.TokenTime
-	form    string        // messages or payload of a session whose turns are whole prompts
+	arrival time.Duration // arrival of its last turn
+	ended   time.Duration // estimated end of its last turn, by TraceOptions.TokenTime
+	form    string        // messages or payload, if its turns are whole prompts
 	prompt  prompt
 }
 
-// parse reads a line.
+// parse parses a line of any format.
 func (t *Reader) parse(text []byte) (Request, error) {
 	var m map[string]json.RawMessage
 	if json.Unmarshal(text, &m) != nil || m == nil {
@@ -63,7 +63,7 @@ func (t *Reader) parse(text []byte) (Request, error) {
 
 func present(raw json.RawMessage) bool { return len(raw) > 0 && string(raw) != "null" }
 
-// readLine reads the keys of a line of AIPerf's.
+// readLine reads the keys of an AIPerf line.
 func (o *TraceOptions) readLine(m map[string]json.RawMessage) (l line, err error) {
 	read := func(key string, to any, want string) {
 		if raw := m[key]; err == nil && present(raw) && json.Unmarshal(raw, to) != nil {
@@ -106,11 +106,11 @@ func (o *TraceOptions) readLine(m map[string]json.RawMessage) (l line, err error
 	return l, nil
 }
 
-// maxSeconds bounds a time of a trace.
+// maxSeconds is the largest time in a trace.
 const maxSeconds = float64(math.MaxInt64) / 1e9
 
-// turn reads a line of AIPerf's. A later turn of a session is a delta: its prompt is that of the turn before it, the answer to that, and what the
-// line adds. Lines of messages or payload have the whole prompt.
+// turn parses a line of AIPerf. A later turn of a session is a delta: its prompt is the prompt of the turn before it, the answer to
+// that, and what the line adds. A line with messages or payload has the whole prompt.
 func (t *Reader) turn(m map[string]json.RawMessage) (q Request, err error) {
 	l, err := t.o.readLine(m)
 	if err != nil {
@@ -161,7 +161,7 @@ func (t *Reader) turn(m map[string]json.RawMessage) (q Request, err error) {
 	return q, nil
 }
 
-// check refuses a turn whose form does not go with those before it, as AIPerf does.
+// check returns an error for a turn whose form does not match the earlier turns of its session, as AIPerf does.
 func (s *session) check(l *line) error {
 	form := ""
 	switch {
@@ -183,7 +183,7 @@ func (s *session) check(l *line) error {
 	return nil
 }
 
-// setArrival sets when a turn comes: at its timestamp, else its delay after the end of the turn before it.
+// setArrival sets when a turn arrives: at its timestamp; without a timestamp, its delay after the end of the turn before it.
 func (t *Reader) setArrival(s *session, l *line, q *Request) error {
 	units := func(v float64) time.Duration { return time.Duration(v * t.o.Seconds * float64(time.Second)) }
 	switch {
@@ -202,7 +202,7 @@ func (t *Reader) setArrival(s *session, l *line, q *Request) error {
 	return nil
 }
 
-// extend adds what a line says to the prompt of its session.
+// extend adds the content of a line to the prompt of its session.
 func (o *TraceOptions) extend(s *session, l *line) error {
 	switch {
 	case l.text != nil:
@@ -217,7 +217,8 @@ func (o *TraceOptions) extend(s *session, l *line) error {
 	return nil
 }
 
-// extendBlocks adds tokens that begin with named blocks. No other prompt has the tokens behind them. As in AIPerf the last block may be partial.
+// extendBlocks adds tokens that begin with named blocks. No other prompt has the tokens after these blocks. As in AIPerf, the last
+// block may be partial.
 func (o *TraceOptions) extendBlocks(s *session, input int, ids []int64) error {
 	if input < 1 || input > maxInputTokens {
 		return fmt.Errorf("%s %d is outside 1 to %d", o.InputLength, input, maxInputTokens)
@@ -234,7 +235,7 @@ func (o *TraceOptions) extendBlocks(s *session, input int, ids []int64) error {
 	return nil
 }
 
-// chat adds the messages of a chat: its tools, then each role and content.
+// chat adds the messages of a chat to a prompt: its tools, then each role and content.
 func chat(p *prompt, messages, tools json.RawMessage) error {
 	var list []struct {
 		Role    *string
@@ -269,7 +270,7 @@ func chat(p *prompt, messages, tools json.RawMessage) error {
 	return nil
 }
 
-// body adds the prompt of a request's body.
+// body adds the prompt in the body of a request.
 func body(p *prompt, payload json.RawMessage) error {
 	var m map[string]json.RawMessage
 	if json.Unmarshal(payload, &m) != nil || len(m) == 0 {
@@ -290,7 +291,7 @@ func body(p *prompt, payload json.RawMessage) error {
 	return nil
 }
 
-// compact appends JSON without blanks.
+// compact appends JSON without blanks to `to`.
 func compact(to []byte, raw json.RawMessage) []byte {
 	b := bytes.NewBuffer(to)
 	if !present(raw) || json.Compact(b, raw) != nil {
@@ -299,35 +300,35 @@ func compact(to []byte, raw json.RawMessage) []byte {
 	return b.Bytes()
 }
 
-// prompt is a prompt in the making: tokens in blocks of size tokens, each named by what it is made of. Equal names are equal tokens after
-// equal prefixes.
+// prompt is a prompt that is being built: tokens in blocks of size tokens. Each block is named by its content. Equal names mean equal
+// tokens after equal prefixes.
 type prompt struct {
 	size   int
-	blocks []int64 // full ones
-	tail   []piece // of the block that is not full
-	filled int     // tokens of the tail
+	blocks []int64 // names of the full blocks
+	tail   []piece // pieces of the block that is not full
+	filled int     // tokens in tail
 }
 
 // piece is a part of a block.
 type piece struct {
 	kind    byte
 	id      uint64
-	from, n int    // tokens of what id names
-	text    string // of pieceText
+	from, n int    // range of the tokens that id names
+	text    string // only for pieceText
 }
 
-// Kinds of pieces.
+// The kinds of pieces.
 const (
-	pieceHash   = 'h' // a block of the trace's
+	pieceHash   = 'h' // a block that the trace names
 	pieceText   = 't'
 	pieceFresh  = 'f' // tokens that no other prompt has
-	pieceAnswer = 'a' // what the engine generated
+	pieceAnswer = 'a' // tokens that the engine generated
 )
 
 // tokens returns how many tokens the prompt has.
 func (p *prompt) tokens() int { return len(p.blocks)*p.size + p.filled }
 
-// weight returns what the prompt takes in memory, in words of 8 bytes.
+// weight returns how much memory the prompt takes, in words of 8 bytes.
 func (p *prompt) weight() int {
 	n := len(p.blocks)
 	for i := range p.tail {
@@ -345,12 +346,12 @@ func (p *prompt) names() []int64 {
 	return out
 }
 
-// unique adds n tokens of one turn that no other prompt has, unless it continues this one.
+// unique adds n tokens of one turn that no other prompt has, except those that continue this one.
 func (p *prompt) unique(kind byte, number, turn, n int) {
 	p.add(kind, uint64(number)<<32|uint64(uint32(turn)), n)
 }
 
-// add appends n tokens of what id names.
+// add appends n tokens of the content that id names.
 func (p *prompt) add(kind byte, id uint64, n int) {
 	for from := 0; from < n; {
 		some := min(n-from, p.size-p.filled)
@@ -359,10 +360,10 @@ func (p *prompt) add(kind byte, id uint64, n int) {
 	}
 }
 
-// textToken is how many bytes of text are a token.
+// textToken is how many bytes of text count as one token.
 const textToken = 4
 
-// text appends a text, at four bytes a token.
+// text appends a text, with one token for four bytes.
 func (p *prompt) text(s []byte) {
 	for len(s) > 0 {
 		some := min((len(s)+textToken-1)/textToken, p.size-p.filled)
@@ -380,7 +381,7 @@ func (p *prompt) put(x piece) {
 	}
 }
 
-// name names a block by its pieces. A block that is one of the trace's has the trace's name.
+// name returns the name of a block that consists of these pieces. A block that the trace names keeps that name.
 func name(pieces []piece) int64 {
 	if len(pieces) == 1 && pieces[0].kind == pieceHash && pieces[0].from == 0 {
 		return int64(pieces[0].id)

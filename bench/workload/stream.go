@@ -17,30 +17,30 @@ import (
 
 // Limits of a trace that is streamed.
 const (
-	windowRequests = 1 << 18 // read ahead to put lines into order
+	windowRequests = 1 << 18 // requests that are read ahead to put lines into order
 	windowBlocks   = 1 << 23 // names of their blocks: 64 MiB
 	maxSessions    = 1 << 20
 )
 
-// tokenTime is what a simulation without an engine takes for a generated token: a later turn of a session comes its delay
-// after the estimated end of the turn before it.
+// tokenTime is the estimated time per generated token when there is no engine: a later turn of a session arrives its delay after the
+// estimated end of the turn before it.
 const tokenTime = 20 * time.Millisecond
 
-// Reader reads a trace line by line. It keeps a line, and of sessions what their next turns continue.
+// Reader reads a trace line by line. It keeps in memory one line, and for each session what its next turn continues.
 type Reader struct {
 	o        TraceOptions
 	s        *bufio.Scanner
-	line     int // of the last request
+	line     int // number of the line of the last request
 	requests int
-	chats    int // conversations
+	chats    int // number of conversations
 	sessions map[string]*session
-	kept     int // blocks of the sessions' prompts
+	kept     int // number of blocks in the prompts of the sessions
 
-	sum   uint32             // of the lines of all requests so far
+	sum   uint32             // checksum of the lines of all requests so far
 	atEnd func(passed) error // called at the end; its error replaces io.EOF; nil: not called
 }
 
-// NewReader returns a Reader of a trace. Error: ErrTrace for options that cannot be used.
+// NewReader returns a Reader of a trace. It returns ErrTrace for options that cannot be used.
 func NewReader(r io.Reader, o TraceOptions) (*Reader, error) {
 	if err := o.defaults(); err != nil {
 		return nil, err
@@ -53,8 +53,8 @@ func NewReader(r io.Reader, o TraceOptions) (*Reader, error) {
 // Line returns the number of the line of the last request.
 func (t *Reader) Line() int { return t.line }
 
-// Next returns the next request, in the order of the file; io.EOF after the last one, or after TraceOptions.Max. Other errors wrap
-// ErrTrace and name the line.
+// Next returns the next request in the order of the file; io.EOF after the last one, or after TraceOptions.Max requests. Other errors
+// wrap ErrTrace and name the line.
 func (t *Reader) Next() (Request, error) {
 	if t.o.Max > 0 && t.requests == t.o.Max {
 		return Request{}, t.end()
@@ -87,7 +87,7 @@ func (t *Reader) Next() (Request, error) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// end returns the error that ends the requests.
+// end returns the error with which the requests end.
 func (t *Reader) end() error {
 	if t.atEnd != nil {
 		if err := t.atEnd(passed{t.requests, t.sum}); err != nil {
@@ -97,9 +97,9 @@ func (t *Reader) end() error {
 	return io.EOF
 }
 
-// InOrder returns the requests in the order of their arrivals. It reads ahead 262,144 requests, or 8,388,608 names of blocks: a
-// shorter trace may have its lines in any order. A line that should have come before one that was already returned is an
-// error that names it. The sequence ends with its first error.
+// InOrder returns the requests in the order of their arrivals. It reads ahead 262,144 requests, or 8,388,608 names of blocks, so a
+// shorter trace may have its lines in any order. If a line should have come before one that was already returned, the error names that
+// line. The sequence ends with its first error.
 func (t *Reader) InOrder() iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		var ahead byArrival
@@ -136,13 +136,13 @@ func (t *Reader) InOrder() iter.Seq2[Request, error] {
 	}
 }
 
-// numbered is a request with its place in the file.
+// numbered is a request with its position in the file.
 type numbered struct {
 	Request
 	n int
 }
 
-// byArrival is a heap of requests. Of equal arrivals the first in the file comes first.
+// byArrival is a heap of requests by arrival. Of equal arrivals, the first in the file comes first.
 type byArrival []numbered
 
 func (b byArrival) Len() int { return len(b) }
@@ -163,8 +163,9 @@ func (b *byArrival) Pop() any {
 	return x
 }
 
-// Stream is Load for a trace that memory need not hold: it returns the requests in the order of their arrivals while the file is
-// read. The file is open while the sequence runs. Errors are those of Load and of Reader.InOrder, with the file's name.
+// Stream reads the trace in a file, like Load, but does not keep it in memory: it returns the requests in the order of their arrivals
+// while it reads the file. The file is open while the sequence is read. Errors are those of Load and of Reader.InOrder, with the file's
+// name.
 func Stream(name string, o TraceOptions) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		t, err := openTrace(name, o)
@@ -172,7 +173,7 @@ func Stream(name string, o TraceOptions) iter.Seq2[Request, error] {
 			yield(Request{}, err)
 			return
 		}
-		defer func() { _ = t.Close() }() // only read from: the error does not matter
+		defer func() { _ = t.Close() }() // the file was only read, so the error does not matter
 		for q, err := range t.Requests() {
 			if !yield(q, err) {
 				return

@@ -18,10 +18,10 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// ErrTrace means that a file has another format.
+// ErrTrace means that a file does not have the expected format.
 var ErrTrace = errors.New("workload: bad trace")
 
-// Limits on a file.
+// Limits of a file.
 const (
 	maxTraceLine   = 4 << 20
 	maxInputTokens = 1 << 21
@@ -31,19 +31,18 @@ const (
 	maxText        = 1 << 20 // bytes of a prompt
 )
 
-// TraceOptions say how a trace is written. The zero value is Mooncake's format: JSON lines
-// {timestamp in ms, input_length, output_length, hash_ids of 512-token blocks}. The other
-// fields are those of vLLM's dataset timed_trace.
+// TraceOptions describes the format of a trace. The zero value is Mooncake's format: JSON lines {timestamp in ms, input_length,
+// output_length, hash_ids of 512-token blocks}. The other fields are those of vLLM's dataset timed_trace.
 type TraceOptions struct {
-	Max         int     // requests; 0: all
-	BlockTokens int     // of a hash id; default 512
-	Seconds     float64 // a unit of the timestamp; default 0.001
+	Max         int     // most requests to read; 0: all
+	BlockTokens int     // tokens per hash id; default 512
+	Seconds     float64 // unit of the timestamp in seconds; default 0.001
 
-	// Names of the keys; defaults timestamp, input_length, output_length, hash_ids.
+	// Names of the keys; defaults are timestamp, input_length, output_length, hash_ids.
 	Timestamp, InputLength, OutputLength, HashIDs string
 
 	Format    Format
-	TokenTime time.Duration // of a generated token, to estimate when a turn of a session ends; default 0, of Load and Stream 20 ms
+	TokenTime time.Duration // time per generated token, to estimate when a turn of a session ends; default 0, for Load and Stream 20 ms
 
 	maxBlocks    int // default maxTraceBlocks
 	maxRequests  int // default maxRequests
@@ -52,24 +51,25 @@ type TraceOptions struct {
 	windowBlocks int // default windowBlocks
 }
 
-// Format says how lines are read.
+// Format says how the lines of a trace are read.
 type Format string
 
-// Formats. Without one, a line with a key that only AIPerf's have is AIPerf's, others are Mooncake's.
+// The formats. With FormatAuto, a line with a key that only AIPerf has is read as AIPerf's, any other as Mooncake's.
 const (
 	FormatAuto Format = ""
-	// FormatMooncake: hash_ids name all tokens of input_length. Other numbers of them are refused.
+	// FormatMooncake means that hash_ids cover all tokens of input_length; a line with more or fewer hash ids is an error.
 	FormatMooncake Format = "mooncake"
-	// FormatTimed is vLLM's dataset timed_trace (vLLM 0.32.0 and 0.33.0, TimedTrace in benchmarks/datasets): all keys but hash_ids are needed,
-	// and a prompt ends with its last hash id. More hash ids than input_length has blocks, which vLLM leaves out, are refused.
+	// FormatTimed is vLLM's dataset timed_trace (vLLM 0.32.0 and 0.33.0, TimedTrace in benchmarks/datasets). All keys but hash_ids are
+	// required, and a prompt ends with its last hash id. More hash ids than input_length has blocks, which vLLM ignores, are an error.
 	FormatTimed Format = "timed"
-	// FormatAIPerf has sessions (AIPerf 0.13.0, its dataset type mooncake_trace). A prompt is one of input_length with or without hash_ids,
-	// text_input, messages, or payload. Later turns of a session continue the earlier ones, but for messages and payload, which are whole
-	// prompts. Tokens after the last hash id, and answers, are tokens that no other session has. Text counts as one token for four bytes.
+	// FormatAIPerf has sessions (AIPerf 0.13.0, its dataset type mooncake_trace). A line gives a prompt by input_length with or without
+	// hash_ids, by text_input, by messages, or by payload. Later turns of a session continue the earlier ones, except with messages and
+	// payload, which are whole prompts. Tokens after the last hash id, and answers, are tokens that no other session has. Text counts
+	// as one token for four bytes.
 	FormatAIPerf Format = "aiperf"
 )
 
-// Formats are the names of formats.
+// Formats lists the names of the formats.
 var Formats = []Format{FormatMooncake, FormatTimed, FormatAIPerf}
 
 func (o *TraceOptions) defaults() error {
@@ -111,8 +111,7 @@ func (o *TraceOptions) defaults() error {
 	return nil
 }
 
-// ReadTrace reads the requests of a trace, in the order of the file. Errors wrap ErrTrace and
-// name the line.
+// ReadTrace reads the requests of a trace and returns them in the order of the file. Errors wrap ErrTrace and name the line.
 func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
 	t, err := NewReader(r, o)
 	if err != nil {
@@ -135,7 +134,7 @@ func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
 	}
 }
 
-// parse reads a line of Mooncake's or of vLLM's.
+// parse parses a line in Mooncake's or vLLM's format.
 func (o *TraceOptions) parse(m map[string]json.RawMessage) (q Request, err error) {
 	q.BlockTokens = o.BlockTokens
 	var stamp float64
@@ -179,7 +178,7 @@ func (o *TraceOptions) parse(m map[string]json.RawMessage) (q Request, err error
 	return q, nil
 }
 
-// cut returns the beginning of some JSON for a message.
+// cut returns the beginning of some JSON, for an error message.
 func cut(raw []byte) string {
 	if raw = bytes.TrimSpace(raw); utf8.Valid(raw) && len(raw) <= 40 && !bytes.ContainsFunc(raw, unicode.IsControl) {
 		return string(raw)
@@ -187,10 +186,9 @@ func cut(raw []byte) string {
 	return fmt.Sprintf("%.40q ...", raw)
 }
 
-// ReadShareGPT reads conversations in ShareGPT's JSON: an array of {conversations: [{from,
-// value}]}. As in vllm bench serve, a request is the first turn of each conversation that has
-// two, its output is as long as the second, and very short and very long ones are left out.
-// Lengths are estimated at 4 bytes a token unless count is given.
+// ReadShareGPT reads conversations in the JSON of ShareGPT: an array of {conversations: [{from, value}]}. As in vllm bench serve, each
+// conversation with at least two turns gives a request: the first turn is the prompt, and the output is as long as the second turn;
+// very short and very long ones are left out. count returns the number of tokens of a text; nil: one token for 4 bytes.
 func ReadShareGPT(r io.Reader, max int, count func(text string) int) ([]Request, error) {
 	if count == nil {
 		count = func(text string) int { return (len(text) + 3) / 4 }

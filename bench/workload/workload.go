@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package workload has requests to play: conversations, random prompts, and traces of real
-// services in the formats that people publish them in.
+// Package workload has requests to be played: conversations, random prompts, and traces of real services in the formats in which people
+// publish them.
 //
-// A workload is decided by its seed alone, so that two tools, or two runs, play the same. A
-// request knows its prompt as prefix blocks and makes the tokens when asked: an hour of
-// production with 145 million tokens fits in memory.
+// A workload depends only on its seed, so that two tools, or two runs, play the same requests. A request names the blocks of its
+// prompt, and makes the tokens only when asked: an hour of production with 145 million tokens fits into memory.
 package workload
 
 import (
@@ -17,32 +16,31 @@ import (
 	"time"
 )
 
-// Vocabulary is the range of generated tokens, 0 to Vocabulary-1: a common size.
+// Vocabulary is the number of distinct generated tokens, 0 to Vocabulary-1: a common size of vocabularies.
 const Vocabulary = 151936
 
 // Request is one request of a workload.
 type Request struct {
-	Arrival time.Duration // from the start
+	Arrival time.Duration // since the start
 	Input   int           // prompt tokens
-	Output  int           // tokens to generate; 0: not said
+	Output  int           // tokens to generate; 0: unknown
 
-	// Blocks names the prompt's blocks of BlockTokens tokens: equal names are equal tokens
-	// after equal prefixes. The last block may be partial.
+	// Blocks are the names of the prompt's blocks of BlockTokens tokens: equal names mean equal tokens after equal prefixes. The last
+	// block may be partial.
 	Blocks      []int64
 	BlockTokens int
 
-	// Conversation counts the chat that the request belongs to, Turn its place there, both from
-	// 0. Requests that stand alone have a conversation each.
+	// Conversation is the number of the chat to which the request belongs, and Turn its place there, both from 0. A single request has
+	// a conversation of its own.
 	Conversation, Turn int
-	// Pause lies between the end of the turn before it and this one, for players that know when a turn ends.
+	// Pause is the time between the end of the turn before this one and this turn, for players that know when a turn ends.
 	Pause time.Duration
 
-	// Text is the prompt where the source has text and no tokens; Blocks is then empty, and
-	// Input an estimate.
+	// Text is the prompt if the source has only text and no tokens. Blocks is then empty, and Input is an estimate.
 	Text string
 }
 
-// Tokens makes the prompt.
+// Tokens makes the tokens of the prompt.
 func (r *Request) Tokens() []uint32 {
 	out := make([]uint32, 0, r.Input)
 	for _, id := range r.Blocks {
@@ -54,8 +52,8 @@ func (r *Request) Tokens() []uint32 {
 	return out
 }
 
-// Random makes n requests of unrelated prompts whose lengths spread evenly by the fraction
-// spread (0 to 1) around input and output tokens.
+// Random makes n requests with unrelated prompts. Their lengths are distributed evenly around input and output tokens, by the fraction
+// spread (0 to 1) up and down.
 func Random(n, input, output int, spread float64, seed uint64) ([]Request, error) {
 	if n < 1 || input < 1 || output < 0 || spread < 0 || spread > 1 || input > maxInputTokens || n > maxRequests {
 		return nil, fmt.Errorf("workload: %d requests of %d prompt tokens and %d to generate, spread %v: 1 to %d requests, 1 to %d prompt tokens, 0 or more, 0 to 1 are possible",
@@ -78,20 +76,19 @@ func Random(n, input, output int, spread float64, seed uint64) ([]Request, error
 	return out, nil
 }
 
-// ChatOptions shape conversations. A zero field means its default.
+// ChatOptions describes conversations. A zero field means its default.
 type ChatOptions struct {
 	Seed    uint64
-	Open    int // conversations at a time; default 12
-	Systems int // system prompts that conversations begin with; default 3
-	Turns   int // most turns of a conversation; default 8
+	Open    int // conversations in progress at a time; default 12
+	Systems int // number of system prompts with which conversations begin; default 3
+	Turns   int // largest number of turns of a conversation; default 8
 }
 
-// chatBlock is the prefix block of made conversations.
+// chatBlock is the number of tokens in a block of the conversations that Chats makes.
 const chatBlock = 512
 
-// Chats makes n requests of conversations: each begins with one of a few system prompts, and
-// each turn sends the conversation so far and a new part. Turns of open conversations
-// interleave.
+// Chats makes n requests of conversations. Each conversation begins with one of a few system prompts, and each turn sends the
+// conversation so far and a new part. The turns of conversations in progress alternate.
 func Chats(n int, o ChatOptions) []Request {
 	open, systems, turns := o.Open, o.Systems, o.Turns
 	if open < 1 {
@@ -131,9 +128,9 @@ func Chats(n int, o ChatOptions) []Request {
 	return out
 }
 
-// Arrive sets the arrivals of requests to a process of rate requests per second: with
-// burstiness 1 a Poisson process, below 1 in bursts, above 1 more even (the gaps follow a
-// gamma distribution, as in vllm bench serve). An infinite rate sends all at once.
+// Arrive sets the arrivals of requests to a random process of rate requests per second. With burstiness 1 it is a Poisson process;
+// below 1 requests come in bursts, above 1 more evenly (the gaps follow a gamma distribution, as in vllm bench serve). An infinite rate
+// sends all at the start.
 func Arrive(requests []Request, rate, burstiness float64, seed uint64) error {
 	at, err := newArriver(rate, burstiness, seed)
 	if err != nil {
@@ -147,7 +144,7 @@ func Arrive(requests []Request, rate, burstiness float64, seed uint64) error {
 	return nil
 }
 
-// Arriving is Arrive for requests that come one after another. The sequence ends with its first error.
+// Arriving does what Arrive does, for requests that come one after another. The sequence ends with its first error.
 func Arriving(requests iter.Seq2[Request, error], rate, burstiness float64, seed uint64) iter.Seq2[Request, error] {
 	return func(yield func(Request, error) bool) {
 		at, err := newArriver(rate, burstiness, seed)
@@ -166,11 +163,11 @@ func Arriving(requests iter.Seq2[Request, error], rate, burstiness float64, seed
 	}
 }
 
-// arriver says when requests arrive.
+// arriver computes the arrivals of requests.
 type arriver struct {
 	rate, burstiness float64
 	rnd              *rand.Rand
-	at               float64 // seconds, of the last one
+	at               float64 // arrival of the last request, in seconds
 	n                int
 }
 
@@ -193,8 +190,8 @@ func (a *arriver) next() (time.Duration, error) {
 	return time.Duration(a.at * float64(time.Second)), nil
 }
 
-// gamma draws from the gamma distribution of a shape above 0 and scale 1. Source: Marsaglia
-// and Tsang, A Simple Method for Generating Gamma Variables, 2000.
+// gamma draws a number from the gamma distribution with that shape, which must be above 0, and scale 1. Source: Marsaglia and Tsang, A
+// Simple Method for Generating Gamma Variables, 2000.
 func gamma(rnd *rand.Rand, shape float64) float64 {
 	if shape < 1 {
 		return gamma(rnd, shape+1) * math.Pow(1-rnd.Float64(), 1/shape)

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package arena knows which ranges of a segment are free. It has only integers, and no
-// memory of the segment. It allocates the lowest range that is large enough, so that a pool
-// touches as few pages as it can and reuses those it has touched.
+// Package arena allocates ranges of a memory segment. It keeps only integers and never touches the segment itself. It always allocates
+// the lowest free range that is large enough, so that a pool touches as few pages as possible and reuses those it has touched.
 //
-// An Arena is not safe for concurrent use: its owner locks.
+// An Arena is not safe for concurrent use: its owner must lock.
 package arena
 
 import (
@@ -12,30 +11,29 @@ import (
 	"math/rand/v2"
 )
 
-// Arena manages [0, Size) in units of Align bytes.
+// Arena manages the offsets [0, Size) in units of Align bytes.
 type Arena struct {
 	size, align int64
-	limit       int64 // Alloc hands out nothing above it
+	limit       int64 // Alloc returns no range that ends above it
 	free        int64 // bytes in free ranges
-	high        int64 // end of the highest range ever handed out
+	high        int64 // end of the highest range that was ever allocated
 
-	// Free ranges as a treap: ordered by offset, heap-ordered by priority, each
-	// node knowing the longest range below it. Nodes live in one slice.
+	// The free ranges form a treap: ordered by offset, heap-ordered by priority. Each node knows the longest range in its subtree. All
+	// nodes live in one slice.
 	nodes []node
 	spare []int32 // unused nodes
-	root  int32   // 0 is none
+	root  int32   // index of the root node; 0: none
 }
 
 type node struct {
 	off, n      int64
-	longest     int64 // max of n over the subtree
+	longest     int64 // largest n in the subtree
 	left, right int32
 	priority    uint32
 }
 
-// New returns an Arena of size bytes, all free, that hands out multiples of
-// align bytes at multiples of align. align must be positive; a size that is not
-// a multiple of it is rounded down.
+// New returns an Arena of size bytes, all free. Alloc returns ranges whose offset and length are multiples of align bytes. align must
+// be positive. A size that is not a multiple of align is rounded down.
 func New(size, align int64) *Arena {
 	if size < 0 || align <= 0 {
 		panic(fmt.Sprintf("BUG: arena: size %d, align %d", size, align))
@@ -49,31 +47,30 @@ func New(size, align int64) *Arena {
 	return a
 }
 
-// Size returns the managed bytes, Free those in free ranges, High the end of the
-// highest range handed out so far.
+// Size returns how many bytes the Arena manages.
 func (a *Arena) Size() int64 { return a.size }
 
 // Free returns the bytes in free ranges.
 func (a *Arena) Free() int64 { return a.free }
 
-// High returns the end of the highest range ever handed out.
+// High returns the end of the highest range that was ever allocated.
 func (a *Arena) High() int64 { return a.high }
 
 // Longest returns the length of the longest free range.
 func (a *Arena) Longest() int64 { return a.nodes[a.root].longest }
 
-// Round returns n rounded up to the alignment: what Alloc(n) takes.
+// Round returns n rounded up to the alignment: the number of bytes that Alloc(n) takes.
 func (a *Arena) Round(n int64) int64 { return (n + a.align - 1) / a.align * a.align }
 
-// Limit sets the end of the ranges that Alloc may hand out; at first it is Size. Ranges that were
-// handed out above it stay. Take ignores the limit.
+// Limit sets the end of the ranges that Alloc may return; at first it is Size. Ranges above it that are allocated already stay. Take
+// ignores the limit.
 func (a *Arena) Limit(end int64) { a.limit = min(max(end, 0), a.size) }
 
-// End returns the limit.
+// End returns the limit that Limit set.
 func (a *Arena) End() int64 { return a.limit }
 
-// Alloc takes n bytes from the lowest free range that is large enough. It reports false if
-// there is none below the limit, or if n is not in 1..Size.
+// Alloc allocates n bytes from the lowest free range that is large enough. It returns false if there is none below the limit, or if n
+// is not in 1..Size.
 func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 	if n <= 0 || n > a.size {
 		return 0, false
@@ -106,9 +103,8 @@ func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 	}
 }
 
-// Take removes the range of n bytes at off, which must be free. A pool that is
-// restored from its index takes the ranges of its records. Take reports false, and
-// changes nothing, if any part is not free or off is not aligned.
+// Take allocates the range of n bytes at off, which must be free. A pool that is restored from its index takes the ranges of its
+// records. Take returns false, and changes nothing, if any part is not free or off is not aligned.
 func (a *Arena) Take(off, n int64) bool {
 	n = a.Round(n)
 	if off < 0 || n <= 0 || off%a.align != 0 || off > a.size || n > a.size-off {
@@ -130,8 +126,8 @@ func (a *Arena) Take(off, n int64) bool {
 	return true
 }
 
-// Release gives back the range of n bytes at off, as Alloc or Take handed it
-// out. Giving back a free range, or one outside the arena, is a bug and panics.
+// Release frees the range of n bytes at off, which Alloc or Take allocated. To free a range that is free, or outside the arena, is a
+// bug and panics.
 func (a *Arena) Release(off, n int64) {
 	n = a.Round(n)
 	if off < 0 || n <= 0 || off%a.align != 0 || off > a.size || n > a.size-off {
@@ -153,7 +149,7 @@ func (a *Arena) Release(off, n int64) {
 	a.free += n
 }
 
-// FreeBefore returns the length of the free range that ends at off or contains it, up to off.
+// FreeBefore returns how many bytes directly before off are free.
 func (a *Arena) FreeBefore(off int64) int64 {
 	if at, n, ok := a.floor(off - 1); ok && at+n >= off {
 		return off - at
@@ -161,7 +157,7 @@ func (a *Arena) FreeBefore(off int64) int64 {
 	return 0
 }
 
-// floor returns the free range with the highest offset not above off.
+// floor returns the free range with the highest offset that is not above off.
 func (a *Arena) floor(off int64) (at, n int64, ok bool) {
 	for i := a.root; i != 0; {
 		d := &a.nodes[i]
@@ -188,7 +184,7 @@ func (a *Arena) insert(off, n int64) {
 	a.root = a.merge(a.merge(left, i), right)
 }
 
-// remove takes out the free range that begins at off.
+// remove removes from the tree the free range that begins at off.
 func (a *Arena) remove(off int64) {
 	left, rest := a.split(a.root, off)
 	gone, right := a.split(rest, off+1)
@@ -199,7 +195,7 @@ func (a *Arena) remove(off int64) {
 	a.root = a.merge(left, right)
 }
 
-// split parts tree i into the ranges below off and the others.
+// split splits the tree i into a tree of the ranges below off and a tree of the others.
 func (a *Arena) split(i int32, off int64) (left, right int32) {
 	if i == 0 {
 		return 0, 0
@@ -216,7 +212,7 @@ func (a *Arena) split(i int32, off int64) (left, right int32) {
 	return left, right
 }
 
-// merge joins two trees, every range of left below every range of right.
+// merge joins two trees. Every range of left must lie below every range of right.
 func (a *Arena) merge(left, right int32) int32 {
 	switch {
 	case left == 0:

@@ -15,22 +15,22 @@ import (
 	"time"
 )
 
-// Limits of an audit log: the file and auditFiles earlier ones, each of at most maxAuditFile bytes.
+// Limits of an audit log: its file, and auditFiles earlier files, each of at most maxAuditFile bytes.
 const (
 	maxAuditFile  = 16 << 20
 	auditFiles    = 4
-	maxAuditField = 512 // bytes of a path or a query
+	maxAuditField = 512 // longest path or query in a line, in bytes
 )
 
-// Audit is the log of administrators' requests: a line of JSON for each, in a file of its own. Several listeners and processes may
-// share a file. Its methods are safe for concurrent use.
+// Audit is the log of the requests of administrators: one line of JSON for each, in a file of its own. Several listeners and processes
+// may share the file. Its methods are safe for concurrent use.
 type Audit struct {
 	path     string
 	maxBytes int64
 	lost     atomic.Uint64
 }
 
-// OpenAudit opens the log in a file, or makes a missing file that only its owner may read.
+// OpenAudit opens the log in the file at path. It creates a missing file, which only its owner may read.
 func OpenAudit(path string) (*Audit, error) {
 	a := &Audit{path: path, maxBytes: maxAuditFile}
 	if err := a.write(nil); err != nil {
@@ -39,11 +39,11 @@ func OpenAudit(path string) (*Audit, error) {
 	return a, nil
 }
 
-// AuditRecord is a line of the log: one request of an administrator.
+// AuditRecord is one line of the log: one request of an administrator.
 type AuditRecord struct {
 	Time     time.Time `json:"time"`
 	Listener string    `json:"listener"`
-	Who      string    `json:"who"` // the token's name, "key", or the subject of the certificate; "": the Gate asks for no credential
+	Who      string    `json:"who"` // name of the token, "key", or subject of the certificate; "": the Gate asks for no credential
 	From     string    `json:"from"`
 	Method   string    `json:"method"`
 	Path     string    `json:"path"`
@@ -51,7 +51,7 @@ type AuditRecord struct {
 	Status   int       `json:"status"`
 }
 
-// record writes a deed.
+// record writes one record to the log.
 func (a *Audit) record(d AuditRecord) error {
 	line, err := json.Marshal(d)
 	if err == nil {
@@ -63,7 +63,7 @@ func (a *Audit) record(d AuditRecord) error {
 	return err
 }
 
-// write adds a line to the file. It opens the file each time, since deeds are rare and another process may have rotated it.
+// write appends a line to the file. It opens the file each time: such requests are rare, and another process may have rotated the file.
 func (a *Audit) write(line []byte) error {
 	for {
 		f, err := os.OpenFile(a.path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|syscall.O_NONBLOCK, 0o600)
@@ -77,7 +77,7 @@ func (a *Audit) write(line []byte) error {
 	}
 }
 
-// writeTo writes a line to f. It reports false if f is no longer the file at the path.
+// writeTo appends a line to f. It returns false if f is no longer the file at the path.
 func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	if err := lock(f); err != nil {
 		return false, err
@@ -103,10 +103,10 @@ func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	return err == nil, err
 }
 
-// lockWait bounds the wait for another process that writes the file.
+// lockWait bounds how long a write waits for another process that is writing the file.
 const lockWait = time.Second
 
-// lock locks a file until it is closed.
+// lock locks the file f until f is closed.
 func lock(f *os.File) error {
 	for until := time.Now().Add(lockWait); ; time.Sleep(5 * time.Millisecond) {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -119,7 +119,7 @@ func lock(f *os.File) error {
 	}
 }
 
-// rotate renames the file to FILE.1, FILE.1 to FILE.2, and so on; it overwrites the oldest.
+// rotate renames the file to FILE.1, FILE.1 to FILE.2, and so on. The oldest file is overwritten.
 func (a *Audit) rotate() error {
 	name := func(i int) string {
 		if i == 0 {
@@ -135,7 +135,7 @@ func (a *Audit) rotate() error {
 	return nil
 }
 
-// login matches a user and password before the host of a URL.
+// login matches a user and a password before the host in a URL.
 var login = regexp.MustCompile(`//[^/?#]*(@|%40)`)
 
 func cut(text string) string {
@@ -143,16 +143,16 @@ func cut(text string) string {
 	return text[:min(len(text), maxAuditField)]
 }
 
-// audited reports whether a request belongs in the audit log.
+// audited reports whether the audit log gets a line for a request.
 func audited(r *http.Request, need Need) bool {
 	return need == NeedAdmin || need == NeedWrite && r.Method == http.MethodDelete
 }
 
-// serveAudited serves a request and writes its line to the log, unless the answer is 401 or 403.
+// serveAudited serves a request and writes its line to the log, unless it is answered with 401 or 403.
 func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, h http.Handler) {
 	d := AuditRecord{
 		Time: time.Now().UTC(), Listener: g.o.Listener, Who: who, From: r.RemoteAddr, Method: cut(r.Method), Path: cut(r.URL.Path), Query: cut(r.URL.RawQuery),
-		Status: http.StatusInternalServerError, // if h panics
+		Status: http.StatusInternalServerError, // stays if h panics
 	}
 	answer := &statusWriter{ResponseWriter: w, status: http.StatusOK}
 	defer func() {
@@ -167,7 +167,7 @@ func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, 
 	d.Status = answer.status
 }
 
-// statusWriter remembers the status of an answer.
+// statusWriter remembers the status of the answer.
 type statusWriter struct {
 	http.ResponseWriter
 	status int

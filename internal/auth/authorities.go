@@ -14,32 +14,32 @@ import (
 	"time"
 )
 
-// maxAuthorityFile bounds the bytes of a file of authorities. maxVerified bounds the certificates whose verification is remembered.
+// maxAuthorityFile bounds the bytes of a file of authorities, and maxVerified the certificates whose verification is remembered.
 const maxAuthorityFile, maxVerified = 8 << 20, 4096
 
-// Authorities are the certificate authorities of clients, and their lists of revoked certificates, from one file. Its methods are safe
-// for concurrent use.
+// Authorities holds the certificate authorities that sign clients' certificates, and their lists of revoked certificates, from one
+// file. Its methods are safe for concurrent use.
 type Authorities struct {
 	file *File
 
 	mu struct {
 		sync.Mutex
 		now      *authorities
-		verified map[hash]validity // by leaf certificate: result of a verification against now
+		verified map[hash]validity // by leaf certificate: the result of its verification against now
 	}
 }
 
-// authorities is the content of the file at one time.
+// authorities is the content of the file at one moment.
 type authorities struct {
 	pool    *x509.CertPool
 	certs   map[hash]bool
-	revoked map[string]bool // issuer and serial number
+	revoked map[string]bool // by issuer and serial number
 }
 
-// validity is the time in which the chain of a certificate is valid.
+// validity is the time during which a certificate and its chain are valid.
 type validity struct{ from, until time.Time }
 
-// OpenAuthorities reads a PEM file of CERTIFICATE blocks, and of X509 CRL blocks that authorities in the same file signed.
+// OpenAuthorities reads a PEM file with CERTIFICATE blocks of authorities, and with X509 CRL blocks that these authorities signed.
 func OpenAuthorities(path string) (*Authorities, error) {
 	a := &Authorities{}
 	a.mu.now = &authorities{pool: x509.NewCertPool()}
@@ -135,8 +135,8 @@ var (
 	errUnknown       = errors.New("no authority of --tls-client-ca signed the client certificate for clients")
 )
 
-// Verify checks the certificates that a client sent, the leaf first. Call it for each request: then a long connection also fails after
-// its certificate was revoked or has ended.
+// Verify checks the certificates that a client sent, its own (the leaf) first. Call it for each request, so that a long connection
+// fails, too, once its certificate is revoked or has expired.
 func (a *Authorities) Verify(chain []*x509.Certificate, now time.Time) error {
 	if len(chain) == 0 {
 		return errNoCertificate
@@ -166,7 +166,7 @@ func (a *Authorities) Verify(chain []*x509.Certificate, now time.Time) error {
 	return nil
 }
 
-// verify returns the time in which the chain of a certificate is valid.
+// verify returns the time during which a certificate and its chain are valid.
 func (a *authorities) verify(chain []*x509.Certificate, now time.Time) (v validity, _ error) {
 	between := x509.NewCertPool()
 	for _, c := range chain[1:] {

@@ -2,8 +2,8 @@
 
 // Package auth decides who may use a listener: bearer tokens, client certificates and networks.
 //
-// A Gate guards one HTTP listener, a Networks guards a listener of any other protocol. Files of secrets are read again when
-// they change, but never while they are being written.
+// A Gate guards one HTTP listener; a Networks guards a listener of any other protocol. Files of secrets are read again when they
+// change, but not while they are being written.
 package auth
 
 import (
@@ -17,17 +17,17 @@ import (
 	"time"
 )
 
-// FileError is a file of secrets that cannot be used. Its text names the file.
+// FileError means that a file of secrets cannot be used. Its text names the file.
 type FileError struct{ Path, Reason string }
 
 func (e *FileError) Error() string { return e.Path + ": " + e.Reason }
 
-// stamp is a state of a file. Another file under the path, for example after a change of a link, is another state, even with an equal
-// time, since some systems give all files the same time.
+// stamp identifies a state of a file. Another file at the same path, for example after a link has changed, is another state, even if
+// its time is equal: some systems give all files the same time.
 type stamp struct {
 	changed time.Time
 	size    int64
-	info    os.FileInfo // nil: stat fails
+	info    os.FileInfo // nil: stat failed
 }
 
 func stampOf(info os.FileInfo) stamp { return stamp{info.ModTime(), info.Size(), info} }
@@ -39,11 +39,11 @@ func (s stamp) same(o stamp) bool {
 	return s.changed.Equal(o.changed) && s.size == o.size && s.info.Mode() == o.info.Mode() && os.SameFile(s.info, o.info)
 }
 
-// othersMay are the rights of users who are neither the owner nor in the group of a file.
+// othersMay are the permission bits of users who are neither the owner of a file nor in its group.
 const othersMay fs.FileMode = 0o006
 
-// CheckPrivate returns an error when every user of this machine may read or write the file at a path. The mode of a link's target
-// counts; the group may have rights, since Kubernetes mounts secrets that way.
+// CheckPrivate returns an error if every user of this machine may read or write the file at path. For a link, the mode of its target
+// counts. The group may have rights, because Kubernetes mounts secrets that way.
 func CheckPrivate(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -59,8 +59,8 @@ func checkMode(path string, info os.FileInfo) error {
 	return nil
 }
 
-// ReadSecret reads a file of secrets of at most max bytes. It refuses files that every user of this machine may read, empty files, and
-// files that are not regular.
+// ReadSecret reads a file of secrets of at most max bytes. It refuses a file that every user of this machine may read, an empty file,
+// and a file that is not regular.
 func ReadSecret(path string, max int64) ([]byte, error) {
 	text, _, err := readFile(path, max, true)
 	return text, err
@@ -81,7 +81,7 @@ func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
 	}
 	if private {
 		err = checkMode(path, info)
-	} else if info.Mode().Perm()&0o002 != 0 { // every writer of the file decides who is let in
+	} else if info.Mode().Perm()&0o002 != 0 { // whoever may write the file decides who is allowed in
 		err = &FileError{path, fmt.Sprintf("every user of this machine may write it (mode %04o): chmod o-w", info.Mode().Perm())}
 	}
 	if err != nil {
@@ -99,20 +99,20 @@ func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
 	return text, stampOf(info), nil
 }
 
-// Change is the change that a new text of a File makes.
+// Change is the change that a new text of a File would make.
 type Change struct {
 	Take    func() // puts the new text into use
 	Entries int
-	Removed int // entries in use that the new text lacks
+	Removed int // entries in use that are missing in the new text
 }
 
 // FileOptions configures a File.
 type FileOptions struct {
 	Path     string
 	MaxBytes int64
-	Public   bool // the file has no secret: every user may read it, but not write it
+	Public   bool // the file has no secret: every user may read it, but may not write it
 
-	// Parse returns the change that a text makes, without making it.
+	// Parse returns the change that a text would make, but does not make it.
 	Parse func(text []byte) (Change, error)
 }
 
@@ -134,7 +134,7 @@ func OpenFile(o FileOptions) (*File, error) {
 	return f, nil
 }
 
-// load reads the file. whole says that it ends with a newline.
+// load reads the file. whole means that the file ends with a newline.
 func (f *File) load() (c Change, at stamp, whole bool, err error) {
 	text, at, err := readFile(f.o.Path, f.o.MaxBytes, !f.o.Public)
 	if err != nil {
@@ -149,27 +149,27 @@ func (f *File) load() (c Change, at stamp, whole bool, err error) {
 	return c, at, text[len(text)-1] == '\n', nil
 }
 
-// settleTime is how long a file that lacks entries must stay unchanged before they are removed, since it may be half written.
+// settleTime is how long a file that lacks entries must stay unchanged before the entries are removed: the file may be half written.
 const settleTime = 5 * time.Second
 
 // WatchInterval is the interval of Watch for most files.
 const WatchInterval = 2 * time.Second
 
-// Watch reads the file again when it has changed, looking each interval, until ctx ends.
+// Watch checks the file every interval until ctx ends, and reads it again when it has changed.
 //
-// Watch does not use a file that is being written: two looks in a row must find the same file, it must end with a newline, and if
-// it lacks entries in use, it must stay so for 5 s. It never uses a file without any entry. If it cannot use a file, it logs that
-// once for each state of the file, and the former entries stay in use.
+// Watch does not use a file that is being written: two checks in a row must find the same state, and the file must end with a newline.
+// If the file lacks entries that are in use, it must stay unchanged for 5 s. Watch never uses a file without entries. If it cannot use
+// a file, it logs that once for each state of the file, and the former entries stay in use.
 func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
 	seen, since := f.read, time.Now()
-	settled := true // this state of the file is in use, or a log line says why not
+	settled := true // the current state of the file is in use, or a log line says why it is not
 	for {
 		select {
 		case <-time.After(interval):
 		case <-ctx.Done():
 			return
 		}
-		var now stamp // zero: stat fails
+		var now stamp // zero: stat failed
 		info, err := os.Stat(f.o.Path)
 		if err == nil {
 			now = stampOf(info)
@@ -184,8 +184,8 @@ func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logg
 	}
 }
 
-// putIntoUse puts the file into use in the state now, which it has had since since. It reports whether this state is settled: in use, or
-// logged. looked is the error of os.Stat.
+// putIntoUse puts the file into use in the state now, which it has had since the time `since`. It returns true if the state is settled:
+// in use, or logged as unusable. looked is the error of os.Stat.
 func (f *File) putIntoUse(now stamp, since time.Time, looked error, log *slog.Logger) bool {
 	c, at, whole, err := Change{}, stamp{}, false, looked
 	if err == nil {
@@ -194,7 +194,7 @@ func (f *File) putIntoUse(now stamp, since time.Time, looked error, log *slog.Lo
 	switch {
 	case err != nil:
 	case !at.same(now):
-		return false // it changed since the look
+		return false // the file has changed since the check
 	case !whole:
 		err = &FileError{f.o.Path, "its last line does not end, it may be half written"}
 	}

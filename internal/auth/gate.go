@@ -19,43 +19,44 @@ import (
 // Need is the right that a request needs.
 type Need uint8
 
-// Rights that requests need. Three of them are scopes.
+// The rights that requests can need. NeedRead, NeedWrite and NeedAdmin are the Scopes.
 const (
-	NeedNothing Need = iota // health: everyone gets an answer
-	NeedRead                // Read
-	NeedWrite               // Write
-	NeedAdmin               // Admin
-	NeedPeer                // a stock peer sends it without credentials: an address in Networks suffices
+	NeedNothing Need = iota // health checks: everyone gets an answer
+	NeedRead                // scope Read
+	NeedWrite               // scope Write
+	NeedAdmin               // scope Admin
+	NeedPeer                // requests that stock peers send without credentials: an address in Networks suffices
 )
 
 // Options configures a Gate.
 type Options struct {
-	Listener    string       // its name in the log
-	Tokens      *Tokens      // nil: none
-	Keys        []string     // secrets that allow everything
-	Authorities *Authorities // of client certificates, which allow everything; nil: none
-	Networks    *Networks    // nil: every address
+	Listener    string       // name of the listener, for the log
+	Tokens      *Tokens      // nil: no tokens
+	Keys        []string     // secrets that give every right
+	Authorities *Authorities // their client certificates give every right; nil: none
+	Networks    *Networks    // networks from which requests may come; nil: every address
 
-	// Certificates has the entries for subjects of certificates. Unlisted is the scope of a certificate without an entry, 0: none.
-	// Without Certificates every certificate of Authorities allows everything.
+	// Certificates has entries for the subjects of certificates, with their scopes. Unlisted is the scope of a certificate without an
+	// entry; 0: it has none. Without Certificates, every certificate of Authorities gives every right.
 	Certificates *Tokens
 	Unlisted     Scope
 
-	Tenants *TenantLimits // limit clients of a listener, certificate or token to some tenants (see LimitOf); nil: no limits
+	Tenants *TenantLimits // limits the clients of a listener, certificate or token to some tenants (see LimitOf); nil: no limits
 
-	Audit *Audit // log of requests that need NeedAdmin, and of DELETE; nil: none
+	Audit *Audit // log of the requests that need NeedAdmin, and of DELETE requests; nil: none
 
 	// Need returns the right that a request needs.
 	Need func(*http.Request) Need
 
-	// Refuse answers a request that is not allowed; nil: {"error": text}.
+	// Refuse answers a request that is not allowed; nil: the answer is {"error": text}.
 	Refuse func(w http.ResponseWriter, status int, text string)
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// Gate guards an HTTP listener. Every request but health must come from one of Networks, if they are given, and must have a credential,
-// if Tokens, Keys or Authorities are given: a token of its scope, a key, or a certificate. Requests of stock peers need none.
+// Gate guards an HTTP listener. Except health checks, every request must come from one of Networks, if these are set. If Tokens, Keys
+// or Authorities are set, it must also have a credential: a token with the needed scope, a key, or a certificate. Requests of stock
+// peers (NeedPeer) need no credential.
 type Gate struct {
 	o    Options
 	keys []hash
@@ -79,7 +80,7 @@ func New(o Options) *Gate {
 	return g
 }
 
-// WantsCredentials reports whether requests need a token, a key or a certificate.
+// WantsCredentials reports whether the Gate asks for a token, a key or a certificate.
 func (g *Gate) WantsCredentials() bool {
 	return g.o.Tokens != nil || len(g.keys) > 0 || g.o.Authorities != nil
 }
@@ -101,13 +102,13 @@ func (g *Gate) Stats() Stats {
 
 type scopeKey struct{}
 
-// Allows reports whether the Gate in front found a credential in the request that has at least this scope.
+// Allows reports whether the Gate in front of the handler found a credential in the request with at least the scope s.
 func Allows(r *http.Request, s Scope) bool {
 	has, _ := r.Context().Value(scopeKey{}).(Scope)
 	return has >= s
 }
 
-// Handler returns h behind the gate.
+// Handler returns a handler that lets only allowed requests through to h.
 func (g *Gate) Handler(h http.Handler) http.Handler {
 	if !g.WantsCredentials() && g.o.Networks == nil && g.o.Audit == nil && g.o.Tenants == nil {
 		return h
@@ -160,7 +161,8 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 	})
 }
 
-// subjects returns the subjects that may limit the client of a request. A certificate limits it even beside a token with a larger scope.
+// subjects returns the subjects by which the client of a request may be limited. A certificate limits its client even if the request
+// also has a token with a larger scope.
 func (g *Gate) subjects(r *http.Request) []Subject {
 	out := []Subject{{KindListener, g.o.Listener}}
 	now := time.Now()
@@ -175,7 +177,7 @@ func (g *Gate) subjects(r *http.Request) []Subject {
 	return out
 }
 
-// scope returns the scope of a request's credentials, and their owner. With scope 0, why says why.
+// scope returns the scope of a request's credentials and the name of their owner. If the scope is 0, why says what is wrong.
 func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	why = "a token is missing"
 	now := time.Now()
@@ -206,7 +208,7 @@ func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	return has, who, ""
 }
 
-// certificate returns the scope of a certificate, and its owner.
+// certificate returns the scope of a certificate with that subject, and the name of its owner.
 func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	if g.o.Certificates == nil {
 		return Admin, subject
@@ -217,7 +219,7 @@ func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	return g.o.Unlisted, subject
 }
 
-// secret returns the scope of a secret, and its owner. With scope 0, why says why.
+// secret returns the scope of a secret and the name of its owner. If the scope is 0, why says what is wrong.
 func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string) {
 	sum, fits := sha256.Sum256([]byte(secret)), 0
 	for i := range g.keys {
@@ -234,7 +236,7 @@ func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string)
 	return 0, "", "the token is unknown, or its time is over"
 }
 
-// Secret returns the bearer token of a request, or the value of LMCache's header for API keys.
+// Secret returns the bearer token of a request, or the value of the header in which LMCache's clients send an API key.
 func Secret(r *http.Request) (secret string, ok bool) {
 	if scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " "); strings.EqualFold(scheme, "Bearer") {
 		secret = strings.TrimSpace(token)
@@ -244,7 +246,7 @@ func Secret(r *http.Request) (secret string, ok bool) {
 	return secret, secret != ""
 }
 
-// refuse answers, and logs at most one refusal a minute.
+// refuse answers a refused request. It logs at most one refusal a minute.
 func (g *Gate) refuse(w http.ResponseWriter, r *http.Request, status int, text string) {
 	now, last := time.Now().UnixNano(), g.logged.Load()
 	if now-last >= int64(time.Minute) && g.logged.CompareAndSwap(last, now) {
@@ -261,9 +263,9 @@ func refuseJSON(w http.ResponseWriter, status int, text string) {
 	_ = json.NewEncoder(w).Encode(map[string]string{"error": text}) // the client is gone if this fails
 }
 
-// TLSConfig returns the TLS configuration of a listener: it uses the certificate of get, and asks clients for theirs if there are
-// authorities. The Gate verifies client certificates for each request: a client with a wrong one gets an answer that says so, and a revoked
-// one fails at once.
+// TLSConfig returns the TLS configuration of a listener: it uses the certificate that get returns, and asks clients for their
+// certificates if a is not nil. The Gate, not TLS, verifies client certificates, for each request: so a client with a wrong certificate
+// gets an answer that says so, and a revoked certificate fails at once.
 func TLSConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error), a *Authorities) *tls.Config {
 	c := &tls.Config{GetCertificate: get, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
 	if a == nil {
@@ -273,7 +275,7 @@ func TLSConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error), a *Auth
 	c.GetConfigForClient = func(*tls.ClientHelloInfo) (*tls.Config, error) {
 		now := c.Clone()
 		now.GetConfigForClient, now.ClientCAs = nil, a.Pool()
-		now.SessionTicketsDisabled = true // a resumed session would not prove that the client has the key
+		now.SessionTicketsDisabled = true // a resumed session would not prove that the client has its key
 		return now, nil
 	}
 	return c

@@ -17,37 +17,37 @@ import (
 	"sync/atomic"
 )
 
-// Kinds of subjects.
+// The kinds of subjects.
 const (
-	KindListener = "listener" // a listener, by its name
-	KindUser     = "user"     // a user of this host, by its number; empty: the user is not known
-	KindKey      = "key"      // a client of CURVE, by its name
-	KindToken    = "token"    // an entry of a file of tokens, by its name
-	KindCert     = "cert"     // a client certificate, by its subject
+	KindListener = "listener" // a listener, named by its name
+	KindUser     = "user"     // a user of this host, named by the user number; empty: the user is unknown
+	KindKey      = "key"      // a client of CURVE, named by its name
+	KindToken    = "token"    // an entry of a file of tokens, named by its name
+	KindCert     = "cert"     // a client certificate, named by its subject
 )
 
 var kinds = []string{KindListener, KindUser, KindKey, KindToken, KindCert}
 
-// Subject is something by which a client is limited: its listener, its user, or a credential.
+// Subject is a property of a client by which it can be limited: its listener, its user, or a credential.
 type Subject struct{ Kind, Name string }
 
-// allOthers is the name that stands for all subjects of a kind without a line.
+// allOthers is the name that stands for all subjects of a kind that have no line.
 const allOthers = "*"
 
-// tenantSet are the tenants of a line.
+// tenantSet holds the tenants of one line.
 type tenantSet struct {
 	all bool
 	of  map[string]bool
 }
 
-// Limits of a file of tenants.
+// Limits of a file of tenant limits.
 const (
 	MaxLimitFile = 1 << 20 // bytes
 	maxLimits    = 4096    // lines
-	maxTenants   = 1024    // of a line
+	maxTenants   = 1024    // in one line
 )
 
-// TenantLimits say which tenants the clients of a server may use. The methods are safe for concurrent use. A nil *TenantLimits limits
+// TenantLimits says which tenants the clients of a server may use. Its methods are safe for concurrent use. A nil *TenantLimits limits
 // no client.
 type TenantLimits struct {
 	saltOf func(name string) string
@@ -55,9 +55,10 @@ type TenantLimits struct {
 	all    atomic.Pointer[map[Subject]*tenantSet]
 }
 
-// OpenTenantLimits reads a file: on each line a kind, a name, and one tenant or more, blanks in them as %20. The name * stands for all
-// subjects of the kind without a line, the tenant * for all tenants, - for none. Empty lines and lines that begin with # mean nothing. Every
-// user may read the file, and only its owner and group may write it. saltOf returns the salt that a tenant's name stands for.
+// OpenTenantLimits reads a file of tenant limits. Each line has a kind, a name, and one or more tenants; blanks in them are written as
+// %20. The name * stands for all subjects of the kind without a line. The tenant * stands for all tenants, and - for none. Empty lines
+// and lines that begin with # are skipped. Every user may be able to read the file, but only its owner and group may be able to write
+// it. saltOf returns the salt for a tenant's name.
 func OpenTenantLimits(path string, saltOf func(name string) string) (*TenantLimits, error) {
 	l := &TenantLimits{saltOf: saltOf}
 	l.all.Store(&map[Subject]*tenantSet{})
@@ -73,7 +74,7 @@ func (l *TenantLimits) Watch(ctx context.Context, log *slog.Logger) {
 	l.file.Watch(ctx, WatchInterval, log)
 }
 
-// Reload reads the file now and puts it into use. Unlike Watch it does not check whether the file is being written.
+// Reload reads the file now and puts it into use. Unlike Watch, it does not check whether the file is being written.
 func (l *TenantLimits) Reload() error {
 	c, _, _, err := l.file.load()
 	if err != nil {
@@ -148,7 +149,7 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 	return s, set, nil
 }
 
-// userNumber returns the number of a user given by name or number.
+// userNumber returns the number of a user who is given by name or by number.
 func userNumber(name string) (string, error) {
 	if n, err := strconv.ParseUint(name, 10, 32); err == nil {
 		return strconv.FormatUint(n, 10), nil
@@ -160,7 +161,7 @@ func userNumber(name string) (string, error) {
 	return u.Uid, nil
 }
 
-// Has reports whether there is a line of a kind.
+// Has reports whether there is a line for that kind of subject.
 func (l *TenantLimits) Has(kind string) bool {
 	for s := range *l.all.Load() {
 		if s.Kind == kind {
@@ -170,7 +171,7 @@ func (l *TenantLimits) Has(kind string) bool {
 	return false
 }
 
-// For returns the limit of a client with all of these subjects; nil: it may use every tenant.
+// For returns the limit of a client that has all these subjects. It returns nil, which means every tenant, only if l is nil.
 func (l *TenantLimits) For(subjects ...Subject) *Limit {
 	if l == nil {
 		return nil
@@ -178,14 +179,14 @@ func (l *TenantLimits) For(subjects ...Subject) *Limit {
 	return &Limit{l, subjects}
 }
 
-// Limit says which tenants one client may use. It follows changes of the file. The methods are safe for concurrent use. A nil *Limit allows
-// all.
+// Limit says which tenants one client may use. It follows changes of the file. Its methods are safe for concurrent use. A nil *Limit
+// allows all tenants.
 type Limit struct {
 	limits   *TenantLimits
 	subjects []Subject
 }
 
-// setOf returns the tenants of a subject; nil: all of them.
+// setOf returns the tenants that a subject may use; nil: all.
 func setOf(all map[Subject]*tenantSet, s Subject) *tenantSet {
 	if set := all[s]; set != nil {
 		return set
@@ -193,7 +194,7 @@ func setOf(all map[Subject]*tenantSet, s Subject) *tenantSet {
 	return all[Subject{s.Kind, allOthers}]
 }
 
-// Allows reports whether the client may use a tenant, by its salt.
+// Allows reports whether the client may use the tenant with that salt.
 func (l *Limit) Allows(salt string) bool {
 	if l == nil {
 		return true
@@ -218,13 +219,13 @@ func (l *Limit) Limited() bool {
 
 type limitKey struct{}
 
-// limited is what the Gate in front adds to a request's context.
+// limited is the value that the Gate adds to a request's context.
 type limited struct {
 	limit *Limit
 	gate  *Gate
 }
 
-// LimitOf returns the limit of a request's client, from the Gate in front; nil: every tenant.
+// LimitOf returns the limit of a request's client, which the Gate in front has found; nil: every tenant.
 func LimitOf(r *http.Request) *Limit {
 	if l, ok := r.Context().Value(limitKey{}).(limited); ok {
 		return l.limit
@@ -232,7 +233,8 @@ func LimitOf(r *http.Request) *Limit {
 	return nil
 }
 
-// RefuseTenant answers a request of a limited client about a tenant that it may not use, or about all tenants. The Gate counts it.
+// RefuseTenant answers 403 to a request of a limited client about a tenant that it may not use, or about all tenants. The Gate counts
+// the refusal.
 func RefuseTenant(w http.ResponseWriter, r *http.Request, text string) {
 	if l, ok := r.Context().Value(limitKey{}).(limited); ok {
 		l.gate.badTenant.Add(1)
@@ -240,7 +242,7 @@ func RefuseTenant(w http.ResponseWriter, r *http.Request, text string) {
 	}
 }
 
-// UserSubject returns the subject of a user of this host. known is false if the user is not known.
+// UserSubject returns the subject for the user of this host with the number uid. known is false if the user is unknown.
 func UserSubject(uid int, known bool) Subject {
 	if !known {
 		return Subject{Kind: KindUser}

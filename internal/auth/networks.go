@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// Networks are the networks from which a listener takes connections. A nil *Networks allows every address. Its methods are safe for
-// concurrent use.
+// Networks holds the networks from which a listener accepts connections. A nil *Networks accepts every address. Its methods are safe
+// for concurrent use.
 type Networks struct {
 	prefixes []netip.Prefix
 	log      *slog.Logger
@@ -22,7 +22,7 @@ type Networks struct {
 	logged   atomic.Int64 // when a refusal was last logged, Unix nanoseconds
 }
 
-// NewNetworks returns Networks of prefixes. log gets at most one line a minute for refused connections; nil discards.
+// NewNetworks returns Networks of prefixes. log gets at most one line a minute about refused connections; a nil log discards it.
 func NewNetworks(prefixes []netip.Prefix, log *slog.Logger) *Networks {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
@@ -30,7 +30,7 @@ func NewNetworks(prefixes []netip.Prefix, log *slog.Logger) *Networks {
 	return &Networks{prefixes: slices.Clone(prefixes), log: log}
 }
 
-// ParseNetwork reads a network (10.0.0.0/8), or an address for a network of one.
+// ParseNetwork parses a network (10.0.0.0/8), or a single address, which becomes a network of one address.
 func ParseNetwork(text string) (netip.Prefix, error) {
 	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
 		a = a.Unmap()
@@ -57,7 +57,8 @@ func (n *Networks) Contains(a netip.Addr) bool {
 	return false
 }
 
-// allows reports whether a connection may come from an address. The kernel knows the users behind UNIX sockets: they have no network.
+// allows reports whether a connection may come from an address. UNIX sockets are always allowed: they have no network, and the kernel
+// knows their users.
 func (n *Networks) allows(from net.Addr) bool {
 	a, ok := from.(*net.TCPAddr)
 	return !ok || n.Contains(a.AddrPort().Addr())
@@ -81,7 +82,7 @@ func (n *Networks) Stats() NetworkStats {
 	return NetworkStats{Refused: map[string]uint64{"network": n.Refused()}}
 }
 
-// refuse counts and logs a refusal.
+// refuse counts and logs a refused connection.
 func (n *Networks) refuse(at, from string) {
 	total := n.refused.Add(1)
 	now, last := time.Now().UnixNano(), n.logged.Load()
@@ -90,7 +91,7 @@ func (n *Networks) refuse(at, from string) {
 	}
 }
 
-// String lists the networks.
+// String returns the networks as a text.
 func (n *Networks) String() string {
 	if n == nil {
 		return ""
@@ -102,7 +103,7 @@ func (n *Networks) String() string {
 	return strings.Join(out, ",")
 }
 
-// Listener returns a listener that closes connections from other networks at once, before it reads a byte.
+// Listener returns a listener that closes connections from other networks at once, before it reads a byte from them.
 func (n *Networks) Listener(l net.Listener) net.Listener {
 	if n == nil {
 		return l

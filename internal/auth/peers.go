@@ -15,11 +15,11 @@ import (
 	"time"
 )
 
-// ProofBytes is the length of a proof. A proof has one MAC for each secret that a file may have.
+// ProofBytes is the length of a proof. A proof has room for one MAC per secret of a file.
 const ProofBytes = maxSecrets * sha256.Size
 
-// PeerSecrets let both ends of a connection prove to each other that they share a secret, without sending it. A nil *PeerSecrets
-// demands no proof. The methods are safe for concurrent use.
+// PeerSecrets lets both ends of a connection prove to each other that they share a secret, without sending it. A nil *PeerSecrets
+// demands no proof. Its methods are safe for concurrent use.
 type PeerSecrets struct {
 	secretLines
 	stock   []netip.Prefix
@@ -28,9 +28,9 @@ type PeerSecrets struct {
 	logged  atomic.Int64 // when a refusal was last logged, Unix nanoseconds
 }
 
-// OpenPeerSecrets reads a file of secrets, one of 32 bytes or more on each line. A peer may have any of them, so secrets can be
-// replaced one after the other. Peers in the networks stock need no proof. log gets at most one line a minute for refused peers; nil
-// discards.
+// OpenPeerSecrets reads a file of secrets, one of at least 32 bytes on each line. A peer may have any of them, so secrets can be
+// replaced one after the other. Peers in the networks stock need no proof. log gets at most one line a minute about refused peers; a
+// nil log discards it.
 func OpenPeerSecrets(path string, stock []netip.Prefix, log *slog.Logger) (*PeerSecrets, error) {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
@@ -42,7 +42,7 @@ func OpenPeerSecrets(path string, stock []netip.Prefix, log *slog.Logger) (*Peer
 	return s, nil
 }
 
-// Demands reports whether a peer at an address must prove that it has a secret.
+// Demands reports whether a peer at that address must prove that it has a secret.
 func (s *PeerSecrets) Demands(at net.Addr) bool {
 	if s == nil {
 		return false
@@ -55,24 +55,24 @@ func (s *PeerSecrets) Demands(at net.Addr) bool {
 	return !slices.ContainsFunc(s.stock, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// Prove returns a proof for a session, ProofBytes long. role names the end that proves, so that one end's proof is not valid for the other.
-// The session must contain bytes that the verifier chose at random.
+// Prove returns a proof of ProofBytes for a session. role names the end that proves, so that the proof of one end is not valid for the
+// other. session must contain bytes that the verifier has chosen at random.
 func (s *PeerSecrets) Prove(role string, session []byte) []byte {
 	proof := make([]byte, ProofBytes)
-	rand.Read(proof) // random bytes where there is no secret; never fails
+	rand.Read(proof) // places without a secret keep random bytes; never fails
 	for i, secret := range *s.all.Load() {
 		copy(proof[i*sha256.Size:], peerMAC(secret, role, session))
 	}
 	return proof
 }
 
-// Proof is a verified proof of a peer. It is valid as long as its secret is in the file.
+// Proof is a verified proof of a peer. It stays valid as long as its secret is in the file.
 type Proof struct {
 	secret  []byte
 	version uint64
 }
 
-// Verify checks a peer's proof. It takes the same time for every proof.
+// Verify checks the peer's proof for a session; ok means that the proof is valid. It takes the same time for every proof.
 func (s *PeerSecrets) Verify(role string, session, proof []byte) (p Proof, ok bool) {
 	if len(proof) != ProofBytes {
 		return p, false
@@ -89,7 +89,7 @@ func (s *PeerSecrets) Verify(role string, session, proof []byte) (p Proof, ok bo
 	return p, ok
 }
 
-// Counts reports whether a proof is still valid. Only one goroutine at a time may use a Proof.
+// Counts reports whether a verified proof is still valid. Only one goroutine at a time may use a Proof.
 func (s *PeerSecrets) Counts(p *Proof) bool {
 	now := s.version.Load()
 	if p.version == now {
@@ -109,7 +109,7 @@ func peerMAC(secret []byte, role string, session []byte) []byte {
 	return h.Sum(nil)
 }
 
-// Refuse counts a peer without a valid proof, and logs at most one a minute.
+// Refuse counts a peer without a valid proof. It logs at most one such peer a minute.
 func (s *PeerSecrets) Refuse(at, peer string, why error) {
 	total := s.refused.Add(1)
 	now, last := time.Now().UnixNano(), s.logged.Load()

@@ -15,14 +15,14 @@ import (
 const (
 	maxSecretFile = 64 << 10 // bytes
 	maxSecrets    = 4
-	minSecret     = 32 // bytes of a line
+	minSecret     = 32 // fewest bytes of a secret
 )
 
-// secretLines are the secrets of a file, one on each line. Empty lines and lines that begin with # are skipped.
+// secretLines holds the secrets of a file, one on each line. Empty lines and lines that begin with # are skipped.
 type secretLines struct {
 	file    *File
-	all     atomic.Pointer[[][]byte] // at least one, once the file is open
-	version atomic.Uint64            // grows after each change of all
+	all     atomic.Pointer[[][]byte] // has at least one secret once the file is open
+	version atomic.Uint64            // incremented after each change of all
 }
 
 func (s *secretLines) open(path string) (err error) {
@@ -36,7 +36,7 @@ func (s *secretLines) Watch(ctx context.Context, log *slog.Logger) {
 	s.file.Watch(ctx, WatchInterval, log)
 }
 
-// Reload reads the file now and puts it into use. Unlike Watch it does not check whether the file is being written.
+// Reload reads the file now and puts it into use. Unlike Watch, it does not check whether the file is being written.
 func (s *secretLines) Reload() error {
 	c, _, _, err := s.file.load()
 	if err != nil {

@@ -21,19 +21,19 @@ import (
 	"time"
 )
 
-// Scope is what a token allows. Each scope includes the ones below it.
+// Scope says what a token allows. Each scope includes the smaller ones.
 type Scope uint8
 
 // The scopes of tokens.
 const (
-	Read  Scope = iota + 1 // look: figures, status, lists
-	Write                  // use: send requests, register, pin
-	Admin                  // control: clear, drop, quotas, engines, profiles
+	Read  Scope = iota + 1 // to look: figures, status, lists
+	Write                  // to use: send requests, register, pin
+	Admin                  // to control: clear, drop, quotas, engines, profiles
 )
 
 var scopeNames = map[string]Scope{"read": Read, "write": Write, "admin": Admin}
 
-// ParseScope returns the scope of a name.
+// ParseScope returns the scope of that name.
 func ParseScope(name string) (Scope, error) {
 	if s, ok := scopeNames[name]; ok {
 		return s, nil
@@ -53,11 +53,11 @@ func (s Scope) String() string {
 
 type hash = [sha256.Size]byte
 
-// Token is an entry of a file of tokens. It is for a secret, or for the subject of a client certificate.
+// Token is an entry of a file of tokens: for a secret, or for the subject of a client certificate.
 type Token struct {
 	Name  string
 	Scope Scope
-	Until time.Time // zero: it does not end
+	Until time.Time // when it ends; zero: never
 
 	of      hash   // hash of the secret, or of the subject
 	subject string // empty: the entry is for a secret
@@ -70,15 +70,15 @@ const (
 	maxName      = 64 // bytes
 )
 
-// Tokens are the entries of a file. Its methods are safe for concurrent use.
+// Tokens holds the entries of a file of tokens. Its methods are safe for concurrent use.
 type Tokens struct {
 	file *File
 	all  atomic.Pointer[[]*Token]
 }
 
-// OpenTokens reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits (or cert: and the subject of a client
-// certificate, its blanks as %20), a scope, and perhaps until=DATE. Empty
-// lines and lines that begin with # mean nothing. The file has no secret, but only its owner and group may read it.
+// OpenTokens reads a file of tokens. Each line has a name, the SHA-256 of a secret in hexadecimal digits (or cert: and the subject of a
+// client certificate, with %20 for blanks), a scope, and optionally until=DATE. Empty lines and lines that begin with # are skipped.
+// The file has no secrets, but only its owner and group may be able to read it.
 func OpenTokens(path string) (*Tokens, error) {
 	t := &Tokens{}
 	t.all.Store(&[]*Token{})
@@ -90,12 +90,12 @@ func OpenTokens(path string) (*Tokens, error) {
 	return t, nil
 }
 
-// HasSubjects reports whether an entry is for the subject of a certificate.
+// HasSubjects reports whether any entry is for the subject of a certificate.
 func (t *Tokens) HasSubjects() bool {
 	return slices.ContainsFunc(*t.all.Load(), func(k *Token) bool { return k.subject != "" })
 }
 
-// FindSubject returns the entry for the subject of a certificate, in the form of pkix.Name.String; nil: there is none, or its time is over.
+// FindSubject returns the entry for the subject of a certificate, in the form of pkix.Name.String; nil: there is none, or it has ended.
 func (t *Tokens) FindSubject(subject string, now time.Time) *Token {
 	for _, k := range *t.all.Load() {
 		if k.subject != "" && k.subject == subject && !k.ended(now) {
@@ -110,10 +110,10 @@ func (t *Token) ended(now time.Time) bool { return !t.Until.IsZero() && !now.Bef
 // Watch reads the file again when it changes, until ctx ends.
 func (t *Tokens) Watch(ctx context.Context, log *slog.Logger) { t.file.Watch(ctx, WatchInterval, log) }
 
-// Len returns the number of tokens.
+// Len returns the number of entries.
 func (t *Tokens) Len() int { return len(*t.all.Load()) }
 
-// Find returns the token of a secret; nil: there is none, or its time is over. It compares with every token in constant time.
+// Find returns the entry of a secret; nil: there is none, or it has ended. It compares the secret with every entry in constant time.
 func (t *Tokens) Find(secret string, now time.Time) (found *Token) {
 	sum := sha256.Sum256([]byte(secret))
 	for _, k := range *t.all.Load() {
@@ -188,7 +188,7 @@ func parseToken(words []string) (*Token, error) {
 	return k, nil
 }
 
-// ParseUntil reads the end of a token: a date (its first moment, UTC) or a time of RFC 3339.
+// ParseUntil parses the end of a token: a date, which means its first moment in UTC, or a time in the form of RFC 3339.
 func ParseUntil(text string) (time.Time, error) {
 	for _, layout := range []string{time.DateOnly, time.RFC3339} {
 		if at, err := time.Parse(layout, text); err == nil {
@@ -198,7 +198,7 @@ func ParseUntil(text string) (time.Time, error) {
 	return time.Time{}, fmt.Errorf("until %.40q is no date like 2027-01-31", text)
 }
 
-// NewToken returns a new secret and its line for a file of tokens.
+// NewToken returns a new secret and the line for it in a file of tokens.
 func NewToken(name string, scope Scope, until time.Time) (secret, line string, err error) {
 	if name == "" || len(name) > maxName || strings.HasPrefix(name, "#") || len(strings.Fields(name)) != 1 || strings.Fields(name)[0] != name {
 		return "", "", fmt.Errorf("name %.70q is not one word of 1 to %d bytes", name, maxName)

@@ -2,14 +2,14 @@
 
 package container
 
-// Ring has the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It has no lock: its owner
-// must lock.
+// Ring keeps the last values that were added, numbered from 1. Readers ask for the values after a number. The zero Ring keeps no
+// values. It has no lock: its owner must lock.
 type Ring[T any] struct {
-	ring []T // a power of two long
+	ring []T // its length is a power of two
 	last uint64
 }
 
-// Keep sets the ring's capacity to at least most values. Later calls change nothing.
+// Keep sets the ring's capacity to at least `most` values. Only the first call has an effect.
 func (r *Ring[T]) Keep(most int) {
 	if r.ring != nil {
 		return
@@ -21,7 +21,7 @@ func (r *Ring[T]) Keep(most int) {
 	r.ring = make([]T, n)
 }
 
-// Add adds a value and gives it the next number. It reports false if the ring keeps none.
+// Add adds a value and gives it the next number. It returns false if the ring has no capacity.
 func (r *Ring[T]) Add(v T) bool {
 	if r.ring == nil {
 		return false
@@ -31,11 +31,11 @@ func (r *Ring[T]) Add(v T) bool {
 	return true
 }
 
-// Last returns the number of the newest value, 0 for none.
+// Last returns the number of the newest value; 0: none was added.
 func (r *Ring[T]) Last() uint64 { return r.last }
 
-// After copies into dst the values that follow a number, oldest first. It returns how many. With lost it copies none,
-// because some values after that number are no longer in the ring.
+// After copies into dst the values after a number, oldest first, and returns how many. If some of these values are no longer in the
+// ring, it copies none and returns lost.
 func (r *Ring[T]) After(number uint64, dst []T) (n int, lost bool) {
 	if kept := uint64(len(r.ring)); r.last > kept && number < r.last-kept {
 		return 0, true

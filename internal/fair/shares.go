@@ -2,20 +2,20 @@
 
 package fair
 
-// Amount is the use of one owner: a number of things, and their size together.
+// Amount is what an owner has: a number of things, and their total size.
 type Amount struct {
 	Count int
 	Size  int64
 }
 
-// Shares counts what each owner, a user or an address, has. Each may have half of what the others leave, so that none of them keeps the
-// others out. Its zero value is empty.
+// Shares counts what each owner (a user or an address) has. Each owner may have half of what the others leave, so that no owner keeps
+// the others out. Its zero value is empty.
 type Shares struct {
 	of  map[string]Amount
 	all Amount
 }
 
-// Add records that who has more; negative numbers give something back.
+// Add adds `more` to what the owner `who` has. Negative numbers give something back.
 func (b *Shares) Add(who string, more Amount) {
 	if b.of == nil {
 		b.of = make(map[string]Amount)
@@ -28,40 +28,39 @@ func (b *Shares) Add(who string, more Amount) {
 	}
 }
 
-// Of returns what who has.
+// Of returns what the owner `who` has.
 func (b *Shares) Of(who string) Amount { return b.of[who] }
 
-// All returns what all have together.
+// All returns what all owners have together.
 func (b *Shares) All() Amount { return b.all }
 
 // Empty reports whether no owner has anything.
 func (b *Shares) Empty() bool { return b.all == (Amount{}) && len(b.of) == 0 }
 
-// MayCount reports whether who may have one more thing, if all owners together may have limit. An owner may always have
-// one thing as long as the limit is not reached.
+// MayCount reports whether the owner `who` may get one more thing, if all owners together may have limit things. An owner may always
+// have one thing as long as the limit is not reached.
 func (b *Shares) MayCount(who string, limit int) bool {
 	own := b.of[who].Count
 	return b.all.Count < limit && own < max(1, (limit-(b.all.Count-own))/2)
 }
 
-// MaySize reports whether who may have size more, if all owners together may have limit.
+// MaySize reports whether the owner `who` may get size more, if all owners together may have limit.
 func (b *Shares) MaySize(who string, size, limit int64) bool {
 	own := b.of[who].Size
 	return b.all.Size+size <= limit && own+size <= (limit-(b.all.Size-own))/2
 }
 
-// May reports whether who may have one more thing of a size, if all owners together may have limit. An owner may always have
-// one thing if it fits beside those of the others. If no owner has a thing, one of any size is allowed.
+// May reports whether the owner `who` may get one more thing of that size, if all owners together may have limit. An owner may always
+// have one thing if it fits in beside those of the others. If no owner has anything, one thing of any size is allowed.
 func (b *Shares) May(who string, size int64, limit Amount) bool {
 	return b.MayCount(who, limit.Count) && (b.all.Count == 0 || b.all.Size+size <= limit.Size) &&
 		(b.of[who].Count == 0 || b.MaySize(who, size, limit.Size))
 }
 
-// AwaitedShares are Shares with a channel to wait until an owner gives something back. The zero value
-// is empty.
+// AwaitedShares is a Shares with a channel on which to wait until an owner has given something back. The zero value is empty.
 type AwaitedShares struct {
 	Shares
-	next chan struct{} // closed by the next call of Ended; nil without waiters
+	next chan struct{} // closed by the next call of Ended; nil: nobody waits
 }
 
 // Next returns a channel that the next call of Ended closes.
@@ -72,7 +71,7 @@ func (a *AwaitedShares) Next() chan struct{} {
 	return a.next
 }
 
-// Ended wakes the goroutines that wait for Next.
+// Ended wakes the goroutines that wait on the channel of Next. Call it when an owner has given something back.
 func (a *AwaitedShares) Ended() {
 	if a.next != nil {
 		close(a.next)

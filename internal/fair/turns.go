@@ -4,8 +4,8 @@ package fair
 
 import "slices"
 
-// Turns is a queue of members of peers (users or addresses). The peers take turns, and the members of a peer take turns within its turns: a
-// peer with many members does not keep others waiting. Its zero value is empty.
+// Turns is a queue of members, grouped by peers (users or addresses). The peers take turns, and within a peer's turns its members take
+// turns. So a peer with many members does not keep others waiting. Its zero value is empty.
 type Turns[M any] struct{ peers []*members[M] }
 
 type members[M any] struct {
@@ -13,7 +13,7 @@ type members[M any] struct {
 	of   []M
 }
 
-// Add puts a member behind the others of its peer.
+// Add adds a member after the other members of its peer.
 func (q *Turns[M]) Add(peer string, m M) {
 	i := slices.IndexFunc(q.peers, func(p *members[M]) bool { return p.peer == peer })
 	if i < 0 {
@@ -23,8 +23,8 @@ func (q *Turns[M]) Add(peer string, m M) {
 	q.peers[i].of = append(q.peers[i].of, m)
 }
 
-// Next calls take for one member after another until take returns true. That member, and its
-// peer, go to the end of the queue. Members for which take returns false leave the queue.
+// Next calls take for one member after another until take returns true. That member and its peer move to the end of the queue. Members
+// for which take returns false are removed from the queue.
 func (q *Turns[M]) Next(take func(m M) bool) {
 	for len(q.peers) > 0 {
 		p := q.peers[0]

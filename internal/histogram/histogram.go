@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package histogram counts amounts (times, bytes, items) by size, without locks or
-// allocations.
+// Package histogram counts amounts (times, bytes, items) by size, without locks and allocations.
 package histogram
 
 import (
@@ -10,7 +9,7 @@ import (
 	"time"
 )
 
-// times are the upper bounds for durations, ns.
+// times are the upper bounds for durations, in ns.
 var times = []int64{
 	10e3, 30e3, 100e3, 300e3, 1e6, 3e6, 10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9,
 }
@@ -19,13 +18,12 @@ var times = []int64{
 type Histogram struct {
 	bounds []int64
 	unit   float64
-	counts []atomic.Uint64 // one more than bounds
+	counts []atomic.Uint64 // one more than bounds: the last one is for larger amounts
 	sum    atomic.Int64
 }
 
-// New returns an empty Histogram with these upper bounds, which must rise. unit is the size of
-// one amount in the unit of the metric: 1e-9 if amounts are ns and the metric is in
-// seconds.
+// New returns an empty Histogram whose buckets have these upper bounds; bounds must rise. unit converts an amount into the unit of the
+// metric: 1e-9 if amounts are in ns and the metric is in seconds.
 func New(unit float64, bounds ...int64) *Histogram {
 	return &Histogram{bounds: bounds, unit: unit, counts: make([]atomic.Uint64, len(bounds)+1)}
 }
@@ -33,13 +31,14 @@ func New(unit float64, bounds ...int64) *Histogram {
 // Times returns a Histogram of durations from 10 µs to 10 s, in seconds.
 func Times() *Histogram { return New(1e-9, times...) }
 
-// rates are the upper bounds for speeds, kB/s.
+// rates are the upper bounds for speeds, in kB/s.
 var rates = []int64{1e4, 3e4, 1e5, 3e5, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 3e8}
 
 // Rates returns a Histogram of speeds from 10 MB/s to 300 GB/s, in GB/s.
 func Rates() *Histogram { return New(1e-6, rates...) }
 
-// Moved counts the speed at which bytes moved, in a Histogram of Rates. It counts nothing if bytes or took is 0.
+// Moved counts the speed of a move of `bytes` bytes that took that long, in a Histogram made by Rates. It counts nothing if bytes or
+// took is 0.
 func (h *Histogram) Moved(bytes int64, took time.Duration) {
 	if bytes > 0 && took > 0 {
 		h.Observe(int64(float64(bytes) / took.Seconds() / 1e3))
@@ -56,14 +55,14 @@ func (h *Histogram) Observe(n int64) {
 	h.sum.Add(n)
 }
 
-// Took counts one duration, in a Histogram of Times.
+// Took counts one duration, in a Histogram made by Times.
 func (h *Histogram) Took(d time.Duration) { h.Observe(int64(d)) }
 
 // Counts is a snapshot of a Histogram; the zero Counts has no buckets.
 type Counts struct {
-	Bounds  []int64 // of all buckets but the last
+	Bounds  []int64 // of all buckets but the last, in the unit of amounts
 	Unit    float64
-	Buckets []uint64 // count of each bucket alone, lower ones not included
+	Buckets []uint64 // count of each bucket alone, without those of lower buckets
 	Sum     int64
 }
 
@@ -76,7 +75,7 @@ func (h *Histogram) Counts() Counts {
 	return c
 }
 
-// Total is how many amounts were counted.
+// Total returns how many amounts were counted.
 func (c *Counts) Total() (n uint64) {
 	for _, b := range c.Buckets {
 		n += b
@@ -84,13 +83,12 @@ func (c *Counts) Total() (n uint64) {
 	return n
 }
 
-// Below returns how many amounts are at most bound i, and that bound in the unit of the
-// metric.
+// Below returns bound i in the unit of the metric, and how many amounts are not above it.
 func (c *Counts) Below(i int) (bound float64, n uint64) {
 	for _, b := range c.Buckets[:i+1] {
 		n += b
 	}
-	if c.Unit < 1 { // a quotient of whole numbers has the shortest decimal form
+	if c.Unit < 1 { // dividing whole numbers gives the shortest decimal form
 		return float64(c.Bounds[i]) / math.Round(1/c.Unit), n
 	}
 	return float64(c.Bounds[i]) * c.Unit, n

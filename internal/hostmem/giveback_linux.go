@@ -10,8 +10,8 @@ import (
 	"syscall"
 )
 
-// GiveBack returns memory to the kernel that only the start of a process needed: free memory of the heap, and the pages of the
-// program's file, of which the kernel maps 16 for each used one. The kernel maps a page again when it is used again.
+// GiveBack returns memory to the kernel that only the start of the process needed: free heap memory, and pages of the program's file,
+// of which the kernel maps 16 for each page used. The kernel maps a page again when it is needed.
 func GiveBack() {
 	debug.FreeOSMemory()
 	for _, m := range program() {
@@ -19,10 +19,10 @@ func GiveBack() {
 	}
 }
 
-// mapping is a part of the address space.
+// mapping is a range of addresses of this process.
 type mapping struct{ from, to uintptr }
 
-// program returns the mappings of the program's file that cannot have changed: its code and its constants.
+// program returns those mappings of the program's file that cannot have changed: its code and its constants.
 func program() (out []mapping) {
 	path, err := os.Readlink("/proc/self/exe")
 	if err != nil {

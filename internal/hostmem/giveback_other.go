@@ -6,5 +6,5 @@ package hostmem
 
 import "runtime/debug"
 
-// GiveBack returns memory to the kernel that only the start of a process needed.
+// GiveBack returns memory to the kernel that only the start of the process needed.
 func GiveBack() { debug.FreeOSMemory() }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package hostmem says how much memory this process can still get, and what limits it.
+// Package hostmem tells how much memory this process can still get, and by what it is limited.
 package hostmem
 
 import (
@@ -11,9 +11,8 @@ import (
 	"strings"
 )
 
-// Available returns the bytes that Linux estimates programs can get without swapping, or the bytes that
-// the cgroups of this process leave if they are fewer. ok is false if the kernel does
-// not say.
+// Available returns how many bytes Linux estimates that programs can get without swapping, or how many bytes the cgroups of this
+// process leave, if that is less. ok is false if the kernel does not tell.
 func Available() (n int64, ok bool) { return available("/") }
 
 func available(root string) (n int64, ok bool) {
@@ -34,9 +33,9 @@ func available(root string) (n int64, ok bool) {
 	return n, true
 }
 
-// Limit returns the smallest memory limit, in bytes, of the cgroups that this process is in, and the file with that limit.
-// limited is false if there is none. proc and sys are /proc and /sys, except in tests. Memory of /dev/shm counts against the limit of the
-// process that touched it first.
+// Limit returns the smallest memory limit, in bytes, of the cgroups of this process, and the file that contains it. limited is false if
+// there is no limit. proc and sys are /proc and /sys, except in tests. Memory in /dev/shm counts against the limit of the process that
+// touched it first.
 func Limit(proc, sys string) (n int64, file string, limited bool) {
 	for _, g := range groups(proc, sys) {
 		if limit, ok := number(g.limit); ok && limit < unlimited && (!limited || limit < n) {
@@ -46,13 +45,13 @@ func Limit(proc, sys string) (n int64, file string, limited bool) {
 	return n, file, limited
 }
 
-// unlimited is a bound above all real limits: without a limit, version 1 of cgroups shows a larger number.
+// unlimited is a number above all real limits: without a limit, cgroups of version 1 show a larger number.
 const unlimited = 1 << 62
 
-// group is a cgroup: the paths of its files, and the name of the field in stat that has the reclaimable page cache.
+// group is a cgroup: the paths of its files, and the name of the field in stat with the page cache that can be reclaimed.
 type group struct{ limit, used, stat, cache string }
 
-// groups returns the cgroups of this process that can limit its memory, of versions 1 and 2, up to the root.
+// groups returns the cgroups, of versions 1 and 2, that can limit this process's memory: its own and all above, up to the root.
 func groups(proc, sys string) (out []group) {
 	add := func(base, path string, v2 bool) {
 		for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
@@ -85,9 +84,9 @@ func groups(proc, sys string) (out []group) {
 	return out
 }
 
-// left returns the bytes that a cgroup's limit leaves.
+// left returns how many bytes a cgroup's limit leaves. limited is false if it has no limit.
 func (g group) left() (left int64, limited bool) {
-	limit, ok := number(g.limit) // "max" is no number
+	limit, ok := number(g.limit) // "max" is not a number
 	used, known := number(g.used)
 	if !ok || !known || limit >= unlimited {
 		return 0, false
@@ -99,7 +98,7 @@ func (g group) left() (left int64, limited bool) {
 	return max(0, limit-used), true
 }
 
-// field returns the number that follows a name at the start of a line.
+// field returns the number after that name at the start of a line.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		if f := strings.Fields(line); len(f) >= 2 && f[0] == name {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package http1 is an HTTP/1.1 client for one server, for a proxy: a request is written from
-// pieces with one system call, and its answer is read by the goroutine that asked, in place.
+// Package http1 is an HTTP/1.1 client for one server, made for a proxy: it writes a request from pieces with one system call, and the
+// goroutine that asked reads the answer directly from the receive buffer.
 //
 // It starts no goroutines and follows no redirects. Source: RFC 9112.
 package http1
@@ -24,14 +24,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
-// ErrStale means that a connection that was used before broke before any byte of the answer
-// came: the server may have closed it while it was idle.
+// ErrStale means that a connection broke before any byte of the answer came, and that it had been used before: the server may have
+// closed it while it was idle.
 var ErrStale = errors.New("http1: the connection had been closed")
 
 // ErrCut means that the context ended before the whole request was sent.
 var ErrCut = errors.New("http1: the server has not all of the request")
 
-// ErrAnswer means that the server sent no HTTP/1.1 answer, or one beyond the limits.
+// ErrAnswer means that the server's answer is not HTTP/1.1, or exceeds a limit.
 var ErrAnswer = errors.New("http1: not an HTTP answer")
 
 // Limits of an answer.
@@ -39,30 +39,30 @@ const (
 	maxHead      = 64 << 10 // bytes
 	maxChunkLine = 4 << 10  // bytes, as in net/http
 	maxTrailer   = 4 << 10  // bytes, as in net/http
-	maxExcess    = 16 << 10 // bytes of chunk sizes beyond 16 of each chunk and twice its data, as in net/http
+	maxExcess    = 16 << 10 // bytes of chunk-size lines beyond 16 per chunk and twice the data, as in net/http
 	maxFields    = 256
-	bufBytes     = 8 << 10 // of a connection
+	bufBytes     = 8 << 10 // buffer of a connection
 )
 
 // Options configures a Client. A zero field means its default.
 type Options struct {
 	DialTimeout time.Duration // default 3 s
-	IdleTimeout time.Duration // of a connection without a request; default 4 s: uvicorn closes after 5 s
-	MaxIdle     int           // connections; default 1024
+	IdleTimeout time.Duration // after which a connection without a request is closed; default 4 s: uvicorn closes after 5 s
+	MaxIdle     int           // most idle connections; default 1024
 	TLS         *tls.Config   // for https; nil: the system's authorities
 }
 
-// Client keeps connections to one server. Its methods are safe for concurrent use.
+// Client keeps connections to one server open. Its methods are safe for concurrent use.
 type Client struct {
 	o    Options
 	addr string
 	host string // for the Host header
-	path string // before every request's path
+	path string // put before every request's path
 	tls  *tls.Config
 
 	mu struct {
 		sync.Mutex
-		idle   []*Conn // the last one was used last
+		idle   []*Conn // the last element was used last
 		closed bool
 	}
 }
@@ -90,10 +90,10 @@ func New(base string, o Options) (*Client, error) {
 	return c, nil
 }
 
-// Host is the server's name and port, for the Host header.
+// Host returns the server's name and port, as in the Host header.
 func (c *Client) Host() string { return c.host }
 
-// Close closes idle connections; those in use close when their answer ends.
+// Close closes the idle connections. Those in use close when their answer ends.
 func (c *Client) Close() {
 	c.mu.Lock()
 	idle := c.mu.idle
@@ -104,40 +104,40 @@ func (c *Client) Close() {
 	}
 }
 
-// Idle returns how many connections have no request.
+// Idle returns how many connections have no request now.
 func (c *Client) Idle() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return len(c.mu.idle)
 }
 
-// Conn is a connection with at most one request at a time. One goroutine owns it; only the end of the context
-// given to Do acts on it from another.
+// Conn is a connection that carries at most one request at a time. One goroutine owns it. Only the end of the context given to Do acts
+// on it from another goroutine.
 type Conn struct {
 	c     *Client
 	nc    net.Conn
 	br    *bufio.Reader
 	used  bool // an earlier request used it
 	since time.Time
-	stop  func() bool  // stops the context's AfterFunc of the running request
+	stop  func() bool  // stops the AfterFunc on the context of the running request
 	ended func() error // Err of that context
-	cut   bool         // not all of the request was sent
+	cut   bool         // not all of the request has been sent
 }
 
-// Fresh reports whether the connection was made for this request.
+// Fresh reports whether the connection has carried no request before this one.
 func (n *Conn) Fresh() bool { return !n.used }
 
 func (n *Conn) close() {
 	if n.stop != nil {
 		n.stop()
 	}
-	_ = n.nc.Close() // it is over either way
+	_ = n.nc.Close() // the connection is of no use in any case
 }
 
-// Close closes a connection without an answer in progress.
+// Close closes the connection. No answer may be in progress.
 func (n *Conn) Close() { n.close() }
 
-// Conn returns a connection: one that is idle and still open, or a new one.
+// Conn returns an idle connection that is still open, or else a new one.
 func (c *Client) Conn(ctx context.Context) (*Conn, error) {
 	if n := c.reuse(); n != nil {
 		return n, nil
@@ -145,8 +145,8 @@ func (c *Client) Conn(ctx context.Context) (*Conn, error) {
 	return c.Dial(ctx)
 }
 
-// reuse takes the connection that was used last, if the server has not closed it. It closes connections that
-// are idle for too long.
+// reuse returns the connection that was used last and that the server has not closed; nil: there is none. It closes connections that
+// have been idle for too long.
 func (c *Client) reuse() *Conn {
 	for {
 		c.mu.Lock()
@@ -175,7 +175,7 @@ func (c *Client) reuse() *Conn {
 	}
 }
 
-// Sweep closes connections that are idle for longer than IdleTimeout. Call it now and then.
+// Sweep closes the connections that have been idle for longer than IdleTimeout. Call it regularly.
 func (c *Client) Sweep() {
 	c.mu.Lock()
 	var old []*Conn
@@ -208,7 +208,7 @@ func (c *Client) Dial(ctx context.Context) (*Conn, error) {
 	return &Conn{c: c, nc: nc, br: bufio.NewReaderSize(nc, bufBytes)}, nil
 }
 
-// keep makes a connection idle after its answer has ended.
+// keep puts the connection among the idle ones after its answer has ended.
 func (n *Conn) keep() {
 	if n.stop != nil && !n.stop() {
 		n.close() // the context ended, and its AfterFunc may still change the deadline
@@ -231,16 +231,15 @@ func (n *Conn) keep() {
 	c.mu.Unlock()
 }
 
-// Request is a request to send. Fields has all header fields but Host and
-// Content-Length, each line with its CR LF.
+// Request is a request to send. Fields has all header lines except Host and Content-Length, each with its CR LF.
 type Request struct {
 	Method string
 	Target string // path and query
 	Fields []byte
 	Body   [][]byte
-	Ready  func(part int) error // waits until a part of Body may be read; called for one part after the other; nil: all are ready
+	Ready  func(part int) error // waits until a part of Body may be read; called for one part after the other; nil: all parts are ready
 
-	// Whole says that the whole request must be sent, within WholeTime, even if ctx ends while it is sent.
+	// Whole says that, even if ctx ends during sending, the rest of the request must be sent, within WholeTime.
 	Whole bool
 }
 
@@ -249,9 +248,9 @@ const WholeTime = 5 * time.Second
 
 var past = time.Unix(1, 0)
 
-// Do sends a request and returns its answer when the head has come. until bounds that; the zero
-// time sets no bound. When ctx ends, then or later, the connection is closed. An error closes it, too.
-// If the context ended while the request was sent, the error is also ErrCut.
+// Do sends a request and returns its answer when the head of the answer has come, at the latest at `until`; the zero time sets no
+// limit. When ctx ends, then or later, the connection is closed. An error closes it, too. If ctx ended before all of the request was
+// sent, the error also wraps ErrCut.
 func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, error) {
 	if err := n.nc.SetDeadline(until); err != nil {
 		n.close()
@@ -280,10 +279,10 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 	return nil, context.Cause(ctx)
 }
 
-// heads are buffers for the head of a request, or for the whole of a small request.
+// heads holds buffers for the head of a request, or for a whole small request.
 var heads = sync.Pool{New: func() any { b := make([]byte, 0, small+2<<10); return &b }}
 
-// maxPooledHead bounds the bytes of a buffer that goes back to heads.
+// maxPooledHead is the largest buffer that goes back to heads, in bytes.
 const maxPooledHead = 32 << 10
 
 func (n *Conn) do(r *Request) (*Response, error) {
@@ -305,8 +304,8 @@ func (n *Conn) do(r *Request) (*Response, error) {
 		heads.Put(pooled)
 	}
 	n.cut = werr != nil
-	if werr != nil && n.ended() == nil { // the server may have answered before it had everything
-		_ = n.nc.SetReadDeadline(time.Now().Add(time.Second)) // if not, reading fails at once
+	if werr != nil && n.ended() == nil { // the server may have answered before it had all of the request
+		_ = n.nc.SetReadDeadline(time.Now().Add(time.Second)) // if it has not, reading fails at once
 	}
 	if _, err := n.br.Peek(1); err != nil {
 		err = cmp.Or(werr, err)
@@ -330,11 +329,10 @@ func isTimeout(err error) bool {
 	return ok && e.Timeout()
 }
 
-// small is the largest body that is copied behind the head, so that the request is one TLS record and
-// one write.
+// small is the largest body that is copied after the head, so that the request is one TLS record and one write.
 const small = 4 << 10
 
-// write sends head and body, and returns the buffer of head, to which it may have appended the body.
+// write writes head and body. It returns the buffer of head, to which it may have appended the body.
 func (n *Conn) write(head []byte, length int, body [][]byte, ready func(int) error) ([]byte, error) {
 	if length <= small {
 		for i, p := range body {
@@ -372,16 +370,16 @@ func (n *Conn) writeAll(pieces net.Buffers) error {
 	return err
 }
 
-// Field is a line of an answer's head, its name in canonical form.
+// Field is one header line of an answer, its name in canonical form.
 type Field struct{ Name, Value string }
 
-// line reads a line without its end; it is valid until the next read.
+// line reads a line and returns it without its end; the result is valid until the next read. left is how many bytes may still be read.
 func (n *Conn) line(left *int) ([]byte, error) {
 	b, err := n.rawLine(left)
 	return bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r")), err
 }
 
-// rawLine is line with the line's end.
+// rawLine is like line, but returns the line with its end.
 func (n *Conn) rawLine(left *int) ([]byte, error) {
 	b, err := n.br.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {

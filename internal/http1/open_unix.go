@@ -11,7 +11,7 @@ import (
 	"syscall"
 )
 
-// open reports whether the server of an idle connection has neither closed it nor sent bytes.
+// open reports whether the server of an idle connection has neither closed it nor sent anything.
 func open(c net.Conn) bool {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

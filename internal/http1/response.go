@@ -14,24 +14,24 @@ import (
 	"time"
 )
 
-// Response is an answer whose head was read. Read the body with Next or Read, and end with Close.
+// Response is an answer whose head has been read. Read its body with Next or Read, and then call Close.
 type Response struct {
 	Status int
 	Fields []Field
-	Length int64 // of the body; -1: unknown
+	Length int64 // length of the body; -1: unknown
 
 	n       *Conn
 	chunked bool
 	old     bool  // HTTP/1.0
-	left    int64 // of the body, or of a chunk
-	end     error // what Next returns from now on
+	left    int64 // bytes left of the body, or of the current chunk
+	end     error // what Next returns from now on; nil: the body goes on
 	close   bool  // the connection cannot be used again
-	lent    int   // bytes of the reader that Next has lent to the caller
-	started bool  // a chunk was read
-	excess  int64 // bytes of chunk sizes beyond what is usual for their data
+	lent    int   // buffered bytes that Next has lent to the caller
+	started bool  // at least one chunk was read
+	excess  int64 // bytes of chunk-size lines beyond what is usual for their data
 }
 
-// Field returns the first value of a name in canonical form; "" for none.
+// Field returns the first value of the header with that canonical name; "": there is none.
 func (r *Response) Field(name string) string {
 	for i := range r.Fields {
 		if r.Fields[i].Name == name {
@@ -41,7 +41,7 @@ func (r *Response) Field(name string) string {
 	return ""
 }
 
-// head reads an answer's head. It skips informational answers (1xx).
+// head reads the head of an answer. It skips informational answers (1xx).
 func (n *Conn) head(method string) (*Response, error) {
 	for range 8 {
 		r, err := n.oneHead()
@@ -87,7 +87,7 @@ func (n *Conn) oneHead() (*Response, error) {
 	}
 }
 
-// cutField returns the parts of a field's line, and whether it is one (RFC 9112, 5).
+// cutField splits a header line into name and value. ok is false if it is not a valid header line (RFC 9112, 5).
 func cutField(line []byte) (name, value []byte, ok bool) {
 	name, value, ok = bytes.Cut(line, []byte(":"))
 	ok = ok && isToken(name) && !bytes.ContainsFunc(value, func(c rune) bool { return c < ' ' && c != '\t' || c == 0x7f })
@@ -103,7 +103,7 @@ func isToken(b []byte) bool {
 	return len(b) > 0
 }
 
-// canonical returns a field's name as http.Header has it, without allocating the frequent ones.
+// canonical returns a header's name in the form of http.Header, without allocating the frequent names.
 func canonical(name []byte) string {
 	switch string(name) {
 	case "content-type", "Content-Type":
@@ -122,7 +122,7 @@ func canonical(name []byte) string {
 	return textproto.CanonicalMIMEHeaderKey(string(name))
 }
 
-// frame finds out from the fields where the body ends.
+// frame finds out from the headers where the body ends.
 func (r *Response) frame(method string) error {
 	lengths := 0
 	for _, f := range r.Fields {
@@ -142,7 +142,7 @@ func (r *Response) frame(method string) error {
 		case "Trailer":
 			for name := range strings.SplitSeq(f.Value, ",") {
 				switch textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)) {
-				case "Content-Length", "Transfer-Encoding", "Trailer": // these fields would change where the body ends
+				case "Content-Length", "Transfer-Encoding", "Trailer": // a trailer must not change where the body ends
 					return fmt.Errorf("%w: Trailer %.60q", ErrAnswer, f.Value)
 				}
 			}
@@ -160,7 +160,7 @@ func (r *Response) frame(method string) error {
 			return fmt.Errorf("%w: chunked, and with a Content-Length", ErrAnswer)
 		}
 	case r.Length < 0:
-		r.close = true // the body ends with the connection
+		r.close = true // the body ends when the connection ends
 	case r.Length == 0:
 		r.end = io.EOF
 	}
@@ -176,8 +176,8 @@ func (r *Response) Until(t time.Time) {
 	}
 }
 
-// Next waits for bytes of the body and returns those that have come, at least one, valid until the next call.
-// At the end of a whole body it returns io.EOF, and at the end of a cut one io.ErrUnexpectedEOF.
+// Next waits for bytes of the body and returns those that have come, at least one; they are valid until the next call. At the end of a
+// complete body it returns io.EOF, at the end of a cut one io.ErrUnexpectedEOF.
 func (r *Response) Next() ([]byte, error) {
 	if r.lent > 0 {
 		_, _ = r.n.br.Discard(r.lent) // it is buffered
@@ -207,7 +207,7 @@ func (r *Response) More() bool {
 		return true
 	}
 	b, _ := r.n.br.Peek(r.lent + n)
-	// A whole line with a chunk's size, and bytes after it.
+	// There must be a whole line with a chunk's size, and bytes after it.
 	i := bytes.IndexByte(bytes.TrimLeft(b[r.lent:], "\r\n"), '\n')
 	return i >= 0 && i+2 < n
 }
@@ -234,8 +234,7 @@ func (r *Response) next() ([]byte, error) {
 	return r.n.br.Peek(n)
 }
 
-// Read implements io.Reader. Bytes that are not buffered yet go from the connection into p, without
-// a copy in between if p is large.
+// Read implements io.Reader. If p is large, bytes that are not buffered yet are read from the connection directly into p.
 func (r *Response) Read(p []byte) (int, error) {
 	if r.lent > 0 {
 		_, _ = r.n.br.Discard(r.lent) // it is buffered
@@ -274,9 +273,9 @@ func (r *Response) read(p []byte) (int, error) {
 	return n, err
 }
 
-// chunk reads to the first byte of the next chunk; io.EOF after the last one and the trailer.
-// It is as strict as net/http (RFC 9112, 7.1): lines end with CRLF and have no other CR, and
-// sizes and extensions together are not much longer than the data.
+// chunk reads up to the first byte of the next chunk. It returns io.EOF after the last chunk and the trailer. It is as strict as
+// net/http (RFC 9112, 7.1): lines must end with CRLF and have no other CR, and sizes and extensions together must not be much longer
+// than the data.
 func (r *Response) chunk() error {
 	left := maxChunkLine
 	if r.started {
@@ -308,8 +307,8 @@ func (r *Response) chunk() error {
 	return r.trailer()
 }
 
-// trailer reads and drops the fields behind the last chunk; io.EOF at their
-// end. It accepts what net/http accepts: lines that end with CRLF, maxTrailer bytes in all.
+// trailer reads and drops the header lines after the last chunk; it returns io.EOF at their end. It accepts what net/http accepts:
+// lines that end with CRLF, at most maxTrailer bytes in all.
 func (r *Response) trailer() error {
 	left := maxTrailer
 	for {
@@ -330,7 +329,7 @@ func (r *Response) trailer() error {
 	}
 }
 
-// ReadAll reads the rest of the body, limit bytes at most; more is an error.
+// ReadAll reads the rest of the body. More than limit bytes are an error.
 func (r *Response) ReadAll(limit int) ([]byte, error) {
 	var all []byte
 	if r.Length > 0 && r.Length <= int64(limit) {
@@ -351,7 +350,7 @@ func (r *Response) ReadAll(limit int) ([]byte, error) {
 	}
 }
 
-// Close ends the answer. The connection is used again if the body was read to its end.
+// Close ends the answer. If the body was read to its end, the connection can be used again.
 func (r *Response) Close() {
 	n := r.n
 	if n == nil {
@@ -362,7 +361,7 @@ func (r *Response) Close() {
 		_, _ = n.br.Discard(r.lent) // it is buffered
 	}
 	if !errors.Is(r.end, io.EOF) && r.Length >= 0 && r.left == 0 && !r.chunked {
-		r.end = io.EOF // the whole body was read, but the caller has not seen io.EOF yet
+		r.end = io.EOF // the whole body was read, although the caller has not seen io.EOF
 	}
 	if r.close || !errors.Is(r.end, io.EOF) {
 		n.close()

@@ -12,18 +12,17 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// certificateInterval is the least time between two looks at the files.
+// certificateInterval is the shortest time between two checks of the files.
 const certificateInterval = 5 * time.Second
 
-// Certificate is a TLS certificate and its key, which are read again when their files change. Its methods are safe for
-// concurrent use.
+// Certificate is a TLS certificate and its key. They are read again when their files change. Its methods are safe for concurrent use.
 type Certificate struct {
 	cert, key string // paths
 
 	mu struct {
 		sync.Mutex
 		now    *tls.Certificate
-		files  [2]os.FileInfo // the files from which now was read
+		files  [2]os.FileInfo // the files from which `now` was read
 		looked time.Time
 	}
 }
@@ -46,7 +45,7 @@ func (p *Certificate) readLocked(now time.Time) error {
 			return err
 		}
 		files[i] = info
-		// After a change of a link there can be another file with the same time.
+		// After a change of a link there can be another file with an equal time.
 		changed = changed || !os.SameFile(info, p.mu.files[i]) || !info.ModTime().Equal(p.mu.files[i].ModTime())
 	}
 	if !changed {
@@ -63,13 +62,13 @@ func (p *Certificate) readLocked(now time.Time) error {
 	return nil
 }
 
-// Get implements tls.Config.GetCertificate. If it cannot read the files, for instance because only one of the two has
-// changed, it keeps the former certificate.
+// Get implements tls.Config.GetCertificate. If it cannot read the files, for instance because only one of the two has been replaced so
+// far, it keeps the former certificate.
 func (p *Certificate) Get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if now := time.Now(); now.Sub(p.mu.looked) >= certificateInterval {
-		_ = p.readLocked(now) // the former one stays
+		_ = p.readLocked(now) // if it fails, the former certificate stays
 	}
 	return p.mu.now, nil
 }

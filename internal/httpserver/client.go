@@ -10,10 +10,10 @@ import (
 	"os"
 )
 
-// ClientFiles are PEM files with the authorities that a client trusts over https, and with its own certificate.
+// ClientFiles names PEM files with the authorities that a client trusts over https, and with its own certificate.
 type ClientFiles struct {
-	CA        string // authorities of servers; empty: the system's
-	Cert, Key string // of the client, read again when they change; empty: none
+	CA        string // authorities of the servers; empty: the system's
+	Cert, Key string // of the client; read again when they change; empty: none
 }
 
 // TLS returns the TLS configuration of a client with these files; nil: Go's default.

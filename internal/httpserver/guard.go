@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package httpserver protects an HTTP interface without passwords from web pages, and
-// from peers that keep many connections open. Certificate reads a TLS certificate again when its
-// files change.
+// Package httpserver protects an HTTP interface without passwords from web pages, and from peers that keep many connections open. Its
+// Certificate reads a TLS certificate again when the files change.
 //
-// A web page that a person in this network opens can send requests to any
-// address that the person's browser reaches. It cannot forge the headers that say
-// where a request comes from. It can make a name of its own resolve to our
-// address, but then it must send that name as Host.
+// A web page that a person in this network opens can make the person's browser send requests to any address that the browser reaches.
+// The page cannot forge the headers that say from where a request comes. It can make a name of its own resolve to our address, but then
+// the browser sends that name as Host.
 package httpserver
 
 import (
@@ -22,14 +20,14 @@ import (
 	"strings"
 )
 
-// Guard decides which requests are answered. The zero Guard accepts IP addresses,
-// localhost and the machine's host name as a request's Host.
+// Guard decides which requests are answered. As the Host of a request, the zero Guard accepts IP addresses, localhost and the machine's
+// host name.
 type Guard struct {
-	AllowHosts []string // further names, lower case, without a port
+	AllowHosts []string // further accepted names, in lower case, without a port
 }
 
-// Handler answers a request that a page of another site could have sent with 403 or 415
-// and a JSON body {"error": ...}. It passes all other requests to h.
+// Handler returns a handler that answers a request that a page of another site could have sent with 403 or 415 and a JSON body
+// {"error": ...}. It passes all other requests to h.
 func (g Guard) Handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if code, why := g.refuse(r); why != "" {
@@ -48,7 +46,7 @@ func (g Guard) Allows(r *http.Request) bool {
 	return why == ""
 }
 
-// refuse returns why a request is not answered; empty when it is.
+// refuse returns the status and the reason with which a request is refused; an empty why means that it is answered.
 func (g Guard) refuse(r *http.Request) (code int, why string) {
 	if !g.known(r.Host) {
 		return http.StatusForbidden, fmt.Sprintf("host %.100q is no address and no name of this machine: --allow-host allows it", r.Host)

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// MaxConns is the limit of connections for an interface that people and monitoring use.
+// MaxConns is the connection limit of an interface for people and monitoring.
 const MaxConns = 256
 
 // Limits of one request.
@@ -22,7 +22,7 @@ const (
 	maxHead     = 64 << 10
 )
 
-// NewServer returns an http.Server with limits on the time and the header bytes of one request.
+// NewServer returns an http.Server that limits the time and the header bytes of each request.
 func NewServer(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler: h, ReadHeaderTimeout: headTimeout, ReadTimeout: readTimeout, WriteTimeout: sendTimeout, IdleTimeout: idleTimeout,
@@ -30,11 +30,11 @@ func NewServer(h http.Handler) *http.Server {
 	}
 }
 
-// Limit returns l with a bound on its connections. A new connection at the bound closes the oldest
-// connection of the host with most connections, counting the new one.
+// Limit returns l with at most conns connections at a time. A new connection beyond that closes the oldest connection of the host with
+// the most connections, counting the new one.
 func Limit(l net.Listener, conns int) net.Listener { return &listener{Listener: l, max: conns} }
 
-// Unlimited returns the connection behind one that a limited listener accepted.
+// Unlimited returns the connection inside one that a listener of Limit has accepted.
 func Unlimited(c net.Conn) net.Conn {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
@@ -73,12 +73,12 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 	n := &conn{Conn: c, host: host, of: l}
 	if old := l.add(n); old != nil {
-		_ = old.Close() // it is over either way
+		_ = old.Close() // it is closed in any case
 	}
 	return n, nil
 }
 
-// add adds n, and returns the connection that must be closed for it, if any.
+// add records the new connection n, and returns the connection that must be closed for it, if any.
 func (l *listener) add(n *conn) (old *conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package invariant says whether this build checks itself. With -tags
-// invariants, memory is poisoned after its last use, so that tests find code that still
-// reads it.
+// Package invariant tells whether this build checks itself. With -tags invariants, memory is overwritten after its last use, so that
+// tests find code that still reads it.
 package invariant
 
 import "bytes"
 
 var poison = bytes.Repeat([]byte{0xff}, 4096)
 
-// Poison overwrites b in builds that check themselves. It copies: the race
-// detector looks at a copy once, at a loop once a byte.
+// Poison overwrites b in builds with -tags invariants; in others it does nothing. It uses copy, because the race detector checks a copy
+// once, but a loop once per byte.
 func Poison(b []byte) {
 	if !Enabled {
 		return

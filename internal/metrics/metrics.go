@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package metrics turns the Stats structs of libraries into Prometheus samples.
-// It is the only package that knows Prometheus: a library has a
-// Stats method and tags on the struct that it returns.
+// Package metrics turns the Stats structs of packages into Prometheus samples. It is the only package that imports Prometheus: any
+// other package only has a Stats method, and tags on the struct that it returns.
 //
 //	type Stats struct {
 //		Lookups uint64            `counter:"kvasir_lookups_total" help:"Lookups."`
@@ -13,11 +12,10 @@
 //		Took    histogram.Counts    `histogram:"kvasir_seconds" help:"Time of each."`
 //	}
 //
-// Fields may be integers, floats, bools (0 or 1), durations (seconds), histogram.Counts,
-// and maps from a label's value, or from an array of the values of several labels, to these types. A map
-// should have all known label values from the start, so that a series does not appear only with its first
-// event. The tag always adds labels that are the same in all samples of a field. Fields of a struct without a tag are
-// samples, too; other fields without a tag are for Go callers alone.
+// Fields may be integers, floats, bools (0 or 1), durations (seconds) and histogram.Counts. They may also be maps to these types, from
+// the value of a label, or from an array with the values of several labels. A map should contain all known label values from the start,
+// so that a series exists before its first event. The tag `always` adds labels that are the same in all samples of a field. The fields
+// of an embedded or nested struct without a tag are samples, too. Other fields without a tag are for Go callers only.
 package metrics
 
 import (
@@ -53,11 +51,11 @@ func New(version string) *Registry {
 	return r
 }
 
-// Add adds a library. stats must return its Stats; it is called at each scrape, perhaps
-// by several goroutines at once.
+// Add adds the metrics of a package. stats must return its Stats struct; it is called at each scrape, possibly by several goroutines at
+// a time.
 func Add[T any](r *Registry, stats func() T) { AddWith(r, nil, stats) }
 
-// AddWith is Add for a library whose samples all have the same labels.
+// AddWith is like Add, and adds the same labels to all samples of the package.
 func AddWith[T any](r *Registry, labels map[string]string, stats func() T) {
 	r.reg.MustRegister(newCollector(labels, reflect.TypeFor[T](), func() any { return stats() }))
 }
@@ -65,7 +63,7 @@ func AddWith[T any](r *Registry, labels map[string]string, stats func() T) {
 // Handler answers GET /metrics.
 func (r *Registry) Handler() http.Handler { return promhttp.HandlerFor(r.reg, promhttp.HandlerOpts{}) }
 
-// Of returns a handler that answers GET /metrics with one library alone.
+// Of returns a handler that answers GET /metrics with the metrics of one package only.
 func Of[T any](stats func() T) http.Handler {
 	r := &Registry{prometheus.NewRegistry()}
 	Add(r, stats)
@@ -90,8 +88,8 @@ func Write(w io.Writer, stats any) error {
 	return nil
 }
 
-// Values returns the samples of one Stats struct by name, with a label as Prometheus
-// writes it: x_missed_total{reason="a"}. Histograms are left out.
+// Values returns the samples of one Stats struct by name, with labels as Prometheus writes them: x_missed_total{reason="a"}. Histograms
+// are left out.
 func Values(stats any) map[string]float64 {
 	v := reflect.Indirect(reflect.ValueOf(stats))
 	c, out := newCollector(nil, v.Type(), nil), make(map[string]float64)
@@ -109,11 +107,11 @@ func Values(stats any) map[string]float64 {
 	return out
 }
 
-// series is a tagged field.
+// series is the metric of one field that has a tag.
 type series struct {
 	name      string
-	labels    []string // of a map's keys
-	field     []int    // by reflect.Value.FieldByIndex
+	labels    []string // labels that a map's keys have as values
+	field     []int    // for reflect.Value.FieldByIndex
 	desc      *prometheus.Desc
 	kind      prometheus.ValueType
 	histogram bool
@@ -177,8 +175,8 @@ func (c *collector) walk(t reflect.Type, at []int) {
 	}
 }
 
-// constant returns the labels of all samples of a field: those of the collector, and
-// those of its tag, as a=b,c=d.
+// constant returns the labels that all samples of a field have: those of the collector, and those of the field's tag `always`, which
+// has the form a=b,c=d.
 func (c *collector) constant(always string) prometheus.Labels {
 	if always == "" {
 		return c.labels
@@ -219,7 +217,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// values returns the label values of a map's key.
+// values returns the label values in a map's key.
 func values(key reflect.Value) []string {
 	if key.Kind() != reflect.Array {
 		return []string{key.String()}
@@ -231,7 +229,7 @@ func values(key reflect.Value) []string {
 	return out
 }
 
-// pairs returns labels and values in Prometheus's form.
+// pairs returns the labels and their values in Prometheus's form.
 func (s *series) pairs(key reflect.Value) string {
 	var out []string
 	for i, v := range values(key) {

@@ -8,16 +8,16 @@ import (
 	"strconv"
 )
 
-// Answer has the parts that a proxy needs of an answer that is no stream.
+// Answer holds what a proxy needs to know about an answer that is no stream.
 type Answer struct {
-	Params []byte // kv_transfer_params, an object; nil: none
-	Cached int    // usage.prompt_tokens_details.cached_tokens, which engines leave out for 0; -1: there is no usage
-	// Stopped says that a stop token of the model ended the answer: not the length, and not a text of the request's stop, which the
-	// engine's frontend finds only after the scheduler.
+	Params []byte // kv_transfer_params, a JSON object; nil: none
+	Cached int    // usage.prompt_tokens_details.cached_tokens; engines leave it out if it is 0; -1: there is no usage
+	// Stopped means that a stop token of the model ended the answer. The length did not end it, nor did a text in the request's stop,
+	// which the engine's frontend finds only after the scheduler.
 	Stopped bool
 }
 
-// ScanAnswer reads an answer, which must be a JSON object. It does not keep text.
+// ScanAnswer reads an answer, which must be a JSON object. The result does not keep text in memory.
 func ScanAnswer(text []byte) (a Answer, err error) {
 	r := Request{Body: text, fields: make([]field, 0, usualFields)}
 	if err := r.scan(); err != nil {
@@ -70,7 +70,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 	return a, nil
 }
 
-// stopped reports whether the first of an answer's choices ended at a stop token.
+// stopped reports whether the first choice of an answer ended at a stop token.
 func stopped(text []byte, choices Range) bool {
 	list, ok := elements(text, choices)
 	if !ok || len(list) == 0 {
@@ -85,25 +85,25 @@ func stopped(text []byte, choices Range) bool {
 	return reason == "stop" && !byText
 }
 
-// cachedKeys are the names of the number of cached tokens in a usage, in OpenAI's APIs and Anthropic's.
+// cachedKeys are the keys for the number of cached tokens in a usage, in OpenAI's APIs and in Anthropic's.
 var cachedKeys = [][]byte{[]byte(`"cached_tokens"`), []byte(`"cache_read_input_tokens"`)}
 
-// HasCached reports whether an answer, or an event of a stream, has a number of cached tokens.
+// HasCached reports whether an answer, or an event of a stream, contains a number of cached tokens.
 func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
-// HasMoreEvents reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has the number
-// of cached tokens.
+// HasMoreEvents reports whether an event of a stream of SGLang's /generate says that others follow (finish_reason null). Each event has
+// the number of cached tokens.
 func HasMoreEvents(event []byte) bool {
-	at := bytes.LastIndex(event, finishReason) // the last one, since a text before it may contain the same words
+	at := bytes.LastIndex(event, finishReason) // the last occurrence, because a text before it may contain the same words
 	return at >= 0 && bytes.HasPrefix(bytes.TrimLeft(event[at+len(finishReason):], " :"), []byte("null"))
 }
 
 var finishReason = []byte(`"finish_reason"`)
 
-// SetCached returns an answer, or an event of a stream, with another number of cached tokens in its usage.
-// It returns a text without such a number unchanged. It does not change the same keys elsewhere, for example in a tool call.
+// SetCached returns an answer, or an event of a stream, with n as the number of cached tokens in its usage. A text without such a
+// number stays unchanged. The same keys elsewhere, for example in a tool call, stay unchanged, too.
 func SetCached(text []byte, n int) []byte {
 	if !HasCached(text) {
 		return text
@@ -124,7 +124,7 @@ func SetCached(text []byte, n int) []byte {
 	return append(out, text[at:]...)
 }
 
-// usages returns where the usage of an answer, or of an event of a stream, is: at the top, or in the response or message of an event.
+// usages returns the ranges of the usages in an answer, or in an event of a stream: at the top, or in the event's response or message.
 func usages(text []byte) (all []Range) {
 	if json := bytes.TrimLeft(text, " \t\r\n"); len(json) > 0 && json[0] == '{' {
 		return usagesOf(text, Range{0, len(text)}, nil)
@@ -139,7 +139,7 @@ func usages(text []byte) (all []Range) {
 	return all
 }
 
-// usagesOf appends the usages of an object, in order.
+// usagesOf appends to all the ranges of the usages in an object, in order.
 func usagesOf(text []byte, object Range, all []Range) []Range {
 	r, err := Scan(object.Of(text))
 	if err != nil {
@@ -192,8 +192,8 @@ func setCached(text, cachedKey []byte, n int) []byte {
 	return append(out, text...)
 }
 
-// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, and
-// SGLang's OpenAI routes at the top (0.5.23). FastAPI, on which both are built, has a text as detail.
+// ErrorIn returns the kind and the text of the error in the body of an engine's answer; "": there is none. vLLM puts them under error,
+// and SGLang's OpenAI routes at the top (0.5.23). FastAPI, on which both are built, puts a text under detail.
 func ErrorIn(body []byte) (kind, text string) {
 	type said struct {
 		Message string `json:"message"`

@@ -13,10 +13,10 @@ func unquote(v []byte) (s string, err error) {
 	return s, err
 }
 
-// Edit is a change of one key of a request.
+// Edit is a change of one key of a request's JSON object.
 type Edit struct {
 	Key   string
-	Value []byte // JSON; nil removes the key
+	Value []byte // the new value as JSON; nil removes the key
 }
 
 // Each calls f with each key and its value, in order.
@@ -27,9 +27,8 @@ func (r *Request) Each(f func(name string, value []byte)) {
 	}
 }
 
-// Apply returns the body with changes, as pieces that share the body's memory, and their
-// total length. It changes an existing key in its place, at each occurrence, and adds other keys at
-// the end.
+// Apply returns the body with the edits made, as pieces that share the body's memory, and their total length. It changes an existing
+// key in its place, at each occurrence. It adds a new key at the end.
 func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 	at := 0
 	put := func(b []byte) {
@@ -39,8 +38,8 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 	}
 	done := make([]bool, len(edits))
 	var most [32]int
-	which := most[:0]   // edit of each field; -1: none
-	kept, last := 0, -1 // last of the fields that stay
+	which := most[:0]   // index of the edit of each field; -1: none
+	kept, last := 0, -1 // number of the fields that stay, and the last of them
 	for i := range r.fields {
 		name, _ := r.Text(r.fields[i].name)
 		e := slices.IndexFunc(edits, func(e Edit) bool { return e.Key == name })
@@ -78,7 +77,7 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 		if kept > 0 {
 			tail = append(tail, ',')
 		}
-		key, _ := json.Marshal(e.Key) // a string
+		key, _ := json.Marshal(e.Key) // a string always encodes
 		tail = append(append(append(tail, key...), ':'), e.Value...)
 		kept++
 	}

@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// API is one of the interfaces that an engine serves. Each has events of its own.
+// API is one of the interfaces that an engine serves. Each API has its own kinds of events.
 type API uint8
 
 const (
@@ -17,10 +17,10 @@ const (
 	Responses              // /v1/responses
 	Messages               // /v1/messages, Anthropic's
 	Native                 // /generate, SGLang's
-	Other                  // its streams, if it has any, end with the HTTP body
+	Other                  // if it has streams, they end when the HTTP body ends
 )
 
-// APIOf returns the API of a path.
+// APIOf returns the API to which a path belongs.
 func APIOf(path string) API {
 	switch {
 	case path == "/v1/completions", strings.HasPrefix(path, "/v1/chat/completions"):
@@ -35,7 +35,7 @@ func APIOf(path string) API {
 	return Other
 }
 
-// Last describes the last event of a whole stream of the API, for logs.
+// Last returns a text for logs that describes the last event of a complete stream of the API.
 func (a API) Last() string {
 	return [...]string{"data: " + Done, "response.completed, response.incomplete or response.failed", "message_stop", "data: " + Done, "any event"}[a]
 }
@@ -43,16 +43,16 @@ func (a API) Last() string {
 // EndsWithDone reports whether the last event of a stream of the API is [DONE].
 func (a API) EndsWithDone() bool { return a == Completions || a == Native }
 
-// AppendError appends an event that ends a stream with an error, in the API's form. status is the HTTP status that the same error
-// would have as an answer.
+// AppendError appends an event that ends a stream with an error, in the API's form. status is the HTTP status that this error would
+// have outside a stream.
 //
 // Sources: vLLM 0.32 (completions), OpenAI's Responses streaming events ("error"), Anthropic's Messages streaming ("error").
 func (a API) AppendError(b []byte, status int, kind, text string) []byte {
 	inner := map[string]any{"message": text, "type": kind, "param": nil, "code": status}
-	var data []byte // of plain values, which always marshal
+	var data []byte // plain values can always be encoded
 	switch a {
 	case Responses:
-		// Clients look for "error" inside, or for the fields of the event.
+		// Some clients look for "error" in the event, others for the event's own fields.
 		data, _ = json.Marshal(map[string]any{"type": "error", "sequence_number": 0, "code": "server_error", "message": text, "param": nil, "error": inner})
 		b = append(b, "event: error\n"...)
 	case Messages:
@@ -64,42 +64,42 @@ func (a API) AppendError(b []byte, status int, kind, text string) []byte {
 	return AppendEvent(b, data)
 }
 
-// State is the state of a stream.
+// State is how far a stream has come.
 type State uint8
 
 const (
 	Open     State = iota // the last event has not come
 	Complete              // the last event has come
-	Failed                // the last event was an error, so the client knows why the stream ended
+	Failed                // the last event was an error that tells the client why the stream ended
 )
 
-// lineBytes is how many bytes of a line an End keeps: enough for the name of an event, or the beginning of its data.
+// lineBytes is how many bytes of a line an End keeps: enough for the name of an event, or for the beginning of its data.
 const lineBytes = 96
 
-// End reads a stream of events, in whatever pieces it comes, to find out whether it is whole.
+// End reads a stream of events, in pieces of any size, to find out whether the stream is complete.
 //
-// Comments, pings and empty events do not count. An event counts once the empty line after it has come; [DONE]
-// needs no empty line.
+// Comments, pings and empty events do not count. An event counts once the empty line after it has come. [DONE] needs no empty line.
 type End struct {
 	api   API
 	state State
 
-	line    [lineBytes]byte // the beginning of the line that is being read
-	n       int             // bytes of line
-	long    bool            // the line is longer
-	events  int             // number of ended events with data, without pings
-	name    string          // name of the event that is being read; "": none
-	data    []byte          // the beginning of its data
+	line    [lineBytes]byte // the beginning of the current line
+	n       int             // bytes of the current line in `line`
+	long    bool            // the current line is longer than n
+	events  int             // number of complete events with data, without pings
+	name    string          // name of the current event; "": none
+	data    []byte          // the beginning of the current event's data
 	hasData bool
-	failed  bool   // an event said that the engine failed
-	tail    []byte // for SGLang's /generate: the last bytes, in which a statusOfAbort may begin
+	failed  bool   // an event reported that the engine failed
+	tail    []byte // for SGLang's /generate: the last bytes of the stream, in which a statusOfAbort may begin
 }
 
-// statusOfAbort is the text in an event of SGLang's /generate that says that the engine ended the answer by its own fault (0.5.23). It is in
-// meta_info.finish_reason, after a text of any length. Inside a JSON string its quotes would have backslashes.
+// statusOfAbort is the text by which an event of SGLang's /generate reports that the engine itself is at fault for the end of the
+// answer (0.5.23). It is in meta_info.finish_reason, after a text of any length. Inside a JSON string, its quotes would have
+// backslashes.
 var statusOfAbort = []byte(`"status_code":5`)
 
-// NewEnd returns the End of a stream of an API.
+// NewEnd returns an End for a stream of the API a.
 func NewEnd(a API) *End { return &End{api: a} }
 
 // Add reads the next bytes of the stream.
@@ -131,7 +131,7 @@ func (e *End) Add(b []byte) {
 	}
 }
 
-// takeLine handles a line that has ended.
+// takeLine handles a complete line.
 func (e *End) takeLine() {
 	line := bytes.TrimPrefix(e.line[:e.n], bom)
 	if !e.long {
@@ -157,7 +157,7 @@ func (e *End) takeLine() {
 	}
 }
 
-// after returns the state of the stream after the event that was just read.
+// after returns the state of the stream after the event that has just been read.
 func (e *End) after() State {
 	name := e.name
 	if name == "" {
@@ -181,7 +181,7 @@ var lastEvents = map[API][]string{
 	Messages:  {"message_stop"},
 }
 
-// typeOf returns the type at the beginning of an event's data; "": there is none.
+// typeOf returns the value of "type" at the beginning of an event's data; "": there is none.
 func typeOf(data []byte) string {
 	rest, ok := bytes.CutPrefix(data, []byte(`{"type":`))
 	if rest = bytes.TrimLeft(rest, " "); !ok || len(rest) == 0 || rest[0] != '"' {
@@ -194,7 +194,7 @@ func typeOf(data []byte) string {
 	return string(name)
 }
 
-// Failed reports whether an event of the stream was an error. Engines may send [DONE] even after an error.
+// Failed reports whether any event of the stream was an error. Engines may send [DONE] even after an error.
 func (e *End) Failed() bool { return e.failed }
 
 // Events returns how many events with data have come, without pings.
@@ -210,18 +210,18 @@ func (e *End) State() State {
 		e.api.EndsWithDone() && e.n == 0 && e.hasData && string(e.data) == Done:
 		return Complete
 	case e.n > 0 || e.hasData || e.name != "":
-		return Open // an event has begun and not ended
+		return Open // an event has begun but not ended
 	}
 	return e.state
 }
 
-// Kind says what an event shows about an engine's progress.
+// Kind says what an event tells about the progress of an answer.
 type Kind uint8
 
 const (
 	Nothing Kind = iota // a comment, a ping or an empty event
-	Opening             // the beginning of an answer that has no token yet
-	Failure             // the engine failed, by no fault of the request
+	Opening             // the beginning of an answer, without a token
+	Failure             // the engine failed, and the request is not at fault
 	Data                // anything else
 )
 
@@ -259,7 +259,8 @@ func (a API) KindOf(raw []byte) Kind {
 	return Data
 }
 
-// isOpening has the events that begin a part of an answer. A part that begins empty has no token yet; a tool call begins with its name.
+// isOpening lists the events that begin a part of an answer. A text part begins empty, without a token; a tool call begins with its
+// name.
 var isOpening = map[string]bool{
 	"content_block_start": true, "response.output_item.added": true, "response.content_part.added": true,
 	"response.reasoning_part.added": true, "response.reasoning_summary_part.added": true,
@@ -303,10 +304,10 @@ type errorEvent struct {
 	} `json:"error"`
 }
 
-// status returns the HTTP status that the same error would have as an answer; 0: the event does not say it.
+// status returns the HTTP status that the same error would have outside a stream; 0: the event does not tell it.
 //
-// If a request is at fault, SGLang's /generate streams {"error":{"message":TEXT}}; without a stream it answers 400
-// (0.5.23, http_server.py). A failure of the engine itself has a code.
+// If the request is at fault, SGLang's /generate streams {"error":{"message":TEXT}}; without a stream it answers 400 (0.5.23,
+// http_server.py). The error of an engine that failed has a code.
 func (e *errorEvent) status(a API) int {
 	if code, ok := e.Error.Code.(float64); ok {
 		return int(code)
@@ -317,7 +318,7 @@ func (e *errorEvent) status(a API) int {
 	return 0
 }
 
-// failureOf returns Data for an error event that says that the request is at fault, and Failure for other errors.
+// failureOf returns Data for an error event that says that the request is at fault, and Failure for any other error.
 func (a API) failureOf(data []byte) Kind {
 	var e errorEvent
 	if json.Unmarshal(data, &e) != nil {
@@ -329,7 +330,7 @@ func (a API) failureOf(data []byte) Kind {
 	return Failure
 }
 
-// aborted returns the status and the text of the error with which SGLang ended an answer of /generate; 0: there was none.
+// aborted returns the status and the text of the error with which SGLang ended an answer of /generate; status 0: there was none.
 func aborted(data []byte) (status int, text string) {
 	var e struct {
 		Meta struct {
@@ -347,7 +348,7 @@ func aborted(data []byte) (status int, text string) {
 }
 
 // Refused returns the status and the error, a JSON object, if the first event of a stream says that the request is at fault, or that
-// the engine has no room (503). Status 0: the event says something else.
+// the engine has no room (503). Status 0 means that the event says neither.
 func (a API) Refused(raw []byte) (status int, text []byte) {
 	refusal := func(status int) bool { return status >= 400 && status < 500 || status == 503 }
 	for line := range bytes.Lines(raw) {
@@ -366,7 +367,7 @@ func (a API) Refused(raw []byte) (status int, text []byte) {
 			}
 		case a == Native && bytes.Contains(data, []byte(`"abort"`)):
 			if status, text := aborted(data); refusal(status) {
-				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // texts
+				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // strings always encode
 				return status, body
 			}
 		}
@@ -375,7 +376,7 @@ func (a API) Refused(raw []byte) (status int, text []byte) {
 	return 0, nil
 }
 
-// onlyRole reports whether a chunk of a chat has only the role, and no content.
+// onlyRole reports whether a chunk of a chat contains only the role and no content.
 func onlyRole(data []byte) bool {
 	var c struct {
 		Choices []struct {
@@ -400,7 +401,7 @@ func onlyRole(data []byte) bool {
 }
 
 // Aborted reports whether an answer of the completions API, or the beginning of its stream, says that the engine aborted the request
-// before its first token, as vLLM does when it shuts down: each choice has only the finish_reason "abort".
+// before its first token, as vLLM does when it shuts down: each choice contains only the finish_reason "abort".
 func (a API) Aborted(text []byte) bool {
 	if a != Completions || !bytes.Contains(text, []byte(`"abort"`)) {
 		return false
@@ -448,7 +449,7 @@ func (a API) Aborted(text []byte) bool {
 	return true
 }
 
-// EventLen returns the length of the first event of b, including its empty line; 0: the event is not whole.
+// EventLen returns the length of the first event in b, with its empty line; 0: the event is incomplete.
 func EventLen(b []byte) int {
 	for at := 0; ; {
 		i := bytes.IndexByte(b[at:], '\n')

@@ -10,17 +10,17 @@ import (
 	"strings"
 )
 
-// Part describes one of several answers that are joined into one, the whole: the answer to one prompt of a list.
+// Part describes one of several answers that are joined into one answer (the whole): the answer to one prompt of a list.
 type Part struct {
-	Index int    // index of its choice in the whole
-	Whole string // request id of the whole, with which the part's request id begins. The id of the answer is cut after it. "": the id stays
-	ID    string // id of the whole's answer, in place of the part's; "": see Whole
-	Later bool   // an earlier part has the same prompt; the whole counts its tokens once
+	Index int    // index of the part's choice in the whole
+	Whole string // request id of the whole, with which the part's request id begins. The answer's id is cut after it. "": the id stays
+	ID    string // id of the whole's answer, which replaces the part's id; "": see Whole
+	Later bool   // an earlier part has the same prompt, whose tokens the whole counts only once
 }
 
 var errNoChoices = errors.New("openai: an answer without choices")
 
-// field returns the value of a top-level key, the last one.
+// field returns the range of the value of a top-level key; of several, the last.
 func (r *Request) field(name string) (at Range) {
 	for i := range r.fields {
 		if key, _ := r.Text(r.fields[i].name); key == name {
@@ -30,7 +30,7 @@ func (r *Request) field(name string) (at Range) {
 	return at
 }
 
-// renumbered returns the choices of an answer or event with the part's index.
+// renumbered returns the choices of an answer or event, with the index of the part.
 func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
 	list, ok := elements(r.Body, r.field("choices"))
 	if !ok {
@@ -48,10 +48,10 @@ func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
 	return choices, nil
 }
 
-// id returns the edit that sets an answer's id to that of the whole.
+// id returns the edit that gives an answer the id of the whole.
 func (p Part) id(r *Request) []Edit {
 	if p.ID != "" {
-		value, _ := json.Marshal(p.ID) // a text
+		value, _ := json.Marshal(p.ID) // a string always encodes
 		return []Edit{{Key: "id", Value: value}}
 	}
 	id, _ := r.Text(r.field("id"))
@@ -59,13 +59,13 @@ func (p Part) id(r *Request) []Edit {
 	if at < 0 || p.Whole == "" {
 		return nil
 	}
-	value, _ := json.Marshal(id[:at+len(p.Whole)]) // a text
+	value, _ := json.Marshal(id[:at+len(p.Whole)]) // a string always encodes
 	return []Edit{{Key: "id", Value: value}}
 }
 
-// Event turns an event of a part's stream into an event of the whole. For an event without choices it returns the usage and no event, since
-// the whole has one usage at its end. An event with neither, such as SGLang's sglext, is passed on only from the first part, as with one
-// engine; for other parts both results are nil.
+// Event turns an event of a part's stream into an event of the whole. For an event without choices it returns only the usage, because
+// the whole has one usage, at its end. An event with neither choices nor usage, such as SGLang's sglext, is passed on only from the
+// first part, as one engine would send it; for other parts both results are nil.
 func (p Part) Event(data []byte) (whole, usage []byte, err error) {
 	r, err := Scan(data)
 	if err != nil {
@@ -90,8 +90,8 @@ func list(items [][]byte) []byte {
 	return append(b, ']')
 }
 
-// JoinAnswers makes one answer of the answers of parts: all choices, the summed usage, and the rest from the first answer. It also joins
-// events that have only a usage.
+// JoinAnswers makes one answer of the answers of parts: all choices, the sum of the usages, and everything else from the first answer.
+// It can also join events that have only a usage.
 func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	var choices [][]byte
 	var sum any
@@ -134,7 +134,7 @@ func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	return bytes.Join(pieces, nil), nil
 }
 
-// withoutPrompt returns a usage without the tokens of the prompt.
+// withoutPrompt returns a usage that does not count the tokens of the prompt.
 func withoutPrompt(usage any) any {
 	u, ok := usage.(map[string]any)
 	if !ok {
@@ -142,7 +142,7 @@ func withoutPrompt(usage any) any {
 	}
 	number := func(name string) int64 {
 		v, _ := u[name].(json.Number)
-		n, _ := v.Int64() // 0 for what is none
+		n, _ := v.Int64() // 0 if it is not a number
 		return n
 	}
 	if _, ok := u["total_tokens"]; ok {
@@ -153,7 +153,7 @@ func withoutPrompt(usage any) any {
 	return u
 }
 
-// added adds the numbers of two JSON values, key by key. For other values it returns the first.
+// added adds the numbers in two JSON values, key by key. For values that are not numbers it returns the first.
 func added(a, b any) any {
 	switch x := a.(type) {
 	case nil:
@@ -166,7 +166,7 @@ func added(a, b any) any {
 		n, err := x.Int64()
 		m, err2 := y.Int64()
 		if err != nil || err2 != nil {
-			f, _ := x.Float64() // 0 for what is none
+			f, _ := x.Float64() // 0 if it is not a number
 			g, _ := y.Float64()
 			return f + g
 		}

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package openai knows as much of the OpenAI API as a proxy needs: where the few fields of a
-// request are that the proxy reads or changes, and where the events of a stream end.
+// Package openai knows as much of the OpenAI API as a proxy needs: where in a request the fields are that the proxy reads or changes,
+// and where the events of a stream end.
 //
-// A request is scanned once and never decoded. All parts that are not changed pass byte for byte,
-// including unknown fields and their order.
+// A request is scanned once and never decoded. Everything that is not changed passes byte for byte, including unknown fields and the
+// order of fields.
 package openai
 
 import (
@@ -17,17 +17,17 @@ import (
 	"unicode/utf8"
 )
 
-// Range is a run of bytes of a body: [From, To). The zero Range is none.
+// Range is the range of bytes [From, To) of a body. The zero Range means none.
 type Range struct{ From, To int }
 
 // Has reports whether the range is not empty.
 func (r Range) Has() bool { return r.To > r.From }
 
-// Of returns the bytes.
+// Of returns the bytes of body in the range.
 func (r Range) Of(body []byte) []byte { return body[r.From:r.To] }
 
-// Request is a scanned body: a JSON object. A Range is that of a value, with the quotes of a string.
-// If a key comes twice, it is that of the last value, as in JSON decoders.
+// Request is a scanned body, which is a JSON object. Its Ranges are those of the values of keys; the range of a string includes its
+// quotes. If a key occurs twice, its last value counts, as in JSON decoders.
 type Request struct {
 	Body []byte
 
@@ -66,9 +66,9 @@ type Request struct {
 
 // field is one key of the object.
 type field struct {
-	name  Range // with its quotes
+	name  Range // includes the quotes
 	value Range
-	end   int // end of the text to cut when the key is removed: after its comma, if it has one
+	end   int // end of the text to cut if the key is removed: after its comma, if it has one
 }
 
 // Limits of a body.
@@ -77,7 +77,7 @@ const (
 	maxFields = 1024
 )
 
-// SyntaxError says at which byte a body is not a valid JSON object.
+// SyntaxError says at which byte, and why, a body is not a valid JSON object.
 type SyntaxError struct {
 	Offset int // byte
 	Text   string
@@ -87,9 +87,8 @@ func (e *SyntaxError) Error() string {
 	return fmt.Sprintf("openai: position %d: %s", e.Offset, e.Text)
 }
 
-// Scan finds the fields of a body. It keeps body and allocates little else. The error is a
-// *SyntaxError: text that is no JSON, nested deeper than 512, or an object of more than 1,024
-// keys.
+// Scan finds the fields of a body. It keeps body and allocates little else. The error is a *SyntaxError: body is not JSON, is nested
+// deeper than 512, or is an object with more than 1,024 keys.
 func Scan(body []byte) (*Request, error) {
 	r := &Request{Body: body, fields: make([]field, 0, usualFields)}
 	if err := r.scan(); err != nil {
@@ -98,10 +97,10 @@ func Scan(body []byte) (*Request, error) {
 	return r, nil
 }
 
-// usualFields is how many keys most objects have at most.
+// usualFields is the number of keys that most objects do not exceed.
 const usualFields = 12
 
-// scan is Scan of r.Body. It allocates where there are more keys than r.fields has room for.
+// scan scans r.Body as Scan does. It allocates only if there are more keys than r.fields has room for.
 func (r *Request) scan() error {
 	s := scanner{b: r.Body}
 	s.space()
@@ -144,7 +143,7 @@ func (s *scanner) take(c byte) bool {
 	return false
 }
 
-// members reads an object after its opening brace.
+// members reads an object after its opening brace, and records its fields in r.
 func (s *scanner) members(r *Request) error {
 	s.space()
 	if s.take('}') {
@@ -188,10 +187,10 @@ func (s *scanner) members(r *Request) error {
 	}
 }
 
-// note records the ranges of the fields that a proxy reads.
+// note records the range of a field that a proxy reads.
 func (r *Request) note(f field) {
 	name := f.name.Of(r.Body)
-	if name = name[1 : len(name)-1]; bytes.IndexByte(name, '\\') >= 0 { // engines decode escapes in names
+	if name = name[1 : len(name)-1]; bytes.IndexByte(name, '\\') >= 0 { // engines decode escapes in keys
 		text, _ := r.Text(f.name)
 		name = []byte(text)
 	}
@@ -239,7 +238,7 @@ func (r *Request) note(f field) {
 	}
 }
 
-// noteRare is note for fields that few requests have.
+// noteRare records, like note, fields that few requests have.
 func (r *Request) noteRare(name string, value Range) {
 	switch name {
 	case "text":
@@ -283,7 +282,7 @@ func (s *scanner) value(depth int) error {
 	return s.fail("a value is wanted")
 }
 
-// list reads an object or an array.
+// list reads the rest of an object or an array.
 func (s *scanner) list(closing byte, depth int, object bool) error {
 	s.at++
 	s.space()
@@ -344,16 +343,16 @@ func (s *scanner) number() error {
 	return nil
 }
 
-// window is how many bytes of a string are searched at once, for a quote, for backslashes and for bytes that are
-// not plain. They stay in the processor's first cache meanwhile.
+// window is how many bytes of a string are searched at a time, for a quote, for backslashes and for bytes that are not plain. So they
+// stay in the processor's first cache between the searches.
 const window = 16 << 10
 
-// text reads a string. It skips from one backslash or quote to the next, which it finds many bytes at a time.
+// text reads a string. It jumps from one backslash or quote to the next, which it finds many bytes at a time.
 func (s *scanner) text() error {
 	if !s.take('"') {
 		return s.fail("expected a string")
 	}
-	to, quote := -1, false // where the window ends, and whether there is a quote
+	to, quote := -1, false // end of the current window, and whether a quote is there
 	for {
 		if to < s.at || to == s.at && !quote {
 			to, quote = s.window()
@@ -381,7 +380,7 @@ func (s *scanner) text() error {
 	}
 }
 
-// window returns where the next window ends: at a quote, between two runes, or where the text ends.
+// window returns the end of the next window: at a quote, between two runes, or at the end of the text.
 func (s *scanner) window() (to int, quote bool) {
 	to = min(len(s.b), s.at+window)
 	if i := bytes.IndexByte(s.b[s.at:to], '"'); i >= 0 {
@@ -395,7 +394,7 @@ func (s *scanner) window() (to int, quote bool) {
 	return to, false
 }
 
-// notPlain says where a run is not plain.
+// notPlain returns an error for the first byte of a run that makes the run not plain, or nil.
 func (s *scanner) notPlain(run []byte) error {
 	for len(run) > 0 {
 		r, n := utf8.DecodeRune(run)
@@ -436,15 +435,15 @@ func hexDigit(c byte) bool {
 	return c >= '0' && c <= '9' || c >= 'a' && c <= 'f' || c >= 'A' && c <= 'F'
 }
 
-// plain reports whether b has no control characters and is UTF-8.
+// plain reports whether b is UTF-8 without control characters.
 func plain(b []byte) bool {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
-	var low, high uint64 // a top bit is set if there is a control character, a byte that is no ASCII
+	var low, high uint64 // their top bits are set if there is a control character, or a byte that is not ASCII
 	rest := b
 	for ; len(rest) >= 32; rest = rest[32:] {
 		w0, w1 := binary.LittleEndian.Uint64(rest), binary.LittleEndian.Uint64(rest[8:])
 		w2, w3 := binary.LittleEndian.Uint64(rest[16:]), binary.LittleEndian.Uint64(rest[24:])
-		// A byte below 0x20 borrows from the next higher byte, which may then also count as one.
+		// A byte below 0x20 borrows from the next higher byte, which may then count as such a byte, too.
 		low |= (w0-ones*0x20)&^w0 | (w1-ones*0x20)&^w1 | (w2-ones*0x20)&^w2 | (w3-ones*0x20)&^w3
 		high |= w0 | w1 | w2 | w3
 	}
@@ -454,7 +453,7 @@ func plain(b []byte) bool {
 	}
 	switch {
 	case len(rest) == 0:
-	case len(b) >= 8: // the last 8 bytes; some are checked twice
+	case len(b) >= 8: // checks the last 8 bytes, some of them a second time
 		w := binary.LittleEndian.Uint64(b[len(b)-8:])
 		low, high = low|(w-ones*0x20)&^w, high|w
 	default:
@@ -468,7 +467,7 @@ func plain(b []byte) bool {
 	return low&highs == 0 && (high&highs == 0 || utf8.Valid(b))
 }
 
-// Text returns the string at a range; ok is false for another value, or none.
+// Text returns the string at a range; ok is false if the value is not a string, or is missing.
 func (r *Request) Text(at Range) (s string, ok bool) {
 	if !at.Has() {
 		return "", false
@@ -484,8 +483,8 @@ func (r *Request) Text(at Range) (s string, ok bool) {
 	return s, err == nil
 }
 
-// Int returns the whole number at a range as engines read it; ok is false for another value, or none. vLLM parses requests with Pydantic in
-// lax mode, which also accepts 3.0, 3e0, "3", " +3.0 " and true.
+// Int returns the whole number at a range as engines read it; ok is false for any other value, or none. vLLM parses requests with
+// Pydantic in lax mode, which also accepts 3.0, 3e0, "3", " +3.0 " and true.
 func (r *Request) Int(at Range) (n int, ok bool) {
 	number := string(at.Of(r.Body))
 	text, isText := r.Text(at)
@@ -509,14 +508,15 @@ func (r *Request) Int(at Range) (n int, ok bool) {
 	return int(f), true
 }
 
-// Countable reports whether a limit is a number above 0, null or missing: the values that an engine accepts as a number of tokens.
+// Countable reports whether the value at a range is a number above 0, null or missing: the values that an engine accepts as a limit of
+// tokens.
 func (r *Request) Countable(at Range) bool {
 	n, ok := r.Int(at)
 	return ok && n > 0 || !at.Has() || string(at.Of(r.Body)) == "null"
 }
 
-// Bool returns the boolean at a range as engines read it; ok is false for another value, or none. Pydantic's lax mode also accepts 1, 1.0
-// and words such as "true", "on" and "Yes".
+// Bool returns the boolean at a range as engines read it; ok is false for any other value, or none. Pydantic's lax mode also accepts 1,
+// 1.0 and words such as "true", "on" and "Yes".
 func (r *Request) Bool(at Range) (v, ok bool) {
 	text, isText := r.Text(at)
 	if !isText {

@@ -4,11 +4,11 @@ package openai
 
 import "slices"
 
-// OneSequence reports whether an engine makes a single sequence of the request: one prompt, one answer.
+// OneSequence reports whether an engine makes a single sequence of the request: one prompt with one answer.
 //
 // vLLM makes several sequences if the prompt is a list of texts or of lists of token ids (a list of numbers is one prompt), if n or
-// best_of is above 1, and for a beam search. Each of them has a prefill of its own, while kv_transfer_params name one transfer.
-// A value that this package does not understand counts as several: the engine refuses it, or knows what it means.
+// best_of is above 1, and for a beam search. Each sequence has a prefill of its own, while kv_transfer_params name a single transfer. A
+// value that this package does not understand counts as several: the engine refuses it, or knows what it means.
 func (r *Request) OneSequence() bool {
 	is := func(at Range, values ...string) bool {
 		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
@@ -16,8 +16,8 @@ func (r *Request) OneSequence() bool {
 	return is(r.N, "1", "null") && is(r.BestOf, "1", "null") && is(r.Beam, "false", "null") && r.onePrompt()
 }
 
-// OfVLLM reports whether a request asks for something that only vLLM can do: a beam search, the best of several answers, or an answer to
-// embeddings.
+// OfVLLM reports whether a request asks for something that only vLLM can do: a beam search, the best of several answers, or an answer
+// to embeddings.
 func (r *Request) OfVLLM() bool {
 	is := func(at Range, values ...string) bool {
 		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
@@ -39,7 +39,7 @@ func (r *Request) onePrompt() bool {
 	return oneElement(prompt.Of(r.Body))
 }
 
-// oneElement reports whether a valid JSON value is a list of one element, or of numbers.
+// oneElement reports whether a valid JSON value is a list of one element, or a list of numbers.
 func oneElement(list []byte) bool {
 	s := scanner{b: list}
 	if !s.take('[') {
@@ -56,10 +56,9 @@ func oneElement(list []byte) bool {
 	return s.take(']')
 }
 
-// Prompts returns the ranges of the prompts of a completion whose prompt is a list. apart says that each of them can be
-// sent as a request of its own, with the same answers: all are texts or lists of token ids, none is empty, and
-// the other fields ask for one answer to each. count is the number of prompts; prompts has at most limit of them. count below 2: the
-// request has no such list.
+// Prompts returns the ranges of the prompts of a completion whose prompt is a list. apart means that each prompt can be sent as a
+// request of its own, with the same answers: all are texts or lists of token ids, none is empty, and the other fields ask for one
+// answer per prompt. count is the number of prompts, or less than 2 if the request has no such list; prompts has at most limit of them.
 func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
 		return nil, 0, false
@@ -81,7 +80,7 @@ func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	return prompts, count, apart
 }
 
-// isSinglePrompt reports whether a prompt of a list can be a request of its own: a text or a list of numbers that is not empty.
+// isSinglePrompt reports whether a prompt in a list can be a request of its own: it is a text or a list of numbers, and is not empty.
 func isSinglePrompt(body []byte, at Range) bool {
 	if body[at.From] == '"' {
 		return at.To-at.From > 2
@@ -108,7 +107,7 @@ func elements(body []byte, list Range) (all []Range, ok bool) {
 	return all, ok
 }
 
-// firstElements returns the ranges of the first elements of a valid JSON list, limit at most, and the number of all elements.
+// firstElements returns the ranges of the first elements of a valid JSON list, at most limit, and the number of all elements.
 func firstElements(body []byte, list Range, limit int) (all []Range, n int, ok bool) {
 	s := scanner{b: body[:list.To], at: list.From}
 	if !s.take('[') {
@@ -128,7 +127,7 @@ func firstElements(body []byte, list Range, limit int) (all []Range, n int, ok b
 	return all, n, true
 }
 
-// beginsWith returns the first byte of the first element of a valid JSON list; 0: it is empty.
+// beginsWith returns the first byte of the first element of a valid JSON list; 0: the list is empty.
 func beginsWith(body []byte, list Range) byte {
 	s := scanner{b: body[:list.To], at: list.From + 1}
 	if s.space(); s.at >= list.To-1 {

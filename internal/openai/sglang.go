@@ -11,18 +11,18 @@ import (
 	"strconv"
 )
 
-// Sequence is one prompt and one answer of a request that asks for several.
+// Sequence is one prompt with one answer, of a request that asks for several.
 type Sequence struct {
 	Prompt int    // number of the prompt
-	Sample int    // number of the answer to it
-	Edits  []Edit // turn the request into one for this sequence alone
+	Sample int    // number of the answer to that prompt
+	Edits  []Edit // turn the request into a request for this sequence only
 }
 
 // ErrSequences means that a request cannot be divided into its sequences.
 var ErrSequences = errors.New("openai: the request cannot be divided into its prompts and answers")
 
-// batched has the keys of SGLang's /generate whose value may be a list with an element for each prompt (SGLang 0.5.23, io_struct.py).
-// A key with false has a list even for one prompt; it is batched only if its elements are lists.
+// batched lists the keys of SGLang's /generate whose value may be a list with an element for each prompt (SGLang 0.5.23, io_struct.py).
+// For a key with false, the value is a list even for one prompt; it has an element for each prompt only if its elements are lists.
 var batched = map[string]bool{
 	"sampling_params": true, "return_logprob": true, "logprob_start_len": true, "top_logprobs_num": true, "return_sampling_mask": true,
 	"sampling_logprobs_mode": true, "return_hidden_states": true, "lora_path": true, "custom_logit_processor": true, "extra_key": true, "cache_salt": true,
@@ -31,11 +31,11 @@ var batched = map[string]bool{
 	"token_ids_logprob": false, "multi_item_delimiter_indices": false, "token_indices_to_pool": false,
 }
 
-// batchedOfCompletions is batched for /v1/completions (SGLang 0.5.23, openai/protocol.py).
+// batchedOfCompletions is the same table for /v1/completions (SGLang 0.5.23, openai/protocol.py).
 var batchedOfCompletions = map[string]bool{"lora_path": true, "extra_key": true, "cache_salt": true}
 
-// Sequences returns the sequences of a request to a path of SGLang, prompt by prompt, at most limit. The error says what is wrong with the
-// request.
+// Sequences returns the sequences of a request to a path of SGLang, ordered by prompt, at most limit. The error says what is wrong with
+// the request.
 func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) {
 	var prompts [][]Edit
 	n, listed := 1, false
@@ -63,7 +63,7 @@ func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) 
 		for k := range n {
 			own := edits[:len(edits):len(edits)]
 			if ids != nil {
-				value, _ := json.Marshal(ids[i*n+k]) // a text
+				value, _ := json.Marshal(ids[i*n+k]) // a string always encodes
 				own = append(own, Edit{Key: "rid", Value: value})
 			}
 			all = append(all, Sequence{i, k, own})
@@ -72,13 +72,13 @@ func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) 
 	return all, nil
 }
 
-// given reports whether there is a value at a range, other than null.
+// given reports whether the value at a range exists and is not null.
 func (r *Request) given(at Range) bool { return at.Has() && string(at.Of(r.Body)) != "null" }
 
-// Given reports whether the request has a key with a value other than null.
+// Given reports whether the request has the key with a value other than null.
 func (r *Request) Given(key string) bool { return r.given(r.field(key)) }
 
-// answers returns the number of answers at a range, which is 1 if the request does not give it.
+// answers returns the number of answers at a range; 1 if the request does not give it.
 func (r *Request) answers(at Range) (int, error) {
 	if !r.given(at) {
 		return 1, nil
@@ -90,7 +90,8 @@ func (r *Request) answers(at Range) (int, error) {
 	return n, nil
 }
 
-// openAIPrompts returns, for each prompt, edits that leave only that prompt and one answer. A chat has one prompt.
+// openAIPrompts returns, for each prompt, the edits that leave only that prompt, with one answer. n is the number of answers per
+// prompt. A chat has one prompt.
 func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	if n, err = r.answers(r.N); err != nil {
 		return nil, 0, false, err
@@ -120,7 +121,7 @@ func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int,
 	return prompts, n, true, nil
 }
 
-// promptList returns the prompts of a list of texts or of lists of token ids; listed is false for a single prompt.
+// promptList returns the ranges of the prompts in a list of texts or of lists of token ids; listed is false for a single prompt.
 func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, err error) {
 	if !at.Has() || r.Body[at.From] != '[' {
 		return nil, false, nil
@@ -143,7 +144,7 @@ func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, er
 	return list, true, nil
 }
 
-// nativePrompts is openAIPrompts for /generate.
+// nativePrompts does for /generate what openAIPrompts does for OpenAI's paths.
 func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	key, at := "text", r.TextIn
 	if !r.given(at) {
@@ -165,7 +166,7 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 		return nil, 0, false, err
 	}
 	var edit []Edit
-	var last Range // range read last: the same parameters of many prompts are read and stored once
+	var last Range // the range read last: if many prompts share parameters, they are read and stored once
 	for i, at := range list {
 		edits := []Edit{{Key: key, Value: at.Of(r.Body)}}
 		own := r.Sampling
@@ -195,8 +196,8 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 	return prompts, n, true, nil
 }
 
-// batchedFields returns the fields in the table batched that have an element for each prompt, without the prompts themselves. If a key comes
-// twice, the last one counts.
+// batchedFields returns the fields in the table batched that have an element for each prompt, except the prompts themselves. If a key
+// occurs twice, the last one counts.
 func (r *Request) batchedFields(prompts string, count int, batched map[string]bool) (names []string, each [][]Range, err error) {
 	last := make(map[string]Range)
 	for f := range r.fields {
@@ -226,7 +227,8 @@ func (r *Request) batchedFields(prompts string, count int, batched map[string]bo
 	return listed, each, nil
 }
 
-// sampling returns how many answers the sampling parameters at a range ask for, and the edit that makes it one; nil: no edit is needed.
+// sampling returns how many answers the sampling parameters at a range ask for, and the edit that reduces that to one; nil: no edit is
+// needed.
 func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 	if !r.given(at) {
 		return nil, 1, nil
@@ -239,18 +241,18 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 		return nil, n, err
 	}
 	if width, ok := s.Int(s.field("beam_width")); ok && width > 1 {
-		return nil, 1, nil // with a beam search, n is part of one sequence
+		return nil, 1, nil // in a beam search, n belongs to one sequence
 	}
 	pieces, _ := s.Apply(Edit{Key: "n", Value: []byte("1")})
 	return []Edit{{Key: "sampling_params", Value: bytes.Join(pieces, nil)}}, n, nil
 }
 
-// maxIDs bounds the request ids of a divided request, bytes.
+// maxIDs bounds the total length of the request ids of a divided request, in bytes.
 const maxIDs = 1 << 20
 
-// ownIDs returns request ids for the sequences if the client chose a request id, or one for each prompt; else nil. They are ID_NUMBER, as in
-// SGLang. All numbers have the same number of digits, because SGLang (0.5.23) aborts all requests whose ids begin with the id of an aborted
-// one, as r_10 begins with r_1.
+// ownIDs returns request ids for the sequences if the client chose a request id, or one for each prompt; else nil. They have the form
+// ID_NUMBER, as in SGLang. All numbers have the same number of digits, because SGLang (0.5.23) aborts all requests whose ids begin with
+// the id of an aborted one, as r_10 begins with r_1.
 func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
 	if !r.given(at) {
@@ -291,14 +293,15 @@ func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	return ids, nil
 }
 
-// PrefixID returns the edit that puts a prefix before the request ids that a client chose for SGLang. It reports false if it chose none.
+// PrefixID returns the edit that puts prefix before the request ids that a client chose for SGLang. ok is false if the client chose
+// none.
 func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 	at := r.field("rid")
 	if !at.Has() {
 		return e, false
 	}
 	if id, single := r.Text(at); single {
-		value, _ := json.Marshal(prefix + id) // a text
+		value, _ := json.Marshal(prefix + id) // a string always encodes
 		return Edit{Key: "rid", Value: value}, true
 	}
 	each, n, ok := firstElements(r.Body, at, maxFields)
@@ -313,7 +316,7 @@ func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
 		}
 		ids = append(ids, prefix+id)
 	}
-	value, _ := json.Marshal(ids) // texts
+	value, _ := json.Marshal(ids) // strings always encode
 	return Edit{Key: "rid", Value: value}, true
 }
 
@@ -327,7 +330,7 @@ func (p Part) NativeEvent(data []byte) ([]byte, error) {
 	return bytes.Join(pieces, nil), nil
 }
 
-// JoinNative joins the answers of parts to one answer of /generate: a list of them.
+// JoinNative joins the answers of parts to one answer of /generate: a JSON list of them.
 func JoinNative(answers [][]byte) ([]byte, error) {
 	for _, text := range answers {
 		if _, err := Scan(text); err != nil {
@@ -337,7 +340,7 @@ func JoinNative(answers [][]byte) ([]byte, error) {
 	return list(slices.Clone(answers)), nil
 }
 
-// ErrorOf returns, as a JSON object, the error of an event that ends a stream of the API.
+// ErrorOf returns the error in an event that ends a stream of the API, as a JSON object.
 func (a API) ErrorOf(data []byte) []byte {
 	if a == Native {
 		if status, text := aborted(data); status != 0 {

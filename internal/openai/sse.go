@@ -10,7 +10,7 @@ import (
 	"io"
 )
 
-// bom may begin a stream. It is not part of the first line.
+// bom may stand at the start of a stream. It is not part of the first line.
 var bom = []byte("\ufeff")
 
 // Done is the data of the last event of a stream.
@@ -21,8 +21,8 @@ var ErrEvent = errors.New("openai: event too long")
 
 // Event is one server-sent event.
 type Event struct {
-	Raw  []byte // the received bytes, including the empty line at the end
-	Data []byte // content of its data lines; several are joined by a newline
+	Raw  []byte // the received bytes, with the empty line at the end
+	Data []byte // content of its data lines, joined by newlines
 }
 
 // Reader cuts a stream into events. If the stream ends inside an event, Next returns
@@ -39,7 +39,7 @@ func NewReader(r io.Reader, max int) *Reader {
 	return &Reader{r: bufio.NewReaderSize(r, 16<<10), max: max}
 }
 
-// Next returns the next event, valid until the call after it, or io.EOF.
+// Next returns the next event, or io.EOF. The event is valid until the next call.
 //
 // Source: the WHATWG HTML standard, server-sent events. Lines end with LF or CR LF. Comments and
 // other fields stay in Raw and are not in Data. Unlike in the standard, a lone CR does not end a line.
@@ -79,8 +79,8 @@ func (r *Reader) Next() (e Event, err error) {
 	}
 }
 
-// Rest returns the bytes that were read and are not part of a returned event, after an error of Next. They stay valid. Next must
-// not be called after Rest.
+// Rest returns, after an error of Next, the bytes that were read but are not part of a returned event. They stay valid. Next must not
+// be called after Rest.
 func (r *Reader) Rest() []byte {
 	ahead, _ := r.r.Peek(r.r.Buffered()) // buffered bytes only
 	return append(r.raw, ahead...)

@@ -12,8 +12,8 @@ import (
 	"strings"
 )
 
-// ExplainJSON returns an error of decoding text in plain words, with its line and byte if they are
-// known. It returns errors of other packages unchanged.
+// ExplainJSON turns an error from decoding text as JSON into plain words, with the line and the byte if they are known. It returns
+// errors of other packages unchanged.
 func ExplainJSON(text []byte, err error) error {
 	if err == nil {
 		return nil
@@ -36,7 +36,7 @@ func ExplainJSON(text []byte, err error) error {
 	return err
 }
 
-// JSONWords is ExplainJSON for callers that do not have the text.
+// JSONWords does what ExplainJSON does, for callers that do not have the text.
 func JSONWords(err error) error {
 	var kind *json.UnmarshalTypeError
 	if errors.As(err, &kind) {
@@ -57,7 +57,7 @@ func typeErrorWords(kind *json.UnmarshalTypeError) string {
 	return fmt.Sprintf("%s is %s, %s is expected", what, article(kind.Value), want)
 }
 
-// article puts an article before encoding/json's name of a value: "string", "number 1.5", "bool".
+// article turns encoding/json's name of a value ("array", "number 1.5", "bool") into words with an article.
 func article(value string) string {
 	switch {
 	case value == "array":

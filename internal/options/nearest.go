@@ -4,8 +4,8 @@ package options
 
 import "fmt"
 
-// Nearest returns the known word that needs the fewest changes of a letter (insert, drop,
-// replace, swap two), if they are at most a third of the longer word's letters; "" for none.
+// Nearest returns the known word that differs from unknown by the fewest changes of a letter (insert, drop, replace, swap two), if
+// these are at most a third of the longer word's letters; "": no word is that near.
 func Nearest(unknown string, known []string) string {
 	best, found := "", -1
 	for _, k := range known {
@@ -16,7 +16,7 @@ func Nearest(unknown string, known []string) string {
 	return best
 }
 
-// NearestHint returns ", did you mean ...?" for an error text, or nothing.
+// NearestHint returns ", did you mean ...?" to be appended to an error text, or "" if no known word is near.
 func NearestHint(unknown string, known []string) string {
 	if k := Nearest(unknown, known); k != "" {
 		return fmt.Sprintf(", did you mean %q?", k)
@@ -24,7 +24,8 @@ func NearestHint(unknown string, known []string) string {
 	return ""
 }
 
-// distance is Levenshtein's, in bytes, with neighbours that change places as one change.
+// distance returns the number of changes between two words: Levenshtein's distance in bytes, with a swap of two neighbours as one
+// change.
 func distance(a, b string) int {
 	before, above, row := make([]int, len(b)+1), make([]int, len(b)+1), make([]int, len(b)+1)
 	for j := range row {

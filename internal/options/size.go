@@ -8,13 +8,13 @@ import (
 	"strings"
 )
 
-// Bytes, KiB, MiB and GiB are sizes in bytes, read from a number with an optional unit: 4096, 64k, 256MiB,
-// 1.5g, 4GB. All units are powers of 1024. A number alone counts in the unit of the type's name.
+// Bytes, KiB, MiB and GiB are sizes in bytes, read from a number with an optional unit: 4096, 64k, 256MiB, 1.5g, 4GB. All units are
+// powers of 1024. A number without a unit counts in the unit of the type's name.
 type (
 	Bytes int64 // bytes
-	KiB   int64 // bytes; a number alone is KiB
-	MiB   int64 // bytes; a number alone is MiB
-	GiB   int64 // bytes; a number alone is GiB
+	KiB   int64 // bytes; read from a number without a unit: KiB
+	MiB   int64 // bytes; read from a number without a unit: MiB
+	GiB   int64 // bytes; read from a number without a unit: GiB
 )
 
 // UnmarshalText implements encoding.TextUnmarshaler.
@@ -39,7 +39,7 @@ const maxSize = 1 << 50
 
 var unitShift = map[string]uint{"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}
 
-// parseSize reads a size. A number alone counts in units of 1<<shift bytes.
+// parseSize parses a size. A number without a unit counts in units of 1<<shift bytes.
 func parseSize(n *int64, text []byte, shift uint) error {
 	number := strings.TrimRight(string(text), "bBiIkKmMgGtTpP")
 	if err := LeadingZero(number); err != nil {
@@ -65,7 +65,7 @@ func parseSize(n *int64, text []byte, shift uint) error {
 	return fmt.Errorf("%q is outside 0 to 1 PiB", text)
 }
 
-// formatSize writes a size so that parse reads the same: 4GiB, 0.5GiB, 100B.
+// formatSize returns a size as a text that parseSize reads as the same size: 4GiB, 0.5GiB, 100B.
 func formatSize(n int64) string {
 	units := []string{"B", "KiB", "MiB", "GiB", "TiB", "PiB"}
 	i := 0

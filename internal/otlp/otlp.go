@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package otlp sends spans to an OpenTelemetry collector: OTLP over HTTP, as JSON.
+// Package otlp sends spans to an OpenTelemetry collector by OTLP over HTTP, as JSON.
 //
 // The official exporter depends on gRPC and protobuf even if only HTTP is used, while a span of this package
 // is a few texts and times. Sources: OTLP 1.x, W3C Trace Context.
@@ -26,20 +26,20 @@ import (
 
 // Limits of the spans that wait to be sent, and of sending.
 const (
-	maxQueue = 4096 // spans; more are dropped and counted
+	maxQueue = 4096 // spans that wait; further ones are dropped and counted
 	maxBatch = 512
 	every    = 2 * time.Second
 	timeout  = 10 * time.Second
 )
 
-// Context names a span across processes.
+// Context identifies a span across processes.
 type Context struct {
 	Trace   [16]byte
 	Span    [8]byte
 	Sampled bool
 }
 
-// New returns the Context of a new span below parent; the zero parent is none.
+// New returns the Context of a new child span of parent. A zero parent means that the span has none.
 func New(parent Context) Context {
 	c := Context{Trace: parent.Trace, Sampled: parent.Sampled}
 	if parent.Trace == ([16]byte{}) {
@@ -50,7 +50,7 @@ func New(parent Context) Context {
 	return c
 }
 
-// Parse reads a traceparent. It reports false for other texts.
+// Parse parses a traceparent header. It returns false for any other text.
 func Parse(s string) (c Context, ok bool) {
 	parts := strings.Split(s, "-")
 	if len(parts) < 4 || len(parts[0]) != 2 || parts[0] == "ff" || parts[0] == "00" && len(parts) != 4 || len(parts[3]) != 2 {
@@ -69,7 +69,7 @@ func Parse(s string) (c Context, ok bool) {
 	return c, c.Trace != [16]byte{} && c.Span != [8]byte{}
 }
 
-// String is the traceparent.
+// String returns the traceparent header.
 func (c Context) String() string {
 	flags := "00"
 	if c.Sampled {
@@ -81,7 +81,7 @@ func (c Context) String() string {
 // Kind says which side of a call a span describes.
 type Kind int
 
-// The kinds.
+// The kinds of spans.
 const (
 	Server Kind = 2
 	Client Kind = 3
@@ -90,7 +90,7 @@ const (
 // Span is one piece of work.
 type Span struct {
 	Context
-	Parent     [8]byte // zero: none
+	Parent     [8]byte // id of the parent span; zero: none
 	Name       string
 	Kind       Kind
 	Start, End time.Time
@@ -111,8 +111,8 @@ type Exporter struct {
 	sent, dropped atomic.Int64
 }
 
-// Open returns an Exporter to a collector, for instance http://host:4318. If the endpoint has no path, or /, Open
-// adds /v1/traces.
+// Open returns an Exporter that sends to a collector, for instance http://host:4318. If the endpoint has no path, or /, Open adds
+// /v1/traces.
 func Open(endpoint, service string, log *slog.Logger) (*Exporter, error) {
 	u, err := url.Parse(endpoint)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
@@ -128,7 +128,7 @@ func Open(endpoint, service string, log *slog.Logger) (*Exporter, error) {
 	return x, nil
 }
 
-// Close sends what waits and ends the Exporter.
+// Close sends the spans that wait and ends the Exporter.
 func (x *Exporter) Close() {
 	x.stop()
 	x.wg.Wait()
@@ -147,13 +147,13 @@ func (x *Exporter) Add(s Span) {
 	}
 }
 
-// Stats is what an Exporter did.
+// Stats are the counters of an Exporter.
 type Stats struct {
 	Sent    int64 `counter:"kvasir_proxy_spans_sent_total" help:"Spans that the collector took."`
 	Dropped int64 `counter:"kvasir_proxy_spans_dropped_total" help:"Spans that were not sent: too many, or the collector did not take them."`
 }
 
-// Stats returns the figures; those of no Exporter are 0.
+// Stats returns the counters; those of a nil Exporter are 0.
 func (x *Exporter) Stats() Stats {
 	if x == nil {
 		return Stats{}
@@ -221,7 +221,7 @@ func attributes(m map[string]string) []attribute {
 	return out
 }
 
-// encode returns an ExportTraceServiceRequest in JSON: ids in hexadecimal digits, times as texts.
+// encode returns an ExportTraceServiceRequest in JSON, with ids as hexadecimal digits and times as texts.
 func (x *Exporter) encode(batch []Span) []byte {
 	type object = map[string]any
 	var spans []object

@@ -15,11 +15,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// devices are the prefixes of the device files that a process maps when it uses an accelerator: NVIDIA's, AMD's and Intel's GPUs, and others.
+// devices are the prefixes of the device files that a process maps when it uses an accelerator: GPUs of NVIDIA, AMD and Intel, and
+// others.
 var devices = []string{"/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel", "/dev/davinci", "/dev/neuron", "/dev/hl"}
 
-// UsesDevice reports whether a process maps an accelerator, which can copy to and from memory on its own. seen is false if
-// this process cannot read the mappings.
+// UsesDevice reports whether the process pid maps the device file of an accelerator, which can copy to and from memory on its own. seen
+// is false if this process cannot read the mappings.
 func UsesDevice(pid int) (uses, seen bool) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
 	if err != nil {
@@ -29,7 +30,8 @@ func UsesDevice(pid int) (uses, seen bool) {
 	return namesDevice(f)
 }
 
-// namesDevice is UsesDevice for the text of /proc/PID/maps.
+// namesDevice reports whether the text of /proc/PID/maps names an accelerator's device file. whole is false if it could not be read to
+// its end.
 func namesDevice(maps io.Reader) (uses, whole bool) {
 	lines := bufio.NewScanner(maps)
 	for lines.Scan() {
@@ -43,9 +45,9 @@ func namesDevice(maps io.Reader) (uses, whole bool) {
 	return false, lines.Err() == nil
 }
 
-const perSecond = 100 // ticks, in /proc on every architecture
+const perSecond = 100 // clock ticks; the same in /proc on every architecture
 
-// Ticks returns the time on the clock of Process.Started; 0 if it is not known.
+// Ticks returns the current time on the clock of Process.Started; 0: unknown.
 func Ticks() uint64 {
 	var now unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &now) != nil {

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The request and the answer of NETLINK_SOCK_DIAG for one TCP socket, numbers in
-// the machine's byte order but for ports and addresses (linux/inet_diag.h):
+// The request and the answer of NETLINK_SOCK_DIAG for one TCP socket. Numbers are in the machine's byte order, except ports and
+// addresses (linux/inet_diag.h):
 //
 //	nlmsghdr        0  4 length, 4 2 type, 6 2 flags, 8 4 sequence, 12 4 port
 //	request        16  1 family, 17 1 protocol, 18 2 zero, 20 4 states
@@ -33,8 +33,8 @@ const (
 	sockDiagType = 20 // SOCK_DIAG_BY_FAMILY
 )
 
-// diag asks the kernel for exactly one socket. Errors: syscall.ENOENT for none, or
-// the reason why this process cannot ask.
+// diag asks the kernel for the socket whose own address is `from` and whose peer's address is `to`. The error is syscall.ENOENT if
+// there is no such socket, or says why this process cannot ask.
 func diag(from, to netip.AddrPort) (socket, error) {
 	if from.Addr().Is4() != to.Addr().Is4() {
 		return socket{}, syscall.ENOENT
@@ -44,7 +44,7 @@ func diag(from, to netip.AddrPort) (socket, error) {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}
 	defer unix.Close(fd)
-	// The answer is available once the request was sent. The limit is for kernels that behave differently.
+	// The answer is available as soon as the request is sent. The limit is for kernels that behave differently.
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 1}); err != nil {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}
@@ -82,7 +82,7 @@ func appendDiagRequest(b []byte, from, to netip.AddrPort) []byte {
 	return append(b, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff)
 }
 
-// addressField returns the 16 bytes of an address field; IPv4 has its 4 first.
+// addressField returns the 16 bytes of an address field. An IPv4 address takes the first 4.
 func addressField(a netip.Addr) []byte {
 	b := a.AsSlice()
 	return append(b, make([]byte, 16-len(b))...)
@@ -99,8 +99,7 @@ func zoneIndex(a netip.Addr) uint32 {
 	return uint32(i.Index)
 }
 
-// parseDiag reads the answer and checks that it is about the socket asked for: the
-// kernel may answer with a listening one.
+// parseDiag parses the answer and checks that it is about the socket that was asked for: the kernel may answer with a listening socket.
 func parseDiag(b []byte, from, to netip.AddrPort) (socket, error) {
 	ne := binary.NativeEndian
 	if len(b) < nlHeader+4 {

@@ -16,8 +16,8 @@ import (
 	"strings"
 )
 
-// list finds a socket in the kernel's tables, /proc/net/tcp and tcp6. The socket of
-// an IPv4 client is in tcp, or in tcp6 if its process made an IPv6 socket.
+// list searches the kernel's tables /proc/net/tcp and tcp6 for a socket. The socket of an IPv4 client is in tcp, or in tcp6 if its
+// process created an IPv6 socket.
 func list(from, to netip.AddrPort) (socket, error) {
 	from, to = plain(from), plain(to)
 	read := 0
@@ -39,7 +39,7 @@ func list(from, to netip.AddrPort) (socket, error) {
 	return socket{}, ErrNotHere
 }
 
-// scanTable looks through a table for the socket of these addresses. A line is
+// scanTable searches a table for the socket with these addresses. A line is
 //
 //	0: 0100007F:15B3 0200007F:C001 01 00000000:00000000 00:00000000 00000000  1000  0  12345 ...
 //
@@ -68,8 +68,8 @@ func scanTable(r io.Reader, from, to netip.AddrPort) (socket, bool) {
 	return socket{}, false
 }
 
-// parseTableAddr reads an address of the table: 32-bit words in the machine's byte
-// order, each as a hexadecimal number, and the port as one.
+// parseTableAddr parses an address of the table: 32-bit words in the machine's byte order, each in hexadecimal digits, then the port in
+// hexadecimal digits.
 func parseTableAddr(s string) (netip.AddrPort, bool) {
 	host, port, ok := strings.Cut(s, ":")
 	b, err := hex.DecodeString(host)

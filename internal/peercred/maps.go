@@ -19,9 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Mapped returns the inodes of the files that a process maps and whose names, without
-// folders, begin with prefix, by that name. seen is false if this process must not
-// read the mappings.
+// Mapped returns the files that the process pid maps and whose names, without folders, begin with prefix: their inodes by name. seen is
+// false if this process may not read the mappings.
 func Mapped(pid int, prefix string) (files map[string]uint64, seen bool) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
 	if err != nil {
@@ -42,9 +41,8 @@ func Mapped(pid int, prefix string) (files map[string]uint64, seen bool) {
 	return files, lines.Err() == nil
 }
 
-// Mappers returns the processes that map the file of that name and inode. whole is
-// false if this process must not read the mappings of some process that did not start before p: such a
-// process may have inherited a mapping of p.
+// Mappers returns the processes that map the file with that name and inode. whole is false if this process may not read the mappings of
+// some process that did not start before p: such a process may have inherited a mapping from p.
 func Mappers(name string, inode uint64, p Process) (pids []int, whole bool) {
 	procs, err := os.ReadDir("/proc")
 	if err != nil {
@@ -77,16 +75,16 @@ func MapperStopped(name string, inode uint64) bool {
 	})
 }
 
-// RemovedFile is a file whose name was removed and that processes still map.
+// RemovedFile is a file whose name was removed, but that processes still map.
 type RemovedFile struct {
 	Path  string // the path that it had
 	Bytes int64  // bytes mapped by the process that maps most of it
-	Taken int64  // bytes of memory that the file takes; Bytes if this process must not look
+	Taken int64  // bytes of memory that the file takes; equal to Bytes if this process may not look
 	PIDs  []int
 }
 
-// MappedRemoved returns the files whose names in a folder were removed, and that are still
-// mapped by processes whose mappings this process may read.
+// MappedRemoved returns the files whose names were removed from the folder dir, and that processes still map. It finds only processes
+// whose mappings this process may read.
 func MappedRemoved(dir string) []RemovedFile {
 	procs, err := os.ReadDir("/proc")
 	if err != nil {
@@ -146,7 +144,7 @@ func findRemoved(pid int, dir string, found map[uint64]*RemovedFile) {
 	}
 }
 
-// Command returns the name of a process's command, empty if it is not known.
+// Command returns the name of the command that a process runs; "": unknown.
 func Command(pid int) string {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 	if err != nil {

@@ -8,14 +8,14 @@ import (
 	"sync"
 )
 
-// Origin is who sent a request.
+// Origin identifies the sender of a request, by which limits are shared.
 type Origin struct {
-	User string `json:"user"` // "uid N" of a peer on this host; else its IPv4 address or IPv6 /64
+	User string `json:"user"` // "uid N" for a peer on this host; else the IPv4 address or IPv6 /64 network
 	Addr string `json:"addr"` // IP address
 	Here bool   `json:"here,omitempty"`
 }
 
-// OriginOfAddr returns the origin of a peer if only its address is known.
+// OriginOfAddr returns the Origin of a peer of which only the address is known.
 func OriginOfAddr(a netip.Addr) Origin {
 	a = a.Unmap().WithZone("")
 	o := Origin{User: a.String(), Addr: a.String(), Here: a.IsLoopback()}
@@ -25,8 +25,8 @@ func OriginOfAddr(a netip.Addr) Origin {
 	return o
 }
 
-// LargestOrigin returns the origin that must give way when from asks for n more: the address with most
-// of the user with most. held is the current number of each origin.
+// LargestOrigin returns the origin that must give way when `from` asks for n more: of the user who holds the most, the address that
+// holds the most. held is what each origin holds now.
 func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	users := map[string]int{from.User: n}
 	for o, k := range held {
@@ -41,13 +41,12 @@ func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	return best
 }
 
-// OriginShares bounds how many tasks run at once. When Max tasks run, a task of another origin ends the oldest
-// task of the origin with most. Its methods are safe
-// for concurrent use.
+// OriginShares bounds how many tasks run at a time. When Max tasks run, a new task of another origin ends the oldest task of the origin
+// with the most tasks. Its methods are safe for concurrent use.
 type OriginShares struct {
 	Max int // immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		in []*originShare // oldest first
 	}
@@ -58,8 +57,8 @@ type originShare struct {
 	end  context.CancelCauseFunc
 }
 
-// Enter takes a share. It reports false if from itself has most of them. The context
-// ends with the cause why when the task must give up its share. The caller must call leave at its end.
+// Enter takes a share for a task of the origin `from`. ok is false if `from` itself has the most shares. The returned context ends,
+// with the cause why, when the task must give up its share. The caller must call leave when the task ends.
 func (s *OriginShares) Enter(ctx context.Context, from Origin, why error) (_ context.Context, leave func(), ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,7 +99,7 @@ func (s *OriginShares) removeLocked(h *originShare) {
 	}
 }
 
-// Taken returns how many shares are taken.
+// Taken returns how many shares are in use.
 func (s *OriginShares) Taken() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

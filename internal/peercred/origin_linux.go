@@ -6,7 +6,7 @@ import (
 	"net"
 )
 
-// OriginOf returns who is behind an accepted connection.
+// OriginOf returns the Origin of the peer of an accepted connection.
 func OriginOf(c net.Conn) Origin {
 	p := Of(c)
 	o := OriginOfAddr(p.Addr)

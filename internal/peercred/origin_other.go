@@ -9,8 +9,8 @@ import (
 	"net/netip"
 )
 
-// OriginOf returns who is behind an accepted connection.
+// OriginOf returns the Origin of the peer of an accepted connection.
 func OriginOf(c net.Conn) Origin {
-	from, _ := netip.ParseAddrPort(c.RemoteAddr().String()) // an invalid address is an origin too
+	from, _ := netip.ParseAddrPort(c.RemoteAddr().String()) // an invalid address is an origin, too
 	return OriginOfAddr(from.Addr())
 }

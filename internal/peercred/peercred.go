@@ -6,15 +6,13 @@
 // connection. Origin is that user, or the peer's address; OriginShares gives each
 // origin its share of a limit.
 //
-// Over a UNIX socket the kernel names the user (SO_PEERCRED). Over TCP the package looks
-// up the peer's own socket, if it is on this host and in this network namespace: its
-// addresses are those of the accepted connection, the other way round. The user is
-// the creator of that socket. A local forwarder (ssh, socat, a container's port
-// proxy) therefore counts as its own user, not as the user of its clients.
+// Over a UNIX socket the kernel names the user (SO_PEERCRED). Over TCP the package looks up the peer's own socket, if that is on this
+// host and in this network namespace: its two addresses are those of the accepted connection, swapped. The user is the one that created
+// that socket. A local forwarder (ssh, socat, a container's port proxy) therefore counts as its own user, not as the user of its
+// clients.
 //
-// The user is not known for peers on other hosts or in other network namespaces, for users that
-// this user namespace does not map, and for sockets that are closed already. The answer
-// holds for the life of the connection: two sockets cannot have equal addresses.
+// The user is unknown for peers on other hosts or in other network namespaces, for users that this user namespace does not map, and for
+// sockets that are closed already. An answer holds as long as the connection lives: two sockets cannot have the same addresses.
 package peercred
 
 import (
@@ -41,19 +39,19 @@ var (
 	ErrNoSource = errors.New("peercred: the system cannot identify peers")
 )
 
-// Peer is who is behind a connection.
+// Peer is what is known about the peer of a connection.
 type Peer struct {
-	Addr   netip.Addr // of the peer, IPv4 in its short form; invalid over a UNIX socket
-	UID    int        // of the user who made the peer's socket; only with a nil Err
-	PID    int        // of the process that connected, over a UNIX socket; else 0
+	Addr   netip.Addr // of the peer, IPv4 in its short form; not valid for a UNIX socket
+	UID    int        // user who created the peer's socket; valid only if Err is nil
+	PID    int        // process that connected over a UNIX socket; else 0
 	Socket uint64     // inode of the peer's TCP socket; else 0
-	Err    error      // why UID is not known
+	Err    error      // why UID is unknown
 }
 
 // Known reports whether UID is set. A known peer is on this host.
 func (p *Peer) Known() bool { return p.Err == nil }
 
-// String names the user, or the address if the user is not known.
+// String returns a name of the user, or the address if the user is unknown.
 func (p *Peer) String() string {
 	switch {
 	case p.Known():
@@ -64,7 +62,7 @@ func (p *Peer) String() string {
 	return "a local socket"
 }
 
-// Of returns who is behind c, an accepted connection. It does not read from c.
+// Of returns the peer of c, an accepted connection. It does not read from c.
 func Of(c net.Conn) Peer {
 	switch c := c.(type) {
 	case *net.UnixConn:
@@ -115,15 +113,15 @@ func ofUnix(c *net.UnixConn) Peer {
 	return p
 }
 
-// socket is a TCP socket as the kernel lists it.
+// socket is what the kernel reports about a TCP socket.
 type socket struct {
 	uid   int
 	inode uint64
 	state uint8
 }
 
-// established is the only state in which the listed user counts: the row of a
-// socket that its process closed has inode 0, and uid 0 whoever made it.
+// established is the only state in which the reported user counts: for a socket that its process has closed, the kernel reports inode 0
+// and uid 0, whoever created it.
 const established = 1
 
 func (s socket) check() (socket, error) {
@@ -133,20 +131,20 @@ func (s socket) check() (socket, error) {
 	return s, nil
 }
 
-// find returns the socket whose own address is from and whose peer's is to.
+// find returns the socket whose own address is `from` and whose peer's address is `to`.
 func find(from, to netip.AddrPort) (socket, error) {
 	return findBy(diag, diagWorks, from, to)
 }
 
-// findBy finds a socket with ask. If ask is not available, or does not even find
-// the accepted socket (works), it searches the kernel's tables.
+// findBy finds a socket with ask. If ask is not available, or does not even find the accepted socket (which works finds out), it
+// searches the kernel's tables.
 func findBy(ask func(from, to netip.AddrPort) (socket, error), works func(from, to netip.AddrPort) bool, from, to netip.AddrPort) (socket, error) {
 	s, err := ask(from, to)
 	if err == nil {
 		return s.check()
 	}
-	// Without its diagnosis module the kernel answers as if there were no such
-	// socket. A query for the accepted one, which exists, shows the difference.
+	// Without its diagnosis module, the kernel answers as if there were no such socket. A query for the accepted socket, which exists,
+	// shows whether the module is there.
 	if errors.Is(err, syscall.ENOENT) && works(to, from) {
 		return socket{}, ErrNotHere
 	}
@@ -162,8 +160,8 @@ var diagSeen struct {
 	works bool
 }
 
-// diagWorks reports whether the kernel finds the socket of these addresses, which
-// exists. After the first success it does not ask again.
+// diagWorks reports whether the kernel finds the socket with these addresses, which must exist. After the first success it does not ask
+// again.
 func diagWorks(from, to netip.AddrPort) bool {
 	diagSeen.Lock()
 	defer diagSeen.Unlock()
@@ -174,8 +172,8 @@ func diagWorks(from, to netip.AddrPort) bool {
 	return diagSeen.works
 }
 
-// unmapped reports whether the kernel's answer uid stands for users that have no
-// number here. In a user namespace that maps every number there are none.
+// unmapped reports whether the number uid in the kernel's answer stands for all users without a number here. In a user namespace that
+// maps every number there are no such users.
 func unmapped(uid int) bool {
 	m := mapping()
 	return uid == m.overflow && !m.whole
@@ -198,8 +196,8 @@ var mapping = sync.OnceValue(func() users {
 	return u
 })
 
-// wholeMap reports whether the text of /proc/PID/uid_map maps every number. Its fields are the first number inside, the first outside, and
-// the count.
+// wholeMap reports whether the text of /proc/PID/uid_map maps every number. Its fields are the first number inside, the first number
+// outside, and the count.
 func wholeMap(s string) bool {
 	f := strings.Fields(s)
 	return len(f) == 3 && f[0] == "0" && f[2] == "4294967295"

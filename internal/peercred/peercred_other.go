@@ -11,14 +11,14 @@ import (
 	"strconv"
 )
 
-// As on Linux, but on this system no peer is identified.
+// The errors are those of Linux. On this system no peer can be identified.
 var (
 	ErrNotHere  = errors.New("peercred: the peer's socket is not in this network namespace")
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
 	ErrNoSource = errors.New("peercred: the system cannot identify peers")
 )
 
-// Peer is who is behind a connection.
+// Peer is what is known about the peer of a connection.
 type Peer struct {
 	Addr   netip.Addr
 	UID    int
@@ -30,7 +30,7 @@ type Peer struct {
 // Known reports whether UID is set.
 func (p *Peer) Known() bool { return p.Err == nil }
 
-// String names the user, or the address.
+// String returns a name of the user, or the address.
 func (p *Peer) String() string {
 	if p.Known() {
 		return "uid " + strconv.Itoa(p.UID)
@@ -38,19 +38,19 @@ func (p *Peer) String() string {
 	return p.Addr.String()
 }
 
-// Of returns a peer that is not known.
+// Of returns a Peer whose user is unknown.
 func Of(c net.Conn) Peer {
 	from, _ := netip.ParseAddrPort(c.RemoteAddr().String())
 	return Peer{Addr: from.Addr().Unmap(), Err: ErrNoSource}
 }
 
-// Process is a process.
+// Process identifies a process.
 type Process struct {
 	PID     int
 	Started uint64
 }
 
-// RemovedFile is a file without a name that processes map.
+// RemovedFile is a file whose name was removed, but that processes still map.
 type RemovedFile struct {
 	Path  string
 	Bytes int64
@@ -58,7 +58,7 @@ type RemovedFile struct {
 	PIDs  []int
 }
 
-// These functions find nothing: this system does not show other processes.
+// The functions below find nothing: this system does not show other processes.
 
 func Namespace() string                              { return "unknown" }
 func Ticks() uint64                                  { return 0 }

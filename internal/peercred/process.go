@@ -16,14 +16,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Process is a process of this PID namespace. Started distinguishes it from a later process of
-// the same number. The zero Process is none.
+// Process identifies a process of this PID namespace. Started distinguishes it from a later process with the same number. The zero
+// Process stands for none.
 type Process struct {
 	PID     int
 	Started uint64 // clock ticks after boot
 }
 
-// Namespace names the PID namespace in which the numbers of processes are meant.
+// Namespace returns the name of the PID namespace to which process numbers here belong.
 func Namespace() string {
 	name, err := os.Readlink("/proc/self/ns/pid")
 	if err != nil {
@@ -32,8 +32,8 @@ func Namespace() string {
 	return name
 }
 
-// Running returns the process of a number. It reports false if there is none, if this process must not
-// see it, or if it has ended and only waits for its parent (a zombie).
+// Running returns the process with the number pid. It returns false if there is none, if this process may not see it, or if it has
+// ended and only waits for its parent (a zombie).
 func Running(pid int) (Process, bool) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -43,8 +43,8 @@ func Running(pid int) (Process, bool) {
 	return Process{PID: pid, Started: started}, ok
 }
 
-// parseStat reads when a process started. It reports false for a process that has ended. A process whose
-// first thread has ended while others run has not ended.
+// parseStat returns when a process started, from the text of its /proc stat file. It returns false for a process that has ended. A
+// process whose first thread has ended while others run has not ended.
 func parseStat(stat []byte) (started uint64, ok bool) {
 	_, after, ok := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") ")) // after the command's name
 	f := strings.Fields(string(after))                                                     // from the third field on
@@ -59,10 +59,10 @@ func parseStat(stat []byte) (started uint64, ok bool) {
 	return started, true
 }
 
-// maxAncestors bounds Ancestors.
+// maxAncestors bounds the result of Ancestors.
 const maxAncestors = 16
 
-// Ancestors returns the processes that started p, its parent first, without process 1.
+// Ancestors returns the processes that started p: its parent, the parent's parent, and so on, without process 1.
 func (p Process) Ancestors() (out []Process) {
 	if p.Gone() {
 		return nil
@@ -89,8 +89,7 @@ func (p Process) Ancestors() (out []Process) {
 	return out
 }
 
-// Gone reports whether the process has certainly ended. It returns false for a process that
-// this one can no longer see.
+// Gone reports whether the process has certainly ended. It returns false for a process that this one can no longer see.
 func (p Process) Gone() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {
@@ -100,8 +99,7 @@ func (p Process) Gone() bool {
 	return !ok || started != p.Started
 }
 
-// HasSocket reports whether process pid has the socket of that inode open. seen is
-// false if this process must not look.
+// HasSocket reports whether the process pid has the socket with that inode open. seen is false if this process may not look.
 func HasSocket(pid int, inode uint64) (has, seen bool) {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	files, err := os.ReadDir(dir)
@@ -121,9 +119,9 @@ func HasSocket(pid int, inode uint64) (has, seen bool) {
 	return false, true
 }
 
-// Owners finds, by inode, the processes of uid that have the sockets inodes open, or with nil any socket, as far as
-// this process may look. A socket that several processes share has no
-// entry, because the end of one of them proves nothing. Owners reads the whole of /proc.
+// Owners returns, by inode, the processes of the user uid that have the sockets `inodes` open; nil means any socket. It finds only what
+// this process may see. A socket that several processes have open gets no entry, because the end of one of them proves nothing. Owners
+// reads all of /proc.
 func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 	out := map[uint64]Process{}
 	shared := map[uint64]bool{}
@@ -152,7 +150,7 @@ func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 				out[inode] = p
 			}
 		}
-		if p.Gone() { // another process may have had its number meanwhile
+		if p.Gone() { // another process may have had its number before
 			for inode, of := range out {
 				if of == p {
 					delete(out, inode)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plot draws lines into an SVG that needs no other file: round ticks, a logarithmic axis if the steps multiply, a label at the end
-// of each line, and light or dark colours by the reader's setting. Lines that coincide are drawn with dashes in turn, so that none hides
-// another.
+// Package plot draws lines into an SVG that needs no other file: round ticks, a logarithmic axis if the values multiply from step to
+// step, a label at the end of each line, and light or dark colours by the reader's setting. Lines that coincide are drawn with
+// alternating dashes, so that none hides another.
 package plot
 
 import (
@@ -18,28 +18,28 @@ import (
 	"unicode/utf8"
 )
 
-// Line is the values of one quantity. X and Y must have the same length; points that are no numbers are left out.
+// Line is the values of one quantity. X and Y must have the same length. Points with a value that is not a number are left out.
 type Line struct {
 	Name string
 	X, Y []float64
 }
 
-// Panel is one pair of axes. Y begins at 0.
+// Panel is one pair of axes with its lines. Y begins at 0.
 type Panel struct {
 	Title, XLabel string
 	Lines         []Line
-	OverTime      bool // X is time: it begins at 0, its steps are equal, and points have no marks
+	OverTime      bool // X is time: it begins at 0, its ticks are equally far apart, and points have no marks
 }
 
-// Sizes, pixels.
+// Sizes, in pixels.
 const (
 	wide, high  = 420.0, 260.0
 	left        = 56.0
 	top, bottom = 38.0, 52.0
 	labelHeight = 15.0
-	letter      = 7.0  // width of a letter, about
-	near        = 1.5  // lines this close coincide
-	period      = 36.0 // length in which each of the coinciding lines is drawn once
+	letter      = 7.0  // approximate width of a letter
+	near        = 1.5  // lines that are at most so far apart coincide
+	period      = 36.0 // in a stretch of this length, each of the coinciding lines is drawn once
 	largest     = 1e18 // largest value that is drawn
 	exact       = 1e15 // largest number up to which ticks are counted exactly
 )
@@ -72,7 +72,7 @@ func Write(w io.Writer, panels ...Panel) error {
 	return err
 }
 
-// scale is an axis.
+// scale is an axis: its range and its ticks.
 type scale struct {
 	low, high float64
 	log       bool
@@ -127,7 +127,7 @@ func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
 	return left + wide + 24 + letter*float64(longest)
 }
 
-// text returns a text for XML. It replaces characters that XML does not allow, such as control characters.
+// text returns a text escaped for XML. It replaces characters that XML does not allow, such as control characters.
 func text(s string) string {
 	return html.EscapeString(strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' && r != '\n' && r != '\r' || r == 0xfffe || r == 0xffff {
@@ -137,10 +137,10 @@ func text(s string) string {
 	}, s))
 }
 
-// usable reports whether a point can be drawn: both values are numbers, and small enough to compute with.
+// usable reports whether a point can be drawn: both values are numbers, and not too large to compute with.
 func usable(x, y float64) bool { return math.Abs(x) <= largest && math.Abs(y) <= largest }
 
-// valuesOf returns the different values of x, sorted, and the largest y.
+// valuesOf returns the distinct values of x, sorted, and the largest y.
 func valuesOf(lines []Line) (xs []float64, most float64) {
 	for _, l := range lines {
 		for k := range min(len(l.X), len(l.Y)) {
@@ -153,7 +153,7 @@ func valuesOf(lines []Line) (xs []float64, most float64) {
 	return slices.Compact(xs), most
 }
 
-// step returns the least step of 1, 2 or 5 times a power of ten that divides a span into at most 6 parts.
+// step returns the smallest step of 1, 2 or 5 times a power of ten that divides a span into at most 6 parts.
 func step(span float64) float64 {
 	unit := math.Pow(10, math.Floor(math.Log10(span/5)))
 	for _, m := range []float64{1, 2, 5} {
@@ -177,7 +177,7 @@ func yScale(most float64) (s scale) {
 	return s
 }
 
-// xScale makes the axis of sorted values: logarithmic where the steps multiply.
+// xScale returns an axis for sorted values; it is logarithmic if the values multiply from step to step.
 func xScale(xs []float64) (s scale) {
 	if len(xs) == 0 {
 		xs = []float64{0}
@@ -202,16 +202,16 @@ func xScale(xs []float64) (s scale) {
 	return s
 }
 
-// linear returns an axis with equal steps from low to high; high must be larger than low.
+// linear returns an axis with equally spaced ticks from low to high; high must be larger than low.
 func linear(low, high float64) scale {
 	s := scale{low: low, high: high}
 	d := step(s.high - s.low)
-	from, to := math.Ceil(s.low/d-1e-9)+0, math.Floor(s.high/d+1e-9) // + 0: not -0
+	from, to := math.Ceil(s.low/d-1e-9)+0, math.Floor(s.high/d+1e-9) // + 0 turns -0 into 0
 	if to < exact && from > -exact {
 		for i := from; i <= to; i++ {
 			s.ticks = append(s.ticks, i*d)
 		}
-	} else { // the values differ by less than the precision of numbers of that size
+	} else { // the values differ by less than numbers of that size can show
 		s.ticks = []float64{s.low, s.high}
 	}
 	return s
@@ -221,7 +221,8 @@ func powerOfTwo(x float64) bool {
 	return x >= 1 && x < 1<<62 && x == math.Trunc(x) && bits.OnesCount64(uint64(x)) == 1
 }
 
-// decades returns the values from low to high that are 1, 2 or 5 times a power of ten, or only the powers if there are over 4 of them.
+// decades returns the values between low and high that are 1, 2 or 5 times a power of ten. If there are more than 4 powers of ten, it
+// returns only these.
 func decades(low, high float64) (ticks []float64) {
 	mantissas := []float64{1, 2, 5}
 	if math.Log10(high/low) > 4 {
@@ -237,7 +238,7 @@ func decades(low, high float64) (ticks []float64) {
 	return ticks
 }
 
-// short writes a tick: 0.5, 20, 5k, 2M.
+// short returns the text of a tick: 0.5, 20, 5k, 2M.
 func short(v float64) string {
 	for _, unit := range []struct {
 		of   float64
@@ -253,7 +254,7 @@ func short(v float64) string {
 	return strconv.FormatFloat(v, 'g', 6, 64)
 }
 
-// drawLine draws a line by its runs, and its marks.
+// drawLine draws the line i, run by run, and its marks.
 func drawLine(b *strings.Builder, lines [][]Point, i int, runs []Run, marks bool) {
 	for _, r := range runs {
 		dash := ""
@@ -271,7 +272,7 @@ func drawLine(b *strings.Builder, lines [][]Point, i int, runs []Run, marks bool
 			continue
 		}
 		r := 2.5
-		for j := i + 1; j < len(lines); j++ { // a larger radius, so that earlier marks show around later ones
+		for j := i + 1; j < len(lines); j++ { // a larger radius, so that earlier marks can be seen around later ones
 			if slices.ContainsFunc(lines[j], func(p Point) bool { return same(p, at) }) {
 				r += 1.5
 			}
@@ -287,7 +288,7 @@ type label struct {
 	y    float64
 }
 
-// labels places the names beside the ends of the lines, one below the other.
+// labels places the names of the lines beside their ends, so that no name covers another.
 func labels(lines [][]Point) (out []label) {
 	for i, l := range lines {
 		if len(l) > 0 {

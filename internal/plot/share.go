@@ -8,17 +8,17 @@ import (
 	"slices"
 )
 
-// Point is a place in a picture, pixels.
+// Point is a place in the picture, in pixels.
 type Point struct{ X, Y float64 }
 
-// Run is a part of a line, from one point to another, that is drawn in one way. If lines coincide there, each is drawn in the gaps of the
-// others: it has dashes of Own pixels, Gap apart, from Offset on. Own is 0 if no other line coincides.
+// Run is a part of a line, from one of its points to another, that is drawn in one way. If lines coincide there, each is drawn in the
+// gaps of the others: with dashes of Own pixels, separated by gaps of Gap pixels, from Offset on. Own is 0 if no other line coincides.
 type Run struct {
-	From, To         int // points
+	From, To         int // indices of points
 	Own, Gap, Offset float64
 }
 
-// Dashes returns the dash array of a Run and its offset, empty for a line without dashes.
+// Dashes returns the SVG dash array of a Run and its offset; both are empty for a line without dashes.
 func (r Run) Dashes() (array, offset string) {
 	if r.Own == 0 {
 		return "", ""
@@ -26,8 +26,8 @@ func (r Run) Dashes() (array, offset string) {
 	return fmt.Sprintf("%.2f %.2f", r.Own, r.Gap), fmt.Sprintf("%.2f", r.Offset)
 }
 
-// Share divides lines into runs so that none hides another. Lines coincide where both ends of their segments are less than 1.5 pixels
-// apart. A short run has shorter dashes, so that each of its lines can be seen.
+// Share divides lines into runs so that no line hides another. Lines coincide where both ends of their segments are less than 1.5
+// pixels apart. A short run has shorter dashes, so that each of its lines can be seen.
 func Share(lines [][]Point) [][]Run {
 	type span struct{ from, to int }
 	spanOf := func(l []Point, k int) span { return span{int(math.Round(l[k-1].X)), int(math.Round(l[k].X))} }
@@ -38,7 +38,7 @@ func Share(lines [][]Point) [][]Run {
 			segments[s] = append(segments[s], [2]int{i, k})
 		}
 	}
-	// with returns the lines that have the segment before point k of line i.
+	// with returns the lines that coincide with the segment before point k of line i.
 	with := func(i, k int) (set []int) {
 		a, b := lines[i][k-1], lines[i][k]
 		at := spanOf(lines[i], k)

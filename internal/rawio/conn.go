@@ -13,18 +13,17 @@ import (
 	"syscall"
 )
 
-// most is how many bytes one call moves at most, because the scheduler cannot run other goroutines on this processor meanwhile.
+// most is how many bytes one call moves at most: meanwhile the scheduler cannot run other goroutines on this processor.
 const most = 256 << 10
 
-// Conn is a TCP connection that does not announce its reads and writes to the Go scheduler. Its methods are safe for
-// concurrent use, as for every net.Conn.
+// Conn is a TCP connection that does not announce its reads and writes to the Go scheduler. Its methods are safe for concurrent use.
 type Conn struct {
 	*net.TCPConn
 	raw     syscall.RawConn
 	in, out transfer
 }
 
-// transfer is one direction of a Conn. Its function is made once, so that a call allocates nothing.
+// transfer is the state of one direction of a Conn. Its function is created once, so that a call allocates nothing.
 type transfer struct {
 	sync.Mutex
 	b    []byte
@@ -35,7 +34,7 @@ type transfer struct {
 	try  func(fd uintptr) (ready bool)
 }
 
-// Wrap returns a Conn for a TCP connection, and any other connection unchanged.
+// Wrap returns a Conn for a TCP connection. It returns any other connection unchanged.
 func Wrap(c net.Conn) net.Conn {
 	t, ok := c.(*net.TCPConn)
 	if !ok {
@@ -119,13 +118,13 @@ func (c *Conn) Write(b []byte) (written int, err error) {
 	return written, err
 }
 
-// WriteAll writes all of bufs, some with each call. It changes none of them.
+// WriteAll writes all of bufs, with as many calls as needed. It does not change bufs.
 func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 	t := &c.out
 	t.Lock()
 	defer t.Unlock()
 	part := make([][]byte, 0, len(bufs))
-	for at := 0; len(bufs) > 0 && err == nil; { // at bytes of the first buffer are written
+	for at := 0; len(bufs) > 0 && err == nil; { // at: bytes of the first buffer that are written
 		part = part[:0]
 		room := most
 		for i, b := range bufs {
@@ -152,7 +151,7 @@ func (c *Conn) WriteAll(bufs [][]byte) (err error) {
 	return err
 }
 
-// writeOnce waits until the socket can take bytes, and writes as many as it takes.
+// writeOnce waits until the socket accepts bytes, and writes as many as it accepts.
 func (c *Conn) writeOnce(t *transfer) error {
 	t.n, t.err = 0, nil
 	if err := c.raw.Write(t.try); err != nil {

@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Queue reads files that are open for direct I/O, with Linux AIO, so that no thread waits in the kernel. For the Go
-// scheduler a waiting thread costs more than the read of a chunk: the scheduler's monitor looks every 20 µs, and wakes another thread
-// in its place. Its methods are safe for concurrent use, except Close, which must come last.
+// Queue reads files that are open for direct I/O with Linux AIO, so that no thread waits in the kernel. A waiting thread costs the Go
+// scheduler more than the read of a chunk: the scheduler's monitor looks every 20 µs, and wakes another thread in its place. Its
+// methods are safe for concurrent use, except Close, which must be the last call.
 type Queue struct {
 	ctx   uintptr  // aio_context_t
-	ready *os.File // an eventfd that signals ended reads; the runtime's poller waits for it
+	ready *os.File // an eventfd that signals ended reads, on which the runtime's poller waits
 	reads []read
-	free  chan int // indices of free entries in reads
+	free  chan int // indices of the free elements of reads
 	ended chan struct{}
 }
 
-// read is the state of one read. The kernel has pointers to it while the read runs.
+// read is the state of one read. The kernel keeps pointers to it while the read runs.
 type read struct {
 	cb   iocb
 	ref  *iocb
@@ -36,7 +36,7 @@ type read struct {
 // iocb is the kernel's struct of that name.
 type iocb struct {
 	data    uint64
-	_       [2]uint32 // key, flags of the read
+	_       [2]uint32 // key, and flags of the read
 	opcode  uint16
 	_       int16 // priority
 	fd      uint32
@@ -58,8 +58,8 @@ const (
 	toEventfd = 1 // IOCB_FLAG_RESFD
 )
 
-// NewQueue returns a Queue with at most most concurrent reads. It fails if the kernel has no AIO (ENOSYS), forbids it (EPERM),
-// or has given away as many requests as fs.aio-max-nr allows (EAGAIN).
+// NewQueue returns a Queue for at most `most` concurrent reads. It fails if the kernel has no AIO (ENOSYS), forbids it (EPERM), or has
+// no request left of fs.aio-max-nr (EAGAIN).
 func NewQueue(most int) (*Queue, error) {
 	q := &Queue{ended: make(chan struct{})}
 	if _, _, errno := syscall.Syscall(unix.SYS_IO_SETUP, uintptr(most), uintptr(unsafe.Pointer(&q.ctx)), 0); errno != 0 {
@@ -81,7 +81,7 @@ func NewQueue(most int) (*Queue, error) {
 	return q, nil
 }
 
-// collect wakes the callers of completed reads, until Close.
+// collect wakes the callers whose reads have ended, until Close.
 func (q *Queue) collect() {
 	defer close(q.ended)
 	var count [8]byte
@@ -91,7 +91,7 @@ func (q *Queue) collect() {
 			return
 		}
 		for n := len(events); n == len(events); {
-			var now unix.Timespec // does not wait
+			var now unix.Timespec // so that the call does not wait
 			got, _, errno := syscall.RawSyscall6(unix.SYS_IO_GETEVENTS, q.ctx, 0, uintptr(len(events)), uintptr(unsafe.Pointer(&events[0])), uintptr(unsafe.Pointer(&now)), 0)
 			if errno == unix.EINTR {
 				continue
@@ -106,8 +106,9 @@ func (q *Queue) collect() {
 	}
 }
 
-// Preadv fills bufs, at most 1,024 of them and none empty, from offset off of the file fd, and returns how many bytes it read; errors as
-// in preadv(2). It waits for the disk, and before that for a free place in the Queue. ErrQueue: the file cannot be read in this way.
+// Preadv fills bufs, at most 1,024 buffers and none empty, from offset off of the file fd. It returns how many bytes it has read, and
+// the errors of preadv(2). It waits for a free place in the Queue, then for the disk. ErrQueue means that the file cannot be read in
+// this way.
 func (q *Queue) Preadv(fd int, bufs [][]byte, off int64) (int, error) {
 	i := <-q.free
 	r := &q.reads[i]
@@ -135,10 +136,10 @@ func (q *Queue) Preadv(fd int, bufs [][]byte, off int64) (int, error) {
 	return int(res), nil
 }
 
-// ErrQueue means that a Queue cannot do a read. The ordinary system call may work.
+// ErrQueue means that a Queue cannot do a read. The ordinary system call may still work.
 var ErrQueue = errors.New("rawio: the kernel queues no such read")
 
-// Close waits for the running reads and frees the Queue.
+// Close waits until the running reads have ended, and frees the Queue.
 func (q *Queue) Close() error {
 	for range q.reads {
 		<-q.free

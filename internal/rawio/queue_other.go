@@ -6,16 +6,16 @@ package rawio
 
 import "errors"
 
-// ErrQueue means that a Queue cannot do a read. The ordinary system call may work.
+// ErrQueue means that a Queue cannot do a read. The ordinary system call may still work.
 var ErrQueue = errors.New("rawio: the kernel queues no such read")
 
-// Queue exists only on Linux.
+// Queue has no function on this system; see queue_linux.go.
 type Queue struct{}
 
-// NewQueue fails.
+// NewQueue always fails with ErrQueue.
 func NewQueue(int) (*Queue, error) { return nil, ErrQueue }
 
-// Preadv fails.
+// Preadv always fails with ErrQueue.
 func (*Queue) Preadv(int, [][]byte, int64) (int, error) { return 0, ErrQueue }
 
 // Close does nothing.

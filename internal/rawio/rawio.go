@@ -2,5 +2,5 @@
 
 package rawio
 
-// maxVec is how many buffers one Writev takes: the kernel's IOV_MAX.
+// maxVec is the largest number of buffers in one Writev: the kernel's IOV_MAX.
 const maxVec = 1024

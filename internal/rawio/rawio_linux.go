@@ -2,13 +2,11 @@
 
 //go:build linux && !race
 
-// Package rawio reads and writes non-blocking sockets without announcing it to the Go
-// scheduler. Only this package and shm import unsafe.
+// Package rawio reads and writes non-blocking sockets without telling the Go scheduler. Only this package and shm import unsafe.
 //
-// The ordinary calls announce themselves to the scheduler in case they block,
-// and on an otherwise idle process that wakes its monitor thread: 18 of the 48 µs
-// of CPU that one small request cost a server here. A non-blocking call cannot
-// block, so there is nothing to announce.
+// The ordinary calls tell the scheduler that they may block, and in an otherwise idle process that wakes the scheduler's monitor
+// thread: 18 of the 48 µs of CPU that one small request cost a server here. A non-blocking call cannot block, so the scheduler need not
+// know.
 package rawio
 
 import (
@@ -18,8 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Read reads from the socket fd without waiting; errors as of recv(2), EAGAIN
-// and EINTR among them. b must not be empty.
+// Read reads from the socket fd without waiting. Errors are those of recv(2), EAGAIN and EINTR among them. b must not be empty.
 func Read(fd uintptr, b []byte) (int, error) {
 	n, _, errno := syscall.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0)
 	if errno != 0 {
@@ -28,8 +25,7 @@ func Read(fd uintptr, b []byte) (int, error) {
 	return int(n), nil
 }
 
-// Write writes to the socket fd without waiting; errors as of send(2). b must
-// not be empty.
+// Write writes to the socket fd without waiting. Errors are those of send(2). b must not be empty.
 func Write(fd uintptr, b []byte) (int, error) {
 	n, _, errno := syscall.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), sendFlags, 0, 0)
 	if errno != 0 {

@@ -13,7 +13,7 @@ func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 // Write writes to the non-blocking socket fd.
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
-// Writev writes the first of bufs.
+// Writev writes only the first of bufs that is not empty.
 func Writev(fd uintptr, bufs [][]byte, _ *Vec) (int, error) {
 	for _, b := range bufs {
 		if len(b) > 0 {

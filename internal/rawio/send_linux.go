@@ -13,8 +13,8 @@ import (
 
 const sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
-// Writev writes the first maxVec of bufs at most to the socket fd without
-// waiting; errors as in sendmsg(2). vec is the caller's scratch space.
+// Writev writes the buffers bufs, at most the first maxVec, to the socket fd without waiting. Errors are those of sendmsg(2). vec is
+// scratch space of the caller.
 func Writev(fd uintptr, bufs [][]byte, vec *Vec) (int, error) {
 	vec.iov = vec.iov[:0]
 	for _, b := range bufs[:min(len(bufs), maxVec)] {

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package resp speaks RESP 2, the protocol of Redis and Valkey, over one connection.
+// Package resp implements RESP 2, the protocol of Redis and Valkey, for one connection.
 //
-// Values move between the caller's memory and the socket without a copy in between.
-// A length in a server's answer is checked against a limit before it sizes memory. A
-// reply that does not fit the command breaks the connection: nothing more is read from
-// it.
+// Values move between the caller's memory and the socket without a copy in between. A length in a server's answer is checked against a
+// limit before memory is allocated for it. A reply that does not fit its command breaks the connection: nothing more is read from it.
 package resp
 
 import (
@@ -19,50 +17,49 @@ import (
 	"time"
 )
 
-// Limits of a server's answers, values not included.
+// Limits of a server's answers, without values.
 const (
-	bufferBytes = 16 << 10 // of a connection; no line is longer
-	maxText     = 4 << 20  // bytes of an answer's texts, together
-	maxItems    = 1 << 17  // in a list and the lists in it
+	bufferBytes = 16 << 10 // buffer of a connection; no line may be longer
+	maxText     = 4 << 20  // sum of the texts of an answer, in bytes
+	maxItems    = 1 << 17  // items of a list, together with those of the lists in it
 	maxDepth    = 8
 )
 
-// ErrProtocol means that a server's answer is no RESP, or not what was asked for.
+// ErrProtocol means that a server's answer is not RESP, or is not of the kind that the command expects.
 var ErrProtocol = errors.New("resp: unexpected answer")
 
-// ErrNil means that a server has no value to answer with.
+// ErrNil means that the server has no value for the command.
 var ErrNil = errors.New("resp: the server has no value")
 
-// Error is a server's refusal of one command. The connection can be used further.
+// Error is a server's refusal of one command. The connection can still be used.
 type Error struct{ Text string }
 
 func (e *Error) Error() string { return "the server says: " + e.Text }
 
-// Code returns the first word, like MOVED or OOM.
+// Code returns the first word of the text, such as MOVED or OOM.
 func (e *Error) Code() string {
 	code, _, _ := strings.Cut(e.Text, " ")
 	return code
 }
 
-// Conn is one connection. It is for one goroutine at a time.
+// Conn is one connection. Only one goroutine at a time may use it.
 type Conn struct {
 	nc      net.Conn
 	r       *bufio.Reader
 	out     []byte // commands that were not sent yet
-	pending int    // commands whose replies were not read
-	inside  int64  // bytes of a value that were not read, its end included
-	asking  bool   // ASKING is sent before each command
+	pending int    // commands whose replies have not been read
+	inside  int64  // bytes of the current value that have not been read, with its end
+	asking  bool   // send ASKING before each command
 	err     error  // once set, the connection cannot be used any more
 }
 
-// New returns a Conn over a connection that is open.
+// New returns a Conn over nc, an open connection.
 func New(nc net.Conn) *Conn { return &Conn{nc: nc, r: bufio.NewReaderSize(nc, bufferBytes)} }
 
 // Close closes the connection.
 func (c *Conn) Close() error { return c.nc.Close() }
 
-// SetDeadline bounds all that waits for the server. It may be called while another
-// goroutine waits.
+// SetDeadline sets the time at which everything that waits for the server ends. It may be called while another goroutine waits.
 func (c *Conn) SetDeadline(t time.Time) error { return c.nc.SetDeadline(t) }
 
 // Reusable reports whether all commands have been answered and all answers read.
@@ -81,19 +78,18 @@ func (c *Conn) wrong(format string, args ...any) error {
 	return c.fail(fmt.Errorf("%w: %s", ErrProtocol, fmt.Sprintf(format, args...)))
 }
 
-// Asking sets whether ASKING is sent before each command from now on, and its answer read. A
-// server of a cluster requires that from a client that another server has redirected to it for a moving slot. Call it
-// only when no reply is pending.
+// Asking sets whether, from now on, ASKING is sent before each command and its answer is read. A server of a cluster requires that of a
+// client that another server has redirected to it for a slot that is moving. Call it only when no reply is pending.
 func (c *Conn) Asking(on bool) { c.asking = on }
 
-// ask adds ASKING before a command, if asking.
+// ask adds ASKING before a command, if Asking is on.
 func (c *Conn) ask() {
 	if c.asking {
 		c.out = appendText(appendHeader(c.out, '*', 1), "ASKING")
 	}
 }
 
-// Command adds a command to what Flush sends.
+// Command adds a command to those that Flush sends.
 func (c *Conn) Command(args ...string) {
 	c.ask()
 	c.out = appendHeader(c.out, '*', int64(len(args)))
@@ -111,7 +107,7 @@ func appendText(b []byte, s string) []byte {
 	return append(append(appendHeader(b, '$', int64(len(s))), s...), '\r', '\n')
 }
 
-// Flush sends the commands that were added.
+// Flush sends the commands that Command has added.
 func (c *Conn) Flush() error {
 	if c.err != nil || len(c.out) == 0 {
 		return c.err
@@ -124,15 +120,14 @@ func (c *Conn) Flush() error {
 	return nil
 }
 
-// Send sends a command that has a value between its arguments, after the commands that were
-// added. The value consists of the parts. Send does not copy them, and does not read them after
-// it has returned.
+// Send sends the commands that Command has added, and then a command that has a value between its arguments. The value is the
+// concatenation of parts. Send does not copy parts, and does not read them after it has returned.
 func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 	return c.SendWhen(before, parts, nil, after...)
 }
 
-// SendWhen is Send, but calls ready before it reads each part; nil: all are ready. An error of ready breaks the connection, since a part of
-// the command was sent.
+// SendWhen does what Send does, but calls ready before it reads each part; nil means that all parts are ready. An error of ready breaks
+// the connection, because a part of the command has been sent.
 func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) error, after ...string) error {
 	if c.err != nil {
 		return c.err
@@ -179,7 +174,7 @@ func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) er
 	return nil
 }
 
-// line reads a line without its end. It is valid until the next read.
+// line reads a line and returns it without its end. The result is valid until the next read.
 func (c *Conn) line() ([]byte, error) {
 	b, err := c.r.ReadSlice('\n')
 	switch {
@@ -193,7 +188,7 @@ func (c *Conn) line() ([]byte, error) {
 	return b[:len(b)-2], nil
 }
 
-// unexpected turns io.EOF into io.ErrUnexpectedEOF, since the connection must not end here.
+// unexpected turns io.EOF into io.ErrUnexpectedEOF, because the connection must not end here.
 func unexpected(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
@@ -201,7 +196,7 @@ func unexpected(err error) error {
 	return err
 }
 
-// number reads the number after a line's first byte.
+// number returns the number after the first byte of a line. It must be at least `least`.
 func (c *Conn) number(line []byte, least int64) (int64, error) {
 	n, err := strconv.ParseInt(string(line[1:]), 10, 64)
 	if err != nil || n < least {
@@ -210,7 +205,7 @@ func (c *Conn) number(line []byte, least int64) (int64, error) {
 	return n, nil
 }
 
-// begin checks that a reply may be read, and reads what comes before it.
+// begin checks that a reply may be read now, and reads the answers to ASKING that come before it.
 func (c *Conn) begin() error {
 	if c.err != nil {
 		return c.err
@@ -228,15 +223,15 @@ func (c *Conn) begin() error {
 	return err
 }
 
-// Reply is one answer that is not read as a value.
+// Reply is one answer that was not read with Value.
 type Reply struct {
-	Kind byte // '+' and '$' a text, ':' a number, '*' a list, '_' nothing
+	Kind byte // '+' and '$': Text; ':': Int; '*': List; '_': nothing
 	Text string
 	Int  int64
 	List []Reply
 }
 
-// Reply reads the next answer. Errors: *Error, and those that break the connection.
+// Reply reads the next answer. The error is an *Error, or one that breaks the connection.
 func (c *Conn) Reply() (Reply, error) {
 	if err := c.begin(); err != nil {
 		return Reply{}, err
@@ -248,13 +243,13 @@ func (c *Conn) Reply() (Reply, error) {
 	return r, err
 }
 
-// replyBudget is what a reply may still contain.
+// replyBudget is how much a reply may still contain.
 type replyBudget struct {
 	items int
 	text  int64 // bytes
 }
 
-// takes reports whether the budget has room for a text of n bytes, and subtracts them.
+// takes subtracts n bytes of text from the budget. It returns false if there is no room for them.
 func (r *replyBudget) takes(n int64) bool {
 	if n > r.text {
 		return false
@@ -323,7 +318,7 @@ func (c *Conn) text(r Reply, n int64) (Reply, error) {
 	return r, c.end()
 }
 
-// end reads what ends a value.
+// end reads the end mark of a value.
 func (c *Conn) end() error {
 	var b [2]byte
 	if _, err := io.ReadFull(c.r, b[:]); err != nil {
@@ -335,8 +330,7 @@ func (c *Conn) end() error {
 	return nil
 }
 
-// OK reads an answer that means success. ErrNil means that a condition of the command
-// was not met.
+// OK reads an answer that must mean success. ErrNil means that a condition of the command was not met.
 func (c *Conn) OK() error {
 	switch r, err := c.Reply(); {
 	case err != nil:
@@ -349,7 +343,7 @@ func (c *Conn) OK() error {
 	return nil
 }
 
-// Int reads a number of at least 0.
+// Int reads an answer that must be a number of at least 0.
 func (c *Conn) Int() (int64, error) {
 	r, err := c.Reply()
 	switch {
@@ -361,9 +355,8 @@ func (c *Conn) Int() (int64, error) {
 	return r.Int, nil
 }
 
-// Value reads the length, in bytes, of the value that comes next. The caller must read the whole value
-// with Fill or Read, or else close the connection. Errors: ErrNil, *Error, and those
-// that break the connection.
+// Value reads the length, in bytes, of the value that comes next. The caller must then read the whole value with Fill or Read, or close
+// the connection. The error is ErrNil, an *Error, or one that breaks the connection.
 func (c *Conn) Value() (int64, error) {
 	if err := c.begin(); err != nil {
 		return 0, err
@@ -397,7 +390,7 @@ func (c *Conn) Value() (int64, error) {
 	return 0, c.wrong("%.20q instead of a value", line)
 }
 
-// Read reads the next bytes of a value; io.EOF after the last one.
+// Read reads the next bytes of a value. After the last byte it returns io.EOF.
 func (c *Conn) Read(p []byte) (int, error) {
 	if c.err != nil {
 		return 0, c.err
@@ -416,7 +409,7 @@ func (c *Conn) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Fill reads the next bytes of a value. It does not write to dst after it has returned.
+// Fill fills dst with the next bytes of a value. It does not write to dst after it has returned.
 func (c *Conn) Fill(dst []byte) error {
 	if c.err == nil && int64(len(dst))+2 > c.inside {
 		panic("BUG: resp: more is read than the value has")

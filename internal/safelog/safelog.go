@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package safelog keeps a log readable whatever peers send: it clips texts,
-// escapes control characters, and limits the lines of each place in the code. Log lines contain names that peers
-// choose. Such names must neither forge lines nor fill a disk.
+// Package safelog keeps a log readable whatever peers send. It clips texts, escapes control characters, and limits the lines that each
+// place in the code logs. Log lines contain names that peers choose; such names must neither forge lines nor fill a disk.
 package safelog
 
 import (
@@ -18,21 +17,20 @@ import (
 )
 
 const (
-	// MaxText is how many bytes of a message or a text attribute are shown.
+	// MaxText is how many bytes of a message, or of a text attribute, are logged.
 	MaxText = 600
-	// maxStack is the same of the attribute "stack".
+	// maxStack is how many bytes of the attribute "stack" are logged.
 	maxStack = 16 << 10
-	// Burst is how many lines one place in the code may log at once, and LinesPerSecond
-	// how many it may log per second for a long time.
+	// Burst is how many lines one place in the code may log at a time, and LinesPerSecond is how many lines per second it may log in
+	// the long run.
 	Burst          = 100
 	LinesPerSecond = 5
-	// maxPlaces bounds the places that are watched.
+	// maxPlaces bounds the number of places that are counted.
 	maxPlaces = 4096
 )
 
-// New returns a logger that writes safe lines to l; a nil l discards.
-// It counts the lines that it leaves out: the next line of the same place has their number as
-// "not_shown".
+// New returns a logger that writes safe lines to l; a nil l discards them. It counts the lines that it leaves out: the next line of the
+// same place carries their number as "not_shown".
 func New(l *slog.Logger) *slog.Logger {
 	if l == nil {
 		return slog.New(slog.DiscardHandler)
@@ -43,8 +41,8 @@ func New(l *slog.Logger) *slog.Logger {
 	return slog.New(&handler{next: l.Handler(), places: &places{of: make(map[placeKey]*place)}})
 }
 
-// Per returns an attribute that is part of the place: lines with different values have separate
-// limits. The values must be few, and must not come from a peer.
+// Per returns an attribute whose value belongs to the place: lines with different values have separate limits. There must be few
+// values, and none may come from a peer.
 func Per(key, value string) slog.Attr { return slog.Any(key, per(value)) }
 
 type per string
@@ -53,7 +51,7 @@ func (p per) LogValue() slog.Value { return slog.StringValue(string(p)) }
 
 type handler struct {
 	next   slog.Handler
-	places *places // shared by all handlers that With makes
+	places *places // shared by all handlers made by With
 }
 
 type places struct {
@@ -61,7 +59,7 @@ type places struct {
 	of map[placeKey]*place
 }
 
-// placeKey is a call of the logger in the code, and the value of its Per attribute.
+// placeKey identifies a place: a call of the logger in the code, and the value of its Per attribute.
 type placeKey struct {
 	pc  uintptr
 	per per
@@ -70,12 +68,11 @@ type placeKey struct {
 // place counts the lines of one place.
 type place struct {
 	last   time.Time
-	left   float64 // lines it may log now
+	left   float64 // lines that the place may log now
 	hidden int
 }
 
-// allow reports whether a line may be shown now, and how many lines were hidden since the
-// last shown one.
+// allow reports whether a line may be logged now. hidden is how many lines were left out since the last logged line.
 func (p *places) allow(key placeKey, now time.Time) (ok bool, hidden int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -152,8 +149,8 @@ func attr(a slog.Attr) slog.Attr {
 	return slog.String(a.Key, Text(v.String(), limit))
 }
 
-// Text returns s for people to read: it escapes control characters and invalid UTF-8,
-// and shows at most limit bytes, with a note of how many are left out.
+// Text returns s in a form that people can read: it escapes control characters and invalid UTF-8, and keeps at most limit bytes, with a
+// note of how many it left out.
 func Text(s string, limit int) string {
 	cut := len(s)
 	if cut > limit {
@@ -179,13 +176,12 @@ func Text(s string, limit int) string {
 	return shown
 }
 
-// unfit reports characters that move the cursor, end the line, or change the order
-// in which a terminal shows others.
+// unfit reports whether r moves the cursor, ends the line, or changes the order in which a terminal shows other characters.
 func unfit(r rune) bool {
 	return unicode.IsControl(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp)
 }
 
-// login matches a user and password before a host in a URL, or in a text that looks like one.
+// login matches a user and a password before the host in a URL, or in a text that looks like a URL.
 var login = regexp.MustCompile(`//[^/@\s"]*@`)
 
 // HideLogin returns a text without the user and the password of the URLs in it.

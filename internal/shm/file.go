@@ -20,7 +20,7 @@ import (
 
 // File describes a segment's file.
 type File struct {
-	UID   int    // of its owner
+	UID   int    // user number of its owner
 	Perm  uint32 // permission bits
 	Links int    // number of hard links
 	Inode uint64
@@ -28,12 +28,11 @@ type File struct {
 	Taken int64 // bytes of memory that the file takes
 }
 
-// ErrNotOurs means that a file belongs to another user, or that others may open it.
+// ErrNotOurs means that a file belongs to another user, or that other users may open it.
 var ErrNotOurs = errors.New("shm: the file is not this user's alone")
 
-// Ours is an AttachIf condition: the file must belong to this user, no other user may open it,
-// and it must have one name. In a folder that all users may write to, any user can make
-// a file of any name.
+// Ours is a condition for AttachIf: the file must belong to this user, no other user may be able to open it, and it must have exactly
+// one name. In a folder to which all users may write, any user can create a file of any name.
 func Ours(f File) error {
 	switch {
 	case f.UID != os.Geteuid():
@@ -46,8 +45,7 @@ func Ours(f File) error {
 	return nil
 }
 
-// Stat describes the regular file at path. It does not
-// follow a symbolic link.
+// Stat returns the description of the regular file at path. It does not follow a symbolic link.
 func Stat(path string) (File, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
@@ -63,8 +61,8 @@ func fileOf(st *unix.Stat_t) File {
 	return File{UID: int(st.Uid), Perm: st.Mode & 0o7777, Links: int(st.Nlink), Inode: st.Ino, Bytes: st.Size, Taken: st.Blocks * 512}
 }
 
-// LockFile takes the advisory lock of a file without mapping it. The lock lasts until the caller closes
-// the file. Error: ErrLocked.
+// LockFile takes the advisory lock of a file without mapping the file. The lock lasts until the caller closes the returned file. The
+// error is ErrLocked if another process holds the lock.
 func LockFile(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -80,12 +78,11 @@ func LockFile(path string) (*os.File, error) {
 	return f, nil
 }
 
-// tempMark is in the names of files that Write has not finished.
+// tempMark is a part of the names of files that Write has not finished yet.
 const tempMark = ".new-"
 
-// Write puts b into the file path, mode 0600. The path has the old content or the new
-// one at any moment. Write makes a new file under an unpredictable name, so it never follows
-// or changes a file that lies in the folder.
+// Write writes b to the file at path, with mode 0600. At any moment, path has either the old content or the new content. Write makes a
+// new file under an unpredictable name and renames it, so it never follows or changes a file that already lies in the folder.
 func Write(path string, b []byte) (err error) {
 	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails
@@ -104,7 +101,7 @@ func Write(path string, b []byte) (err error) {
 	return err
 }
 
-// ErrTooLong means that a file is longer than its reader accepts.
+// ErrTooLong means that a file is longer than the reader's limit.
 var ErrTooLong = errors.New("shm: file is too long")
 
 // Read returns the content of a file that Write made, of at most max bytes. Errors:
@@ -132,7 +129,7 @@ func Read(path string, max int64) ([]byte, error) {
 	return b, err
 }
 
-// RemoveUnfinished removes temporary files that killed processes left of their Writes to path.
+// RemoveUnfinished removes the temporary files of Writes to path whose processes were killed.
 func RemoveUnfinished(path string) {
 	list, err := os.ReadDir(filepath.Dir(path))
 	if err != nil {

@@ -8,13 +8,11 @@ import (
 	"runtime/debug"
 )
 
-// ErrFault means that mapped memory could not be accessed, because a process
-// has truncated the file.
+// ErrFault means that mapped memory could not be accessed because a process has truncated the file.
 var ErrFault = errors.New("shm: the memory behind a mapping is gone")
 
-// Guard calls f and turns a fault on mapped memory, which would end the process,
-// into ErrFault. Guard does not undo what f has done until then. It covers only f's own
-// goroutine.
+// Guard calls f. If f touches mapped memory that is gone, which would end the process, Guard returns ErrFault instead. It does not undo
+// what f has done before. It protects only f's own goroutine.
 func Guard(f func()) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {

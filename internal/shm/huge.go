@@ -15,16 +15,16 @@ import (
 // hugePage is the length of a huge page, in bytes, on systems with pages of 4 KiB.
 const hugePage = 2 << 20
 
-// huge says when to try to get a segment's memory in huge pages. Direct I/O into huge pages costs half the
-// processor time, and the kernel provides them faster.
+// huge decides when to try to get a segment's memory as huge pages. Direct I/O into huge pages costs half the processor time, and the
+// kernel provides them faster.
 type huge struct {
 	wait atomic.Int32 // calls until the next try
 }
 
-// hugePause is how many calls do not try after the kernel had no huge page, because its search takes long then.
+// hugePause is how many calls do not try to get huge pages after the kernel had none, because its search for them takes long then.
 const hugePause = 16
 
-// mapAligned maps a file at an address that is a multiple of hugePage, without which it cannot have huge pages.
+// mapAligned maps n bytes of a file at an address that is a multiple of hugePage; otherwise the mapping could not have huge pages.
 func mapAligned(fd, n int) ([]byte, error) {
 	const access, plain = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_NORESERVE
 	if n < hugePage {
@@ -61,8 +61,8 @@ func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)))
 }
 
-// populateHuge asks for huge pages in the aligned part of the n bytes at off, if it is untouched, since pages in use must not
-// move. If there are no free huge pages, the memory has small ones.
+// populateHuge asks for huge pages in the aligned part of the n bytes at off, if that part is untouched, because pages in use must not
+// be moved. If there are no free huge pages, the memory gets small ones.
 func (s *Segment) populateHuge(off, n int64) {
 	from, to := (off+hugePage-1)&^(hugePage-1), (off+n)&^(hugePage-1)
 	if from >= to || s.huge.wait.Add(-1) >= 0 {
@@ -70,7 +70,7 @@ func (s *Segment) populateHuge(off, n int64) {
 	}
 	s.huge.wait.Store(0)
 	data, err := unix.Seek(int(s.file.Fd()), from, unix.SEEK_DATA)
-	if err == nil && data < to || err != nil && !errors.Is(err, unix.ENXIO) { // touched; ENXIO: there is no data
+	if err == nil && data < to || err != nil && !errors.Is(err, unix.ENXIO) { // the part was touched; ENXIO means that it has no data
 		return
 	}
 	for at := from; at < to; at += hugePage { // MADV_COLLAPSE needs at least one page in each huge page
@@ -78,7 +78,7 @@ func (s *Segment) populateHuge(off, n int64) {
 			return
 		}
 	}
-	if unix.Madvise(s.Bytes(from, to-from), unix.MADV_COLLAPSE) != nil { // before Linux 6.1, turned off, or no free huge pages now
+	if unix.Madvise(s.Bytes(from, to-from), unix.MADV_COLLAPSE) != nil { // the kernel is older than Linux 6.1, huge pages are off, or none is free now
 		s.huge.wait.Store(hugePause)
 	}
 }

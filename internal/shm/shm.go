@@ -2,14 +2,12 @@
 
 //go:build linux
 
-// Package shm creates and attaches POSIX shared-memory segments: named files on
-// /dev/shm mapped read-write. Only this package and internal/rawio
-// import unsafe.
+// Package shm creates and attaches POSIX shared-memory segments: named files in /dev/shm, mapped for reading and writing. Only this
+// package and internal/rawio import unsafe.
 //
-// A slice from Bytes, or a word from Word, is valid until the segment's Close.
-// A mapping keeps its inode alive, so a peer that unlinks the name does no
-// harm. A process that truncates the file makes every access to
-// the cut pages fault (SIGBUS). So segments have mode 0600: only processes of the same user can do that.
+// A slice from Bytes, or a word from Word, is valid until the segment's Close. A mapping keeps its inode alive, so a process that
+// removes the name does no harm. But after a process has truncated the file, every access to the cut pages faults (SIGBUS). So segments
+// have mode 0600: only processes of the same user can truncate them.
 package shm
 
 import (
@@ -25,20 +23,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Dir is where POSIX shared memory lives on Linux.
+// Dir is the folder of POSIX shared memory on Linux.
 const Dir = "/dev/shm"
 
 var (
 	// ErrLocked means that another process holds the segment's advisory lock.
 	ErrLocked = errors.New("shm: segment is locked by another process")
-	// ErrName means that a name is empty, too long or would leave the folder.
+	// ErrName means that a name is empty, too long, or would lead out of the folder.
 	ErrName = errors.New("shm: bad segment name")
-	// ErrFolder means that this process cannot make a segment in a folder. The folder is unchanged.
+	// ErrFolder means that this process cannot create a segment in a folder. The folder is unchanged.
 	ErrFolder = errors.New("shm: the folder cannot be used")
 )
 
-// Segment is one mapped file. Its methods are safe for concurrent use, except
-// Close, which must come last.
+// Segment is one mapped file. Its methods are safe for concurrent use, except Close, which must be the last call.
 type Segment struct {
 	path  string
 	file  *os.File
@@ -47,8 +44,7 @@ type Segment struct {
 	huge  huge
 }
 
-// Path returns the path of the segment name in dir; an empty dir is Dir.
-// It drops a leading slash, which shm_open requires.
+// Path returns the path of the segment `name` in dir; an empty dir means Dir. It drops a leading slash, which shm_open requires.
 func Path(dir, name string) (string, error) {
 	name = strings.TrimPrefix(name, "/")
 	if name == "" || len(name) > 200 || strings.ContainsAny(name, "/\x00") || name == "." || name == ".." {
@@ -77,11 +73,11 @@ func Create(path string, size int64) (*Segment, error) {
 	return s, nil
 }
 
-// Attach maps an existing segment, whole. A symbolic link is not followed.
+// Attach maps an existing segment completely. It does not follow a symbolic link.
 func Attach(path string) (*Segment, error) { return AttachIf(path, nil) }
 
-// AttachIf is Attach with a condition: before it maps the open file it calls ok, unless that is nil, and
-// returns ok's error.
+// AttachIf attaches a segment if a condition holds: after it has opened the file and before it maps it, it calls ok, unless ok is nil,
+// and returns ok's error.
 func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) && hidden(path) {
@@ -93,13 +89,14 @@ func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	return mapFile(path, f, ok)
 }
 
-// hidden reports whether the folder of a file may not be searched.
+// hidden reports whether this process may not search the folder of the file at path.
 func hidden(path string) bool {
 	var st unix.Stat_t
 	return errors.Is(unix.Lstat(path, &st), unix.EACCES)
 }
 
-// explain adds to an error why the folder of a file cannot be used, and what helps. If it knows that, the error wraps ErrFolder.
+// explain adds to an error the reason why the folder of a file cannot be used, and advice. If it knows the reason, the returned error
+// wraps ErrFolder.
 func explain(path string, err error) error {
 	dir := filepath.Dir(path)
 	switch {
@@ -117,7 +114,7 @@ func explain(path string, err error) error {
 	return err
 }
 
-// AttachFile maps a segment whose descriptor a peer has sent, and owns the file.
+// AttachFile maps a segment whose file descriptor a peer has sent. The Segment owns f.
 func AttachFile(f *os.File) (*Segment, error) { return mapFile(f.Name(), f, nil) }
 
 func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
@@ -142,21 +139,20 @@ func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 
 var mapped atomic.Int64
 
-// Mapped returns how many segments this process has mapped. Tests check that the number is
-// zero at the end.
+// Mapped returns how many segments this process has mapped. Tests check that it is zero at the end.
 func Mapped() int64 { return mapped.Load() }
 
 // Path returns the segment's file name.
 func (s *Segment) Path() string { return s.path }
 
-// Inode identifies the segment's file: a re-created name has another.
+// Inode returns the inode of the segment's file. A file that is created again under the same name has another inode.
 func (s *Segment) Inode() uint64 { return s.inode }
 
 // Len returns the segment's size in bytes.
 func (s *Segment) Len() int64 { return int64(len(s.mem)) }
 
-// Bytes returns n bytes at off. It panics when they are not all inside the
-// segment: offsets are checked where they enter the process.
+// Bytes returns the n bytes at off. It panics if they are not all inside the segment: offsets must be checked where they enter the
+// process.
 func (s *Segment) Bytes(off, n int64) []byte { return s.mem[off : off+n : off+n] }
 
 // Word returns the 8 bytes at off, a multiple of 8, as an atomic word.
@@ -167,16 +163,15 @@ func (s *Segment) Word(off int64) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&s.mem[off : off+8][0]))
 }
 
-// CloseFile closes the file descriptor; the mapping stays until Close. ReadAt
-// and Lock fail afterwards, and a held lock is released.
+// CloseFile closes the file descriptor; the mapping stays until Close. Afterwards ReadAt and Lock fail, and a lock that was held is
+// released.
 func (s *Segment) CloseFile() error { return s.file.Close() }
 
-// ReadAt copies bytes at off into b without touching the mapping: no page becomes
-// resident in this process, and a truncated file is an error.
+// ReadAt copies bytes at off into b without touching the mapping: no page becomes resident in this process, and a truncated file gives
+// an error instead of a signal.
 func (s *Segment) ReadAt(b []byte, off int64) (int, error) { return s.file.ReadAt(b, off) }
 
-// Lock takes the segment's advisory lock until Close or the end of the process;
-// ErrLocked when another process has it.
+// Lock takes the segment's advisory lock, until Close or the end of the process. The error is ErrLocked if another process holds it.
 func (s *Segment) Lock() error {
 	err := unix.Flock(int(s.file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
@@ -185,17 +180,14 @@ func (s *Segment) Lock() error {
 	return err
 }
 
-// ErrNoPopulate means that this kernel and file system cannot provide memory ahead
-// of its use.
+// ErrNoPopulate means that this kernel and file system cannot allocate memory before it is used.
 var ErrNoPopulate = errors.New("shm: memory cannot be provided ahead of use here")
 
-// Populate makes the kernel allocate and zero the untouched pages of n bytes at
-// off; touched ones keep their content. Where all are untouched, they are huge
-// pages if the kernel has some. Without keep the pages
-// are then dropped from this process's own page table, so that they do not count
-// as its resident memory; with it, touching them here costs no fault. It returns
-// an error instead of a signal when the file system is full, and ErrNoPopulate where
-// the system cannot do it: before Linux 5.14 and on a file system without fallocate.
+// Populate makes the kernel allocate and zero the untouched pages among the n bytes at off; touched pages keep their content. If all
+// are untouched, they become huge pages if the kernel has free ones. If keep is false, the pages are then dropped from this process's
+// own page table, so that they do not count as its resident memory; if keep is true, touching them here causes no fault. When the file
+// system is full, Populate returns an error instead of a signal. It returns ErrNoPopulate if the system cannot do it: before Linux
+// 5.14, on a file system without fallocate.
 func (s *Segment) Populate(off, n int64, keep bool) error {
 	if n == 0 {
 		return nil
@@ -219,9 +211,8 @@ func (s *Segment) Populate(off, n int64, keep bool) error {
 	return unix.Madvise(b, unix.MADV_DONTNEED)
 }
 
-// Provided returns how many bytes from the segment's start have memory already. The caller says that the first known
-// bytes have it; Provided ignores known if the file has less memory in all. The search of the
-// rest takes 12 ms per GiB.
+// Provided returns how many bytes, from the segment's start, have memory already. The caller claims that the first `known` bytes have
+// it; Provided ignores that claim if the file has less memory in all. To search the rest takes 12 ms per GiB.
 func (s *Segment) Provided(known int64) int64 {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(s.file.Fd()), &st); err != nil || known < 0 || st.Blocks*512 < known {
@@ -237,8 +228,8 @@ func (s *Segment) Provided(known int64) int64 {
 	return min(hole, s.Len())
 }
 
-// Extend makes the file longer, with zeros, and maps it anew. Earlier slices and words must not be used any more.
-// Peers that have mapped the file see only the old length. A file that has this length already is only mapped anew.
+// Extend makes the file longer, with zeros, and maps it anew. Slices and words from before must not be used any more. Peers that have
+// mapped the file see only the old length. If the file has that length already, Extend only maps it anew.
 func (s *Segment) Extend(size int64) error {
 	if size <= s.Len() {
 		return nil
@@ -255,8 +246,8 @@ func (s *Segment) Extend(size int64) error {
 	return unmap(old)
 }
 
-// Punch gives the whole pages in the n bytes at off back to the system. Afterwards they read as zeros,
-// in this process and in others.
+// Punch gives the whole pages among the n bytes at off back to the system. Afterwards they read as zeros, in this process and in
+// others.
 func (s *Segment) Punch(off, n int64) error {
 	page := int64(os.Getpagesize())
 	from, to := (off+page-1)/page*page, (off+n)/page*page
@@ -270,7 +261,7 @@ func (s *Segment) Punch(off, n int64) error {
 	return nil
 }
 
-// Taken returns the bytes of memory that the file takes.
+// Taken returns how many bytes of memory the file takes.
 func (s *Segment) Taken() int64 {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(s.file.Fd()), &st); err != nil {
@@ -279,13 +270,13 @@ func (s *Segment) Taken() int64 {
 	return st.Blocks * 512
 }
 
-// Exists reports whether the segment's name still leads to it.
+// Exists reports whether the segment's name still leads to the segment's file.
 func (s *Segment) Exists() bool {
 	inode, err := InodeOf(s.path)
 	return err == nil && inode == s.inode
 }
 
-// InodeOf returns the inode of a name now. For a symbolic link that is the link's own inode.
+// InodeOf returns the inode that a path has now. For a symbolic link that is the link's own inode.
 func InodeOf(path string) (uint64, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
@@ -305,8 +296,8 @@ func (s *Segment) Unlink() error {
 	return nil
 }
 
-// Close unmaps the segment and drops its lock. Slices and words from it must not
-// be used afterwards. Closing twice is a bug and panics.
+// Close unmaps the segment and releases its lock. Its slices and words must not be used afterwards. To close a segment twice is a bug
+// and panics.
 func (s *Segment) Close() error {
 	if s.mem == nil {
 		panic("BUG: shm: segment closed twice")
@@ -324,7 +315,7 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-// Free returns the bytes that the file system of dir has left.
+// Free returns how many bytes are free in the file system of dir.
 func Free(dir string) (int64, error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {

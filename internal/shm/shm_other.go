@@ -15,10 +15,10 @@ import (
 	"sync/atomic"
 )
 
-// Dir is where POSIX shared memory lives on Linux.
+// Dir is the folder of POSIX shared memory on Linux.
 const Dir = "/dev/shm"
 
-// As on Linux.
+// The errors of shm.go.
 var (
 	ErrLocked     = errors.New("shm: segment is locked by another process")
 	ErrName       = errors.New("shm: bad segment name")
@@ -30,7 +30,7 @@ var (
 
 var errHere = fmt.Errorf("shm: shared memory on %s: %w", runtime.GOOS, errors.ErrUnsupported)
 
-// Segment is a mapped file. This system has none.
+// Segment is a mapped file; this system has none.
 type Segment struct{}
 
 // File describes a segment's file.
@@ -43,7 +43,7 @@ type File struct {
 	Taken int64
 }
 
-// Path returns the file that a segment name means in dir; an empty dir is Dir.
+// Path returns the path of the segment `name` in dir; an empty dir means Dir.
 func Path(dir, name string) (string, error) {
 	name = strings.TrimPrefix(name, "/")
 	if name == "" || len(name) > 200 || strings.ContainsAny(name, "/\x00") || name == "." || name == ".." {
@@ -55,7 +55,7 @@ func Path(dir, name string) (string, error) {
 	return filepath.Join(dir, name), nil
 }
 
-// These fail.
+// The functions below always fail.
 
 func Create(string, int64) (*Segment, error)              { return nil, errHere }
 func Attach(string) (*Segment, error)                     { return nil, errHere }

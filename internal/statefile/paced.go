@@ -8,28 +8,27 @@ import (
 	"time"
 )
 
-// restFactor times the duration of a write is the least pause after it.
+// restFactor is the shortest pause after a write, in multiples of the write's duration.
 const restFactor = 10
 
-// PacedWriter calls a function that writes changes: soon, not too often, and never twice at the same time. Its
+// PacedWriter calls a function that writes changes: soon after a change, but not too often, and never twice at the same time. Its
 // methods are safe for concurrent use.
 type PacedWriter struct {
 	every time.Duration
 	write func()
 	wake  chan struct{}
 
-	mu   sync.Mutex // orders the writes
-	next time.Time  // the next write must not begin before
+	mu   sync.Mutex // held during a write
+	next time.Time  // the next write must not begin before that time
 	due  bool       // there are changes since the last write
 }
 
-// NewPacedWriter returns a PacedWriter that calls write at most once in each interval every, and less often if a
-// write takes long.
+// NewPacedWriter returns a PacedWriter that calls write at most once per interval `every`, and less often if a write takes long.
 func NewPacedWriter(every time.Duration, write func()) *PacedWriter {
 	return &PacedWriter{every: every, write: write, wake: make(chan struct{}, 1)}
 }
 
-// Changed writes now, or, if the last write was just now, lets Run write soon.
+// Changed writes at once, or, if the last write was too recent, makes Run write soon.
 func (w *PacedWriter) Changed() {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package statefile keeps a document of one process in a file that can always be read
-// back: the file is replaced as a whole, and only one process at a time may open it.
+// Package statefile keeps one document of a process in a file that can always be read back: each write replaces the file as a whole,
+// and only one process at a time can have it open.
 //
-// The file is a line of header and the document:
+// The file has a header line and the document:
 //
 //	MAGIC CRC32C-of-the-document-in-hex
 //	document
 //
-// A new file is written beside it (.tmp), synced and renamed, and the folder is synced. So a process that is
-// killed at any moment leaves the old document or the new one.
+// A write creates a new file beside the old one (.tmp), syncs and renames it, and syncs the folder. So a process that is killed at any
+// moment leaves either the old document or the new one.
 package statefile
 
 import (
@@ -29,11 +29,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
-// Error is a file that cannot be used.
+// Error means that a file cannot be used.
 type Error struct {
 	Path    string
 	Reason  string
-	Foreign bool // it is not a state file of this kind, and never was
+	Foreign bool // it is no state file of this kind and version, so it is not damaged
 	Newer   bool // a later release wrote it
 }
 
@@ -48,18 +48,18 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("state file %s: %s; %s", e.Path, e.Reason, advice)
 }
 
-// File is an open state file. Several goroutines may write it.
+// File is an open state file. Several goroutines may write to it.
 type File struct {
 	path, magic string
 	max         int64
 	lock        *os.File
-	writing     sync.Mutex // orders writes, since there is only one .tmp
+	writing     sync.Mutex // orders writes, because there is only one .tmp file
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Open locks PATH.lock and reads the document, which is nil if there is
-// no file yet. The magic names content and version; max bounds the file in bytes.
+// Open locks PATH.lock and returns the document, which is nil if there is no file yet. magic names the kind of content and its version.
+// max bounds the file, in bytes.
 func Open(path, magic string, max int64) (*File, []byte, error) {
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|syscall.O_CLOEXEC, 0o600)
 	if err != nil {
@@ -103,7 +103,7 @@ func (f *File) read() ([]byte, error) {
 	return f.parse(b)
 }
 
-// parse returns the document of a file's bytes. Error: *Error.
+// parse returns the document in the bytes of a file. The error is an *Error.
 func (f *File) parse(b []byte) ([]byte, error) {
 	head, doc, ok := bytes.Cut(b, []byte("\n"))
 	sum, known := bytes.CutPrefix(head, []byte(f.magic+" "))
@@ -121,8 +121,7 @@ func (f *File) parse(b []byte) ([]byte, error) {
 	return doc, nil
 }
 
-// newer reports whether the first line of a file has the magic with a higher version. The version is the
-// number at the magic's end.
+// newer reports whether the first line of a file has the magic with a higher version. The version is the number at the end of magic.
 func newer(head []byte, magic string) bool {
 	name := strings.TrimRight(magic, "0123456789")
 	rest, ok := bytes.CutPrefix(head, []byte(name))
@@ -132,13 +131,13 @@ func newer(head []byte, magic string) bool {
 	return ok && err == nil && ourErr == nil && theirs > ours
 }
 
-// text returns the content of a file with a document.
+// text returns the content of a file with the document doc.
 func (f *File) text(doc []byte) []byte {
 	b := fmt.Appendf(nil, "%s %08x\n", f.magic, crc32.Checksum(doc, castagnoli))
 	return append(append(b, doc...), '\n')
 }
 
-// Write replaces the document, which must not end in a newline.
+// Write replaces the document. doc must not end in a newline.
 func (f *File) Write(doc []byte) error {
 	b := f.text(doc)
 	if int64(len(b)) > f.max {

@@ -14,14 +14,14 @@ import (
 
 const (
 	lockStep   = 10 * time.Millisecond
-	lockEnding = 5 * time.Second        // how long to wait for a process that is ending
-	lockAlive  = 100 * time.Millisecond // how long to wait for a process that seems alive: it may have been killed just now
+	lockEnding = 5 * time.Second        // longest wait for a process that is ending
+	lockAlive  = 100 * time.Millisecond // longest wait for a process that seems alive: it may have been killed just now
 )
 
-// LockAfter calls lock until lock returns another result than held. A killed process keeps its locks until the
-// kernel has torn it down, which takes milliseconds, or seconds with a large mapping, and gives no sign. So
-// LockAfter waits for the lock of process pid while that process ends, 5 s at most; 0 is an unknown process. If the process
-// is alive, LockAfter returns held after 100 ms.
+// LockAfter calls lock again and again until it returns another result than held. A killed process keeps its locks until the kernel has
+// torn it down, which takes milliseconds, or seconds with a large mapping, and nothing signals the end. So LockAfter waits, at most 5
+// s, while the process pid, which holds the lock, is ending; pid 0 means that the process is unknown. If the process is alive,
+// LockAfter returns held after 100 ms.
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()
@@ -42,14 +42,14 @@ func alive(pid int) bool {
 	return len(after) > 0 && after[0] != 'Z' && after[0] != 'X'
 }
 
-// SetLockOwner writes this process's number into a lock file, for LockOwner and for people. It ignores errors: on a full file system the
-// owner is not known.
+// SetLockOwner writes this process's number into a lock file, for LockOwner and for people. It ignores errors: on a full file system
+// the owner stays unknown.
 func SetLockOwner(f *os.File) {
 	_ = f.Truncate(0)
 	_, _ = f.WriteAt(strconv.AppendInt(nil, int64(os.Getpid()), 10), 0)
 }
 
-// LockOwner returns the process number in a lock file, 0 if there is none.
+// LockOwner returns the process number in a lock file; 0: there is none.
 func LockOwner(f io.ReaderAt) int {
 	b := make([]byte, 32)
 	n, _ := f.ReadAt(b, 0)

@@ -15,12 +15,12 @@ import (
 
 const (
 	listenStep   = 20 * time.Millisecond
-	listenEnding = 3 * time.Second // how long to wait for the ports of a process that is ending
+	listenEnding = 3 * time.Second // longest wait for the ports of a process that is ending
 )
 
-// ListenAgain calls listen again, for up to 3 s, while an address is in use: a killed process keeps its ports until the
-// kernel has torn it down, which takes some 20 ms for each GB that it had mapped. It ends with ctx. The context of listen does not end with
-// ctx, so that a command that is stopped during a name lookup does not report a wrong address.
+// ListenAgain calls listen again and again, for up to 3 s, while the address is in use: a killed process keeps its ports until the
+// kernel has torn it down, which takes some 20 ms for each GB that it had mapped. ListenAgain stops when ctx ends. The context that
+// listen gets does not end with ctx, so that a command that is stopped during a name lookup does not report a wrong address.
 func ListenAgain(ctx context.Context, listen func(context.Context) error) error {
 	for wait := time.Duration(0); ; wait += listenStep {
 		err := listen(context.WithoutCancel(ctx))
@@ -31,15 +31,15 @@ func ListenAgain(ctx context.Context, listen func(context.Context) error) error 
 	}
 }
 
-// ListenTCP listens on a port with ListenAgain. An IPv6 address may have its brackets. 0.0.0.0 means all IPv4 addresses, and :: means all
-// IPv4 and IPv6 addresses, even if the kernel has no IPv6.
+// ListenTCP listens on a port with the patience of ListenAgain. An IPv6 address may have its brackets. 0.0.0.0 means all IPv4
+// addresses; :: means all IPv4 and IPv6 addresses, even if the kernel has no IPv6.
 func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
 	host, network := WithoutBrackets(host), "tcp"
 	var config net.ListenConfig
 	switch host {
 	case "0.0.0.0":
 		network = "tcp4"
-	case "::": // package net would use IPv4 alone if 127.0.0.1 is no address of the machine
+	case "::": // package net would listen on IPv4 only if 127.0.0.1 is no address of this machine
 		network, config.Control = "tcp6", bothFamilies
 	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
@@ -52,7 +52,7 @@ func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err 
 	return l, err
 }
 
-// fallbackHost returns the IPv4 address to use for a host on which listening failed with err; "" if there is none.
+// fallbackHost returns the IPv4 address to use instead of a host on which listening failed with err; "": there is none.
 func fallbackHost(host string, err error) string {
 	switch {
 	case host == "::" && errors.Is(err, syscall.EAFNOSUPPORT):
@@ -63,21 +63,21 @@ func fallbackHost(host string, err error) string {
 	return ""
 }
 
-// bothFamilies lets a socket of IPv6 take connections of IPv4, too.
+// bothFamilies makes an IPv6 socket accept IPv4 connections, too.
 func bothFamilies(_, _ string, c syscall.RawConn) error {
 	var err error
 	refused := c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IPV6, syscall.IPV6_V6ONLY, 0) })
 	return errors.Join(refused, err)
 }
 
-// NoLocalhost reports whether err says that the name localhost was not found, as in an image or a chroot without /etc/hosts. The caller
-// should use 127.0.0.1 then.
+// NoLocalhost reports whether err means that the name localhost was not found, as in an image or a chroot without /etc/hosts. The
+// caller should then use 127.0.0.1.
 func NoLocalhost(host string, err error) bool {
 	_, ok := errors.AsType[*net.DNSError](err)
 	return ok && host == "localhost"
 }
 
-// WithoutBrackets returns an IPv6 address without the brackets that it has in a URL.
+// WithoutBrackets returns host without the brackets that an IPv6 address has in a URL.
 func WithoutBrackets(host string) string {
 	if inner, ok := strings.CutPrefix(host, "["); ok {
 		if inner, ok := strings.CutSuffix(inner, "]"); ok && strings.Contains(inner, ":") {
@@ -87,8 +87,8 @@ func WithoutBrackets(host string) string {
 	return host
 }
 
-// ExplainListen returns an error that says on which address listening failed, why, and what helps if that is
-// known. host and port are the flags that gave the address.
+// ExplainListen returns an error that says on which address listening failed, and why, and gives advice if there is any. host and port
+// are the flags that set the address.
 func ExplainListen(err error, host, port string) error {
 	advice := ""
 	switch {

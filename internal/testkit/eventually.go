@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// Eventually waits until ok returns true, and fails the test if it does not within two minutes: a busy machine may need
-// most of that. what names the condition. Eventually calls ok every two milliseconds on the goroutine of the test.
+// Eventually waits until ok returns true. It fails the test if that does not happen within two minutes, most of which a busy machine
+// may need. what names the condition. Eventually calls ok every two milliseconds, on the goroutine of the test.
 func Eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	within(t, 2*time.Minute, what, ok)

@@ -16,14 +16,14 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
-// patience is how long remaining goroutines may take to end. goleak alone waits for half a second, which may be too short
-// for an ending goroutine on a busy machine.
+// patience is how long goroutines that are left may take to end. goleak by itself waits for half a second, which may be too short on a
+// busy machine.
 const patience = 30 * time.Second
 
 // raceChecks is how many cases a property test tries in a build with the race detector: a fifth of the usual number.
 const raceChecks = 20
 
-// Main runs m and exits; call it from TestMain. It fails when a goroutine or a shared-memory mapping is left.
+// Main runs the tests of m and exits; call it from TestMain. It fails if a goroutine or a mapping of shared memory is left at the end.
 func Main(m *testing.M) { exit(m, patience) }
 
 // left returns an error if shared-memory segments are still mapped.
@@ -35,7 +35,7 @@ func left() error {
 }
 
 func exit(m *testing.M, patience time.Duration) {
-	if f := flag.Lookup("rapid.checks"); Race && f != nil { // number of cases of property tests; an argument of the command line overrides it
+	if f := flag.Lookup("rapid.checks"); Race && f != nil { // number of cases of property tests; the command line can override it
 		_ = f.Value.Set(strconv.Itoa(raceChecks))
 	}
 	code := m.Run()

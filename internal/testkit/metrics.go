@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// Buckets returns the upper bounds of a histogram in a page of metrics, in order. begin is the beginning of its lines,
-// up to the bound: name_bucket{label="value",
+// Buckets returns the upper bounds of a histogram in a page of metrics, in order. begin is the beginning of the histogram's lines, up
+// to the bound: name_bucket{label="value",
 func Buckets(page, begin string) (bounds []string) {
 	for line := range strings.Lines(page) {
 		rest, found := strings.CutPrefix(line, begin)

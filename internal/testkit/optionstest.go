@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// CheckNumbers fails the test unless the zero T is valid, and Validate names each field with a negative number (NaN
-// for a float), whatever the other fields are.
+// CheckNumbers fails the test unless the zero T is valid, and Validate names every field that has a negative number (NaN for a float),
+// whatever the other fields are.
 func CheckNumbers[T interface{ Validate() error }](t *testing.T) {
 	t.Helper()
 	var zero, all T

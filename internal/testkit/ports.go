@@ -14,23 +14,23 @@ import (
 const (
 	firstPort  = 12000
 	lastPort   = 31000
-	portsApart = 8 // engines with several ranks also use the ports that follow
+	portsApart = 8 // engines with several ranks also use the ports after theirs
 )
 
-// nextPort counts the ports that this process has tried. It begins at a random number, since other processes use ports, too.
+// nextPort counts the ports that this process has tried. It begins at a random number, because other processes use ports, too.
 var nextPort = func() *atomic.Uint32 {
 	n := new(atomic.Uint32)
 	n.Store(rand.Uint32() >> 1)
 	return n
 }()
 
-// FreePort returns a TCP port of 127.0.0.1 that stays free until the test listens there: while a server starts, or between
-// its stop and restart. It is below the ports that Linux gives to clients (net.ipv4.ip_local_port_range, from 32768 on). A client's
-// connection may take one of those at any time, and a client that connects to such a port without a listener may
-// get that port itself and connect to itself.
+// FreePort returns a TCP port of 127.0.0.1 that stays free until the test listens there: while a server starts, or between its stop and
+// its restart. The port is below those that Linux gives to clients (net.ipv4.ip_local_port_range, from 32768 on). A client's connection
+// may take one of those at any time, and a client that connects to such a port while nothing listens there may get that port itself and
+// connect to itself.
 //
-// Nothing listens on the port. No other test gets it before t ends, in this process or another, and no other call gets the seven ports
-// that follow it.
+// Nothing listens on the port. No other test, in this process or another, gets it before t ends, and no other call gets the seven ports
+// after it.
 func FreePort(t testing.TB) int {
 	t.Helper()
 	l := Listen(t)
@@ -38,7 +38,7 @@ func FreePort(t testing.TB) int {
 	return l.Addr().(*net.TCPAddr).Port
 }
 
-// Listen listens on a port like FreePort's. The caller must close the listener, and may listen there again.
+// Listen listens on a port like those of FreePort. The caller must close the listener, and may listen there again.
 func Listen(t testing.TB) net.Listener {
 	t.Helper()
 	for range (lastPort - firstPort) / portsApart {
@@ -54,9 +54,9 @@ func Listen(t testing.TB) net.Listener {
 	return nil
 }
 
-// reserve prevents other calls from returning a port before t ends. An abstract socket of Linux with a name for the port shows other
-// processes that the port is taken; the kernel frees it when the process ends. Other systems have no such names, so reserve does nothing
-// there.
+// reserve prevents other calls from returning a port before t ends; it returns false if the port is reserved already. A Linux abstract
+// socket whose name contains the port shows other processes that the port is taken; the kernel frees it when the process ends. Other
+// systems have no such names, so reserve does nothing there.
 func reserve(t testing.TB, port int) bool {
 	if runtime.GOOS != "linux" {
 		return true

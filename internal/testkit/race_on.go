@@ -4,5 +4,5 @@
 
 package testkit
 
-// Race reports whether the race detector is on.
+// Race says whether the race detector is on.
 const Race = true

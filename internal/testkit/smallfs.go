@@ -15,17 +15,15 @@ import (
 
 const insideSmallFS = "KVASIR_TEST_SMALLFS"
 
-// SmallFS calls f with an empty tmpfs of that many bytes, which f may fill, in a process of its own: the
-// test binary runs t again in a new user and mount namespace, in which this user may
-// mount. On a system that forbids such namespaces it skips the test. The test around it must consist of
-// this call alone.
+// SmallFS calls f with an empty tmpfs of that many bytes, which f may fill. It does so in another process: the test binary runs t again
+// in a new user and mount namespace, in which this user may mount. On a system that forbids such namespaces it skips the test. The test
+// must consist of this call only.
 func SmallFS(t *testing.T, bytes int64, f func(t *testing.T, dir string)) {
 	t.Helper()
 	mounted(t, "tmpfs", fmt.Sprintf("size=%d,mode=0700", bytes), f)
 }
 
-// PlainFS is SmallFS in a ramfs, which keeps no extended attributes and has no
-// direct I/O.
+// PlainFS is like SmallFS, with a ramfs, which keeps no extended attributes and has no direct I/O.
 func PlainFS(t *testing.T, f func(t *testing.T, dir string)) {
 	t.Helper()
 	mounted(t, "ramfs", "mode=0700", f)
@@ -46,7 +44,7 @@ func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string
 		f(t, dir)
 		return
 	}
-	// The name of a subtest is a path of patterns.
+	// The name of a subtest is a path; each part of it is a pattern for -test.run.
 	pattern := "^" + strings.ReplaceAll(t.Name(), "/", "$/^") + "$"
 	cmd := exec.Command("/proc/self/exe", "-test.run="+pattern, "-test.v")
 	cmd.Env = append(os.Environ(), insideSmallFS+"="+t.Name())
@@ -64,8 +62,7 @@ func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string
 	}
 }
 
-// FillFS fills the file system of dir with the file path, and leaves keep bytes
-// free.
+// FillFS fills the file system of dir with the file path, except for `keep` bytes that stay free.
 func FillFS(t *testing.T, dir, path string, keep int64) {
 	t.Helper()
 	var st syscall.Statfs_t

@@ -20,8 +20,8 @@ import (
 //go:embed testdata
 var vectorFiles embed.FS
 
-// ReadVector decodes one JSON vector file, named folder/file.json, into v; see Vector
-// for where it comes from. A file that does not decode fails the test.
+// ReadVector decodes one JSON vector file, named folder/file.json, into v. Vector says where the file is found. If the file cannot be
+// decoded, the test fails.
 func ReadVector(t testing.TB, name string, v any) {
 	t.Helper()
 	if err := json.Unmarshal(Vector(t, name), v); err != nil {
@@ -29,12 +29,11 @@ func ReadVector(t testing.TB, name string, v any) {
 	}
 }
 
-// Vector returns a vector file, named folder/file.json.
+// Vector returns the content of a vector file, named folder/file.json.
 //
-// With KVASIR_VECTORS set the file is read from that folder, plain or with .gz
-// added, and a missing file skips the test. Without it the file comes from this
-// package's testdata, or from testdata beside the test, and must be there. An
-// unreadable file fails.
+// If KVASIR_VECTORS is set, the file is read from that folder, under its name or with .gz added, and a missing file skips the test.
+// Otherwise the file comes from this package's testdata, or from testdata beside the test, and must exist. A file that cannot be read
+// fails the test.
 func Vector(t testing.TB, name string) []byte {
 	t.Helper()
 	r, err := openVector(name)
@@ -81,7 +80,7 @@ func openVectorIn(dir fs.FS, name string) (io.ReadCloser, error) {
 	}{z, f}, nil
 }
 
-// Hex is a byte string that JSON carries as hex digits.
+// Hex is a byte string that JSON contains as hexadecimal digits.
 type Hex []byte
 
 // UnmarshalText implements encoding.TextUnmarshaler.
@@ -90,7 +89,7 @@ func (h *Hex) UnmarshalText(text []byte) (err error) {
 	return err
 }
 
-// Frames turns a list of hex strings into frames.
+// Frames returns the byte strings as frames.
 func Frames(list []Hex) [][]byte {
 	out := make([][]byte, len(list))
 	for i, h := range list {
@@ -99,8 +98,7 @@ func Frames(list []Hex) [][]byte {
 	return out
 }
 
-// Recording is one file of frames that passed between a real LMCache client and
-// server.
+// Recording is one file of frames that a real LMCache client and server exchanged.
 type Recording struct {
 	Meta struct {
 		ChunkTokens int `json:"chunk_size"`

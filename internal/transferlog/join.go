@@ -9,11 +9,11 @@ import (
 	"strings"
 )
 
-// Join joins the transfers that a relay and a proxy of one process saw. It returns each transfer once, those that began last
-// first, Max at most. A transfer that both saw has the relay's steps, and from the proxy the client's
-// request, the model, D's URL, and how long P computed before D asked.
+// Join joins the transfers that a relay and a proxy in one process have recorded. It returns each transfer once, beginning with the one
+// that began last, at most Max. A transfer that both have recorded gets the relay's steps, and from the proxy the client's request, the
+// model, D's URL, and how long P computed before D asked.
 //
-// Join shortens transfer ids, because whoever knows an id may fetch the transfer's KV: see Short.
+// Join shortens transfer ids (see Short), because whoever knows an id may fetch the transfer's KV.
 func Join(relayed, proxied []Transfer) []Transfer {
 	known := make(map[string]int, len(proxied))
 	for i, t := range proxied {
@@ -43,14 +43,14 @@ func Join(relayed, proxied []Transfer) []Transfer {
 	return out
 }
 
-// joinProxy adds what a proxy knows of the transfer.
+// joinProxy adds to t what the proxy's record p knows about the same transfer.
 func (t Transfer) joinProxy(p Transfer) Transfer {
 	t.Request, t.Model, t.To = cmp.Or(p.Request, t.Request), cmp.Or(p.Model, t.Model), cmp.Or(p.To, t.To)
-	before := micros(t.At - p.At) // how long P had the request when D asked the relay
+	before := micros(t.At - p.At) // how long P had the request before D asked the relay
 	if before <= 0 || len(p.Steps) == 0 || p.Steps[0].State != Computing {
 		return t
 	}
-	computed := before // until D asked, or P was ready
+	computed := before // until D asked, or until P was ready
 	if len(p.Steps) > 1 || !p.State.Running() {
 		computed = min(computed, p.Steps[0].MS)
 	}
@@ -60,7 +60,7 @@ func (t Transfer) joinProxy(p Transfer) Transfer {
 	}
 	for i, s := range t.Steps {
 		s.From = micros(s.From + before)
-		if i == 0 && s.State == Computing && len(steps) == 1 { // P still computed when D asked: one step
+		if i == 0 && s.State == Computing && len(steps) == 1 { // P was still computing when D asked: both are one step
 			steps[0].MS = micros(steps[0].MS + s.MS)
 			continue
 		}
@@ -70,14 +70,14 @@ func (t Transfer) joinProxy(p Transfer) Transfer {
 	return t
 }
 
-// micros rounds milliseconds to microseconds: times since 1970 have no more.
+// micros rounds milliseconds to microseconds: a time since 1970 as a float is not more exact.
 func micros(ms float64) float64 { return math.Round(ms*1000) / 1000 }
 
-// Lengths of ids that are shown whole, and of the beginning of others, bytes.
+// wholeID is the longest id that is shown completely, and beginning is how much of a longer id is shown, in bytes.
 const wholeID, beginning = 20, 15
 
-// Short returns a transfer id for people: enough of it to find it in a log. Long random ids
-// must stay secret, so it shows too little of them to ask a relay for the KV. The part after # is no secret.
+// Short returns a transfer id in a form for people: long enough to find it in a log. Long random ids must stay secret, so the form is
+// too short to ask a relay for the KV. The part after # is not secret.
 func Short(id string) string {
 	base, again := id, ""
 	if i := strings.LastIndexByte(id, '#'); i > 0 && len(id)-i <= 12 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transferlog remembers the last transfers of KV from P to D, in bounded memory, to show to
-// people: each transfer step by step, as a relay or a proxy saw it.
+// Package transferlog remembers, in bounded memory, the last transfers of KV from P to D, to be shown to people: each transfer step by
+// step, as a relay or a proxy saw it.
 package transferlog
 
 import (
@@ -12,85 +12,84 @@ import (
 	"time"
 )
 
-// Limits of a Log. Its texts take less than 64 KiB.
+// Limits of a Log. The texts in it take less than 64 KiB.
 const (
 	Max      = 64  // transfers
 	maxText  = 128 // bytes of each id, address and model
 	maxWhy   = 256 // bytes of a reason
-	maxSteps = 6   // of a transfer
+	maxSteps = 6   // steps of a transfer
 )
 
 // State is the state of a transfer.
 type State string
 
-// The states. A transfer ends as Done, Failed or Expired.
+// The states of a transfer. It ends as Done, Failed or Expired.
 const (
-	Computing State = "computing" // P has sent nothing yet: it computes this request or others before it
-	Waiting   State = "waiting"   // P is ready, D has not taken it
+	Computing State = "computing" // P has sent nothing yet: it computes this request, or requests before it
+	Waiting   State = "waiting"   // P is ready, but D has not taken the KV
 	Sending   State = "sending"
 	Done      State = "done"
 	Failed    State = "failed"
-	Expired   State = "expired" // not done within its time
+	Expired   State = "expired" // it was not done in its time
 )
 
-// Running says whether the transfer has not ended.
+// Running reports whether a transfer in that state has not ended.
 func (s State) Running() bool { return s == Computing || s == Waiting || s == Sending }
 
-// Step is a part of a transfer's time.
+// Step is a part of the time of a transfer.
 type Step struct {
 	State State   `json:"state"` // computing, waiting or sending
 	What  string  `json:"what"`
-	From  float64 `json:"from_ms"` // since the transfer began
-	MS    float64 `json:"ms"`      // duration; for the last step of a running transfer: so far
-	Bytes int64   `json:"bytes"`   // sent, so far
+	From  float64 `json:"from_ms"` // when the step began, since the transfer began
+	MS    float64 `json:"ms"`      // duration; of the last step of a running transfer: so far
+	Bytes int64   `json:"bytes"`   // bytes sent, so far
 }
 
-// Transfer is one transfer, for one worker of D.
+// Transfer is one transfer to one worker of D.
 type Transfer struct {
 	ID      string  `json:"transfer_id"`
-	Request string  `json:"request_id"` // the client's request id if a proxy knows it, else D's
-	Model   string  `json:"model_name"` // empty: not known
-	From    string  `json:"from"`       // P
-	To      string  `json:"to"`         // D
+	Request string  `json:"request_id"` // the client's request id, if a proxy knows it; else D's
+	Model   string  `json:"model_name"` // empty: unknown
+	From    string  `json:"from"`       // name of P
+	To      string  `json:"to"`         // name of D
 	Rank    string  `json:"rank"`       // rank of D's worker, if D has several
-	Source  string  `json:"source"`     // where the KV came from: P, memory, prefix and P; empty: not known
+	Source  string  `json:"source"`     // where the KV came from: P, memory, prefix and P; empty: unknown
 	State   State   `json:"state"`
-	Why     string  `json:"why"` // why it failed
+	Why     string  `json:"why"` // why the transfer failed
 	At      float64 `json:"at_ms"`
-	MS      float64 `json:"ms"`       // so far
-	Blocks  int     `json:"blocks"`   // 0: not known
-	Bytes   int64   `json:"bytes"`    // bytes that D asked for; 0: not known
-	Rate    float64 `json:"gb_per_s"` // of the last step that sent; 0: not known
+	MS      float64 `json:"ms"`       // duration, so far
+	Blocks  int     `json:"blocks"`   // 0: unknown
+	Bytes   int64   `json:"bytes"`    // bytes that D asked for; 0: unknown
+	Rate    float64 `json:"gb_per_s"` // of the last step that sent bytes; 0: unknown
 	Steps   []Step  `json:"steps"`
 }
 
-// Log remembers transfers. Its methods are safe for concurrent use; a nil *Log remembers nothing.
+// Log remembers transfers. Its methods are safe for concurrent use. A nil *Log remembers nothing.
 type Log struct {
-	mu   sync.Mutex // a leaf
-	list []*Entry   // the oldest first
+	mu   sync.Mutex // a leaf: no other lock is taken under it
+	list []*Entry   // oldest first
 }
 
-// Entry is a transfer in a Log. Its methods are safe for concurrent use; a nil *Entry accepts all calls and
-// remembers nothing.
+// Entry is one transfer in a Log. Its methods are safe for concurrent use. A nil *Entry accepts all calls and remembers nothing.
 type Entry struct {
 	log *Log
 
 	// Guarded by log.mu.
 	t     Transfer
 	steps []step
-	end   time.Time // zero while it runs
+	end   time.Time // zero while the transfer runs
 }
 
 type step struct {
 	state    State
 	what     string
 	at       time.Time
-	progress func() (first time.Time, bytes uint64) // nil: not known
+	progress func() (first time.Time, bytes uint64) // nil: the progress is unknown
 	bytes    int64                                  // set when the step has ended
 }
 
-// Begin adds a transfer that begins now, with a first step. A full Log drops its oldest ended transfer,
-// or if all run, the oldest.
+// Begin adds a transfer that begins now with its first step. A full Log drops its oldest ended transfer; if all transfers are running,
+// it drops the oldest.
 func (l *Log) Begin(t Transfer, state State, what string) *Entry {
 	if l == nil {
 		return nil
@@ -109,7 +108,7 @@ func (l *Log) Begin(t Transfer, state State, what string) *Entry {
 	return e
 }
 
-// cut returns at most n bytes of a text, in memory of its own.
+// cut returns a copy of the first n bytes of a text.
 func cut(s string, n int) string { return string([]byte(s[:min(n, len(s))])) }
 
 // From records where the KV came from.
@@ -122,7 +121,7 @@ func (e *Entry) From(source string) {
 	e.t.Source = source
 }
 
-// To records the D that should get the KV.
+// To records the name of the D that should get the KV.
 func (e *Entry) To(d string) {
 	if e == nil {
 		return
@@ -132,8 +131,8 @@ func (e *Entry) To(d string) {
 	e.t.To = cut(d, maxText)
 }
 
-// Receiving adds a step of sending, named what, that begins with P's first byte. progress returns the time of that byte and
-// the bytes so far. It must take no locks.
+// Receiving adds a step of sending with the name what, which begins with P's first byte. progress returns the time of that byte and the
+// number of bytes so far; it must not take locks.
 func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -145,8 +144,8 @@ func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes u
 	}
 }
 
-// Next ends the current step, and begins the next. progress returns how far the step has come; it is nil if that
-// is unknown. It must take no locks.
+// Next ends the current step and begins the next one. progress returns how far that step has come; nil means that this is unknown. It
+// must not take locks.
 func (e *Entry) Next(state State, what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -160,7 +159,7 @@ func (e *Entry) Next(state State, what string, progress func() (first time.Time,
 	e.steps = append(e.steps, step{state: state, what: what, at: time.Now(), progress: progress})
 }
 
-// End records how the transfer ended; only the first call counts.
+// End records how the transfer ended. Only the first call has an effect.
 func (e *Entry) End(state State, why string) {
 	if e == nil {
 		return
@@ -174,7 +173,7 @@ func (e *Entry) End(state State, why string) {
 	e.t.State, e.t.Why, e.end = state, cut(why, maxWhy), time.Now()
 }
 
-// Finish calls End with the state for an error: nil is Done, an error of late is Expired, others are Failed.
+// Finish ends the transfer by the error err: nil gives Done, an error of `late` gives Expired, any other gives Failed.
 func (e *Entry) Finish(err error, late ...error) {
 	switch {
 	case err == nil:
@@ -186,22 +185,22 @@ func (e *Entry) Finish(err error, late ...error) {
 	}
 }
 
-// settleLocked stores the progress of the steps so far; their progress functions are not called again.
+// settleLocked stores the progress of all steps. Their progress functions are not called any more after that.
 func (e *Entry) settleLocked() { e.steps = begun(e.steps) }
 
-// begun returns the steps that have begun, with the bytes that they have sent.
+// begun returns those steps that have begun, with the bytes that they have sent.
 func begun(steps []step) []step {
 	out := make([]step, 0, len(steps)+1)
 	for _, s := range steps {
 		if s.progress != nil {
 			first, n := s.progress()
-			if s.at.IsZero() { // a step of Receiving begins with the first byte
+			if s.at.IsZero() { // a step of Receiving begins with P's first byte
 				if first.IsZero() {
 					continue
 				}
 				s.at = first
 				if len(out) > 0 && s.at.Before(out[len(out)-1].at) {
-					s.at = out[len(out)-1].at // another request had begun the transfer of these bytes
+					s.at = out[len(out)-1].at // another request had begun the transfer of these bytes before
 				}
 			}
 			s.progress = nil
@@ -214,7 +213,7 @@ func begun(steps []step) []step {
 	return out
 }
 
-// Last returns the transfers, those that began last first.
+// Last returns the transfers, beginning with the one that began last.
 func (l *Log) Last() []Transfer {
 	if l == nil {
 		return nil
@@ -229,7 +228,7 @@ func (l *Log) Last() []Transfer {
 	return out
 }
 
-// shown returns the entry's state at a time. The caller holds Log.mu.
+// shown returns the entry as it is at the time now. The caller must hold Log.mu.
 func (e *Entry) shown(now time.Time) Transfer {
 	t, steps, end := e.t, begun(e.steps), cmp.Or(e.end, now)
 	t.At = millis(steps[0].at.Sub(time.Unix(0, 0)))
@@ -241,7 +240,7 @@ func (e *Entry) shown(now time.Time) Transfer {
 		}
 		sent := s.bytes
 		if t.Bytes > 0 {
-			sent = min(sent, t.Bytes) // bytes that were sent twice count once
+			sent = min(sent, t.Bytes) // bytes that were sent twice count only once
 		}
 		t.Steps = append(t.Steps, Step{s.state, s.what, millis(s.at.Sub(steps[0].at)), max(0, millis(until.Sub(s.at))), sent})
 	}

@@ -4,11 +4,9 @@
 // MooncakeConnector finds the workers of P: a server that answers as vLLM's
 // MooncakeBootstrapServer does, and a client for both sides.
 //
-// Each P worker registers the address of its ZMQ side channel under its ranks.
-// D reads the whole directory once per engine id and takes the number of TP
-// ranks in it as P's TP size, for the life of D. So a directory must never show
-// half of an engine, or a mixture of two; docs/operate/bootstrap.md and type Registry have
-// the rules that prevent it.
+// Each P worker registers the address of its ZMQ side channel under its ranks. D reads the whole directory once per engine id. It takes
+// the number of TP ranks in the directory as P's TP size, as long as D lives. So a directory must never show half of an engine, or a
+// mixture of two engines. docs/operate/bootstrap.md and type Registry have the rules that prevent it.
 //
 // Wire: vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_utils.py,
 // 0.31 to 0.33, with FastAPI and pydantic 2; testdata/ has 4,547 recorded answers.
@@ -27,27 +25,26 @@ const (
 	maxBodyBytes     = 64 << 10 // of POST /register
 	maxEngineIDBytes = 1024
 	maxAddrBytes     = 1024
-	maxSize          = 1 << 16 // TP, PP or DP size in a registration or a query
+	maxSize          = 1 << 16 // largest TP, PP or DP size in a registration or a query
 )
 
-// Registration is what one P worker registers.
+// Registration is the content of one P worker's registration.
 type Registration struct {
 	EngineID string `json:"engine_id"`
 	DPRank   int    `json:"dp_rank"`
 	TPRank   int    `json:"tp_rank"`
 	PPRank   int    `json:"pp_rank"`
-	Addr     string `json:"addr"` // side channel, tcp://ip:port
+	Addr     string `json:"addr"` // address of the side channel, tcp://ip:port
 
-	// Stock workers do not send these, and a stock server ignores them. TPSize and
-	// PPSize are the engine's, 0 if unknown; with them, the directory does not show the
-	// engine before all its workers are registered. With a Lease, the registration ends
-	// unless it is repeated in time; 0 means that it stays.
+	// Stock workers do not send the fields below, and a stock server ignores them. TPSize and PPSize are the sizes of the whole engine,
+	// 0 if unknown; with them, the directory does not show the engine before all its workers are registered. With a Lease, the
+	// registration ends unless the worker repeats it in that time; 0 means that it stays.
 	TPSize int           `json:"tp_size,omitempty"`
 	PPSize int           `json:"pp_size,omitempty"`
-	Lease  time.Duration `json:"-"` // "lease_s"
+	Lease  time.Duration `json:"-"` // sent as "lease_s", in seconds
 }
 
-// body returns the JSON text of POST /register, keys in vLLM's order.
+// body returns the JSON body of POST /register, with its keys in vLLM's order.
 func (r Registration) body() ([]byte, error) {
 	return json.Marshal(struct {
 		Registration
@@ -55,19 +52,19 @@ func (r Registration) body() ([]byte, error) {
 	}{r, r.Lease.Seconds()})
 }
 
-// Engine is one P engine in a directory.
+// Engine is one P engine in a Directory.
 type Engine struct {
 	ID      string
-	Workers map[int]map[int]string // TP rank → PP rank → side channel
+	Workers map[int]map[int]string // TP rank → PP rank → address of the side channel
 }
 
-// TPSize returns what D takes as the engine's TP size: how many TP ranks are known.
+// TPSize returns how many TP ranks are known. D takes that number as the engine's TP size.
 func (e Engine) TPSize() int { return len(e.Workers) }
 
 // Directory is the answer of GET /query: DP rank → engine.
 type Directory map[int]Engine
 
-// Engine finds an engine by its id.
+// Engine returns the engine of that id, and its DP rank. ok is false if the directory has no such engine.
 func (d Directory) Engine(id string) (dpRank int, e Engine, ok bool) {
 	for dp, e := range d {
 		if e.ID == id {
@@ -129,8 +126,7 @@ func parseDirectory(body []byte) (Directory, error) {
 	return d, nil
 }
 
-// parseRank reads a key. It takes only the canonical text of a number, so that two keys
-// cannot name one rank.
+// parseRank reads a rank, the text of a JSON key. It accepts only the canonical decimal text, so that two keys cannot name one rank.
 func parseRank(what, text string) (int, error) {
 	n, err := strconv.Atoi(text)
 	if err != nil || strconv.Itoa(n) != text {

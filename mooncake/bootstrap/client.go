@@ -21,31 +21,31 @@ import (
 )
 
 var (
-	// errUnreachable means that every attempt ended without an answer: no
-	// connection, a broken one, or a timeout. It wraps the last attempt's error.
+	// errUnreachable means that no attempt got an answer: each found no connection, a broken one, or a timeout. It wraps the last
+	// attempt's error.
 	errUnreachable = errors.New("bootstrap: server unreachable")
 	errClosed      = errors.New("bootstrap: client closed")
 )
 
-// statusError is an answer other than 200.
+// statusError is an answer of the server whose status is not 200.
 type statusError struct {
 	what   string // method and URL
 	status int
-	detail string // the answer's detail, or the start of its body
+	detail string // the detail field of the answer, or the start of its body
 }
 
 func (e *statusError) Error() string {
 	return fmt.Sprintf("bootstrap: %s: status %d: %s", e.what, e.status, e.detail)
 }
 
-// ClientOptions configures a Client. A zero field means its default, which is vLLM's.
+// ClientOptions configures a Client. A zero field means its default, the same as vLLM's.
 type ClientOptions struct {
 	Attempts     int           // of each call; default 3
 	Timeout      time.Duration // of each attempt; default 30 s (VLLM_MOONCAKE_CONNECTOR_TIMEOUT)
-	RegisterWait time.Duration // after a failed Register, doubled each time up to 10 s; default 1 s
-	QueryWait    time.Duration // after a failed Query; default 0.1 s
+	RegisterWait time.Duration // pause after a failed attempt to register, doubled each time up to 10 s; default 1 s
+	QueryWait    time.Duration // pause after a failed attempt to query; default 0.1 s
 	Token        string        // sent as a bearer token
-	TLS          *tls.Config   // of servers at https; nil: Go's default
+	TLS          *tls.Config   // for https servers; nil: Go's default
 }
 
 // Client is a client of one bootstrap server. Its methods are safe for concurrent use.
@@ -53,14 +53,14 @@ type Client struct {
 	base   string
 	o      ClientOptions
 	http   *http.Client
-	ctx    context.Context // of shared queries; ends at Close
+	ctx    context.Context // context of shared queries; ends at Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
 	mu struct {
 		sync.Mutex
 		closed bool
-		flight *flight // the query under way
+		flight *flight // the query in progress; nil: none
 	}
 }
 
@@ -70,11 +70,11 @@ type flight struct {
 	cancel context.CancelFunc
 	d      Directory // set when done is closed; shared, so read-only
 	err    error
-	waiter int // under Client.mu
+	waiter int // callers that wait; guarded by Client.mu
 }
 
-// NewClient returns a client of the server at base, for example
-// http://10.0.0.7:8998: what kv_transfer_params carry as remote_bootstrap_addr.
+// NewClient returns a client of the server at base, for example http://10.0.0.7:8998. kv_transfer_params carry that address as
+// remote_bootstrap_addr.
 func NewClient(base string, o ClientOptions) (*Client, error) {
 	u, err := url.Parse(base)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" || u.Fragment != "" || len(base) > maxAddrBytes {
@@ -96,7 +96,7 @@ func NewClient(base string, o ClientOptions) (*Client, error) {
 	return c, nil
 }
 
-// Close ends queries in progress and waits for them.
+// Close cancels the queries in progress and waits for their end.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.mu.closed = true
@@ -110,8 +110,8 @@ func (c *Client) Close() error {
 // Base returns the address given to NewClient, without slashes at its end.
 func (c *Client) Base() string { return c.base }
 
-// Register registers a worker. As vLLM does, it tries again after a failed dial and
-// after a timeout, but not after an answer. The server accepts a repeat.
+// Register registers a worker. As vLLM does, it tries again after a failed dial and after a timeout, but not after the server has
+// answered. The server accepts a repeated registration.
 func (c *Client) Register(ctx context.Context, r Registration) error {
 	body, err := r.body()
 	if err != nil {
@@ -127,8 +127,8 @@ func (c *Client) Register(ctx context.Context, r Registration) error {
 	return err
 }
 
-// Unregister removes a worker, or with ranks below 0 the whole engine, and reports
-// whether it was registered. Only a Kvasir server knows this call; vLLM's answers 405.
+// Unregister removes a worker. A rank below 0 matches all ranks, so with all ranks below 0 it removes the whole engine. It reports
+// whether a matching worker was registered. Only a Kvasir server knows this call; vLLM's server answers 405.
 func (c *Client) Unregister(ctx context.Context, engineID string, dpRank, tpRank, ppRank int) (bool, error) {
 	q := url.Values{"engine_id": {engineID}}
 	for name, rank := range map[string]int{"dp_rank": dpRank, "tp_rank": tpRank, "pp_rank": ppRank} {
@@ -143,9 +143,8 @@ func (c *Client) Unregister(ctx context.Context, engineID string, dpRank, tpRank
 	return err == nil, err
 }
 
-// Query returns the directory. Calls that overlap share one request and its
-// result, which they must not change. As vLLM does, it tries again after any
-// transport error. A caller's ctx ends only its own wait.
+// Query returns the directory. Concurrent calls share one request and its result; callers must not change the result. As vLLM does,
+// Query tries again after any transport error. When ctx ends, only this call stops waiting, not the shared request.
 func (c *Client) Query(ctx context.Context) (Directory, error) {
 	f, err := c.join()
 	if err != nil {
@@ -158,7 +157,7 @@ func (c *Client) Query(ctx context.Context) (Directory, error) {
 	}
 	c.mu.Lock()
 	if f.waiter--; f.waiter == 0 {
-		f.cancel() // that was the last waiter
+		f.cancel() // no caller waits any more
 		if c.mu.flight == f {
 			c.mu.flight = nil
 		}
@@ -167,7 +166,7 @@ func (c *Client) Query(ctx context.Context) (Directory, error) {
 	return nil, fmt.Errorf("bootstrap: query %s: %w", c.base, context.Cause(ctx))
 }
 
-// join returns the query in progress, or starts one.
+// join adds the caller to the query in progress, or starts a query.
 func (c *Client) join() (*flight, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -209,8 +208,8 @@ func (c *Client) query(ctx context.Context) (Directory, error) {
 	return d, nil
 }
 
-// retry makes attempts until one is answered. again returns how long to wait after
-// an error and whether to try again at all.
+// retry makes attempts until the server answers one, at most o.Attempts. again returns how long to wait after an error, and whether to
+// try again at all.
 func (c *Client) retry(ctx context.Context, method, path string, body []byte, again func(error) (time.Duration, bool)) ([]byte, error) {
 	for attempt := 1; ; attempt++ {
 		answer, err := c.tryOnce(ctx, method, path, body)
@@ -264,7 +263,7 @@ func (c *Client) tryOnce(ctx context.Context, method, path string, body []byte) 
 	return answer, nil
 }
 
-// detail picks FastAPI's {"detail": …} out of an error's body.
+// detail returns the detail of FastAPI's {"detail": …} from the body of an error; without it, the start of the body.
 func detail(body []byte) string {
 	var v struct {
 		Detail json.RawMessage `json:"detail"`

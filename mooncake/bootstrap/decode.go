@@ -18,17 +18,17 @@ type answer struct {
 
 var okAnswer = answer{http.StatusOK, []byte(`{"status":"ok"}`)}
 
-// detailAnswer is FastAPI's HTTPException.
+// detailAnswer is the answer of FastAPI's HTTPException with that status and detail.
 func detailAnswer(status int, detail string) answer {
 	return answer{status, append(appendPythonString([]byte(`{"detail":`), strings.ToValidUTF8(detail, "\uFFFD")), '}')}
 }
 
-// unreadableAnswer is FastAPI's for a body that it cannot parse.
+// unreadableAnswer is FastAPI's answer to a body that it cannot parse.
 func unreadableAnswer() answer {
 	return detailAnswer(http.StatusBadRequest, "There was an error parsing the body")
 }
 
-// decodeRegistration reads the body of POST /register. A nil answer means that it could.
+// decodeRegistration decodes the body of POST /register. If refused is not nil, the body is invalid, and refused is the answer to send.
 func decodeRegistration(contentType string, body []byte) (r Registration, refused *answer) {
 	in, p, err := parseObject(contentType, body)
 	if err != nil {
@@ -51,7 +51,7 @@ func decodeRegistration(contentType string, body []byte) (r Registration, refuse
 	return r, nil
 }
 
-// decodeSize reads a TP or PP size, which stock workers do not send.
+// decodeSize reads a TP or PP size, or adds a problem. Stock workers send no sizes: a missing one is 0.
 func decodeSize(p *problems, in bodyFields, name string, rank int) int {
 	raw, ok := in[name]
 	if !ok || string(raw) == "null" {

@@ -10,26 +10,25 @@ import (
 	"time"
 )
 
-// directory is one encoded answer of GET /query. It does not change, so requests
-// read it without a lock.
+// directory is the encoded answer to GET /query at one version of the registry. It is immutable, so requests read it without a lock.
 type directory struct {
-	version uint64 // of the registry when it was encoded
-	stale   bool   // the first one, which was not encoded from a registry
+	version uint64 // of the registry when this directory was encoded
+	stale   bool   // the first directory of a process, which was not encoded from the registry
 	gen     uint64 // grows when body changes
 	body    []byte
 	engines []shown
-	hidden  []string      // why engines are not shown
-	changed chan struct{} // closed when a later directory differs
+	hidden  []string      // for each engine that is not shown, the reason
+	changed chan struct{} // closed when a later directory has another body
 }
 
-// shown describes an engine of a directory for waiting requests.
+// shown describes one engine that a directory shows; waiting requests are compared with it.
 type shown struct {
 	id           string
 	dp, tp       int
 	ppMin, ppMax int
 }
 
-// current returns the current directory. Only the first call after a change encodes.
+// current returns the current directory. Only the first call after a change of the registry encodes it anew.
 func (r *Registry) current() *directory {
 	d := r.last.Load()
 	if d.version == r.version.Load() && !d.stale {
@@ -74,7 +73,7 @@ func (r *Registry) encodeLocked() *directory {
 	return d
 }
 
-// notifyWaiters wakes waiting requests after changes.
+// notifyWaiters runs until the registry closes. After changes it wakes the requests that wait for another directory.
 func (r *Registry) notifyWaiters() {
 	for {
 		select {
@@ -88,16 +87,16 @@ func (r *Registry) notifyWaiters() {
 	}
 }
 
-// expectation is what a directory must have before a waiting request is answered. Zero
-// fields demand nothing.
+// expectation is what a request demands of the directory before it is answered. Zero fields demand nothing.
 type expectation struct {
-	engineID string // this engine is there
-	tp, pp   int    // TP ranks of that engine, or of every engine, and PP ranks of each
-	dp       int    // engines
-	after    uint64 // the generation is later than this
+	engineID string // this engine is shown
+	tp, pp   int    // number of TP ranks of that engine, or of every engine, and of PP ranks of each
+	dp       int    // number of engines
+	after    uint64 // the directory's generation is greater
 }
 
-// missing returns what d lacks of x, with both sides' values, or "".
+// missing returns a text that says which demand of x the directory d does not meet, with the actual and the expected value; "" if d
+// meets all but x.after.
 func (d *directory) missing(x expectation) string {
 	reason := func(format string, args ...any) string {
 		s := fmt.Sprintf(format, args...)
@@ -133,8 +132,8 @@ func (d *directory) missing(x expectation) string {
 	return ""
 }
 
-// wait returns the first directory that meets x, or after atMost the last one and what
-// it lacks.
+// wait returns the first directory that meets x. After atMost it returns the current directory and what that lacks; "" means that only
+// x.after is not met.
 func (r *Registry) wait(ctx context.Context, x expectation, atMost time.Duration) (*directory, string) {
 	timer := time.NewTimer(atMost)
 	defer timer.Stop()

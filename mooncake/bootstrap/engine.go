@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// ranks place a worker in its engine.
+// ranks is the place of a worker in its engine.
 type ranks struct{ tp, pp int }
 
 // worker is one registered worker.
@@ -20,44 +20,42 @@ type worker struct {
 	ranks
 	charge
 	addr    string
-	seen    time.Time     // its last registration
-	lease   time.Duration // 0: none
-	expires time.Time     // with a lease
+	seen    time.Time     // when it registered last
+	lease   time.Duration // 0: it has no lease
+	expires time.Time     // set only with a lease
 }
 
-// charge is what a worker adds to the weights that Registry bounds, and the origin that it counts for.
+// charge is the weight that a worker adds to the sums that the Registry bounds, and the origin under which it counts.
 type charge struct {
 	from   peercred.Origin
 	weight int // bytes
 }
 
-// vacant is a rank that must register again before the directory shows the engine.
+// vacant is a place in an engine whose worker must register again before the directory shows the engine.
 type vacant struct {
 	charge
-	own bool // a worker of this engine had the rank; false: only the engine that it replaced
+	own bool // a worker of this engine had the place; false: only a worker of the engine that this one replaced
 }
 
-// row is one TP rank, its workers in the order in which they came.
+// row is one TP rank: its workers, in the order in which they registered.
 type row struct {
 	tp      int
 	workers []*worker
 }
 
-// engine is one incarnation of a P engine: processes that live and die together.
-// All fields are under Registry.mu.
+// engine is one incarnation of a P engine: processes that start and end together. Registry.mu guards all fields.
 type engine struct {
 	id             string
 	dp             int
 	founder        peercred.Origin // of its first worker
-	rows           []*row          // in the order in which TP ranks came, as Python's dict
+	rows           []*row          // in the order in which TP ranks registered, as in Python's dict
 	byRank         map[ranks]*worker
-	tpSize, ppSize int    // from its workers' registrations; 0 if unknown
-	changes        int    // workers added and removed
-	json           []byte // as GET /query shows it; nil after a change
+	tpSize, ppSize int    // as its workers stated them; 0 if unknown
+	changes        int    // how often workers were added or removed
+	json           []byte // its part of the answer to GET /query; nil after a change
 
-	// missing lists the ranks whose absence keeps the engine out of the directory. Its
-	// own ranks (lease ended, unregistered) count until they register again, ranks of
-	// the engine that it replaced only until settled.
+	// missing lists the places whose absence keeps the engine out of the directory. A place of its own (lease ended, or unregistered)
+	// counts until it registers again. A place of the engine that it replaced counts only until `settled`.
 	missing map[ranks]vacant
 	settled time.Time
 }
@@ -66,7 +64,7 @@ func newEngine(id string, dp int, founder peercred.Origin) *engine {
 	return &engine{id: id, dp: dp, founder: founder, byRank: map[ranks]*worker{}, missing: map[ranks]vacant{}}
 }
 
-// row returns a TP rank's row, or nil.
+// row returns the row of a TP rank, or nil.
 func (e *engine) row(tp int) *row {
 	if i := slices.IndexFunc(e.rows, func(r *row) bool { return r.tp == tp }); i >= 0 {
 		return e.rows[i]
@@ -87,7 +85,7 @@ func (e *engine) add(w *worker) {
 	delete(e.missing, w.ranks)
 }
 
-// remove takes a worker out. Unless forget is set, its rank becomes vacant.
+// remove removes a worker. Unless forget is true, its place becomes vacant.
 func (e *engine) remove(at ranks, forget bool) {
 	e.changes++
 	e.json = nil
@@ -100,7 +98,7 @@ func (e *engine) remove(at ranks, forget bool) {
 	e.rows = slices.DeleteFunc(e.rows, func(r *row) bool { return len(r.workers) == 0 })
 }
 
-// anyWorkers returns up to n of e's workers, in any order.
+// anyWorkers returns copies of up to n workers of e, in any order.
 func (e *engine) anyWorkers(n int) (list []worker) {
 	for _, w := range e.byRank {
 		if len(list) < n {
@@ -110,7 +108,7 @@ func (e *engine) anyWorkers(n int) (list []worker) {
 	return list
 }
 
-// seen returns when a worker of e registered last.
+// seen returns the time of the last registration of any worker of e.
 func (e *engine) seen() (last time.Time) {
 	for _, w := range e.byRank {
 		if w.seen.After(last) {
@@ -120,8 +118,8 @@ func (e *engine) seen() (last time.Time) {
 	return last
 }
 
-// successor returns the engine that replaces e. Until settled, the directory shows it
-// only when it has all ranks of e.
+// successor returns a new engine that replaces e. Until the time `settled`, the directory shows it only if it has a worker at every
+// place of e.
 func (e *engine) successor(id string, founder peercred.Origin, settled time.Time) *engine {
 	next := newEngine(id, e.dp, founder)
 	for at, w := range e.byRank {
@@ -134,8 +132,8 @@ func (e *engine) successor(id string, founder peercred.Origin, settled time.Time
 	return next
 }
 
-// shown reports whether the directory may show e, and if not, why. tpMin and ppMin are
-// the operator's sizes for engines that do not state theirs.
+// shown reports whether the directory may show e; if not, the text says why. tpMin and ppMin are the sizes that the operator set for
+// engines that do not state theirs.
 func (e *engine) shown(now time.Time, tpMin, ppMin int) (bool, string) {
 	for at, v := range e.missing {
 		if v.own || (e.tpSize == 0 && now.Before(e.settled)) {
@@ -154,7 +152,7 @@ func (e *engine) shown(now time.Time, tpMin, ppMin int) (bool, string) {
 	return true, ""
 }
 
-// appendJSON appends the engine as GET /query shows it: "0":{"engine_id":…}.
+// appendJSON appends e's part of the answer to GET /query: "0":{"engine_id":…}.
 func (e *engine) appendJSON(b []byte) []byte {
 	if e.json != nil {
 		return append(b, e.json...)

@@ -7,23 +7,23 @@ import (
 	"time"
 )
 
-// EngineState is what a Registry knows of an engine of P. It knows nothing of transfers: D asks once for
-// an engine, and then pulls from P itself.
+// EngineState is what a Registry knows about a P engine. It knows nothing about transfers: D asks for an engine once, and then pulls
+// from P directly.
 type EngineState struct {
 	ID      string  `json:"engine_id"`
 	DPRank  int     `json:"dp_rank"`
-	Host    string  `json:"host"` // of a side channel
+	Host    string  `json:"host"` // host of one of its side channels
 	Workers int     `json:"workers"`
 	Shown   bool    `json:"shown"`   // the directory lists it for D
 	Why     string  `json:"why"`     // why the directory does not list it
-	Heard   float64 `json:"heard_s"` // seconds since a worker registered last; stock vLLM registers once
-	Lease   bool    `json:"lease"`   // its workers repeat their registration
+	Heard   float64 `json:"heard_s"` // seconds since a worker registered last; a worker of stock vLLM registers only once
+	Lease   bool    `json:"lease"`   // its workers repeat their registration before a deadline
 }
 
-// maxStates bounds Engines.
+// maxStates bounds the result of Engines.
 const maxStates = 64
 
-// Engines returns the engines that are registered, in the order in which their DP ranks came, the first 64.
+// Engines returns the first 64 registered engines, in the order in which their DP ranks registered.
 func (r *Registry) Engines() []EngineState {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -21,33 +21,32 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// originKey is the context key of a connection's origin.
+// originKey is the context key under which a request carries its connection's origin.
 type originKey struct{}
 
-// originOf returns who sent req: from the connection if Serve accepted it, else from
-// the address.
+// originOf returns the origin of req's sender: the origin of its connection if Serve accepted it, else one made of the address.
 func originOf(req *http.Request) peercred.Origin {
 	if o, ok := req.Context().Value(originKey{}).(peercred.Origin); ok {
 		return o
 	}
-	from, _ := netip.ParseAddrPort(req.RemoteAddr) // on an error, the zero address is the origin
+	from, _ := netip.ParseAddrPort(req.RemoteAddr) // if the address has an error, the zero address is the origin
 	return peercred.OriginOfAddr(from.Addr())
 }
 
-// Guard selects the requests that need the token. Stock vLLM cannot send one.
+// Guard selects which requests need the token. Stock vLLM cannot send a token.
 type Guard int
 
 const (
 	GuardDelete Guard = iota + 1 // DELETE
-	GuardWrites                  // and POST
-	GuardAll                     // and GET, but /healthz
+	GuardWrites                  // DELETE and POST
+	GuardAll                     // DELETE, POST and GET, except /healthz
 )
 
-// ServeHTTP answers POST /register and GET /query as vLLM's server does, and
-// DELETE /register, GET /healthz, GET /metrics.
+// ServeHTTP answers POST /register and GET /query as vLLM's server does. It also answers DELETE /register, GET /healthz and GET
+// /metrics.
 func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
 
-// newGate returns the gate that every request passes before its route.
+// newGate returns the gate that checks every request before its route.
 func (r *Registry) newGate() *auth.Gate {
 	o := r.o.Access
 	if r.o.Token != "" && (o.Tokens != nil || o.Authorities != nil) {
@@ -58,7 +57,7 @@ func (r *Registry) newGate() *auth.Gate {
 	return auth.New(o)
 }
 
-// need returns what a request needs. Stock vLLM registers and queries without a token, unless Guard says otherwise.
+// need returns which right a request needs. Unless Guard says otherwise, stock vLLM registers and queries without a token.
 func (r *Registry) need(req *http.Request) auth.Need {
 	switch path := strings.TrimSuffix(req.URL.Path, "/"); {
 	case path == "/healthz", path == "/healthcheck":
@@ -71,7 +70,7 @@ func (r *Registry) need(req *http.Request) auth.Need {
 	return auth.NeedRead
 }
 
-// figures returns what /metrics shows.
+// figures returns the figures that /metrics shows.
 func (r *Registry) figures() figures {
 	a := r.gate.Stats()
 	return figures{r.Stats(), a.Refused, a.Unaudited}
@@ -114,7 +113,7 @@ func (r *Registry) serveHTTP(w http.ResponseWriter, req *http.Request) {
 	case path == "/query", path == "/healthz", path == "/healthcheck", path == "/metrics", path == "/register":
 		w.Header().Set("Allow", map[bool]string{false: "GET", true: "DELETE, POST"}[path == "/register"])
 		r.send(w, detailAnswer(http.StatusMethodNotAllowed, "Method Not Allowed"))
-	case path == "/query/" || path == "/register/": // Starlette's redirect_slashes
+	case path == "/query/" || path == "/register/": // as Starlette's redirect_slashes
 		to := url.URL{Scheme: "http", Host: req.Host, Path: strings.TrimSuffix(path, "/"), RawQuery: req.URL.RawQuery}
 		w.Header().Set("Location", to.String())
 		w.WriteHeader(http.StatusTemporaryRedirect)
@@ -134,7 +133,7 @@ func (r *Registry) send(w http.ResponseWriter, a answer) {
 	_, _ = w.Write(a.body) // the client is gone if this fails
 }
 
-// allowed answers 401 or 403 itself when it returns false.
+// allowed reports whether req may do what Guard level `level` protects. If it returns false, it has answered 401 or 403.
 func (r *Registry) allowed(w http.ResponseWriter, req *http.Request, level Guard) bool {
 	if auth.Allows(req, auth.Write) || level == GuardAll && auth.Allows(req, auth.Read) {
 		return true
@@ -210,16 +209,16 @@ func (r *Registry) query(w http.ResponseWriter, req *http.Request) {
 	_, _ = w.Write(d.body)
 }
 
-// generationHeader carries the directory's generation in answers to GET /query, a number
-// that grows with every change, over restarts too if there is a state file.
+// generationHeader is the header in answers to GET /query that carries the directory's generation. The generation grows with every
+// change; with a state file it also grows over restarts.
 const generationHeader = "X-Kvasir-Generation"
 
-// errWaiters ends a wait of the peer with the most waiting requests.
+// errWaiters ends the wait of a request whose origin has the most waiting requests, to make room for another origin.
 var errWaiters = errors.New("too many requests are waiting: this one ended in favour of another peer")
 
-// awaitExpected serves the parameters that vLLM's server does not know. It returns nil
-// when it has answered itself: 422 for a bad parameter, 503 when the directory does not
-// meet them in time.
+// awaitExpected handles the parameters of GET /query that vLLM's server does not know, and returns the directory to send. It returns
+// nil when it has answered itself: 422 for a bad parameter, 503 when the directory does not meet the parameters in time, or when too
+// many requests wait.
 func (r *Registry) awaitExpected(w http.ResponseWriter, req *http.Request) *directory {
 	x, wait, known, err := r.parseExpect(req.URL.Query())
 	switch {
@@ -246,7 +245,8 @@ func (r *Registry) awaitExpected(w http.ResponseWriter, req *http.Request) *dire
 	return d
 }
 
-// parseExpect reads the parameters. known is false if it knows none of them.
+// parseExpect reads the parameters wait, tp, pp, dp, engine_id and after of a query. known is false if the query has none of them. The
+// returned wait is at most Options.MaxWait.
 func (r *Registry) parseExpect(q url.Values) (x expectation, wait time.Duration, known bool, err error) {
 	number := func(name string, limit float64, whole bool) float64 {
 		if !q.Has(name) {
@@ -274,7 +274,7 @@ func (r *Registry) parseExpect(q url.Values) (x expectation, wait time.Duration,
 	return x, min(time.Duration(seconds*float64(time.Second)), r.o.MaxWait), known, err
 }
 
-// unregister serves DELETE /register?engine_id=E[&dp_rank=D][&tp_rank=T][&pp_rank=P].
+// unregister handles DELETE /register?engine_id=E[&dp_rank=D][&tp_rank=T][&pp_rank=P].
 func (r *Registry) unregister(w http.ResponseWriter, req *http.Request) {
 	q := req.URL.Query()
 	var at [3]*int
@@ -297,9 +297,8 @@ func (r *Registry) unregister(w http.ResponseWriter, req *http.Request) {
 	r.send(w, okAnswer)
 }
 
-// health answers 200 even when the state file cannot be written, since the registry
-// works. Web pages, foreign host names and clients without the token for queries learn
-// only that it serves.
+// health answers GET /healthz with 200, also when the state file cannot be written, because the registry works without it. Web pages,
+// requests under foreign host names, and, if queries need the token, clients without it learn only that the registry serves.
 func (r *Registry) health(w http.ResponseWriter, req *http.Request) {
 	if !r.guard.Allows(req) || (r.o.Token != "" && r.o.Guard == GuardAll && !r.hasToken(req)) {
 		r.send(w, okAnswer)

@@ -16,27 +16,27 @@ import (
 
 // Options configures a Registry. A zero field means its default.
 type Options struct {
-	Strict        bool           // the first releases' rule: no registration is replaced, and a repeat is refused
-	TP, PP        int            // sizes of engines that do not state theirs; default unknown
-	Settle        time.Duration  // after a replacement, until a narrower engine is shown; default 10 s, at most an hour
-	ProbeTimeout  time.Duration  // default 250 ms, at most 5 s
-	ProbeNetworks []netip.Prefix // probe side channels there even if another host registered them; default none
-	MaxProbes     int            // at a time; default 64
-	MaxWorkers    int            // registered at a time; default 16,384
-	MaxWait       time.Duration  // longest ?wait=; default 60 s, at most an hour
-	MaxWaiters    int            // requests that wait at a time; default 1,024
-	MaxConns      int            // connections of Serve; default 4,096
-	StateFile     string         // keeps the registry over restarts; default none
+	Strict        bool           // as vLLM's first releases: no registration is replaced, and a repeated one is refused
+	TP, PP        int            // sizes of engines that do not state their own; default unknown
+	Settle        time.Duration  // how long after a replacement an engine with fewer ranks stays hidden; default 10 s, at most an hour
+	ProbeTimeout  time.Duration  // for all probes of one decision; default 250 ms, at most 5 s
+	ProbeNetworks []netip.Prefix // side channels there are probed even if another host registered them; default none
+	MaxProbes     int            // most probes at a time; default 64
+	MaxWorkers    int            // most registered workers; default 16,384
+	MaxWait       time.Duration  // longest ?wait= of a query; default 60 s, at most an hour
+	MaxWaiters    int            // most requests that wait at a time; default 1,024
+	MaxConns      int            // most connections of Serve; default 4,096
+	StateFile     string         // file that keeps the registry over restarts; default none
 	Version       string         // set in a process that is only a registry: /metrics then also shows this version, the Go runtime and the process
 	Token         string         // bearer token; default none
-	Access        auth.Options   // who else may send requests; its Need, Refuse and Listener are the registry's own
-	TLS           *tls.Config    // of Serve; nil: http
-	Guard         Guard          // what the token guards; default GuardDelete
-	AllowHosts    []string       // host names under which DELETE is accepted, besides addresses and this machine's names
-	Log           *slog.Logger   // nil discards
+	Access        auth.Options   // further ways to be allowed to send requests; the registry sets Need, Refuse and Listener itself
+	TLS           *tls.Config    // for Serve; nil: http
+	Guard         Guard          // which requests need Token; default GuardDelete
+	AllowHosts    []string       // host names under which DELETE is accepted, besides IP addresses and this machine's names
+	Log           *slog.Logger   // nil: nothing is logged
 }
 
-// Validate reports every field that cannot be used.
+// Validate reports every field that cannot be used, all in one error.
 func (o Options) Validate() error {
 	var errs []error
 	check := func(ok bool, format string, args ...any) {
@@ -51,7 +51,7 @@ func (o Options) Validate() error {
 	}
 	span("settle time", o.Settle, time.Hour)
 	span("longest wait", o.MaxWait, time.Hour)
-	span("probe timeout", o.ProbeTimeout, 5*time.Second) // an answer has 30 s
+	span("probe timeout", o.ProbeTimeout, 5*time.Second) // a whole answer has 30 s
 	limit := func(name string, n int) {
 		check(n >= 0 && n <= maxLimit, "%s: %d is outside 0 to %d", name, n, maxLimit)
 	}
@@ -64,5 +64,5 @@ func (o Options) Validate() error {
 	return errors.Join(errs...)
 }
 
-// maxLimit bounds Options' numbers.
+// maxLimit bounds the numbers in Options.
 const maxLimit = 1 << 20

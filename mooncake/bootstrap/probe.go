@@ -17,14 +17,13 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// prober finds out whether a process listens at a side channel, with a bounded number of
-// probes at a time.
+// prober finds out whether a process listens at a side channel. It bounds the number of probes at a time.
 type prober struct {
 	timeout  time.Duration
-	networks []netip.Prefix // whose addresses may be probed for every peer
+	networks []netip.Prefix // addresses that may be probed for any peer
 	dial     func(ctx context.Context, host string) error
 	slots    peercred.OriginShares
-	freed    chan struct{} // capacity 1: a slot may be free
+	freed    chan struct{} // capacity 1; a value means that a slot may be free
 	wg       sync.WaitGroup
 }
 
@@ -32,13 +31,12 @@ func newProber(timeout time.Duration, limit int, networks []netip.Prefix) *probe
 	return &prober{timeout: timeout, networks: networks, slots: peercred.OriginShares{Max: limit}, freed: make(chan struct{}, 1), dial: dialTCP}
 }
 
-// maxProbesPerEngine bounds the addresses tried for one decision.
+// maxProbesPerEngine is the largest number of workers' addresses that are probed for one decision.
 const maxProbesPerEngine = 4
 
-// anyDead reports whether one of the workers' side channels refuses connections, and
-// what it found. An engine works only whole, so one closed side channel proves that it
-// is dead; another process may listen at the ports of others. It returns after the
-// probe timeout at the latest.
+// anyDead reports whether the side channel of one of the workers refuses connections. The text says what it found. An engine works only
+// as a whole, so one side channel that refuses connections proves that the engine is dead; at other addresses another process may
+// listen. anyDead returns after the probe timeout at the latest.
 func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []worker) (bool, string) {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
@@ -76,16 +74,16 @@ func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []wo
 	return false, why
 }
 
-// errProbes ends the probe of a peer that has most of them.
+// errProbes ends a probe for a peer that has the most probes, to make room for another peer's probe.
 var errProbes = errors.New("made room for another peer's probe")
 
-// probe dials host when a slot is free.
+// probe waits for a free slot and dials host. It returns nil if host accepts the connection.
 func (p *prober) probe(ctx context.Context, from peercred.Origin, host string) error {
 	for {
 		in, leave, ok := p.slots.Enter(ctx, from, errProbes)
 		if ok {
 			defer func() { leave(); wake(p.freed) }()
-			wake(p.freed) // more than one may be free
+			wake(p.freed) // more than one slot may be free
 			err := p.dial(in, host)
 			if cause := context.Cause(in); errors.Is(cause, errProbes) {
 				return cause
@@ -108,9 +106,8 @@ func dialTCP(ctx context.Context, host string) error {
 	return conn.Close()
 }
 
-// addr returns host:port of a worker's side channel if it may be probed. A peer on
-// another host may only have its own address probed; otherwise it could scan ports
-// through us.
+// addr returns host:port of the worker's side channel if it may be probed. A worker on another host may only register an address of its
+// own host for probing; otherwise it could use this registry to scan ports.
 func (p *prober) addr(w worker) (string, error) {
 	hostport, ok := strings.CutPrefix(w.addr, "tcp://")
 	host, port, err := net.SplitHostPort(hostport)

@@ -13,10 +13,10 @@ import (
 	"unicode/utf8"
 )
 
-// errUnreadable means that a body is not UTF-8, or nested too deeply. FastAPI answers 400.
+// errUnreadable means that a body is not UTF-8, or is nested too deeply. FastAPI answers it with 400.
 var errUnreadable = errors.New("bootstrap: unreadable body")
 
-// problem is one entry of a 422.
+// problem is one entry in the body of a 422 answer.
 type problem struct {
 	Type  string            `json:"type"`
 	Loc   []any             `json:"loc"`
@@ -25,10 +25,10 @@ type problem struct {
 	Ctx   map[string]string `json:"ctx,omitempty"`
 }
 
-// problems collects the errors of a body, in the shape of FastAPI's 422. The zero value is ready.
+// problems collects what is wrong with a body, in the shape of FastAPI's 422 answer. The zero value is ready.
 type problems []problem
 
-// Add appends one entry; field is empty for the body as a whole.
+// Add appends one problem. An empty field means the body as a whole.
 func (p *problems) Add(kind, field, msg string, input json.RawMessage) {
 	loc := []any{"body"}
 	if field != "" {
@@ -37,21 +37,20 @@ func (p *problems) Add(kind, field, msg string, input json.RawMessage) {
 	*p = append(*p, problem{Type: kind, Loc: loc, Msg: msg, Input: input})
 }
 
-// Body returns the body of a 422.
+// Body returns the body of a 422 answer with these problems.
 func (p problems) Body() []byte {
 	b, err := json.Marshal(map[string]problems{"detail": p})
 	if err != nil {
-		panic("BUG: pydantic: encode problems: " + err.Error()) // texts, and JSON that was parsed
+		panic("BUG: pydantic: encode problems: " + err.Error()) // only texts, and JSON that was parsed before
 	}
 	return b
 }
 
-// bodyFields holds the keys of a body that is an object, and under "" the body itself.
+// bodyFields maps each key of a body that is a JSON object to its value, and "" to the whole body.
 type bodyFields map[string]json.RawMessage
 
-// parseObject parses a request's body as FastAPI and pydantic 2 do in lax mode. Unlike Python's, integers end at 64 bits,
-// and a Text may have a limit. If p is not empty, the body is not an object. The
-// only error is errUnreadable.
+// parseObject parses a request's body as FastAPI and pydantic 2 do in lax mode. Two things differ: integers have at most 64 bits, and
+// Text may have a limit. If p is not empty, the body is not an object. The only error is errUnreadable.
 func parseObject(contentType string, body []byte) (in bodyFields, p problems, err error) {
 	if len(body) > 0 && !isJSON(contentType) {
 		text, _ := json.Marshal(string(body)) // a string always has a JSON text
@@ -82,7 +81,7 @@ func parseObject(contentType string, body []byte) (in bodyFields, p problems, er
 	return in, nil, nil
 }
 
-// isJSON is FastAPI's rule: application/json, or application/ with +json; a body
+// isJSON reports whether FastAPI takes a body of that content type for JSON: application/json, or application/ with +json. A body
 // without a content type is not JSON.
 func isJSON(contentType string) bool {
 	t, _, _ := strings.Cut(contentType, ";")
@@ -91,7 +90,7 @@ func isJSON(contentType string) bool {
 	return ok && !strings.Contains(subtype, "/") && (subtype == "json" || strings.HasSuffix(subtype, "+json"))
 }
 
-// Text reads a string of at most limit bytes, or adds a problem.
+// Text returns the field name if it is a string of at most limit bytes; otherwise it adds a problem.
 func (p *problems) Text(in bodyFields, name string, limit int) (s string) {
 	raw, ok := in[name]
 	switch {
@@ -99,7 +98,7 @@ func (p *problems) Text(in bodyFields, name string, limit int) (s string) {
 		p.Add("missing", name, "Field required", in[""])
 	case raw[0] != '"' || json.Unmarshal(raw, &s) != nil:
 		p.Add("string_type", name, "Input should be a valid string", raw)
-	case strings.ContainsRune(s, utf8.RuneError): // half a surrogate pair: two such names would be one
+	case strings.ContainsRune(s, utf8.RuneError): // replaces half of a surrogate pair, so two different names would become equal
 		p.Add("string_unicode", name, "Input should be a valid string, unable to parse raw data as a unicode string", json.RawMessage("null"))
 	case len(s) > limit:
 		p.Add("string_too_long", name, fmt.Sprintf("String should have at most %d bytes, got %d", limit, len(s)), json.RawMessage("null"))
@@ -109,8 +108,8 @@ func (p *problems) Text(in bodyFields, name string, limit int) (s string) {
 	return ""
 }
 
-// Integer reads true and false, a number without a fraction, or a string of one, or
-// adds a problem.
+// Integer returns the field name if it is true or false (1 or 0), a number without a fraction, or a string with such a number;
+// otherwise it adds a problem.
 func (p *problems) Integer(in bodyFields, name string) int {
 	raw, ok := in[name]
 	text := string(raw)
@@ -154,8 +153,8 @@ func (p *problems) Integer(in bodyFields, name string) int {
 	return n
 }
 
-// laxInt takes an integer out of a string as pydantic does: blanks around it, a
-// sign, single underscores between digits, and a point followed by zeros only.
+// laxInt returns the digits of the integer in s by pydantic's rules: s may have blanks around the number, a sign, single underscores
+// between digits, and a point followed by zeros only.
 func laxInt(s string) (string, bool) {
 	s = strings.TrimSpace(s)
 	if whole, zeros, ok := strings.Cut(s, "."); ok {
@@ -176,8 +175,8 @@ func laxInt(s string) (string, bool) {
 	return sign + strings.ReplaceAll(digits, "_", ""), true
 }
 
-// appendPythonString appends s to b as a JSON string as Python writes it without
-// ensure_ascii: it escapes only what JSON demands.
+// appendPythonString appends s to b as a JSON string, as Python's json writes it with ensure_ascii=False: it escapes only what JSON
+// requires.
 func appendPythonString(b []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	b = append(b, '"')

@@ -23,33 +23,32 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// refusedError is a registration that conflicts with another: vLLM's text.
+// refusedError refuses a registration that conflicts with another one. Its text is vLLM's.
 type refusedError string
 
 func (e refusedError) Error() string { return string(e) }
 
-// errFull means that the registry is full and the worker's own origin has most of it.
+// errFull means that the registry is full and that the origin of the new worker itself holds the most of it.
 var errFull = errors.New("bootstrap: registry is full")
 
 const (
-	// maxDirectoryBytes bounds the answer to GET /query and the sum of all weights. A
-	// Client takes as much, and the state file of such a registry is under its limit.
+	// maxDirectoryBytes bounds the answer to GET /query and the sum of all weights. A Client accepts an answer of that size, and the
+	// state file of such a registry stays below its own limit.
 	maxDirectoryBytes = 16 << 20
-	// workerBytes is the weight of a worker apart from its texts.
+	// workerBytes is the weight of a worker without its texts.
 	workerBytes = 256
 )
 
-// Registry holds the side channels of P's workers and answers for them: it is an
-// http.Handler. Methods are safe for concurrent use.
+// Registry holds the side-channel addresses of P's workers and is the http.Handler that answers the queries for them. Its methods are
+// safe for concurrent use.
 //
-// The directory always shows one incarnation of an engine, and shows it whole as far as
-// the Registry can know. It shows an engine that states its sizes when all workers are
-// registered; an engine that replaced another when it has all ranks of the other or
-// Options.Settle has passed since its last registration; an engine that lost a worker
-// (lease ended, unregistered) when that rank registers again.
+// The directory shows one incarnation of an engine, never two, and shows it complete as far as the Registry can know. It shows an
+// engine that states its sizes once all workers are registered. It shows an engine that replaced another one once it has all ranks of
+// that one, or Options.Settle has passed since its last registration. It shows an engine that lost a worker (lease ended, or
+// unregistered) once that rank has registered again.
 //
-// Origins share the room for workers. In a full registry, a new worker evicts an engine of
-// the origin with most weight: the one that has been silent longest.
+// Origins share the room for workers. In a full registry, a new worker evicts an engine of the origin with the most weight: the engine
+// whose last registration is oldest.
 type Registry struct {
 	o       Options
 	log     *slog.Logger
@@ -57,17 +56,17 @@ type Registry struct {
 	metrics http.Handler // GET /metrics
 	guard   httpserver.Guard
 	gate    *auth.Gate
-	web     http.Handler // serveHTTP behind the gate
+	web     http.Handler // serveHTTP, behind the gate
 	prober  *prober
-	last    atomic.Pointer[directory] // last one encoded
+	last    atomic.Pointer[directory] // the directory that was encoded last
 	n       counters
 
-	changed chan struct{} // capacity 1: notifyWaiters has work
-	save    chan struct{} // capacity 1: the state file is out of date
+	changed chan struct{} // capacity 1; a value means that notifyWaiters has work
+	save    chan struct{} // capacity 1; a value means that the state file is out of date
 	closing chan struct{}
 	once    sync.Once
 
-	draining chan struct{} // closed when Serve stops or the registry closes: waiting requests end
+	draining chan struct{} // closed when Serve stops or the registry closes; then waiting requests end
 	drained  sync.Once
 
 	wg      sync.WaitGroup
@@ -78,20 +77,19 @@ type Registry struct {
 
 	mu struct {
 		sync.Mutex
-		engines []*engine // in the order in which DP ranks came
+		engines []*engine // in the order in which DP ranks registered
 		byDP    map[int]*engine
 		workers int
-		held    map[peercred.Origin]int // weights of workers and of vacant places
+		held    map[peercred.Origin]int // weight of workers and of vacant places, by origin
 		weight  int                     // sum of held
-		next    time.Time               // when due fires; zero if never
+		next    time.Time               // when the timer due fires; zero if never
 		due     *time.Timer             // calls sweep
 		closed  bool
 	}
-	version atomic.Uint64 // of all that mu guards; grows with each change, under it
+	version atomic.Uint64 // version of all that mu guards; each change under mu increments it
 }
 
-// Open loads the state file, if one is named, and starts the registry. Errors
-// name the file.
+// Open loads the state file, if Options name one, and starts the registry. Errors about the file name it.
 func Open(o Options) (*Registry, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -119,7 +117,7 @@ func Open(o Options) (*Registry, error) {
 		r.metrics = reg.Handler()
 	}
 	r.mu.byDP, r.mu.held = map[int]*engine{}, map[peercred.Origin]int{}
-	// Generations begin with the time, so that they grow over restarts too.
+	// Generations begin with the current time, so that they grow over restarts, too.
 	gen := uint64(time.Now().UnixMicro())
 	var engines []savedEngine
 	if o.StateFile != "" {
@@ -144,8 +142,7 @@ func Open(o Options) (*Registry, error) {
 	return r, nil
 }
 
-// Close ends waiting requests, writes the state file a last time and waits for the
-// registry's goroutines.
+// Close ends the waiting requests, writes the state file a last time, and waits for the registry's goroutines.
 func (r *Registry) Close() error {
 	r.drain()
 	r.once.Do(func() { close(r.closing) })
@@ -163,7 +160,7 @@ func (r *Registry) Close() error {
 
 func (r *Registry) drain() { r.drained.Do(func() { close(r.draining) }) }
 
-// wake wakes the owner of a channel of capacity 1.
+// wake puts a value into c, a channel of capacity 1, unless it has one. The goroutine that reads c then wakes.
 func wake(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -171,14 +168,14 @@ func wake(c chan struct{}) {
 	}
 }
 
-// changedLocked records a change of the registry.
+// changedLocked must be called after each change of the registry: it wakes the goroutines that notify waiters and save the state.
 func (r *Registry) changedLocked() {
 	r.version.Add(1)
 	wake(r.changed)
 	wake(r.save)
 }
 
-// scheduleLocked makes sweep run at t or before.
+// scheduleLocked makes sweep run at the time t or before.
 func (r *Registry) scheduleLocked(t time.Time) {
 	if r.mu.next.IsZero() || t.Before(r.mu.next) {
 		r.mu.next = t
@@ -186,21 +183,21 @@ func (r *Registry) scheduleLocked(t time.Time) {
 	}
 }
 
-// conflict is a registration that the Registry admits only if the old engine is dead.
+// conflict is a registration that the Registry accepts only if the engine registered before is dead.
 type conflict struct {
 	old     *engine
-	detail  string   // vLLM's answer
+	detail  string   // text of vLLM's refusal
 	workers int      // of the old engine
 	changes int      // of the old engine when the probe began
-	suspect []worker // workers of it to probe
-	reused  bool     // the newcomer has an address of the old engine
+	suspect []worker // workers of the old engine to probe
+	reused  bool     // the new worker has an address of the old engine
 }
 
-// register adds or renews a worker. A refusal is a refusedError; errFull means a
-// limit.
+// register adds a worker, or renews its registration. The error is a refusedError if the registration conflicts with another one, and
+// errFull if the registry is full.
 //
-// A worker that conflicts with an engine replaces the whole engine if a side channel of
-// it refuses connections. The probe takes up to Options.ProbeTimeout and holds no lock.
+// If a side channel of the engine with which the new worker conflicts refuses connections, the worker replaces that whole engine. The
+// probe takes up to Options.ProbeTimeout and holds no lock.
 func (r *Registry) register(ctx context.Context, in Registration, from peercred.Origin) error {
 	for {
 		c, err := r.tryRegister(in, from, nil, "")
@@ -224,15 +221,14 @@ func (r *Registry) register(ctx context.Context, in Registration, from peercred.
 		if err != nil || again == nil {
 			return err
 		}
-		// Another worker of the new engine registered meanwhile: try with the new state.
+		// Another worker of the new engine has registered meanwhile: try again with the new state.
 		if ctx.Err() != nil {
 			return r.refuse(in, from, again, "the request ended")
 		}
 	}
 }
 
-// dropDead probes some engines of from, takes out the first dead one, and reports
-// whether there was one.
+// dropDead probes some engines of the origin `from`, removes the first one that is dead, and reports whether it removed one.
 func (r *Registry) dropDead(ctx context.Context, from peercred.Origin) bool {
 	var tried []*conflict
 	r.mu.Lock()
@@ -265,8 +261,8 @@ func (r *Registry) refuse(in Registration, from peercred.Origin, c *conflict, wh
 	return refusedError(c.detail)
 }
 
-// tryRegister registers in, or returns its conflict. dead is a conflict with an engine
-// that is dead for the reason why, or nil: in replaces that engine.
+// tryRegister registers `in`, or returns its conflict with another engine. A non-nil dead is a conflict whose old engine was found
+// dead; why says how. Then `in` replaces that engine.
 func (r *Registry) tryRegister(in Registration, from peercred.Origin, dead *conflict, why string) (*conflict, error) {
 	r.mu.Lock()
 	out, c, err := r.registerLocked(in, from, dead)
@@ -297,13 +293,13 @@ func (r *Registry) tryRegister(in Registration, from peercred.Origin, dead *conf
 
 // outcome describes what a registration changed.
 type outcome struct {
-	added    bool // false for a repeat and a refusal
-	replaced bool // it replaced an engine
-	shown    int  // workers of the engine, if the directory shows it now
+	added    bool // false for a repeated and for a refused registration
+	replaced bool // the new worker's engine replaced another one
+	shown    int  // number of workers of the engine, if the directory shows the engine now
 	gaveWay  []gone
 }
 
-// gone is an engine that lost the workers of one origin, or all of them.
+// gone is an engine that lost workers to make room: all of them, or those of the origin most.
 type gone struct {
 	*engine
 	most peercred.Origin
@@ -318,7 +314,7 @@ func (r *Registry) registerLocked(in Registration, from peercred.Origin, dead *c
 		if c = e.conflict(in, at, r.o.Strict); c != nil && (dead == nil || e != dead.old || e.changes != dead.changes) {
 			return out, c, nil
 		}
-		if w := e.byRank[at]; w != nil && c == nil { // a repeat
+		if w := e.byRank[at]; w != nil && c == nil { // a repeated registration
 			w.seen, w.lease = now, in.Lease
 			r.leaseLocked(w)
 			return out, nil, e.adoptSizesLocked(r, in)
@@ -365,7 +361,7 @@ func (r *Registry) registerLocked(in Registration, from peercred.Origin, dead *c
 	return out, nil, nil
 }
 
-// leaseLocked starts a worker's lease, if it has one.
+// leaseLocked starts the worker's lease anew, if the worker has one.
 func (r *Registry) leaseLocked(w *worker) {
 	if w.lease > 0 {
 		w.expires = w.seen.Add(w.lease)
@@ -373,12 +369,12 @@ func (r *Registry) leaseLocked(w *worker) {
 	}
 }
 
-// weight returns a worker's part of maxDirectoryBytes.
+// weight returns how much of maxDirectoryBytes a worker takes.
 func (r *Registry) weight(id, addr string) int {
 	return max(workerBytes+len(appendPythonString(nil, id))+len(appendPythonString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
 }
 
-// releaseLocked takes back the charge of a worker.
+// releaseLocked subtracts a worker's charge from the sums.
 func (r *Registry) releaseLocked(p charge) {
 	r.mu.weight -= p.weight
 	if r.mu.held[p.from] -= p.weight; r.mu.held[p.from] <= 0 {
@@ -386,8 +382,8 @@ func (r *Registry) releaseLocked(p charge) {
 	}
 }
 
-// makeRoomLocked evicts engines until a worker of from fits, and returns them. It fails
-// when from itself has most.
+// makeRoomLocked evicts engines until a worker of the origin `from` with that weight fits. It returns the evicted engines. It fails
+// with errFull when `from` itself holds the most.
 func (r *Registry) makeRoomLocked(from peercred.Origin, weight int) (list []gone, _ error) {
 	for r.mu.weight+weight > maxDirectoryBytes {
 		most := peercred.LargestOrigin(r.mu.held, from, weight)
@@ -399,8 +395,8 @@ func (r *Registry) makeRoomLocked(from peercred.Origin, weight int) (list []gone
 	return list, nil
 }
 
-// giveWayLocked evicts the engine of o that has been silent longest. If o has only
-// workers in engines of others, it evicts those in one such engine.
+// giveWayLocked evicts the engine founded by o whose last registration is oldest. If o founded none, it evicts o's workers in one
+// engine of another origin. It returns that engine.
 func (r *Registry) giveWayLocked(o peercred.Origin) *engine {
 	var found *engine
 	for _, e := range r.mu.engines {
@@ -433,7 +429,7 @@ func (r *Registry) giveWayLocked(o peercred.Origin) *engine {
 	panic("BUG: bootstrap: places that no engine has")
 }
 
-// removeLocked takes an engine out, with all its charges.
+// removeLocked removes an engine with all its workers and charges.
 func (r *Registry) removeLocked(e *engine) {
 	for _, v := range e.missing {
 		r.releaseLocked(v.charge)
@@ -447,8 +443,7 @@ func (r *Registry) removeLocked(e *engine) {
 	r.changedLocked()
 }
 
-// adoptSizesLocked adopts the sizes that a worker states. Workers of one engine must
-// agree.
+// adoptSizesLocked records in e the sizes that the worker `in` states. Workers of one engine must state equal sizes.
 func (e *engine) adoptSizesLocked(r *Registry, in Registration) error {
 	clash := func(what string, old, now int) error {
 		return refusedError(fmt.Sprintf("%s mismatch for engine %s of dp_rank=%d: expected %d, got %d", what, e.id, e.dp, old, now))
@@ -466,8 +461,8 @@ func (e *engine) adoptSizesLocked(r *Registry, in Registration) error {
 	return nil
 }
 
-// conflict returns why vLLM's server would refuse in, or nil. The engine is
-// compared before the address. Only the first releases refuse a repeat.
+// conflict returns the reason for which vLLM's server would refuse the registration `in`, or nil. It compares the engine id before the
+// address. With repeats, a repeated registration is a conflict too, as in vLLM's first releases.
 func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 	c := &conflict{old: e, workers: len(e.byRank), changes: e.changes}
 	switch w := e.byRank[at]; {
@@ -480,7 +475,7 @@ func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 		return nil
 	}
 	if w := e.byRank[at]; w != nil {
-		c.suspect = append(c.suspect, *w) // the one of the same rank first
+		c.suspect = append(c.suspect, *w) // first, the worker of the same rank
 	}
 	for _, row := range e.rows {
 		for _, w := range row.workers {
@@ -493,7 +488,7 @@ func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 	return c
 }
 
-// replaceLocked replaces e with a successor.
+// replaceLocked replaces e with a new engine and returns it.
 func (r *Registry) replaceLocked(e *engine, id string, from peercred.Origin, now time.Time) *engine {
 	next := e.successor(id, from, now.Add(r.o.Settle))
 	r.scheduleLocked(next.settled)
@@ -504,8 +499,8 @@ func (r *Registry) replaceLocked(e *engine, id string, from peercred.Origin, now
 	return next
 }
 
-// dropLocked takes a worker out, and its engine with the last one. Unless forget is set,
-// the directory does not show the engine before that rank registers again.
+// dropLocked removes a worker, and its engine with the last worker. Unless forget is true, the directory hides the engine until that
+// rank has registered again.
 func (r *Registry) dropLocked(e *engine, at ranks, forget bool) {
 	if len(e.byRank) == 1 {
 		r.removeLocked(e)
@@ -519,9 +514,8 @@ func (r *Registry) dropLocked(e *engine, at ranks, forget bool) {
 	r.changedLocked()
 }
 
-// unregisterMatching takes out the matching workers of an engine and returns their
-// number; nil ranks match all. The directory does not show the rest of the engine before
-// they register again.
+// unregisterMatching removes the matching workers of an engine and returns their number; a nil rank matches all. The directory hides
+// the rest of the engine until the removed workers have registered again.
 func (r *Registry) unregisterMatching(engineID string, dp, tp, pp *int) (gone int) {
 	match := func(want *int, have int) bool { return want == nil || *want == have }
 	r.mu.Lock()
@@ -544,7 +538,7 @@ func (r *Registry) unregisterMatching(engineID string, dp, tp, pp *int) (gone in
 	return gone
 }
 
-// sweep ends leases that have passed and settles engines whose time has come.
+// sweep removes workers whose lease has ended, and settles engines whose settle time has passed.
 func (r *Registry) sweep() {
 	ended, settled := 0, 0
 	r.mu.Lock()

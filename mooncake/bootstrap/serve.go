@@ -18,19 +18,19 @@ import (
 )
 
 const (
-	readTimeout  = 10 * time.Second // of a whole request
-	writeTimeout = 30 * time.Second // from the end of a request's head: its body, a probe, the answer
+	readTimeout  = 10 * time.Second // for reading a whole request
+	writeTimeout = 30 * time.Second // from the end of a request's head: for its body, a probe, and the answer
 	idleTimeout  = 75 * time.Second
 	drainTimeout = 5 * time.Second
 	maxHeader    = 16 << 10
 )
 
-// Serve answers on l until ctx is done. Then it answers requests that wait, and gives
-// others 5 s to finish. It closes l but not the registry.
+// Serve answers requests that arrive on l until ctx ends. Then it answers requests that wait for a directory, and gives others 5 s to
+// finish. It closes l but not the registry.
 func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 	r.log.Info("Mooncake Bootstrap Server started at " + l.Addr().String())
 	var stopping atomic.Bool
-	var silent sync.Map // connections without a request so far, which Shutdown leaves open for 5 s
+	var silent sync.Map // connections without a request so far; Shutdown leaves such ones open for 5 s
 	web := &http.Server{
 		Handler: r, ReadHeaderTimeout: r.readTimeout, ReadTimeout: r.readTimeout, WriteTimeout: writeTimeout, IdleTimeout: r.idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
@@ -47,7 +47,7 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 		},
 	}
 	failed := make(chan error, 1)
-	go func() { // received below
+	go func() { // the value is received below
 		limited := httpserver.Limit(l, r.o.MaxConns)
 		if r.o.TLS != nil {
 			web.TLSConfig = r.o.TLS
@@ -77,7 +77,7 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 	return err
 }
 
-// counters are what the metrics show.
+// counters are the counters behind Stats.
 type counters struct {
 	queries, registers, errors, invalid                            atomic.Uint64
 	registered, repeated, refused, replaced, expired, unregistered atomic.Uint64

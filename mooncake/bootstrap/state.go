@@ -12,10 +12,10 @@ import (
 )
 
 const (
-	stateMagic    = "kvasir-bootstrap 1" // and then savedState in JSON
+	stateMagic    = "kvasir-bootstrap 1" // followed by savedState as JSON
 	maxStateBytes = 64 << 20
-	saveEvery     = 50 * time.Millisecond // one write covers all changes in between
-	saveRetry     = 5 * time.Second       // after an error
+	saveEvery     = 50 * time.Millisecond // delay before a write, so that one write covers all changes in that time
+	saveRetry     = 5 * time.Second       // delay after a failed write
 )
 
 type savedState struct {
@@ -38,7 +38,7 @@ type savedWorker struct {
 	PP     int              `json:"pp_rank"`
 	Addr   string           `json:"addr"`
 	From   *peercred.Origin `json:"from,omitempty"`
-	Remote bool             `json:"remote,omitempty"` // the state files of earlier versions have this instead of From
+	Remote bool             `json:"remote,omitempty"` // files of earlier releases have this field instead of From
 	Lease  time.Duration    `json:"lease_ns,omitempty"`
 }
 
@@ -49,8 +49,8 @@ type savedRank struct {
 	Own  bool             `json:"own,omitempty"`
 }
 
-// decode reads a document of the state file and refuses what a registry could not have
-// written. Without a document there are no engines.
+// decode decodes a document of the state file. It refuses a document that no registry could have written. A nil document means that
+// there are no engines.
 func (st *savedState) decode(doc []byte) error {
 	if doc == nil {
 		return nil
@@ -92,14 +92,14 @@ func (st *savedState) decode(doc []byte) error {
 func (st *savedState) encode() []byte {
 	var b bytes.Buffer
 	out := json.NewEncoder(&b)
-	out.SetEscapeHTML(false) // the escape would make six bytes of one
+	out.SetEscapeHTML(false) // it would write some characters as six bytes
 	if err := out.Encode(st); err != nil {
-		panic("BUG: bootstrap: encode the state: " + err.Error()) // numbers and valid texts
+		panic("BUG: bootstrap: encode the state: " + err.Error()) // only numbers and valid texts
 	}
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
 }
 
-// restore fills the registry before it starts. Leases begin anew.
+// restore fills the registry with saved engines before it starts. Leases start anew.
 func (r *Registry) restore(engines []savedEngine) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -140,7 +140,7 @@ func (r *Registry) restore(engines []savedEngine) {
 	}
 }
 
-// saved copies the registry for the state file.
+// saved returns the registry as a document for the state file.
 func (r *Registry) saved() []byte {
 	gen := r.current().gen
 	r.mu.Lock()
@@ -161,8 +161,8 @@ func (r *Registry) saved() []byte {
 	return st.encode()
 }
 
-// saveLoop writes the state file after changes, several changes at once when they come
-// fast, and a last time when the registry closes. It holds no lock.
+// saveLoop writes the state file after changes; one write covers changes that follow each other quickly. It writes a last time when the
+// registry closes. It holds no lock while it writes.
 func (r *Registry) saveLoop() {
 	for {
 		select {
@@ -190,7 +190,7 @@ func (r *Registry) saveLoop() {
 	}
 }
 
-// write replaces the state file and reports whether it could.
+// write writes the state file anew and reports whether that succeeded.
 func (r *Registry) write() bool {
 	err := r.file.Write(r.saved())
 	if err == nil {

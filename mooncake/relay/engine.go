@@ -17,23 +17,23 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// engine is one engine of P, as the relay shows it to D. Each of its workers has a side
-// channel, whose address does not change while the relay runs.
+// engine is one P engine, as the relay shows it to D. Each of its workers has a side channel of the relay, whose address does not
+// change while the relay runs.
 type engine struct {
-	r     *Relay // immutable, as are the ids
-	id    string // P's
-	shown string // what D sees
+	r     *Relay // immutable, like the ids
+	id    string // P's engine id
+	shown string // engine id that D sees
 
 	// Guarded by Relay.mu.
-	now      bootstrap.Engine // its workers, as registered
-	life     int64            // grows when P may be another process
-	gone     time.Time        // when it left the registry; zero while registered
+	now      bootstrap.Engine // P's workers, as registered
+	life     int64            // incremented when P may be another process
+	gone     time.Time        // when P left its registry; zero while it is registered
 	channels map[workerRank]*channel
-	watches  map[string]*watch // by P worker's address
+	watches  map[string]*watch // by address of P's worker
 	closed   bool
 }
 
-// watch is a connection to a worker of P. It shows that the process which holds it lives.
+// watch is a connection to a worker of P. As long as it stands, the process that accepted it lives.
 type watch struct {
 	dealer *zmtp.Dealer
 	up     bool // guarded by Relay.mu
@@ -42,7 +42,7 @@ type watch struct {
 // workerRank is a worker's rank.
 type workerRank struct{ tp, pp int }
 
-// channel is the side channel at which D pulls from one worker of P.
+// channel is the side channel of the relay at which D pulls what one worker of P has.
 type channel struct {
 	e      *engine
 	at     workerRank
@@ -51,10 +51,10 @@ type channel struct {
 }
 
 const (
-	maxGone = 64               // engines that left the registry and keep their side channels
-	goneFor = 10 * time.Minute // how long they keep them
+	maxGone = 64               // most engines that have left P's registry and keep their side channels
+	goneFor = 10 * time.Minute // how long they keep the side channels
 
-	answerWithin = 5 * time.Second // limit for a worker's answer that proves that its process lives
+	answerWithin = 5 * time.Second // limit for the answer with which a worker proves that its process lives
 )
 
 // refreshLoop queries P's registry regularly until the relay closes.
@@ -74,7 +74,7 @@ func (r *Relay) refreshLoop() {
 	}
 }
 
-// directory returns the directory of P's engines for D. It is at most RefreshEvery older than the call.
+// directory returns the directory that lists the relay's engines for D. It is at most RefreshEvery older than the call.
 func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	called := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, r.o.RefreshTimeout)
@@ -113,7 +113,8 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	return text, nil
 }
 
-// lastDirectory returns the directory as it was when P's registry answered last, or the error failed if that directory had no engine.
+// lastDirectory returns the directory as of the last answer of P's registry. If that directory has no engine, it returns the error
+// `failed`.
 func (r *Relay) lastDirectory(failed error) ([]byte, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -123,8 +124,8 @@ func (r *Relay) lastDirectory(failed error) ([]byte, error) {
 	return r.mu.text, nil
 }
 
-// updateDirectory applies what P's registry lists, and returns the directory for D. asked is when the registry was asked. The
-// caller holds the refresh token.
+// updateDirectory takes over what P's registry lists in d, and returns the directory for D. asked is when the registry was asked. The
+// caller must hold the refresh token.
 func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte, error) {
 	type entry struct {
 		EngineID   string                 `json:"engine_id"`
@@ -181,8 +182,8 @@ func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte,
 	return text, nil
 }
 
-// showEngine finds or makes the engine and a side channel for each of its workers. When
-// a worker has moved, a new life of P begins.
+// showEngine finds or creates the engine, and a side channel for each of its workers. If a worker of P has moved, a new life of P
+// begins.
 func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]string, error) {
 	r.mu.Lock()
 	e, closed := r.mu.engines[now.ID], r.mu.closed
@@ -233,7 +234,7 @@ func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]strin
 	return e, workers, nil
 }
 
-// moved says whether a worker left or has another address.
+// moved reports whether a worker of `before` is gone in `now`, or has another address.
 func moved(before, now bootstrap.Engine) bool {
 	for tp, stages := range before.Workers {
 		for pp, addr := range stages {
@@ -245,8 +246,8 @@ func moved(before, now bootstrap.Engine) bool {
 	return false
 }
 
-// watchLocked holds a connection to a worker of P. When the connection breaks, another
-// process may have the worker's address, so a new life of P begins.
+// watchLocked opens a connection to the worker of P at addr and keeps it open. When the connection breaks, another process may have the
+// worker's address, so a new life of P begins.
 func (r *Relay) watchLocked(e *engine, addr string) *watch {
 	w := new(watch)
 	w.dealer = zmtp.NewDealer(addr, zmtp.DealerOptions{
@@ -268,8 +269,8 @@ func (r *Relay) watchLocked(e *engine, addr string) *watch {
 	return w
 }
 
-// watchedLocked says whether the relay has a connection to each worker of P. KV pulled
-// without these connections may come from a process of another life of P.
+// watchedLocked reports whether the relay is connected to each worker of P. KV that the relay pulls without these connections may come
+// from a process of another life of P.
 func (e *engine) watchedLocked() bool {
 	for _, w := range e.watches {
 		if !w.up {
@@ -279,10 +280,9 @@ func (e *engine) watchedLocked() bool {
 	return len(e.watches) > 0
 }
 
-// confirmLife returns nil when all workers of P are still the processes of the given life: each
-// answers over the connection that the relay has had open since that life began. The
-// relay may notice a broken connection only after bytes of the next process have come, so
-// the answer of a live process is the only proof.
+// confirmLife returns nil if all workers of P are still the processes of the given life: each must answer on the connection that the
+// relay has kept since that life began. Only such an answer proves it, because the relay may notice a broken connection only after
+// bytes of the next process have come.
 func (e *engine) confirmLife(ctx context.Context, life int64) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, answerWithin, errNotProven)
 	defer cancel()
@@ -310,9 +310,8 @@ func (e *engine) confirmLife(ctx context.Context, life int64) error {
 	return nil
 }
 
-// endLifeLocked begins a new life of P and drops the engine's kept transfers: P may
-// compute other KV under the same transfer ids now. The caller calls log without the
-// lock.
+// endLifeLocked begins a new life of P and drops the transfers kept of the engine: P may now compute other KV under the same transfer
+// ids. The caller must call log after it has released the lock.
 func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	e.life++
 	n := 0
@@ -329,8 +328,8 @@ func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	}
 }
 
-// channel returns the side channel of one worker, a new one if there is none yet. The
-// caller holds the refresh token.
+// channel returns the relay's side channel for one worker of P, and creates it if there is none. The caller must hold the refresh
+// token.
 func (e *engine) channel(at workerRank) (*channel, error) {
 	r := e.r
 	r.mu.Lock()
@@ -367,7 +366,7 @@ func (e *engine) close() {
 	e.channels, e.watches = nil, nil
 	e.r.mu.Unlock()
 	for _, c := range channels {
-		_ = c.router.Close() // nothing is left to say
+		_ = c.router.Close() // a failure changes nothing
 	}
 	for _, w := range watches {
 		_ = w.dealer.Close()

@@ -8,11 +8,10 @@ import (
 	"net/http"
 )
 
-// ServeHTTP answers D as a bootstrap server: GET /query lists the relay's own
-// engines, one for each of P's. GET /kept?engine=relay-ID&transfer=T says whether T
-// is in memory, or about to be. GET /healthz says whether P's server answers. While P's
-// server does not answer, /query repeats the last directory if KeepAcrossRestarts is set.
-// ServeHTTP refuses web pages and host names that are not the relay's.
+// ServeHTTP answers D as a bootstrap server does. GET /query lists the relay's own engines, one for each P engine. GET
+// /kept?engine=relay-ID&transfer=T says whether the KV of transfer T is in memory, or is being loaded. GET /healthz says whether P's
+// bootstrap server answers. While that server does not answer, /query repeats the last directory if KeepAcrossRestarts is set.
+// ServeHTTP refuses web pages, and host names that are not the relay's.
 func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
 
 func (r *Relay) serveHTTP(w http.ResponseWriter, req *http.Request) {

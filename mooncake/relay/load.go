@@ -20,15 +20,15 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Where a request's KV came from.
+// The sources of a request's KV, for the log.
 const (
 	fromP      = "P"
 	fromMemory = "memory"
 	fromBoth   = "prefix and P"
 )
 
-// findOrLoad returns the KV of a request, from memory or from P. The caller releases it.
-// before is the KV that an earlier answer to the same request was pushed from, or nil.
+// findOrLoad returns the KV of a request, from memory or from P. The caller must release it. before is the KV that the relay pushed for
+// an earlier pull of the same request, or nil.
 func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *savedTransfer, seen *transferlog.Entry) (k *savedTransfer, source string, err error) {
 	r := e.r
 	r.mu.Lock()
@@ -43,7 +43,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		r.mu.Unlock()
 		return e.await(ctx, k, fromMemory, seen)
 	}
-	if few != nil && id.only { // an earlier D lacked fewer blocks. The proxy then learns that nothing is kept, and sends the next request to P
+	if few != nil && id.only { // this D wants more blocks than are kept. The proxy learns that nothing is kept, and sends the next request to P
 		r.dropLocked(other)
 	}
 	if before != nil {
@@ -62,7 +62,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		}
 	}
 	if before != nil {
-		if err != nil && ctx.Err() == nil { // D lost the reply and pulls again; P has freed the blocks since
+		if err != nil && ctx.Err() == nil { // D lost the reply and pulls again, but P has freed the blocks since
 			return before, fromMemory, nil
 		}
 		r.release(before)
@@ -76,10 +76,10 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 	return k, source, nil
 }
 
-// servesLocked returns k if it answers a request for blocks, else nil. The error says that k has too few blocks. k may be
-// nil: nothing is kept.
+// servesLocked returns k if its blocks can answer a request for `blocks`, else nil. The error means that k has too few blocks. k may be
+// nil, which means that nothing is kept.
 func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTransfer, error) {
-	if k == nil || k.endingLocked() { // cancelled
+	if k == nil || k.endingLocked() { // a cancelled load
 		return nil, nil
 	}
 	loaded, holds := isDone(k.done), k.holds(blocks)
@@ -87,15 +87,15 @@ func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTrans
 	case loaded && id.repeat && !holds:
 		return nil, fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
 	case loaded && !id.repeat, !loaded && !holds:
-		return nil, nil // the transfer id demands P's own answer, or there are too few blocks
+		return nil, nil // the transfer id demands P's own answer, or the load has too few blocks
 	}
 	return k, nil
 }
 
-// await waits for k to be loaded. On failure it releases k.
+// await waits until k is loaded, or ctx ends. On failure it releases k.
 func (e *engine) await(ctx context.Context, k *savedTransfer, source string, seen *transferlog.Entry) (*savedTransfer, string, error) {
 	err := error(nil)
-	if source == fromP || !isDone(k.done) { // P may have sent all of it already
+	if source == fromP || !isDone(k.done) { // when source is fromP, P may have sent all of it already
 		seen.Receiving("P sends", func() (time.Time, uint64) { return k.arrived.First(), k.arrived.Bytes() })
 	}
 	select {
@@ -111,24 +111,23 @@ func (e *engine) await(ctx context.Context, k *savedTransfer, source string, see
 	return k, source, nil
 }
 
-// endingLocked says whether k is a load that was cancelled and has not ended yet. Its
-// error concerns only those that waited when it was cancelled.
+// endingLocked reports whether k is a load that was cancelled but has not ended yet. Its error matters only to requests that waited for
+// it when it was cancelled.
 func (k *savedTransfer) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
 
-// holds says whether k has, or will have, at least as many blocks in each group.
+// holds reports whether k has, or will have, at least as many blocks as `blocks` in each group.
 func (k *savedTransfer) holds(blocks [][]int) bool {
 	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
 }
 
-// load begins to pull a transfer from P and replaces other, the kept KV of the same
-// transfer or nil. The result has one use for the caller, who awaits and releases it.
-// Other requests may wait for the same load, which runs while at least one does. If
-// another request has begun a fitting load meanwhile, load returns that.
+// load begins to pull a transfer from P. The result replaces other, the kept KV of the same transfer, which may be nil. The result
+// counts one use for the caller, who must await and release it. Other requests may wait for the same load; it is cancelled when none
+// waits any more. If another request has begun a suitable load meanwhile, load returns that one.
 func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *savedTransfer) (k *savedTransfer, source string, err error) {
 	r := e.r
 	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
 	room := blocks
-	if probe { // one more block, at the front
+	if probe { // one block more, in front
 		room = [][]int{append([]int{1}, blocks[0]...)}
 	}
 	k, err = r.newKept(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), pull.Regions, room)
@@ -177,11 +176,11 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	return k, fromP, nil
 }
 
-// maxReleases bounds the releases at P that run at a time without a D that asked for them. Beyond it, P's own timeout frees the blocks.
+// maxReleases is the most releases at P at a time that no D asked for. When there are more, P frees the blocks after its own timeout.
 const maxReleases = 64
 
-// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up: D is
-// told that P failed, and so does not release the blocks.
+// releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up. D is told
+// that P failed, so D does not release these blocks.
 func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
 		return
@@ -207,7 +206,7 @@ func (r *Relay) loadEnded(k *savedTransfer, err error) {
 	}
 	r.mu.Lock()
 	k.err = err
-	if err != nil { // the next request pulls from P again
+	if err != nil { // so that the next request pulls from P again
 		r.forgetLocked(k)
 	}
 	if _, ok := r.mu.loading[k]; ok {
@@ -223,31 +222,30 @@ func (r *Relay) loadEnded(k *savedTransfer, err error) {
 	r.release(k)
 }
 
-// loading is one load.
+// loading is one load in progress.
 type loading struct {
 	e    *engine
 	k    *savedTransfer
 	pull *wire.Pull
 	id   transferID
 	now  bootstrap.Engine // P's workers
-	life int64            // P's, or anyLife
+	life int64            // P's life at the start, or anyLife
 }
 
-// anyLife is the life of a load that has nothing of P yet.
+// anyLife is the life of a load that has received nothing from P yet.
 const anyLife = -1
 
 func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	r, k := l.e.r, l.k
-	err := r.memory.Populate(k.off, k.n, true)            // so that a full /dev/shm is an error and no SIGBUS
-	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // an old kernel: memory comes with the first touch
+	err := r.memory.Populate(k.off, k.n, true)            // so that a full /dev/shm gives an error and no SIGBUS
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // an old kernel: it maps memory at the first touch
 		return err
 	}
 	if !probe {
 		return l.pullBlocks(k.blocks)
 	}
-	// The pull names one block more than D wants. If P has that many, D wants only the
-	// end of the prompt, and all that it wants has come. If P refuses, D wants the whole
-	// prompt.
+	// The pull names one block more than D wants. If P has that many blocks, P sends its last ones: D wants only the end of the prompt,
+	// and all of that has come. If P refuses, D wants the whole prompt.
 	err = l.pullBlocks(k.blocks)
 	if err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
 		return err
@@ -256,7 +254,7 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	if prefix != nil && l.sameLife() != nil {
 		prefix = nil
 		r.mu.Lock()
-		l.now, l.life = l.e.now, anyLife // nothing has come yet, so all blocks may come from a new life of P
+		l.now, l.life = l.e.now, anyLife // nothing has come yet, so all blocks may come from P's new life
 		r.mu.Unlock()
 	}
 	if prefix == nil {
@@ -267,7 +265,7 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 		if err := l.pullBlocks([][]int{own[l.id.blocks:]}); err != nil {
 			return err
 		}
-		if err := l.sameLife(); err != nil { // the prefix may be of another process than the rest
+		if err := l.sameLife(); err != nil { // otherwise prefix and rest may come from different processes
 			return err
 		}
 		n, err := copyBlocks(k.cache, own[:l.id.blocks], prefix.cache, prefix.blocks[0][:l.id.blocks])
@@ -277,12 +275,11 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 		r.stats.prefixBytes.Add(n)
 		k.prefixed = true
 	}
-	k.blocks, k.whole = [][]int{own}, true // k.wants is their number
+	k.blocks, k.whole = [][]int{own}, true // k.wants has the number of these blocks
 	return nil
 }
 
-// sameLife returns nil when P's processes are still those of the load's life, or when
-// Options.KeepAcrossRestarts makes lives irrelevant.
+// sameLife returns nil if P's processes are still those of the load's life, or if Options.KeepAcrossRestarts allows any life.
 func (l *loading) sameLife() error {
 	if l.e.r.o.KeepAcrossRestarts {
 		return nil
@@ -299,14 +296,14 @@ func (l *loading) pullBlocks(blocks [][]int) error {
 	return err
 }
 
-// bytesOf counts the payload of blocks.
+// bytesOf returns the total payload of blocks in bytes.
 func bytesOf(regions []wire.Region, blocks [][]int) (n int64) {
 	for i := range regions {
 		g := &regions[i]
 		groups := g.Shared
 		switch g.Group {
 		case wire.SharedGroup:
-		case wire.Unsent: // there is one
+		case wire.Unsent: // such a D sends one region
 			groups = []int{0}
 		default:
 			groups = []int{g.Group}
@@ -320,7 +317,8 @@ func bytesOf(regions []wire.Region, blocks [][]int) (n int64) {
 	return n
 }
 
-// copyBlocks copies blocks of one layout, region by region, within the relay's memory.
+// copyBlocks copies the blocks `from` of src to the blocks `to` of dst, region by region. Both have the same layout and lie in the
+// relay's memory. n is the number of bytes.
 func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) (n int64, err error) {
 	for i := range dst.Regions {
 		d, s := &dst.Regions[i], &src.Regions[i]
@@ -336,18 +334,18 @@ func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) 
 	return n, nil
 }
 
-// pullUpstream pulls from P as the D worker of the pull would. If P's life has ended, it
-// does not begin, and it fails a pull that it had to repeat meanwhile.
+// pullUpstream pulls from P, with the ranks of the D worker whose pull is given. If P's life is not `life` any more, it fails at once.
+// It also fails a pull that had to be repeated if P's life ended meanwhile.
 func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *transfer.Progress, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
 	r := e.r
 	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
 		Self:     mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
 		Target:   r.target,
-		Release:  min(pull.Release, 32), // layouts are used once: P need not keep them
+		Release:  min(pull.Release, 32), // the relay uses a layout once, so P need not keep it
 		Timeout:  r.o.Timeout,
 		Sockets:  r.sockets,
 		Progress: arrived,
-		KeepAtP:  true, // the D that loses its connection may come back; releaseAtP tells P
+		KeepAtP:  true, // a D that loses its connection may come back; releaseAtP tells P to free the blocks
 		Metrics:  r.o.Metrics,
 		Log:      r.log,
 		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
@@ -375,9 +373,9 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *t
 	return err
 }
 
-// releaseAtP forwards a pull without blocks, so that P frees its own. The relay's kept
-// KV stays. P does not know T#2, so a release of that goes nowhere. A load of the transfer
-// ends first: if P has pushed it, P has freed the blocks; if not, P still waits for a D.
+// releaseAtP forwards D's pull without blocks to P, so that P frees its blocks. The relay keeps its own KV. P does not know a transfer
+// id like T#2, so a release of such an id is not forwarded. releaseAtP first waits until a load of the transfer has ended: if P pushed
+// the blocks, P has freed them; if not, P still waits for a D.
 func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID) error {
 	r := e.r
 	if id.repeat {
@@ -422,9 +420,9 @@ func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID)
 	return e.pullUpstream(ctx, c, nil, pull, now, life, map[string]wire.Wanted{id.base: {TransferID: id.base}})
 }
 
-// entries lists the writes that fill D's blocks from kept KV, and their bytes in total.
+// entries returns the writes that fill D's blocks from kept KV, and their total bytes.
 func (k *savedTransfer) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
-	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
+	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // D gets what a D worker of the same ranks would have
 	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
 	if err != nil {
 		return nil, 0, err
@@ -445,7 +443,7 @@ func (k *savedTransfer) entries(pull *wire.Pull, blocks [][]int) (entries []tran
 	return entries, total, nil
 }
 
-// push writes kept KV into D's blocks. sent counts what D has confirmed.
+// push writes kept KV into D's blocks and returns the bytes. sent counts what D has confirmed.
 func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *savedTransfer, blocks [][]int, sent *transfer.Progress) (int64, error) {
 	entries, total, err := k.entries(pull, blocks)
 	if err != nil {

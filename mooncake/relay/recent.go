@@ -15,11 +15,11 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Transfers returns the last transfers, at most 64, the latest request of D first. It leaves out requests
-// without blocks: there D has the whole prompt already.
+// Transfers returns the last transfers, at most 64, beginning with D's latest request. It leaves out requests without blocks, whose D
+// needs nothing any more.
 func (r *Relay) Transfers() []transferlog.Transfer { return r.last.Last() }
 
-// beginEntry begins the log entry of a request of D; nil where D wants no blocks.
+// beginEntry begins the log entry of a request of D. It returns nil if D wants no blocks.
 func (e *engine) beginEntry(a *request, pull *wire.Pull, want wire.Wanted) *transferlog.Entry {
 	blocks := 0
 	for _, ids := range want.Blocks {
@@ -37,7 +37,7 @@ func (e *engine) beginEntry(a *request, pull *wire.Pull, want wire.Wanted) *tran
 	return e.r.last.Begin(t, transferlog.Computing, "waits for P")
 }
 
-// place is an engine of P with the host of its first worker.
+// place returns a text that names the engine of P and the host of its first worker.
 func (e *engine) place() string {
 	e.r.mu.Lock()
 	defer e.r.mu.Unlock()
@@ -55,10 +55,10 @@ func (e *engine) place() string {
 	return e.id
 }
 
-// notReady is how a P says that it did not have the KV in time, as vLLM's does.
+// notReady is part of the text with which P, like vLLM's, says that it did not have the KV in time.
 const notReady = "Timeout waiting for P side ready"
 
-// noteEnd ends the note of a request. late: D's time was over.
+// noteEnd ends the log entry of a request. late means that D's own deadline has passed.
 func noteEnd(seen *transferlog.Entry, err error, late bool) {
 	switch {
 	case late && err != nil:

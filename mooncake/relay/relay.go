@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package relay stands between a prefill engine and decode engines: towards D it is
-// a P with a bootstrap directory and side channels of its own, towards P it is a D.
-// It keeps the KV that passes, so that D can have it again without P.
+// Package relay stands between a prefill engine and decode engines: towards D it is a P with a bootstrap directory and side channels of
+// its own, towards P it is a D. It keeps the KV that passes, so that D can get it again without P.
 //
 //	D ── GET /query ──> Relay ── GET /query ──> P's bootstrap server
 //	D ── pull T ──> side channel ── pull T, D's layout ──> P
@@ -14,10 +13,9 @@
 // memory and pull the same transfer from the real P under D's rank, so that P sends
 // exactly what it would have sent to D. Then the relay pushes to D.
 //
-// A transfer id T always goes to P. The relay serves only T# and digits from memory, and
-// only KV of the same life of P. A life ends when one of P's side channels breaks or
-// moves, or when P leaves the registry; the relay then drops what it kept of it, unless
-// Options.KeepAcrossRestarts.
+// A pull of a transfer id T always goes to P. Only T# followed by digits is served from memory, and only with KV of the current life of
+// P. A life ends when one of P's side channels breaks or moves, or when P leaves the registry. The relay then drops the KV it kept of
+// that life, unless Options.KeepAcrossRestarts is set.
 //
 // The relay speaks only the protocol of package mooncake: both neighbours may be
 // unmodified vLLM engines (0.16 and later).
@@ -47,36 +45,34 @@ import (
 // Options configures a Relay. A zero field means its default.
 type Options struct {
 	Upstream string // P's bootstrap server, http://host:port
-	Host     string // address that P and D dial; default 127.0.0.1
+	Host     string // host name that P and D dial; default 127.0.0.1
 
 	// MemoryPath is a file on a memory file system. Open makes it, maps it and removes
 	// its name at once. MemoryBytes is its size; default 1 GiB.
 	MemoryPath  string
 	MemoryBytes int64
 
-	Timeout        time.Duration // of a pull from P; default 120 s
-	RefreshTimeout time.Duration // of a query of Upstream; default 5 s
-	RefreshEvery   time.Duration // how old the view of Upstream may be; default 1 s
-	MaxPulls       int           // of D, at once; default 1024
+	Timeout        time.Duration // for a pull from P; default 120 s
+	RefreshTimeout time.Duration // for a query of Upstream; default 5 s
+	RefreshEvery   time.Duration // how old the relay's copy of Upstream's directory may be; default 1 s
+	MaxPulls       int           // most pulls of D at a time; default 1024
 
-	// KeepAcrossRestarts serves KV of earlier lives of P too, under any of P's engines,
-	// and also while P is down. It is right only if no transfer id is ever used twice
-	// and P's weights never change.
+	// KeepAcrossRestarts says that the relay also serves KV of earlier lives of P, under any of P's engines, and also while P is down.
+	// Set it only if no transfer id is ever used twice and P's weights never change.
 	KeepAcrossRestarts bool
 
-	// BlockBytes is the block size of engines before vLLM 0.19, whose pulls do not carry
-	// it: the bytes of one layer's keys or values, or of both where they lie together. 0
-	// refuses such engines. A wrong size makes requests fail.
+	// BlockBytes is the block size of engines before vLLM 0.19, whose pulls do not carry it: the bytes of one layer's keys or values in
+	// a block, or of both where they lie together. 0 refuses such engines. A wrong size makes their requests fail.
 	BlockBytes uint64
 
-	// Prefixes enables ids of the form T^PREFIX:n, see docs/how/mooncake.md. The relay then
-	// first pulls one block more than D wants, to learn whether D wants the whole prompt.
+	// Prefixes allows transfer ids of the form T^PREFIX:n; see docs/how/mooncake.md. The relay then first pulls one block more than D
+	// wants, to learn whether D wants the whole prompt.
 	Prefixes bool
 
-	Registry   bootstrap.ClientOptions // Token and TLS for Upstream
-	Networks   *auth.Networks          // from which P and D may reach the side channels and the transfer ports; nil: any
-	Secrets    *auth.PeerSecrets       // that P and D prove to have on the transfer ports; nil: none is demanded
-	AllowHosts []string                // names, besides addresses, by which D may reach ServeHTTP
+	Registry   bootstrap.ClientOptions // for Upstream: Token and TLS
+	Networks   *auth.Networks          // networks from which P and D may reach the side channels and the transfer ports; nil: any
+	Secrets    *auth.PeerSecrets       // secrets of which P and D must prove one on the transfer ports; nil: no proof is demanded
+	AllowHosts []string                // host names, besides IP addresses, under which D may reach ServeHTTP
 
 	Metrics *mooncake.Metrics // default none
 	Log     *slog.Logger      // default none
@@ -88,23 +84,23 @@ type Relay struct {
 	o       Options // immutable
 	log     *slog.Logger
 	up      *bootstrap.Client
-	target  *transfer.Target  // P's pushes arrive here
+	target  *transfer.Target  // P pushes to it
 	client  *transfer.Client  // pushes to D
-	sockets *mooncake.Sockets // to P
+	sockets *mooncake.Sockets // connections to P
 	memory  *shm.Segment
-	gate    *mooncake.Gate  // of D's pulls
-	conns   *mooncake.Conns // of D
+	gate    *mooncake.Gate  // bounds D's pulls
+	conns   *mooncake.Conns // bounds D's connections
 	web     http.Handler
-	warn    mooncake.LogLimit // of lines that peers may cause
-	sglang  sync.Once         // of the warning about it
+	warn    mooncake.LogLimit // of log lines that peers may cause
+	sglang  sync.Once         // of the warning about SGLang
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
 
 	last    transferlog.Log
-	refresh chan struct{} // one token; its holder queries Upstream
+	refresh chan struct{} // one token; only its holder queries Upstream
 
-	releases chan struct{} // one token for each release that no D asked for
+	releases chan struct{} // one token for each running release that no D asked for
 
 	mu struct {
 		sync.Mutex
@@ -112,21 +108,21 @@ type Relay struct {
 		asked     time.Time                   // when Upstream last answered
 		failing   bool                        // the last query of Upstream failed
 		engines   map[string]*engine          // by P's engine id
-		text      []byte                      // the directory for D
-		arena     *arena.Arena                // of memory
+		text      []byte                      // the directory for D, encoded
+		arena     *arena.Arena                // allocator of memory
 		saved     map[savedKey]*savedTransfer // loading or loaded
-		transfers map[transferKey]int         // how many of saved each transfer has
-		order     int64                       // last use handed out
-		free      map[*savedTransfer]struct{} // loaded, not in use: may be evicted
+		transfers map[transferKey]int         // how many entries of saved each transfer has
+		order     int64                       // number of the last use, for the order of eviction
+		free      map[*savedTransfer]struct{} // loaded and not in use: may be evicted
 		loading   map[*savedTransfer]struct{}
-		pending   map[string]int64 // bytes of loading ones, by the D worker that pulled first
-		freed     chan struct{}    // closed when memory is free or may be evicted; nil without waiters
+		pending   map[string]int64 // bytes of running loads, by the D worker that pulled first
+		freed     chan struct{}    // closed when memory becomes free or evictable; nil without waiters
 		requests  map[requestKey]*request
 	}
 	stats stats
 }
 
-// Stats are counters since Open; the first three are current values.
+// Stats are counters since Open, except Engines, Kept and KeptBytes, which are current values.
 type Stats struct {
 	Engines   int64 `gauge:"kvasir_relay_engines" help:"Engines of P that are registered and relayed."`
 	Kept      int64 `gauge:"kvasir_relay_kept_transfers" help:"Transfers whose KV is in memory."`
@@ -135,8 +131,8 @@ type Stats struct {
 	Pulled      int64            `counter:"kvasir_relay_pulled_total" help:"Transfers pulled from P."`
 	PulledBytes int64            `counter:"kvasir_relay_pulled_bytes_total" help:"Bytes of KV pulled from P."`
 	PrefixBytes int64            `counter:"kvasir_relay_prefix_bytes_total" help:"Bytes of KV copied from a prefix in memory instead of pulled."`
-	Served      int64            // requests of D
-	FromMemory  int64            // of them, without asking P
+	Served      int64            // requests of D that were served
+	FromMemory  int64            // requests of Served that needed no pull from P
 	ServedFrom  map[string]int64 `counter:"kvasir_relay_served_total" label:"from" help:"Requests of D that were served, by where their KV came from."`
 	PushedBytes int64            `counter:"kvasir_relay_pushed_bytes_total" help:"Bytes of KV pushed to D."`
 	Failed      int64            `counter:"kvasir_relay_failed_total" help:"Requests of D that failed; D computes the prompt."`
@@ -148,7 +144,7 @@ type stats struct {
 	pulled, pulledBytes, prefixBytes, served, fromMemory, pushed, failed, evicted, dropped atomic.Int64
 }
 
-// Open makes the memory and the transfer ports. It does not wait for Upstream.
+// Open creates the memory and opens the transfer ports. It does not wait for Upstream.
 func Open(o Options) (*Relay, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -171,7 +167,7 @@ func Open(o Options) (*Relay, error) {
 	if r.memory, err = shm.Create(o.MemoryPath, o.MemoryBytes); err != nil {
 		return nil, fmt.Errorf("relay: memory: %w", err)
 	}
-	if err := r.memory.Unlink(); err != nil { // the mapping stays; a killed relay leaves nothing
+	if err := r.memory.Unlink(); err != nil { // the mapping stays; so a killed relay leaves no file
 		return nil, errors.Join(fmt.Errorf("relay: memory: %w", err), r.memory.Close())
 	}
 	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: o.Networks, Secrets: o.Secrets, Log: r.log}, transfer.NewTable()); err != nil {
@@ -193,12 +189,12 @@ func Open(o Options) (*Relay, error) {
 	return r, nil
 }
 
-// memoryAlign is a page, so that no two transfers share one.
+// memoryAlign is the size of a page, so that no two transfers share a page.
 const memoryAlign = 4096
 
 var errClosed = errors.New("relay: closed")
 
-// Close ends all pulls, waits for the pushes to stop, and frees the memory.
+// Close ends all pulls, waits until the pushes have stopped, and frees the memory.
 func (r *Relay) Close() error {
 	r.mu.Lock()
 	r.mu.closed = true

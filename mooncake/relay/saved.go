@@ -17,10 +17,10 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// savedKey names the part of a transfer that one D worker needs, in one life of P.
-// Workers of other ranks, or with other layers or payloads, need other bytes.
+// savedKey names the part of a transfer that one D worker needs, in one life of P. D workers with other ranks, layers or payloads need
+// other bytes.
 type savedKey struct {
-	engine       string // P's; "" with Options.KeepAcrossRestarts
+	engine       string // P's engine id; "" with Options.KeepAcrossRestarts
 	life         int64
 	transfer     string
 	tpRank, size int
@@ -33,26 +33,26 @@ type savedTransfer struct {
 	key    savedKey
 	peer   string // the D worker that pulled it first
 	cache  *mooncake.Cache
-	blocks [][]int // ids in cache, by group; owned by the load until done
+	blocks [][]int // ids in cache, by group; until done is closed, only the load may use it
 	wants  []int   // number of blocks that D wants, by group; immutable
-	off, n int64   // in memory; immutable
-	whole  bool    // it has the prompt's first block; valid when done
-	// watched says that the relay was connected to all workers of P when the load began: they
-	// were the processes of the key's life. Immutable.
+	off, n int64   // where it lies in the relay's memory; immutable
+	whole  bool    // it has the prompt's first block; valid when done is closed
+	// watched means that the relay was connected to all workers of P when the load began, so these were the processes of the key's
+	// life. Immutable.
 	watched bool
-	// prefixed says that the first blocks are copies from another transfer.
+	// prefixed means that the first blocks are copies from another transfer.
 	prefixed bool
 
-	arrived transfer.Progress // of the load
+	arrived transfer.Progress // counts the bytes that the load has received
 
-	ctx    context.Context // of the load
+	ctx    context.Context // ends when the load is cancelled
 	cancel context.CancelCauseFunc
 	done   chan struct{} // closed when loaded or failed
-	err    error         // valid when done
+	err    error         // valid when done is closed
 
 	// Guarded by Relay.mu.
 	users int
-	used  int64 // when, in Relay.mu.order
+	used  int64 // number of the last use, from Relay.mu.order
 	freed bool  // its memory was released
 }
 
@@ -60,7 +60,7 @@ var errNotKept = errors.New("relay: the transfer is not in memory any more")
 
 var errMemory = errors.New("relay: not enough memory")
 
-// layoutOf hashes what determines the bytes of a worker's blocks.
+// layoutOf returns a hash of all in D's regions that determines the bytes of a block: workers with equal hashes need the same bytes.
 func layoutOf(regions []wire.Region) uint64 {
 	var h xxh3.Hasher
 	var b []byte
@@ -79,7 +79,7 @@ func layoutOf(regions []wire.Region) uint64 {
 	return h.Sum64()
 }
 
-// keyLocked returns the key of a transfer for the D worker of a pull, in P's current life.
+// keyLocked returns the key of a transfer for the D worker that sent pull, in P's current life.
 func (e *engine) keyLocked(pull *wire.Pull, transfer string) savedKey {
 	key := savedKey{e.id, e.life, transfer, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
 	if e.r.o.KeepAcrossRestarts {
@@ -95,8 +95,8 @@ func (r *Relay) useLocked(k *savedTransfer) {
 	k.used = r.mu.order
 }
 
-// release ends one use. It cancels a load that has lost its last waiter, and frees KV
-// that failed or was dropped with its last user.
+// release ends one use of k. If k is a load for which no request waits any more, release cancels it. If k failed or was dropped,
+// release frees its memory with the last use.
 func (r *Relay) release(k *savedTransfer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -113,7 +113,7 @@ func (r *Relay) release(k *savedTransfer) {
 	}
 }
 
-// notifyFreedLocked wakes those that wait for memory.
+// notifyFreedLocked wakes the loads that wait for memory.
 func (r *Relay) notifyFreedLocked() {
 	if r.mu.freed != nil {
 		close(r.mu.freed)
@@ -123,18 +123,18 @@ func (r *Relay) notifyFreedLocked() {
 
 var errNoWaiters = errors.New("relay: no request waits for the load")
 
-// transferKey names a transfer of one P, whichever D workers it is kept for.
+// transferKey names a transfer of one P, for all D workers together.
 type transferKey struct{ engine, transfer string }
 
 func (k *savedTransfer) transfer() transferKey { return transferKey{k.key.engine, k.key.transfer} }
 
-// keepLocked lets requests find k.
+// keepLocked enters k into the table of kept transfers, where requests find it.
 func (r *Relay) keepLocked(k *savedTransfer) {
 	r.mu.saved[k.key] = k
 	r.mu.transfers[k.transfer()]++
 }
 
-// forgetLocked lets no further request find k.
+// forgetLocked removes k from the table of kept transfers. Requests that use k keep it.
 func (r *Relay) forgetLocked(k *savedTransfer) {
 	if r.mu.saved[k.key] != k {
 		return
@@ -145,8 +145,8 @@ func (r *Relay) forgetLocked(k *savedTransfer) {
 	}
 }
 
-// hasTransfer reports whether a transfer of an engine, by the name that D knows, is in memory for any D
-// worker, or about to be.
+// hasTransfer reports whether the KV of a transfer is in memory, or is being loaded, for any D worker. shown is the engine id that D
+// knows.
 func (r *Relay) hasTransfer(shown, transfer string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -163,7 +163,7 @@ func (r *Relay) hasTransfer(shown, transfer string) bool {
 	return false
 }
 
-// dropLocked removes k from r.mu.saved. Its memory is released with its last user.
+// dropLocked removes k from the table. Its memory is freed with its last use.
 func (r *Relay) dropLocked(k *savedTransfer) {
 	r.forgetLocked(k)
 	if k.users == 0 {
@@ -180,20 +180,19 @@ func (r *Relay) freeLocked(k *savedTransfer) {
 	r.notifyFreedLocked()
 }
 
-// mirror is a copy of D's regions for the blocks of one request, at addresses from 0 on.
+// mirror is a layout like that of D's regions, with room only for the blocks of one request. Its addresses begin at 0.
 type mirror struct {
 	cache  *mooncake.Cache
 	blocks [][]int
 	bytes  uint64
 }
 
-// newMirror lays D's regions out for the blocks of one request: each region's blocks
-// lie one after the other, payload only. It takes at most limit bytes.
+// newMirror lays out the blocks of one request in D's regions: each region's blocks lie one after the other, payload only. It fails if
+// that takes more than limit bytes.
 //
-// The ids of a group count from 1. If groups share a region, the ids count through all
-// groups, so that each block has memory there. Block id 0 is a placeholder in groups of recurrent
-// state and a real block elsewhere. The pull does not say which, so 0 is mirrored as 0
-// and always gets memory.
+// The mirror's block ids of a group count from 1. If groups share a region, the ids count on through all groups, so that each block has
+// its own memory there. Block id 0 is a placeholder in groups of recurrent state and a real block elsewhere. The pull does not say
+// which, so 0 stays 0 and always gets memory.
 func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, error) {
 	m := &mirror{blocks: make([][]int, len(blocks))}
 	c := &mooncake.Cache{Kinds: make([]mooncake.GroupKind, len(blocks)), In: make([]int, len(regions)), Regions: slices.Clone(regions)}
@@ -208,7 +207,7 @@ func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, er
 		c.Regions[i].Group = 0
 	}
 	shared := slices.ContainsFunc(c.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
-	first, end := make([]int, len(blocks)), make([]int, len(blocks)) // of the ids in use, per group
+	first, end := make([]int, len(blocks)), make([]int, len(blocks)) // range of ids in use, per group
 	next := 1
 	for g, ids := range blocks {
 		if !shared {
@@ -245,7 +244,7 @@ func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, er
 		g.Base = m.bytes
 		if lo < hi {
 			n := uint64(hi - lo)
-			g.Base -= uint64(lo) * g.Payload // before the storage, for ids that are not used
+			g.Base -= uint64(lo) * g.Payload // before the storage, since the first ids are not used
 			if g.Payload > limit || n > (limit-m.bytes)/g.Payload {
 				return nil, fmt.Errorf("%w: the blocks do not fit %d bytes", errMemory, limit)
 			}
@@ -255,24 +254,23 @@ func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, er
 	return m, nil
 }
 
-// maxLoading bounds the loads at a time: each takes a region of the transfer table.
+// maxLoading is the largest number of loads at a time: each takes at least one region of the transfer table.
 const maxLoading = transfer.MaxRegions / 2
 
-// storageBase is the address of the relay's memory in its caches. The distance from 0
-// leaves addresses for unused block ids, which lie before a storage.
+// storageBase is the address of the relay's memory in its caches. The addresses below it are room for unused block ids, which lie
+// before a storage.
 const storageBase = 1 << 50
 
-// newKept allocates memory for the blocks of one request. The result has two users: the
-// caller and the load. When memory is short, newKept first evicts unused transfers,
-// least recently used first. Then it cancels the newest load of the D worker whose loads
-// take most memory, then a push to the D worker whose pushes hold most. It waits for
-// that memory until ctx ends.
+// newKept allocates memory for the blocks of one request. The result has two users: the caller and the load. When memory is short,
+// newKept first evicts unused transfers, least recently used first. Then it cancels the newest load of the D worker whose loads take
+// the most memory; if no other D worker takes more than peer, it cancels a push to the D worker whose pushes hold the most. It waits
+// until that memory is free, or ctx ends.
 func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region, blocks [][]int) (*savedTransfer, error) {
 	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
 	if err != nil {
 		return nil, err
 	}
-	size := r.mu.arena.Round(max(int64(m.bytes), 1)) // arena's size never changes
+	size := r.mu.arena.Round(max(int64(m.bytes), 1)) // the arena's size never changes, so no lock
 	for {
 		r.mu.Lock()
 		off, ok := int64(0), false
@@ -325,7 +323,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region,
 
 var errMadeRoom = fmt.Errorf("%w: dropped in favour of another D's transfer", errMemory)
 
-// allocLocked allocates memory, evicting least recently used transfers as needed.
+// allocLocked allocates memory. It evicts unused transfers, least recently used first, until size bytes fit or none is left.
 func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 	for {
 		if off, ok := r.mu.arena.Alloc(size); ok {
@@ -345,8 +343,8 @@ func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 	}
 }
 
-// slowLocked returns a request of the D worker whose pushes hold most memory, or nil if
-// that is not more than peer's hold. Such a D takes its bytes too slowly, or not at all.
+// slowLocked returns a request of the D worker whose pushes hold the most memory, if that is more than peer's pushes hold; else nil.
+// Such a D receives its bytes too slowly, or not at all.
 func (r *Relay) slowLocked(peer string) (slow *request) {
 	held := make(map[string]int64)
 	for _, a := range r.mu.requests {
@@ -365,8 +363,8 @@ func (r *Relay) slowLocked(peer string) (slow *request) {
 	return slow
 }
 
-// victimLocked returns the newest load of the D worker whose loads take most memory, or
-// nil if that is not more than peer's take.
+// victimLocked returns the newest load of the D worker whose loads take the most memory, if that is more than peer's loads take; else
+// nil.
 func (r *Relay) victimLocked(peer string) (victim *savedTransfer) {
 	for k := range r.mu.loading {
 		if k.peer == peer || r.mu.pending[k.peer] <= r.mu.pending[peer] {

@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// handle takes one message of D; it runs on the peer's reading goroutine.
+// handle receives one message of D. It runs on the goroutine that reads the peer's connection.
 func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 	r := c.e.r
 	pull, err := decodePull(m, r.o.BlockBytes)
@@ -44,7 +44,7 @@ func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 	})
 }
 
-// refusedSocket logs once that the side channel closes connections of SGLang: its P and D use PUSH sockets.
+// refusedSocket logs, once, that the side channel closes connections of SGLang, recognised by their PUSH sockets.
 func (r *Relay) refusedSocket(peer *zmtp.Peer, socketType string) {
 	if socketType == "PUSH" {
 		r.sglang.Do(func() {
@@ -59,8 +59,7 @@ func (r *Relay) refuse(peer *zmtp.Peer, err error) {
 	send(peer, &wire.Reply{Status: wire.StatusError, Message: err.Error()})
 }
 
-// decodePull decodes and checks a pull. blockBytes is the block size of a D whose pulls
-// do not carry it.
+// decodePull decodes and checks a pull. blockBytes is the block size to assume for a D whose pulls do not carry it.
 func decodePull(m zmtp.Message, blockBytes uint64) (*wire.Pull, error) {
 	if len(m) != 1 {
 		return nil, fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m))
@@ -82,8 +81,7 @@ func decodePull(m zmtp.Message, blockBytes uint64) (*wire.Pull, error) {
 
 var errNoSizes = fmt.Errorf("%w: D does not say how large its blocks are, as before vLLM 0.19: the relay needs --block-bytes", wire.ErrMessage)
 
-// checkRegions refuses regions that no memory can have. The relay's address arithmetic
-// relies on it.
+// checkRegions refuses regions that cannot exist in any memory. The relay's address arithmetic relies on that check.
 func checkRegions(regions []wire.Region) error {
 	if len(regions) == 0 {
 		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", wire.ErrMessage)
@@ -101,8 +99,8 @@ func checkRegions(regions []wire.Region) error {
 	return nil
 }
 
-// maxTogether bounds the requests of one pull that are served at a time. It is more than
-// an engine computes at once, and cheap if all of them fail.
+// maxTogether bounds how many requests of one pull are served at a time. It is more than an engine computes at once, and small enough
+// to be cheap if all of them fail.
 const maxTogether = 256
 
 // result is the outcome of one request of a pull.
@@ -111,8 +109,7 @@ type result struct {
 	err error
 }
 
-// serve answers one pull of D. It serves the requests concurrently and reports each when
-// it is done.
+// serve answers one pull of D. It serves the pull's requests concurrently and reports each when it is done.
 func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, peer *zmtp.Peer, pull *wire.Pull) {
 	r := c.e.r
 	if pull.DeadlineMillis > 0 {
@@ -176,8 +173,8 @@ func send(peer *zmtp.Peer, y *wire.Reply) {
 	}
 }
 
-// requestKey names a request of one D worker for one piece of its memory. D asks each of
-// the P workers that it is paired with; the relay pushes once for all of them.
+// requestKey names a request of one D worker for the same blocks of its memory. D asks each of the P workers with which it is paired;
+// the relay pushes once for all of them.
 type requestKey struct {
 	engine            string
 	host              string
@@ -186,32 +183,32 @@ type requestKey struct {
 	memory            uint64
 }
 
-// request is the request of a requestKey, while it is served and for requestMemory after.
+// request is the state of one requestKey, while it is served and for requestMemory after that.
 type request struct {
-	ctx    context.Context // ends with the last waiter
+	ctx    context.Context // ends when no pull waits for it any more
 	cancel context.CancelFunc
 	done   chan struct{} // closed at the end
-	err    error         // valid when done, as is k
+	err    error         // valid when done is closed, like k
 	k      *savedTransfer
 
-	id   string             // D's
+	id   string             // D's request id
 	peer string             // the D worker
-	seen *transferlog.Entry // how far it has come; nil: D wants no blocks
+	seen *transferlog.Entry // log entry of its progress; nil: D wants no blocks
 
 	// Guarded by Relay.mu.
-	late   bool                // D's time was over
-	users  int                 // waiters
-	using  *savedTransfer      // being pushed
-	places map[workerRank]bool // where D has asked
+	late   bool                // D's deadline passed
+	users  int                 // pulls that wait for it
+	using  *savedTransfer      // the KV that is being pushed
+	places map[workerRank]bool // workers at whose channels D has asked
 	at     time.Time           // when it ended
 }
 
 const (
 	maxRequests   = 4096
-	requestMemory = 30 * time.Second // how long a request that ended is remembered
+	requestMemory = 30 * time.Second // how long a request is remembered after its end
 )
 
-// memoryOf hashes where D's regions are.
+// memoryOf returns a hash of the addresses of D's regions.
 func memoryOf(regions []wire.Region) uint64 {
 	var b []byte
 	for i := range regions {
@@ -221,7 +218,7 @@ func memoryOf(regions []wire.Region) uint64 {
 	return xxh3.Hash(b)
 }
 
-// serveRequest answers one request of D that came to this channel.
+// serveRequest answers the request id of a pull that came to this channel, and returns the error to report to D.
 func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint64, id string) error {
 	r, want := c.e.r, pull.Wanted[id]
 	if want.TransferID == "" {
@@ -236,7 +233,7 @@ func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint
 		r.forgetRequestsLocked()
 	}
 	mine := r.mu.requests[key]
-	// A second pull from the same worker means that D lost the answer, or tries again.
+	// A second pull at the same channel means that D lost the answer, or tries again.
 	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > requestMemory) {
 		mine = &request{id: id, peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[workerRank]bool)}
 		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
@@ -267,8 +264,7 @@ func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint
 	}
 }
 
-// endingLocked says whether the request was cancelled and has not ended: D may pull
-// again before its push has ended.
+// endingLocked reports whether the request was cancelled but has not ended yet. D may pull again before the cancelled push has ended.
 func (a *request) endingLocked() bool { return !isDone(a.done) && a.ctx.Err() != nil }
 
 func isDone(c <-chan struct{}) bool {
@@ -280,8 +276,8 @@ func isDone(c <-chan struct{}) bool {
 	}
 }
 
-// forgetRequestsLocked forgets requests that ended requestMemory ago, and more if there
-// are too many.
+// forgetRequestsLocked forgets the requests that ended at least requestMemory ago. While there are more than maxRequests, it also
+// forgets others that have ended.
 func (r *Relay) forgetRequestsLocked() {
 	for key, a := range r.mu.requests {
 		if isDone(a.done) && (time.Since(a.at) > requestMemory || len(r.mu.requests) > maxRequests) {
@@ -290,13 +286,13 @@ func (r *Relay) forgetRequestsLocked() {
 	}
 }
 
-// answer serves a request and ends it. before is D's earlier pull of the same request,
-// or nil; answer waits for its end, so that the two do not push at the same time.
+// answer serves a request and ends it. before is an earlier pull of D for the same request, or nil. answer waits until before has
+// ended, so that the two do not push at the same time.
 func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *request) {
 	defer a.cancel()
 	var from *savedTransfer
 	if before != nil {
-		<-before.done // it has ended, or was cancelled
+		<-before.done // it has ended already, or was cancelled
 		from = before.k
 	}
 	a.seen = e.beginEntry(a, pull, want)
@@ -309,8 +305,8 @@ func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *r
 	close(a.done)
 }
 
-// deliver gets one request's KV and pushes it to D. It returns the KV that it pushed
-// from, also when the push fails. before is the KV of an earlier answer, or nil.
+// deliver gets the KV of one request and pushes it to D. It returns the KV that it pushed from, also when the push fails. before is the
+// KV that an earlier answer was pushed from, or nil.
 func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *savedTransfer) (*savedTransfer, error) {
 	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {

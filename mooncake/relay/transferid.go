@@ -9,11 +9,11 @@ import (
 
 // transferID is a parsed transfer id of one of D's requests.
 type transferID struct {
-	base   string // what P knows
-	repeat bool   // the same KV once more, from memory if the relay has it
-	only   bool   // with repeat: from memory or not at all
-	prefix string // another transfer with the same first blocks; "" if none
-	blocks int    // how many
+	base   string // the id that P knows
+	repeat bool   // the same KV once more: from memory if the relay has it
+	only   bool   // with repeat: from memory, or the request fails
+	prefix string // the id of another transfer with the same first blocks; "" if none
+	blocks int    // how many blocks are the same
 }
 
 // parseID reads a transfer id:

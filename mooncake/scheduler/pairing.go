@@ -8,24 +8,21 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Pairing is how P and D name a transfer to each other and how D finds P. It is
-// immutable.
+// Pairing says how P and D name a transfer to each other, and how D finds P. It is immutable.
 type Pairing struct {
-	transferID func(r *Request) (id string, ok bool) // under which D pulls r
-	required   []string                              // keys that a pull needs, in vLLM's order
-	// source reads the required keys into m. Its error names the first that cannot be
-	// used; m then has the others.
+	transferID func(r *Request) (id string, ok bool) // id under which D pulls r
+	required   []string                              // keys of kv_transfer_params that a pull needs, in vLLM's order
+	// source copies the required keys of p into m. Its error names the first key that cannot be used; m then has the other keys.
 	source   func(p *wire.KVTransferParams, m *wire.PullMeta) error
-	response func() *wire.KVTransferParams // for D, in P's answer to the proxy; nil for none
+	response func() *wire.KVTransferParams // params for D in P's answer to the proxy; nil: P's answer has none
 
-	// Of 0.13: the model has one group, whose windows are not clipped, P computes the
-	// last token, and P's answer must carry its address.
+	// Only for 0.13: the model has one group, whose windows are not clipped, P computes the last token, and P's answer must carry its
+	// address.
 	first      bool
 	hasAddress bool
 }
 
-// transferIDs is the pairing of vLLM 0.16 and later: the proxy makes a transfer id,
-// D asks P's bootstrap server.
+// transferIDs is the Pairing of vLLM 0.16 and later: the proxy chooses a transfer id, and D finds P through P's bootstrap server.
 var transferIDs = &Pairing{
 	transferID: func(r *Request) (string, bool) { return r.Params.TransferID() },
 	required:   []string{wire.KeyTransfer, wire.KeyEngine, wire.KeyBootstrap},

@@ -6,8 +6,8 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// rule is a decision of a published version that differs from ours. A Scheduler with a
-// Release follows the rules of that release.
+// rule is a decision that a published release of vLLM makes differently from this package. A Scheduler with Options.Release follows the
+// rules of that release.
 type rule uint32
 
 const (
@@ -29,14 +29,13 @@ const (
 	assertsOneGroup
 )
 
-// departures lists all rules: what a release does, which releases do it, and what a
-// Scheduler without a Release does instead.
+// departures lists all rules: what the release does, which releases do it, and what a Scheduler without a Release does instead.
 var departures = []struct {
 	rule rule
 	in   []wire.Release
 	does string
 	ours string
-	read bool // known from its source only: no recorded event shows it
+	read bool // known only from the release's source: no recorded event shows it
 }{
 	{matchIgnoresRole, []wire.Release{13}, "a producer loads a prompt from P", "the request is refused at once", false},
 	{trusting, []wire.Release{13, 33}, "ids in use, values of another type and any number of transfers are taken", "they are refused: two requests under one transfer id mix their blocks, and what is unbounded fills memory", false},
@@ -56,8 +55,7 @@ var departures = []struct {
 	{assertsOneGroup, []wire.Release{13}, "lists of blocks other than one raise an AssertionError", "no list is nothing to send; more are vLLM's later error", true},
 }
 
-// rulesOf returns the rules of a release. Release 0 has none, nor has a release whose
-// decisions are not known.
+// rulesOf returns the rules of a release. Release 0 has no rules, nor has a release whose decisions are unknown.
 func rulesOf(r wire.Release) (all rule) {
 	for _, d := range departures {
 		for _, in := range d.in {
@@ -69,5 +67,5 @@ func rulesOf(r wire.Release) (all rule) {
 	return all
 }
 
-// follows reports whether the Scheduler follows a rule.
+// follows reports whether the Scheduler follows the rule r.
 func (s *Scheduler) follows(r rule) bool { return s.rules&r != 0 }

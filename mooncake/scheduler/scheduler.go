@@ -15,62 +15,62 @@ import (
 
 // CacheGroup is one KV cache group of the model.
 type CacheGroup struct {
-	coordinator.Group      // only Kind, Block and Window matter
-	NoTransfer        bool // stays in its engine: vLLM's enable_kv_transfer=false
+	coordinator.Group      // of it, only Kind, Block and Window matter
+	NoTransfer        bool // its blocks stay in their engine: vLLM's enable_kv_transfer=false
 }
 
-// Options configures a Scheduler. The zero value is a kv_both engine of
-// vLLM 0.25 to 0.33 with one full-attention group and one worker.
+// Options configures a Scheduler. The zero value configures the kv_both engine of vLLM 0.25 to 0.33 with one full-attention group and
+// one worker.
 type Options struct {
 	Role wire.Role
 
-	// Groups are the model's, in the engine's order; default one of full attention.
+	// Groups are the model's KV cache groups, in the engine's order; default one of full attention.
 	Groups   []CacheGroup
 	NoHybrid bool // the engine's hybrid cache manager is off: windows are not clipped
 
-	// D computes the last prompt token of models with Mamba layers and of those that
-	// replay a bounded window (DeepSeek V4.1): P computes one token less and D loads
-	// one less. Releases up to 0.24 did not do so: NoTruncation.
+	// With Mamba layers, and with BoundedReplay, D computes the last prompt token: P computes one token less and D loads one less.
+	// BoundedReplay means that the model replays a bounded window (DeepSeek V4.1). Releases up to 0.24 leave no token to D: set
+	// NoTruncation.
 	BoundedReplay bool
 	NoTruncation  bool
 
-	EngineID string       // for the log
-	Log      *slog.Logger // vLLM's lines, debug for each call; default none
+	EngineID string       // for the log only
+	Log      *slog.Logger // gets vLLM's log lines, and a debug line for each call; default none
 
-	Workers      int // that report to Update; default 1
-	MaxTransfers int // pulls, and sends, at once; default 65,536
+	Workers      int // number of workers that report to Update; default 1
+	MaxTransfers int // most pulls, and most sends, at a time; default 65,536
 
-	// Pairing is how P and D name a transfer to each other. The default is by transfer
-	// ids and bootstrap servers, as in vLLM 0.16 and later. See RequestIDs.
+	// Pairing says how P and D name a transfer to each other. The default uses transfer ids and bootstrap servers, as vLLM 0.16 and
+	// later do. For 0.13, see RequestIDs.
 	Pairing *Pairing
 
-	// Release makes the Scheduler repeat the decisions of a published version call by
-	// call, defects included: 33 for 0.33.0, or 13 for 0.13.0, with RequestIDs. The
-	// default decides as docs/how/mooncake.md says; release.go lists the differences.
+	// Release makes the Scheduler repeat the decisions of a published release call by call, its defects included: 33 for 0.33.0, or 13
+	// for 0.13.0 (together with RequestIDs). By default the Scheduler decides as docs/how/mooncake.md says; release.go lists the
+	// differences.
 	Release wire.Release
 }
 
 const defaultMaxTransfers = 1 << 16
 
-// Request is a scheduler's view of one request. The engine owns it. A Scheduler changes
-// only the fields that its methods name, and keeps a pointer until the next Build. An
-// ID names one request until it has ended and its blocks are free.
+// Request is a scheduler's view of one request. The engine owns it. A Scheduler changes only the fields that its methods name, and
+// keeps a pointer to it until the next Build. A second request may have the same ID only after the first has ended and its blocks are
+// free.
 type Request struct {
 	ID              string
-	PromptTokens    int                    // given as token ids: 0 for embeddings
-	MaxTokens       int                    // to generate
-	Params          *wire.KVTransferParams // nil for none
-	SkipPrefixCache bool                   // does not read the engine's prefix cache
+	PromptTokens    int                    // prompt tokens given as token ids: 0 for embeddings
+	MaxTokens       int                    // most tokens to generate
+	Params          *wire.KVTransferParams // nil: none
+	SkipPrefixCache bool                   // it does not read the engine's prefix cache
 }
 
-// RequestStatus is how a request ended.
+// RequestStatus says how a request ended.
 type RequestStatus uint8
 
-// The ends of a request. A prefill for a D ends LengthCapped, after one token.
+// The ways in which a request ends. A prefill for a D ends LengthCapped, after one token.
 const (
 	LengthCapped RequestStatus = iota
 	Stopped
-	Aborted // in any other way
+	Aborted // ended in any other way
 )
 
 // String returns vLLM's name of the status.
@@ -88,38 +88,37 @@ func (s RequestStatus) String() string {
 // prefixes D pulls, which blocks P keeps for D, and what the workers do at each step. It
 // does no I/O. One goroutine calls its methods; others may call Stats.
 //
-// After an error of any method but Build, the request goes on without a transfer. Build
-// fails only with a Release.
+// If a method other than Build returns an error, the request goes on without a transfer. Build fails only with a Release.
 //
 // Source: MooncakeConnectorScheduler of vLLM 0.13.0 and 0.33.0; vectors in
 // internal/testkit/testdata/mooncake-connector.
 type Scheduler struct {
 	o         Options // immutable
 	rules     rule    // of o.Release
-	moving    []int   // groups that are transferred
-	keep      []int   // by entry of moving: blocks at the end of the list; 0 is all
-	lastToken bool    // D computes it
+	moving    []int   // indices of the groups that are transferred
+	keep      []int   // for each entry of moving: how many blocks at the end of the list are transferred; 0 means all
+	lastToken bool    // D computes the last prompt token
 
 	recv, send queue            // for the next Build
-	aborted    []string         // pulls, for the next Build
-	dropped    map[string]bool  // not processed, for the next Build
-	owners     map[string]owner // of transfers to be sent, by transfer id
+	aborted    []string         // pulls of requests that ended, for the next Build
+	dropped    map[string]bool  // transfer ids that will not be sent, for the next Build
+	owners     map[string]owner // requests whose blocks are to be sent, by transfer id
 	receiving  map[string]*transferState
 	sending    map[string]*transferState
 	n          schedulerCounters
 }
 
-// transferState is a transfer that the workers carry out.
+// transferState is a transfer that the workers are carrying out.
 type transferState struct {
 	blocks   [][]int
-	transfer string   // id
-	reported []uint64 // bit set of workers that have reported
+	transfer string   // transfer id
+	reported []uint64 // bit set of the workers that have reported
 	left     int      // workers that have not reported
 	failed   bool
-	finished bool // the request has ended; its blocks stay until the transfer does
+	finished bool // the request has ended; its blocks stay until the transfer has ended
 }
 
-// owner is the request that a transfer id belongs to.
+// owner is the request to which a transfer id belongs.
 type owner struct {
 	request   string
 	announced bool // the workers know the transfer
@@ -151,7 +150,7 @@ func New(o Options) (*Scheduler, error) {
 		}
 		keep := 0
 		if window := g.Kind == coordinator.SlidingWindow || g.Kind == coordinator.SlidingWindowMLA; window && g.Window > 0 && !g.Uniform && !o.NoHybrid {
-			keep = (g.Window+g.Block-1)/g.Block + 1 // the window may begin inside a block
+			keep = (g.Window+g.Block-1)/g.Block + 1 // a window may begin inside a block
 		}
 		s.moving, s.keep = append(s.moving, i), append(s.keep, keep)
 	}
@@ -196,9 +195,9 @@ func (s *Scheduler) debug(call string, r *Request, key string, value any) {
 	}
 }
 
-// NewRequest admits r; it comes before other calls for r. True means that P leaves the
-// last prompt token to D: NewRequest has reduced r.PromptTokens by one, set r.MaxTokens
-// to 1 and noted it in the params, and the engine must drop that token too.
+// NewRequest admits r. The engine must call it before any other call for r. truncated means that P leaves the last prompt token to D:
+// NewRequest has then reduced r.PromptTokens by one, set r.MaxTokens to 1 and recorded the truncation in the params, and the engine
+// must drop that token, too.
 //
 // vLLM: on_new_request, from 0.25.
 func (s *Scheduler) NewRequest(r *Request) (truncated bool) {
@@ -214,12 +213,11 @@ func (s *Scheduler) NewRequest(r *Request) (truncated bool) {
 
 // Matched is the answer to Match.
 type Matched struct {
-	Tokens int  // that P has beyond the computed ones
-	Async  bool // the workers pull them in the background; the request must wait
+	Tokens int  // tokens that P has beyond the computed ones
+	Async  bool // the workers pull these tokens in the background, and the request must wait
 }
 
-// Match returns how many tokens of r D can pull from P, beyond the computed ones that
-// the engine's own prefix cache has.
+// Match returns how many tokens of r D can pull from P, beyond the `computed` tokens that the engine's own prefix cache has.
 //
 // vLLM: get_num_new_matched_tokens.
 func (s *Scheduler) Match(r *Request, computed int) (Matched, error) {
@@ -242,7 +240,7 @@ func (s *Scheduler) Match(r *Request, computed int) (Matched, error) {
 	return Matched{}, nil
 }
 
-// mayPull refuses a pull whose params cannot be used, and one beyond MaxTransfers.
+// mayPull refuses a pull whose params cannot be used, and a pull beyond MaxTransfers.
 func (s *Scheduler) mayPull(r *Request) error {
 	if s.o.Role == wire.Producer {
 		return s.refuse(r, wire.KeyPrefill, wire.Asserted(wire.CodeRole, "request %q asks for a remote prefill on a %v", r.ID, s.o.Role))
@@ -274,8 +272,7 @@ func invalid(r *Request, err error) *wire.Error {
 	}
 }
 
-// refuse counts a refusal of r and clears the flag that asks for the transfer, so that r
-// is refused only once.
+// refuse counts a refusal of r and clears the given flag, which asks for the transfer, so that r is refused only once. It returns err.
 func (s *Scheduler) refuse(r *Request, flag string, err *wire.Error) error {
 	s.n.refused.Add(1)
 	if !s.follows(keepsFlags) {
@@ -284,12 +281,11 @@ func (s *Scheduler) refuse(r *Request, flag string, err *wire.Error) error {
 	return err
 }
 
-// Allocated records that r got blocks. unhashed has the ids of those to be filled, one
-// list per KV cache group. external is how many tokens the engine wants pulled:
-// Matched.Tokens, or 0, which only makes P free its blocks. Allocated keeps neither
-// slice.
+// Allocated records that the engine has allocated blocks for r. unhashed has the ids of the blocks to be filled, one list per KV cache
+// group. external is how many tokens the engine wants to be pulled: Matched.Tokens, or 0, which only makes P free its blocks. Allocated
+// keeps none of the slices.
 //
-// On D it clears do_remote_prefill, so that a request pulls once.
+// On D, Allocated clears do_remote_prefill, so that a request pulls only once.
 //
 // vLLM: update_state_after_alloc.
 func (s *Scheduler) Allocated(r *Request, unhashed [][]int, external int) error {
@@ -308,7 +304,7 @@ func (s *Scheduler) allocatedPull(r *Request, unhashed [][]int, external int) er
 		return err
 	}
 	if s.follows(dropsUnusable) && s.missing(r) != "" {
-		s.n.refused.Add(1) // vLLM logs it
+		s.n.refused.Add(1) // vLLM only logs it
 		r.Params.Set(wire.KeyPrefill, false)
 		return nil
 	}
@@ -325,29 +321,29 @@ func (s *Scheduler) allocatedPull(r *Request, unhashed [][]int, external int) er
 		if s.follows(raisesOnGroups) {
 			return err
 		}
-		blocks = nil // only make P free its own
+		blocks = nil // only make P free its blocks
 	}
 	s.pull(r, blocks)
 	return err
 }
 
-// pull queues r's pull of blocks. A pull without blocks makes P free its own.
+// pull queues the pull of r's blocks for the next Build. A pull without blocks makes P free its blocks.
 func (s *Scheduler) pull(r *Request, blocks [][]int) {
 	p := s.recv.put(r, blocks)
 	if !s.follows(readsParamsAtBuild) {
-		p.from, _ = s.source(r) // checked by mayPull; the engine may change params later
+		p.from, _ = s.source(r) // mayPull has checked it; the engine may change the params later
 	}
 	r.Params.Set(wire.KeyPrefill, false)
 }
 
-// announce queues for the workers that D may pull r.
+// announce queues, for the next Build, the message to the workers that D may pull r.
 func (s *Scheduler) announce(r *Request) error {
 	if s.o.Role == wire.Consumer && !s.follows(consumerAnnounces) {
 		return s.refuse(r, wire.KeyDecode, wire.Asserted(wire.CodeRole, "request %q prefills for a D on a %v", r.ID, s.o.Role))
 	}
 	id, ok := s.transferOf(r)
 	if !ok && s.follows(takesAnyTransferID) {
-		s.n.refused.Add(1) // vLLM logs it
+		s.n.refused.Add(1) // vLLM only logs it
 		return nil
 	}
 	if !ok {
@@ -371,8 +367,8 @@ func (s *Scheduler) transferOf(r *Request) (id string, ok bool) {
 	return id, ok
 }
 
-// maySend refuses a transfer id, or a request, that is in use, and one beyond
-// MaxTransfers. D learns of the latter from the workers.
+// maySend refuses a transfer id or a request that is in use, and a send beyond MaxTransfers. In the last case it queues a message to
+// the workers, from which D learns that the transfer will not be sent.
 func (s *Scheduler) maySend(r *Request, id string) error {
 	if s.follows(trusting) {
 		return nil
@@ -390,7 +386,7 @@ func (s *Scheduler) maySend(r *Request, id string) error {
 	return nil
 }
 
-// claim makes r the owner of transfer id, and takes back a drop of that id.
+// claim makes r the owner of the transfer id, and cancels a queued drop of that id.
 func (s *Scheduler) claim(id string, r *Request) {
 	if s.follows(trusting) {
 		return
@@ -401,14 +397,14 @@ func (s *Scheduler) claim(id string, r *Request) {
 	delete(s.dropped, id)
 }
 
-// delays reports whether r's blocks wait for D.
+// delays reports whether blocks of r must stay because D has not got them yet.
 func (s *Scheduler) delays(r *Request) bool {
 	p := s.send.by[r.ID]
 	return s.sending[r.ID] != nil || p != nil && p.blocks != nil
 }
 
-// clip returns the ids of groups that are transferred; of a window group, only those of
-// the last blocks. ids has a list per group, or per transferred group.
+// clip returns the block ids of the groups that are transferred; of a window group only the last blocks. ids has one list per group, or
+// one per transferred group.
 func (s *Scheduler) clip(ids [][]int) ([][]int, error) {
 	if len(ids) != 1 && s.follows(assertsOneGroup) {
 		return nil, wire.Asserted(wire.CodeGroups, "%d lists of block ids, 0.13 has one group", len(ids))

@@ -10,7 +10,7 @@ type schedulerCounters struct {
 	truncated, refused, unknown               atomic.Uint64
 }
 
-// Stats counts since New.
+// Stats are counts since New, and current numbers.
 type Stats struct {
 	Receiving int `gauge:"kvasir_mooncake_scheduler_receiving" help:"Pulls in the workers' hands."`
 	Sending   int `gauge:"kvasir_mooncake_scheduler_sending" help:"Requests whose blocks wait for D, or are being sent."`
@@ -32,7 +32,7 @@ type Stats struct {
 // Stats returns the counts. It may be called from any goroutine.
 func (s *Scheduler) Stats() Stats {
 	n := &s.n
-	// Read the counts of ended transfers first, so that no difference is negative.
+	// Read the counts of ended transfers before those of begun ones, so that no difference is negative.
 	loaded, failed, sent := n.loaded.Load(), n.failed.Load(), n.sent.Load()
 	pulls, delayed := n.pulls.Load(), n.delayed.Load()
 	return Stats{

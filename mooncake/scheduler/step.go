@@ -11,14 +11,14 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// pending is a request for the next Build.
+// pending is a request that waits for the next Build.
 type pending struct {
 	req    *Request
 	blocks [][]int
-	from   wire.PullMeta // a pull's source; of a send, only TransferID
+	from   wire.PullMeta // for a pull: its source; for a send: only TransferID is set
 }
 
-// queue holds pending requests in order of arrival, each once.
+// queue holds pending requests in the order in which they came, each once.
 type queue struct {
 	list []*pending
 	by   map[string]*pending
@@ -52,7 +52,7 @@ func (q *queue) clear() {
 	clear(q.by)
 }
 
-// missing returns the first key that a pull needs and r's params lack.
+// missing returns the first key that a pull needs but r's params lack; "" if they have all.
 func (s *Scheduler) missing(r *Request) string {
 	for _, key := range s.o.Pairing.required {
 		if !r.Params.Has(key) {
@@ -62,8 +62,7 @@ func (s *Scheduler) missing(r *Request) string {
 	return ""
 }
 
-// source reads from r's params where to pull from. On an error, m has what it could
-// read.
+// source reads from r's params from which P r is pulled. On an error, m has the keys that it could read.
 func (s *Scheduler) source(r *Request) (m wire.PullMeta, err error) {
 	if key := s.missing(r); key != "" {
 		return m, &wire.Error{Code: wire.CodeMissing, Class: wire.ClassKey, Text: "'" + key + "'", Detail: fmt.Sprintf("kv_transfer_params of request %q", r.ID)}
@@ -72,9 +71,8 @@ func (s *Scheduler) source(r *Request) (m wire.PullMeta, err error) {
 	return m, err
 }
 
-// Build returns the workers' orders for this step: all that came since the last Build.
-// The caller owns the result. Build fails only with a Release, and then keeps all that
-// is pending.
+// Build returns the orders to the workers for this step: all that was queued since the last Build. The caller owns the result. Build
+// fails only with a Release, and then keeps everything queued.
 //
 // vLLM: build_connector_meta.
 func (s *Scheduler) Build() (*wire.Metadata, error) {
@@ -135,15 +133,15 @@ func (s *Scheduler) started(m *wire.PullMeta) {
 
 // Finished is the answer to Finish.
 type Finished struct {
-	// KeepBlocks says that workers may still read or write the request's blocks. The
-	// engine frees them when Update names the request.
+	// KeepBlocks means that workers may still read or write the request's blocks. The engine must keep the blocks until Update names
+	// the request.
 	KeepBlocks bool
-	// Params are for the response, nil for none. In 0.13 they carry P's address.
+	// Params are the kv_transfer_params for the response; nil means none. In 0.13 they carry P's address.
 	Params *wire.KVTransferParams
 }
 
-// Finish ends r. blocks are its block ids, one list per KV cache group; Finish does not
-// keep them. It may be called again.
+// Finish must be called when r has ended. blocks are its block ids, one list per KV cache group; Finish does not keep the slices. It
+// may be called again for the same request.
 //
 // vLLM: request_finished.
 func (s *Scheduler) Finish(r *Request, status RequestStatus, blocks [][]int) (Finished, error) {
@@ -156,7 +154,7 @@ func (s *Scheduler) Finish(r *Request, status RequestStatus, blocks [][]int) (Fi
 		out.KeepBlocks = s.fenced(r)
 	}
 	switch {
-	case r.Params.DoRemotePrefill(): // never scheduled
+	case r.Params.DoRemotePrefill(): // it was never scheduled
 		if r.Params.DoRemoteDecode() && !s.follows(keepsFlags) {
 			r.Params.Set(wire.KeyDecode, false)
 		}
@@ -165,7 +163,7 @@ func (s *Scheduler) Finish(r *Request, status RequestStatus, blocks [][]int) (Fi
 		}
 		s.pull(r, nil)
 	case r.Params.DoRemoteDecode():
-		if out.KeepBlocks { // it ends during its own pull, so its blocks hold nothing to send
+		if out.KeepBlocks { // r ends during its own pull, so its blocks hold nothing that could be sent
 			status = Aborted
 		}
 		kept, err := s.finishSend(r, status, blocks)
@@ -175,7 +173,8 @@ func (s *Scheduler) Finish(r *Request, status RequestStatus, blocks [][]int) (Fi
 	return out, nil
 }
 
-// fenced reports whether workers may still touch the blocks of r, which has ended.
+// fenced reports whether workers may still touch the blocks of r, which has ended. If they are pulling r, it queues an abort of the
+// pull.
 func (s *Scheduler) fenced(r *Request) bool {
 	if t := s.receiving[r.ID]; t != nil {
 		if !t.finished {
@@ -191,8 +190,7 @@ func (s *Scheduler) fenced(r *Request) bool {
 	return s.delays(r)
 }
 
-// finishSend ends a prefill for a D. Either P keeps the blocks for D, or the workers
-// learn that no send will follow.
+// finishSend ends a prefill for a D. Either P keeps the blocks for D, or the workers are told that no send will follow.
 func (s *Scheduler) finishSend(r *Request, status RequestStatus, blocks [][]int) (out Finished, err error) {
 	if status != LengthCapped && s.follows(endsSilently) {
 		return out, nil
@@ -241,7 +239,7 @@ func (s *Scheduler) finishSend(r *Request, status RequestStatus, blocks [][]int)
 	return out, nil
 }
 
-// response returns the params for D in P's answer to the proxy.
+// response returns the params for D that P's answer to the proxy carries.
 func (s *Scheduler) response() *wire.KVTransferParams {
 	if s.o.Pairing.response == nil {
 		return nil
@@ -249,7 +247,7 @@ func (s *Scheduler) response() *wire.KVTransferParams {
 	return s.o.Pairing.response()
 }
 
-// withdraw cancels the send of r.
+// withdraw cancels the send of r under the transfer id.
 func (s *Scheduler) withdraw(r *Request, id string) {
 	if !s.follows(keepsAnnouncement) {
 		s.send.drop(r.ID)
@@ -257,9 +255,8 @@ func (s *Scheduler) withdraw(r *Request, id string) {
 	s.drop(id)
 }
 
-// drop queues for the workers that transfer id will not be sent. Between two Builds it
-// queues at most MaxTransfers ids that the workers do not know; beyond that, D waits for
-// its deadline.
+// drop queues, for the next Build, the message to the workers that the transfer id will not be sent. Between two Builds it queues at
+// most MaxTransfers ids that the workers do not know; for ids beyond that, D waits until its deadline.
 func (s *Scheduler) drop(id string) {
 	announced := s.owners[id].announced
 	delete(s.owners, id)
@@ -269,29 +266,28 @@ func (s *Scheduler) drop(id string) {
 	}
 }
 
-// WorkerOutput is what one worker reports after a step. Each worker reports each
-// transfer; a repeated report does not count.
+// WorkerOutput is what one worker reports after a step. Every worker must report each transfer; reports after the first do not count.
 type WorkerOutput struct {
 	Worker int // rank, 0 to Options.Workers-1
 
-	Sent     []string // P's requests whose blocks it no longer reads: sent, or their lease is over
-	Received []string // D's requests whose blocks it no longer writes to, failed ones included
+	Sent     []string // P's requests whose blocks the worker does not read any more: they were sent, or their lease is over
+	Received []string // D's requests into whose blocks the worker writes no more; failed requests are included
 
-	// What failed to load, by request or by block; reported not later than in
-	// Received.
+	// Failed and FailedBlocks are what could not be loaded, by request or by block. A worker reports them not later than the request's
+	// entry in Received.
 	Failed       []string
 	FailedBlocks []int
 }
 
-// Update is what follows from a WorkerOutput, once every worker has reported.
+// Update is the outcome of the transfers that a WorkerOutput completed: those that every worker has reported.
 type Update struct {
 	Loaded []string // D's requests whose KV is complete
-	Failed []string // D's requests to be computed: their pulled blocks hold nothing of use
-	Freed  []string // ended requests with KeepBlocks whose blocks may be reused now
+	Failed []string // D's requests to be computed: the blocks pulled for them are not valid
+	Freed  []string // ended requests with KeepBlocks, whose blocks may be reused now
 }
 
-// Update takes a worker's report. It counts and ignores requests that are in no
-// transfer. The only error is a worker out of range.
+// Update takes in one worker's report. It counts requests that are in no transfer, and otherwise ignores them. It returns an error only
+// for a worker out of range.
 //
 // vLLM: update_connector_output, with the counting of KVOutputAggregator.
 func (s *Scheduler) Update(o WorkerOutput) (Update, error) {
@@ -353,8 +349,8 @@ func (s *Scheduler) failBlocks(blocks []int) {
 	}
 }
 
-// workerDone records that a worker has finished a transfer, and returns the transfer when
-// all workers have.
+// workerDone records that a worker has finished the transfer of request id. It returns the transfer once all workers have finished it,
+// else nil.
 func (s *Scheduler) workerDone(in map[string]*transferState, id string, worker int) *transferState {
 	t := in[id]
 	if t == nil {
@@ -376,8 +372,8 @@ func (s *Scheduler) workerDone(in map[string]*transferState, id string, worker i
 	return t
 }
 
-// Len returns how many requests are pending, in transfer, or kept for one. It is
-// zero when all have ended and all workers have reported.
+// Len returns how many requests are queued, in transfer, or kept because of a transfer. It is zero once all requests have ended and all
+// workers have reported.
 func (s *Scheduler) Len() int {
 	n := len(s.recv.list) + len(s.receiving) + len(s.dropped)
 	if s.follows(trusting) {

@@ -11,22 +11,22 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// PutOptions says how an object is to be kept.
+// PutOptions says how the cluster shall keep an object.
 type PutOptions struct {
-	Replicas int    // on different segments; 0 means 1. The master makes at most one per segment
-	Segment  string // name of the segment that is preferred while it has room
-	SoftPin  bool   // evicted after all others
+	Replicas int    // number of copies, on different segments; 0 means 1. The master makes at most one per segment
+	Segment  string // name of the segment that gets the object while it has room
+	SoftPin  bool   // the master evicts it after all objects without SoftPin
 }
 
 // Piece is a range of a segment's memory.
 type Piece struct {
 	Addr, Bytes uint64
-	Endpoint    string // of the segment's transfer engine, host:port
+	Endpoint    string // address of the segment's transfer engine, host:port
 }
 
 // Replica is one copy of an object.
 type Replica struct {
-	Pieces   []Piece // in order; none if the replica is not in memory that TCP reaches
+	Pieces   []Piece // in order; none if the replica is not in memory that can be read over TCP
 	Complete bool
 	Kind     uint8 // 0 is memory
 }
@@ -41,12 +41,12 @@ func (r *Replica) Bytes() (n uint64) {
 	return n
 }
 
-const complete = 3 // the status of a replica; 2 is being written
+const complete = 3 // status of a replica; 2 means that it is being written
 
-// Found is what the master knows of an object.
+// Found is what the master knows about one object.
 type Found struct {
 	Replicas []Replica
-	Lease    time.Duration // the object stays this long, counted from before the call
+	Lease    time.Duration // the object stays for this long, counted from before the call
 	Err      error         // a Code
 }
 
@@ -60,7 +60,8 @@ func (m *Master) batches(n int, f func(from, to int) error) error {
 	return nil
 }
 
-// largest returns the largest size in a request: the number of keys, the length of a key or of the tenant, or a value of more.
+// largest returns the largest size in a request: of the number of keys, the length of a key, the length of the tenant, and the values
+// in more.
 func (m *Master) largest(keys []string, more ...int) int {
 	n := max(len(keys), len(m.o.Tenant))
 	for _, k := range keys {
@@ -72,7 +73,7 @@ func (m *Master) largest(keys []string, more ...int) int {
 	return n
 }
 
-// shape returns an error unless ok: the answer is of a type that this release does not have.
+// shape returns nil if ok; otherwise an error that says that the answer has a type that this release does not send.
 func shape(ok bool) error {
 	if !ok {
 		return fmt.Errorf("%w: the answer has another type than this method's", sp.ErrMalformed)
@@ -80,7 +81,8 @@ func shape(ok bool) error {
 	return nil
 }
 
-// results reads a vector of n expected values. For each i it calls f to read the value, or fail with its Code.
+// results reads a vector of n expected values. For value i it calls f to read it, or fail with the Code that the answer has in its
+// place.
 func results(r *sp.Reader, t *sp.Type, n int, f func(i int, t *sp.Type) error, fail func(i int, c Code)) error {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindExpected); err != nil {
 		return err
@@ -105,7 +107,7 @@ func results(r *sp.Reader, t *sp.Type, n int, f func(i int, t *sp.Type) error, f
 	return r.End()
 }
 
-// result reads one expected value, or its Code.
+// result reads one expected value with f. If the answer has a Code in its place, it returns that Code.
 func result(r *sp.Reader, t *sp.Type, f func(t *sp.Type) error) error {
 	if err := shape(t.Kind == sp.KindExpected); err != nil {
 		return err
@@ -123,8 +125,8 @@ func result(r *sp.Reader, t *sp.Type, f func(t *sp.Type) error) error {
 	return r.End()
 }
 
-// Exists sets present[i] to whether the store has keys[i], and leases the object: the master does not evict it for its lease
-// time. A key whose only replicas are outside memory is present too; Replicas shows where they are.
+// Exists sets present[i] to whether the store has keys[i], and leases the objects found: the master does not evict them until the lease
+// ends. A key counts as present even if all its replicas are outside memory; Replicas shows where they are.
 func (m *Master) Exists(ctx context.Context, keys []string, present []bool) error {
 	return m.batches(len(keys), func(from, to int) error {
 		some := keys[from:to]
@@ -141,7 +143,7 @@ func (m *Master) Exists(ctx context.Context, keys []string, present []bool) erro
 	})
 }
 
-// Replicas returns where objects are, and leases them.
+// Replicas returns the places of the objects, and leases the objects.
 func (m *Master) Replicas(ctx context.Context, keys []string) ([]Found, error) {
 	out := make([]Found, len(keys))
 	err := m.batches(len(keys), func(from, to int) error {
@@ -159,7 +161,7 @@ func (m *Master) Replicas(ctx context.Context, keys []string) ([]Found, error) {
 	return out, err
 }
 
-// found reads a list of replicas and the time of the lease.
+// found reads into f a list of replicas and the duration of the lease.
 func found(r *sp.Reader, t *sp.Type, f *Found) (err error) {
 	if err := shape(t.Kind == sp.KindStruct && len(t.Parts) >= 2 && t.Parts[1].Size == 8); err != nil {
 		return err
@@ -175,7 +177,7 @@ func found(r *sp.Reader, t *sp.Type, f *Found) (err error) {
 	return nil
 }
 
-// replicas reads a vector of descriptors. The last two parts of each are its place (a variant of kinds) and its status.
+// replicas reads a vector of replica descriptors. The last two parts of each are its place (a variant of kinds) and its status.
 func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindStruct && len(t.Parts[0].Parts) >= 2); err != nil {
 		return nil, err
@@ -186,7 +188,7 @@ func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
 	if err := shape(where.Kind == sp.KindVariant && len(where.Parts) > 0 && fields[last].Size == 4); err != nil {
 		return nil, err
 	}
-	out := make([]Replica, r.Size(6)) // a variant of one byte at least, a status of four
+	out := make([]Replica, r.Size(6)) // a replica has at least one byte of variant and four bytes of status
 	for i := range out {
 		for _, p := range fields[:last-1] {
 			r.Skip(p)
@@ -209,7 +211,7 @@ func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
 	return out, nil
 }
 
-// pieces reads the memory of a replica: one piece, or a vector of them.
+// pieces reads where a replica lies in memory: one piece, or a vector of pieces.
 func pieces(r *sp.Reader, t *sp.Type, rep *Replica) error {
 	if t.Kind == sp.KindStruct && len(t.Parts) == 1 {
 		t = t.Parts[0]
@@ -240,14 +242,14 @@ func pieces(r *sp.Reader, t *sp.Type, rep *Replica) error {
 	return r.Err()
 }
 
-// Started is where an object is to be written.
+// Started is where the caller must write an object after PutStart.
 type Started struct {
 	Replicas []Replica
 	Err      error // a Code
 }
 
-// PutStart reserves places for objects; sizes[i] is the length of object i in bytes. The caller must write every memory
-// replica; then PutEnd makes the object visible, or PutRevoke gives the places back.
+// PutStart reserves places for objects; sizes[i] is the length of object i in bytes. The caller must write every memory replica of an
+// object. Then it must call PutEnd, which makes the object visible, or PutRevoke, which gives the places back.
 func (m *Master) PutStart(ctx context.Context, client UUID, keys []string, sizes []uint64, o *PutOptions) ([]Started, error) {
 	out := make([]Started, len(keys))
 	err := m.batches(len(keys), func(from, to int) error {
@@ -277,12 +279,12 @@ func (m *Master) PutStart(ctx context.Context, client UUID, keys []string, sizes
 	return out, err
 }
 
-// PutEnd makes objects visible that client has begun with PutStart and written whole. errs[i] is a Code or nil.
+// PutEnd makes objects visible that client began with PutStart and has written completely. errs[i] is a Code or nil.
 func (m *Master) PutEnd(ctx context.Context, client UUID, keys []string, errs []error) error {
 	return m.endPut(ctx, batchPutEnd, client, keys, errs)
 }
 
-// PutRevoke gives back the places of objects that client has begun with PutStart. errs[i] is a Code or nil.
+// PutRevoke gives back the places of objects that client began with PutStart. errs[i] is a Code or nil.
 func (m *Master) PutRevoke(ctx context.Context, client UUID, keys []string, errs []error) error {
 	return m.endPut(ctx, batchPutRevoke, client, keys, errs)
 }
@@ -316,7 +318,7 @@ func (m *Master) endPut(ctx context.Context, f method, client UUID, keys []strin
 	})
 }
 
-// Remove forgets an object. With force also one that is leased; 0.3.7 knows no force.
+// Remove removes an object. With force, it removes a leased object, too; 0.3.7 has no force.
 func (m *Master) Remove(ctx context.Context, key string, force bool) error {
 	var code error
 	err := m.do(ctx, removeOne, false, func(c *conn, k *codec) {
@@ -330,7 +332,7 @@ func (m *Master) Remove(ctx context.Context, key string, force bool) error {
 	return first(err, code)
 }
 
-// coded reads a result without a value; its Code is no failure of the call.
+// coded reads a result without a value. It stores the result's Code in *code; a Code is not an error of the call.
 func coded(code *error, r *sp.Reader, t *sp.Type) error {
 	err := result(r, t, func(t *sp.Type) error {
 		r.Skip(t)
@@ -352,16 +354,16 @@ func first(errs ...error) error {
 	return nil
 }
 
-// Segment is memory of a storage node.
+// Segment is memory that a storage node gives to the cluster.
 type Segment struct {
 	ID          UUID
 	Name        string
-	Base, Bytes uint64 // a range of addresses, which are names and not pointers; multiples of 16 MiB suit every allocator
+	Base, Bytes uint64 // a range of addresses, which are names and not pointers; multiples of 16 MiB suit every allocator of a master
 	Endpoint    string // of the node's transfer engine, host:port
 }
 
-// Mount gives a segment to the cluster, in client's name. The cluster uses it at once, even if the answer is lost: after
-// an error that is no Code the segment may have objects.
+// Mount gives the segment s to the cluster, in the name of client. The cluster uses it at once, even if its answer is lost: after an
+// error that is no Code, the segment may hold objects.
 func (m *Master) Mount(ctx context.Context, client UUID, s *Segment) error {
 	var code error
 	err := m.do(ctx, mountSegment, false, func(c *conn, k *codec) {
@@ -372,7 +374,7 @@ func (m *Master) Mount(ctx context.Context, client UUID, s *Segment) error {
 	return first(err, code)
 }
 
-// Remount gives a master that does not know client all of its segments.
+// Remount gives all segments of client to a master that does not know client.
 func (m *Master) Remount(ctx context.Context, client UUID, segments ...Segment) error {
 	var code error
 	err := m.do(ctx, remountSegment, true, func(c *conn, k *codec) {
@@ -390,12 +392,12 @@ func (m *Master) Remount(ctx context.Context, client UUID, segments ...Segment) 
 	return first(err, code)
 }
 
-// Unmount takes a segment back at once; objects that are only there are gone.
+// Unmount takes a segment back at once. Objects that lie only in it are lost.
 func (m *Master) Unmount(ctx context.Context, client, segment UUID) error {
 	return m.unmount(ctx, unmountSegment, client, segment, -1)
 }
 
-// UnmountAfter takes a segment back after grace: until then the master puts nothing new there, and its objects stay
+// UnmountAfter takes a segment back after the time grace. Until then, the master puts nothing new into it, and its objects stay
 // readable. Releases before 0.3.11 do not have this call.
 func (m *Master) UnmountAfter(ctx context.Context, client, segment UUID, grace time.Duration) error {
 	return m.unmount(ctx, gracefulUnmount, client, segment, grace)
@@ -414,7 +416,7 @@ func (m *Master) unmount(ctx context.Context, f method, client, segment UUID, gr
 	return first(err, code)
 }
 
-// Ping says that client lives. known is whether the master knows its segments.
+// Ping tells the master that client lives. known is whether the master knows client's segments.
 func (m *Master) Ping(ctx context.Context, client UUID) (known bool, err error) {
 	var code error
 	err = m.do(ctx, ping, true, func(c *conn, k *codec) {
@@ -424,7 +426,7 @@ func (m *Master) Ping(ctx context.Context, client UUID) (known bool, err error) 
 			if err := shape(t.Kind == sp.KindStruct && len(t.Parts) == 2 && t.Parts[0].Size == 8 && t.Parts[1].Size == 4); err != nil {
 				return err
 			}
-			r.U64() // the view
+			r.U64() // the number of the master's view
 			known = r.I32() == 1
 			return nil
 		})

@@ -20,12 +20,12 @@ import (
 type ClientOptions struct {
 	Put PutOptions
 
-	// RoomTimeout is how long a put waits for room that an eviction makes; default 1 s.
+	// RoomTimeout is how long a put waits until an eviction has made room; default 1 s.
 	RoomTimeout time.Duration
-	// BatchBytes is how much is read under one lease; default 256 MiB. Smaller batches lose
-	// less when a lease ends before its reads.
+	// BatchBytes is how many bytes are read under one lease; default 256 MiB. When a lease ends before its reads, a smaller batch loses
+	// less.
 	BatchBytes int64
-	// ReportExisting makes Put return Exists, and not nil, where another client has put the object.
+	// ReportExisting makes Put return Exists, and not nil, if another client has put the object.
 	ReportExisting bool
 }
 
@@ -45,7 +45,7 @@ type Client struct {
 	master *Master
 	te     *transfer.Client
 	stats  clientStats
-	turn   atomic.Uint32 // of replicas, so that all of them have their share of the reads
+	turn   atomic.Uint32 // counter by which reads take turns among the replicas of an object
 }
 
 // ClientStats are counters since NewClient.
@@ -67,7 +67,7 @@ type clientStats struct {
 	put, putBytes, existed, noRoom, putErrors, got, gotBytes, missing, unreadable, expired, getErrors atomic.Int64
 }
 
-// NewClient returns a Client over master and te, which it does not close.
+// NewClient returns a Client that uses master and te. It closes neither.
 func NewClient(master *Master, te *transfer.Client, o ClientOptions) *Client {
 	o.RoomTimeout = cmp.Or(o.RoomTimeout, time.Second)
 	o.BatchBytes = cmp.Or(o.BatchBytes, 256<<20)
@@ -83,14 +83,14 @@ func (c *Client) Stats() ClientStats {
 	}
 }
 
-// Object is an object and the memory that it is put from, or got into: the object is the parts, one after
-// the other.
+// Object is the key of an object and the memory from which it is put, or into which it is read. The object is the concatenation of
+// Parts.
 type Object struct {
 	Key   string
 	Parts [][]byte
 }
 
-// Bytes returns the length.
+// Bytes returns the length of the object.
 func (o *Object) Bytes() (n uint64) {
 	for _, p := range o.Parts {
 		n += uint64(len(p))
@@ -99,26 +99,25 @@ func (o *Object) Bytes() (n uint64) {
 }
 
 var (
-	// ErrUnreadable means that no replica of an object can be read over TCP, or that it is not as long
-	// as the memory for it.
+	// ErrUnreadable means that no replica of an object can be read over TCP, or that the object is not as long as the memory for it.
 	ErrUnreadable = errors.New("mooncake store: no replica can be read")
 
-	// ErrTransfer means that bytes could not be moved.
+	// ErrTransfer means that bytes could not be moved to or from a node.
 	ErrTransfer = errors.New("mooncake store: transfer failed")
 )
 
-// putTimes bound a put, counted from before PutStart: writes until its writes end, whole until its PutEnd. After 30 s a
-// master gives the key to any client that asks for it, and 0.3.7 would let this client end the put of that other client.
+// putTimes bound a put, counted from before PutStart: its writes must end within `writes`, its PutEnd within `whole`. After 30 s a
+// master gives the key to any client that asks for it, and 0.3.7 would then let this client end the put of that other client.
 type putTimes struct{ writes, whole time.Duration }
 
 var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second}
 
-// maxLeft is how long a call that gives places back may take when its context has ended.
+// maxLeft limits a call that gives places back after its caller's context has ended.
 const maxLeft = 5 * time.Second
 
-// Put puts objects. errs[i] is nil also if another client has put the object: the first writer wins, since an object
-// is immutable. errs[i] wraps NotReady if the object exists and cannot be read now. It is NoRoom if the cluster has no room, and wraps
-// ErrTransfer if a node did not take the bytes. No object is visible before all of its bytes are there.
+// Put puts objects. errs[i] is also nil if another client has put the object: an object is immutable, so the first writer wins. errs[i]
+// wraps NotReady if the object exists but cannot be read now. It is NoRoom if the cluster has no room, and wraps ErrTransfer if a node
+// did not take the bytes. No object becomes visible before all of its bytes are written.
 func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	errs = make([]error, len(objects))
 	for from := 0; from < len(objects); {
@@ -150,8 +149,9 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	return errs
 }
 
-// checkExisting asks the master again for objects that existed. It sets errs of those that cannot be read, and puts those once more
-// that have disappeared since: a master forgets the objects of a silent node after about 30 s. If the master does not answer, errs stay nil.
+// checkExisting asks the master again about objects that it reported as existing. It sets errs for those that cannot be read, and puts
+// those again that have disappeared since: a master forgets the objects of a silent node after about 30 s. If the master does not
+// answer, errs stay nil.
 func (c *Client) checkExisting(ctx context.Context, objects []Object, existing []int, errs []error) {
 	keys := make([]string, len(existing))
 	for n, i := range existing {
@@ -176,7 +176,7 @@ func (c *Client) checkExisting(ctx context.Context, objects []Object, existing [
 		case err == nil:
 			c.stats.put.Add(1)
 			c.stats.putBytes.Add(int64(objects[i].Bytes()))
-		case errors.Is(err, Exists): // of another client by now
+		case errors.Is(err, Exists): // another client has put it by now
 			errs[i] = nil
 		case errors.Is(err, NoRoom):
 			c.stats.noRoom.Add(1)
@@ -186,7 +186,8 @@ func (c *Client) checkExisting(ctx context.Context, objects []Object, existing [
 	}
 }
 
-// batch returns the end of the batch that begins at objects[from]: as many objects as fit into limit bytes, but at least one.
+// batch returns the end of the batch that begins at objects[from]. A batch has as many objects as fit into limit bytes, but at least
+// one.
 func batch(objects []Object, from int, limit int64) int {
 	to, n := from, int64(0)
 	for to < len(objects) && (to == from || n+int64(objects[to].Bytes()) <= limit) {
@@ -207,7 +208,7 @@ func (c *Client) put(ctx context.Context, objects []Object, errs []error) {
 		if len(todo) == 0 || time.Now().Add(wait).After(end) {
 			return
 		}
-		select { // errs of todo are NoRoom: an eviction has begun
+		select { // the errs of todo are NoRoom: the master has begun to evict
 		case <-time.After(wait):
 		case <-ctx.Done():
 			return
@@ -215,13 +216,13 @@ func (c *Client) put(ctx context.Context, objects []Object, errs []error) {
 	}
 }
 
-// putSome puts objects[todo] and returns those that there was no room for.
+// putSome puts objects[todo] and returns the indices of the objects for which there was no room.
 func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs []error) (noRoom []int) {
 	keys, sizes := make([]string, len(todo)), make([]uint64, len(todo))
 	for n, i := range todo {
 		keys[n], sizes[n] = objects[i].Key, objects[i].Bytes()
 	}
-	// The master knows each attempt as a client of its own, so that none can end or revoke what another one began.
+	// Each attempt has a client id of its own, so that no attempt can end or revoke a put that another began.
 	id, begin := NewUUID(), c.now()
 	last, cancel := context.WithDeadline(ctx, begin.steady.Add(c.times.whole))
 	defer cancel()
@@ -248,7 +249,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 			for r := range started[n].Replicas {
 				rep := &started[n].Replicas[r]
 				if rep.Kind != 0 {
-					continue // the owner of a disk replica writes it itself
+					continue // the owner of a disk replica writes it
 				}
 				memory++
 				if !plan.add(n, objects[i].Parts, sizes[n], rep) {
@@ -263,7 +264,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	writing, cancelWriting := context.WithDeadline(last, begin.steady.Add(c.times.writes))
 	plan.run(c.te, func([]int) context.Context { return writing })
 	cancelWriting()
-	if c.now().since(begin) > c.times.whole { // the machine slept
+	if c.now().since(begin) > c.times.whole { // for example, because the machine slept
 		for _, n := range begun {
 			plan.fail(n, fmt.Errorf("%w: it took longer than %v", ErrTransfer, c.times.whole))
 		}
@@ -273,8 +274,8 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	for _, n := range begun {
 		if err := plan.errs[n]; err != nil {
 			errs[todo[n]] = err
-			// A node may still apply bytes of a write that did not settle: its place must not be given to others
-			// yet. The master frees it after ten minutes.
+			// A node may still apply bytes of an unsettled write, so its place must not be given to other objects yet. The master frees
+			// the place after ten minutes.
 			if !errors.Is(err, transfer.ErrUnsettled) {
 				broken = append(broken, keys[n])
 			}
@@ -300,9 +301,9 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	return noRoom
 }
 
-// revoke gives back the places that the attempt id reserved after begin, even if the caller's context has ended: else they
-// stay reserved for ten minutes. unsure says that another client may be putting some of the keys. Master 0.3.7 does not
-// distinguish clients and would revoke those puts too, so revoke then does nothing.
+// revoke gives back the places that the attempt `id` reserved after begin, even if the caller's context has ended; otherwise they would
+// stay reserved for ten minutes. unsure means that another client may be putting some of the keys. A 0.3.7 master does not distinguish
+// clients and would revoke those puts, too; with such a master, revoke then does nothing.
 func (c *Client) revoke(begin twoClocks, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
@@ -310,13 +311,13 @@ func (c *Client) revoke(begin twoClocks, id UUID, keys []string, unsure bool) {
 	if err != nil || v == V0_3_7 && (unsure || c.now().since(begin) > c.times.whole) {
 		return
 	}
-	_ = c.master.PutRevoke(ctx, id, keys, make([]error, len(keys))) // else the master discards them
+	_ = c.master.PutRevoke(ctx, id, keys, make([]error, len(keys))) // if it fails, the master discards them later
 }
 
-// Get reads objects into their parts, which must be as long as the object. errs[i] is nil if all bytes have come before
-// the object's lease ended; else the parts have no meaning. errs[i] is NotFound or NotReady if the object is not there,
-// wraps ErrUnreadable if it cannot be read, and is LeaseExpired if its bytes came too late. When Get has returned,
-// nothing writes to the parts any more.
+// Get reads objects into their Parts, which must be as long as the object. errs[i] is nil if all bytes came before the object's lease
+// ended; otherwise the content of the Parts is undefined. errs[i] is NotFound or NotReady if the object is not there, wraps
+// ErrUnreadable if it cannot be read, and is LeaseExpired if its bytes came too late. After Get has returned, nothing writes to the
+// Parts any more.
 func (c *Client) Get(ctx context.Context, objects []Object) (errs []error) {
 	errs = make([]error, len(objects))
 	for from := 0; from < len(objects); {
@@ -355,7 +356,7 @@ func (c *Client) get(ctx context.Context, objects []Object, errs []error) {
 		}
 		return
 	}
-	// Objects that can be read elsewhere too do not wait for nodes of those that cannot.
+	// Objects with several readable replicas do not wait for the nodes of objects that have only one.
 	var one, several []int
 	for i := range objects {
 		if found[i].readable(objects[i].Bytes(), 0) > 1 {
@@ -374,7 +375,7 @@ func (c *Client) get(ctx context.Context, objects []Object, errs []error) {
 	c.read(ctx, asked, objects, append(one, several...), found, errs)
 }
 
-// readable returns how many replicas from from on can be read into size bytes.
+// readable returns how many replicas, counted from index `from`, can be read into size bytes.
 func (f *Found) readable(size uint64, from int) (n int) {
 	for i := range f.Replicas[from:] {
 		if f.Replicas[from+i].readable(size) {
@@ -388,7 +389,7 @@ func (r *Replica) readable(size uint64) bool {
 	return r.Complete && len(r.Pieces) > 0 && r.Bytes() == size
 }
 
-// Bytes returns the length of an object, and 0 where no replica of it can be read over TCP.
+// Bytes returns the length of the object; 0 if no replica of it can be read over TCP.
 func (f *Found) Bytes() uint64 {
 	for i := range f.Replicas {
 		if r := &f.Replicas[i]; r.Complete && len(r.Pieces) > 0 {
@@ -398,9 +399,10 @@ func (f *Found) Bytes() uint64 {
 	return 0
 }
 
-// read reads objects[todo], each from the first of its replicas that answers. found has the replicas that the master named at asked.
+// read reads objects[todo], each from the first of its replicas that answers. found has the replicas that the master named at the time
+// `asked`.
 func (c *Client) read(ctx context.Context, asked twoClocks, objects []Object, todo []int, found []Found, errs []error) {
-	next := make([]int, len(objects)) // the replica to be tried
+	next := make([]int, len(objects)) // index of the replica to try next
 	for _, i := range todo {
 		if r := found[i].Replicas; len(r) > 1 {
 			n := int(c.turn.Add(1)) % len(r)
@@ -424,11 +426,12 @@ func (c *Client) read(ctx context.Context, asked twoClocks, objects []Object, to
 					break
 				}
 			}
-			if len(tried) == 0 || tried[len(tried)-1] != i { // no replica is left
+			if len(tried) == 0 || tried[len(tried)-1] != i { // the object has no further replica
 				errs[i] = cmp.Or(errs[i], error(ErrUnreadable))
 			}
 		}
-		// A node gets as much time as is left of the longest lease of its objects, or half of that if other replicas of all of them can be read.
+		// A node gets the time that is left of the longest lease of its objects; half of that if all these objects have other readable
+		// replicas.
 		var cancels []func()
 		plan.run(c.te, func(of []int) context.Context {
 			left, elsewhere := time.Duration(0), true
@@ -454,7 +457,7 @@ func (c *Client) read(ctx context.Context, asked twoClocks, objects []Object, to
 			case ctx.Err() == nil && errs[i] != nil && took >= found[i].Lease:
 				errs[i] = LeaseExpired
 			case errs[i] == nil && took >= found[i].Lease:
-				errs[i] = LeaseExpired // the place may have been given to another object meanwhile
+				errs[i] = LeaseExpired // the place may hold another object by now
 			case errs[i] != nil && ctx.Err() == nil:
 				todo = append(todo, i)
 			}
@@ -462,18 +465,18 @@ func (c *Client) read(ctx context.Context, asked twoClocks, objects []Object, to
 	}
 }
 
-// plan is the transfers of a batch, by node.
+// plan holds the transfers of a batch, grouped by node.
 type plan struct {
 	write bool
 	nodes map[string]*nodePlan
 	errs  map[int]error     // by object
-	ends  map[int]twoClocks // by object: when its last node was done
+	ends  map[int]twoClocks // by object: when the last of its nodes was done
 	now   func() twoClocks
 }
 
 type nodePlan struct {
 	entries []transfer.Entry
-	of      []int // the object of each entry
+	of      []int // the object to which each entry belongs
 }
 
 func newPlan(write bool, now func() twoClocks) *plan {
@@ -486,13 +489,12 @@ func (p *plan) fail(object int, err error) {
 	}
 }
 
-// add plans the transfer between parts and a replica. It reports false, and plans nothing, where they are not
-// equally long.
+// add plans the transfer between parts and the replica r. It returns false, and plans nothing, if their lengths differ.
 func (p *plan) add(object int, parts [][]byte, size uint64, r *Replica) bool {
 	if len(r.Pieces) == 0 || r.Bytes() != size {
 		return false
 	}
-	at := 0 // in parts[0]
+	at := 0 // offset in parts[0]
 	for _, piece := range r.Pieces {
 		n := p.nodes[piece.Endpoint]
 		if n == nil {
@@ -516,7 +518,7 @@ func (p *plan) add(object int, parts [][]byte, size uint64, r *Replica) bool {
 	return true
 }
 
-// run carries the plan out, all nodes at the same time. limit returns the context for a node that has the objects given.
+// run carries out the plan, at all nodes at the same time. limit returns the context for a node with these objects.
 func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	type result struct {
 		n   *nodePlan

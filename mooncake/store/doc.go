@@ -7,7 +7,7 @@
 //   - [Client] puts and gets objects.
 //   - [Node] gives memory to the cluster.
 //
-// Releases of Mooncake refuse each other's calls, since a changed struct changes the hash of a type. The
-// Master finds out which of the known ones a master is, 0.3.7, 0.3.11, 0.3.12, 0.3.13 or
-// 0.3.14, by calls that change nothing. None of these wires has a password: keep them private, or name networks (NodeOptions.Networks).
+// A release of Mooncake refuses the calls of most others, because a changed struct changes the hash of a type. The Master finds out
+// which known release a master has (0.3.7, 0.3.11, 0.3.12, 0.3.13 or 0.3.14) by calls that change nothing. These protocols have no
+// password: keep the networks private, or name the allowed networks (NodeOptions.Networks).
 package store

@@ -4,16 +4,16 @@ package store
 
 import "fmt"
 
-// Code is an error of the master, by its number.
+// Code is the number of an error of the master.
 type Code int32
 
-// The codes that mean something to a client.
+// The codes on which a client may branch.
 const (
-	NoRoom        Code = -200 // there is no room now; an eviction has begun
+	NoRoom        Code = -200 // there is no room now; the master has begun to evict
 	BadArgument   Code = -600
 	NotYours      Code = -601
 	Complete      Code = -700
-	NotReady      Code = -703 // the object is being put, or its node is silent: masters from 0.3.14 on hide the objects of such a node
+	NotReady      Code = -703 // the object is being put, or its node is silent: masters from 0.3.14 on hide the objects of a silent node
 	NotFound      Code = -704
 	Exists        Code = -705 // the object exists, is being put, or is hidden
 	Leased        Code = -706

@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// HiCacheKey names an object of SGLang's HiCache with its mooncake backend (SGLang 0.5.23): the K or the V of one page of tokens,
-// of one rank.
+// HiCacheKey is the name of an object that SGLang's HiCache stores with its mooncake backend (SGLang 0.5.23): the K or the V of one
+// page of tokens, of one rank.
 //
 //	[TAG_]MODEL_HASH_TP_k      and _v; with several stages [TAG_]MODEL_HASH_TP_PP_k
 //	[TAG_]MODEL_HASH__k        MLA, whose ranks have equal bytes; with several stages [TAG_]MODEL_HASH_PP_k, the form of a rank's name
@@ -20,12 +20,12 @@ import (
 //	…_HASH_RANKS_POOL[_k|_v]   windows, indexers, drafts of a model
 //	…_HASH_RANKS_temporal      and _conv_N: states
 type HiCacheKey struct {
-	Model  string // the tag, if any, and the served model's name with - for each /
-	Hash   string // of the page and all before it, hexadecimal
+	Model  string // the tag, if any, and the served model's name with - in place of /
+	Hash   string // hexadecimal hash of the page and of all pages before it
 	TP, PP int    // ranks; -1 where the name has none
 	Shard  string // dcpN_cpN; "": none
 	Pool   string // "": the KV of full attention
-	Part   string // k, v, temporal, conv_N; "": the pool has one object for a page
+	Part   string // k, v, temporal or conv_N; "": the pool has one object per page
 }
 
 var (
@@ -33,11 +33,11 @@ var (
 	hicachePart  = regexp.MustCompile(`^(?:([kv]|temporal|conv_\d+)|((?:auxiliary_|draft_)?swa|(?:draft_)?indexer|draft|deepseek_v4_[a-z0-9_]*[a-z0-9])(?:_([kv]))?)$`)
 )
 
-// ParseHiCacheKey reads a name.
+// ParseHiCacheKey parses the name of an object. ok is false if the name has another form.
 func ParseHiCacheKey(name string) (k HiCacheKey, ok bool) {
 	k.TP, k.PP = -1, -1
 	const digits = 2 * sha256.Size
-	for at := 0; at < len(name); at++ { // the hash is the last word of 64 hexadecimal digits
+	for at := 0; at < len(name); at++ { // the hash is the last word with 64 hexadecimal digits
 		if name[at] != '_' || len(name)-at-1 <= digits || name[at+1+digits] != '_' {
 			continue
 		}
@@ -88,7 +88,7 @@ func (k HiCacheKey) String() string {
 	return strings.Join(words, "_")
 }
 
-// HiCacheModel returns what HiCache makes of a served model's name and an extra_backend_tag.
+// HiCacheModel returns the Model of HiCacheKey for an extra_backend_tag and a served model's name.
 func HiCacheModel(tag, model string) string {
 	model = strings.ReplaceAll(model, "/", "-")
 	if tag != "" {
@@ -97,8 +97,8 @@ func HiCacheModel(tag, model string) string {
 	return model
 }
 
-// HiCacheHashes returns the hashes of a prompt's whole pages of page tokens, as SGLang 0.5.23 makes them. nil is no extra_key, or no
-// cache_salt.
+// HiCacheHashes returns the hashes of a prompt's full pages, each of `page` tokens, as SGLang 0.5.23 computes them. A nil extraKey or
+// salt means that the request has no extra_key or cache_salt.
 func HiCacheHashes(tokens []uint32, page int, extraKey, salt *string) []string {
 	var parent []byte
 	if extraKey != nil || salt != nil {

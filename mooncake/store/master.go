@@ -21,17 +21,18 @@ import (
 
 // MasterOptions configures a Master. A zero field means its default.
 type MasterOptions struct {
-	// Addresses are those of the masters, host:port. Of several one leads; the others refuse connections.
+	// Addresses are the addresses of the cluster's masters, host:port. One of them leads; the others refuse connections.
 	Addresses []string
 	Tenant    string // default "default"; releases before 0.3.12 have none
 
-	// DialTimeout bounds the dial of one address and, unless it is the last address, also the wait for its first answer; default 2 s.
+	// DialTimeout bounds the dial of one address. Unless it is the last address, it also bounds the wait for the first answer from
+	// there. Default 2 s.
 	DialTimeout time.Duration
-	// CallTimeout bounds one call, with the probe of the master's release; default 10 s. The wait for a connection and
-	// the dials may take DialTimeout for each address in addition.
+	// CallTimeout bounds one call, including the probe of the master's release; default 10 s. Waiting for a connection, and dialing,
+	// may take DialTimeout for each address in addition.
 	CallTimeout time.Duration
-	MaxConns    int // to the master, each for one call at a time; default 8
-	MaxKeys     int // of one call; a longer list takes several calls; default 4096
+	MaxConns    int // most connections to the master, each for one call at a time; default 8
+	MaxKeys     int // most keys in one call; a longer list takes several calls; default 4096
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -49,22 +50,22 @@ func (o MasterOptions) Validate() error {
 	return c.Err()
 }
 
-// Master calls the leading one of some masters. Its methods are safe for concurrent use. Errors of single
-// keys are Codes; an error of a call means that nothing is known of any of its keys.
+// Master calls the leading one of a cluster's masters. Its methods are safe for concurrent use. The error of a single key is a Code.
+// The error of a whole call means that nothing is known about any of its keys.
 type Master struct {
 	o    MasterOptions
-	free chan struct{} // a token for each connection there may be
+	free chan struct{} // one token for each connection that may exist
 
 	mu struct {
 		sync.Mutex
 		closed bool
 		idle   []*conn // the last one was used last
-		codec  *codec  // of the master that all connections lead to; nil: its release is not known yet
-		breaks int     // how often a connection broke; older connections may lead to a former master
+		codec  *codec  // for the master to which all connections lead; nil: its release is not known yet
+		breaks int     // how often a connection broke; connections made before that may lead to a former master
 	}
 }
 
-// NewMaster checks the options. The Master connects when it is called.
+// NewMaster checks the options. The Master connects at its first call.
 func NewMaster(o MasterOptions) (*Master, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -89,7 +90,7 @@ func (e *unsentError) Unwrap() error { return e.error }
 // ErrClosed means that a Master or Client was closed.
 var ErrClosed = errors.New("mooncake store: closed")
 
-// Close ends the connections that are idle; others end with their calls.
+// Close closes the idle connections. The others close when their calls end.
 func (m *Master) Close() error {
 	m.mu.Lock()
 	idle := m.mu.idle
@@ -101,20 +102,20 @@ func (m *Master) Close() error {
 	return nil
 }
 
-// Version returns the release of the master, and finds it out where it is not known.
+// Version returns the release of the master. If it is unknown, Version finds it out by a call.
 func (m *Master) Version(ctx context.Context) (Version, error) {
 	v := Unknown
 	err := m.do(ctx, serviceReady, true, func(_ *conn, k *codec) { v = k.version }, nil)
 	return v, err
 }
 
-// acquire returns a connection and the codec of its master. It waits until limit at most.
+// acquire returns a connection and the codec for its master. It waits at most until limit.
 func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
-	if err := caller.Err(); err != nil { // else the call would be sent, and its end would cost the connection
+	if err := caller.Err(); err != nil { // otherwise the call would be sent, and ending it would cost the connection
 		return nil, nil, err
 	}
 	ctx := caller
-	bound := func() context.CancelFunc { // makes a context with a limit, only where acquire has to wait
+	bound := func() context.CancelFunc { // makes a context with a limit, only if acquire has to wait
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(caller, limit)
 		return cancel
@@ -122,7 +123,8 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	select {
 	case <-m.free:
 	default:
-		// A caller that waits longer gets no connection: too little time would be left for its call, whose end would break the connection for others.
+		// A caller that waits longer gets no connection: too little time would be left for its call, and when that time ends, the
+		// connection would be lost.
 		ctx, cancel := context.WithDeadline(caller, limit.Add(-m.o.CallTimeout))
 		defer cancel()
 		select {
@@ -170,16 +172,16 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	return c, codec, nil
 }
 
-// disposition says what happens to a connection after a call.
+// disposition says what to do with a connection after a call.
 type disposition int
 
 const (
 	keep   disposition = iota // another call may use it
-	drop                      // close it: its caller gave up, and the answer may still come
-	broken                    // close it and all connections as old: a master that was restarted may be of another release
+	drop                      // close it: its caller gave up, so the answer may still come
+	broken                    // close it and all connections that are as old: a restarted master may have another release
 )
 
-// maxHeld is how much memory for requests and answers an idle connection may hold.
+// maxHeld is how many bytes of buffers for requests and answers an idle connection may keep.
 const maxHeld = 1 << 20
 
 // release gives a connection back.
@@ -227,7 +229,8 @@ func (m *Master) dial(ctx context.Context) (*conn, error) {
 	return nil, fmt.Errorf("mooncake store: no master answers: %w", errors.Join(errs...))
 }
 
-// greet connects to a master and waits for its first answer until limit: a master may accept a connection and send nothing.
+// greet connects to a master and waits, at most for limit, for the master's first answer: a master may accept a connection and send
+// nothing.
 func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*conn, error) {
 	end := time.Now().Add(limit)
 	d := net.Dialer{Timeout: m.o.DialTimeout}
@@ -244,9 +247,9 @@ func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*
 	return c, nil
 }
 
-// probe finds out the master's release: it asks to put an object without a name, which changes nothing, in
-// the form of each release. The master refuses the form of its own release as a bad name, the others as bad calls. The requests of 0.3.13 and
-// 0.3.14 are the same; the answers of 0.3.14 name their length.
+// probe finds out the master's release. In the form of each release it asks to put an object without a name, which changes nothing. The
+// master refuses the form of its own release because of the bad name, and the other forms as bad calls. The requests of 0.3.13 and
+// 0.3.14 are equal, but the answers of 0.3.14 name their length.
 func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
 	for _, v := range Versions {
 		if v == V0_3_13 {
@@ -283,7 +286,7 @@ func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %s takes the requests of %v, but its answer to PutStart cannot be read: %w", ErrVersion, c.c.RemoteAddr(), v, err)
 		}
-		// A master that is not ready may have another reason than the name.
+		// A master that is not ready may refuse for another reason than the name.
 		if code != BadArgument {
 			return nil, fmt.Errorf("mooncake store: %s refuses to tell its release: %v", c.c.RemoteAddr(), code)
 		}
@@ -301,8 +304,8 @@ func (m *Master) tenant(k *codec, w *sp.Writer) {
 	}
 }
 
-// do makes one call: write appends the request to a connection, read decodes the answer. again says that the call may be
-// made twice: do then repeats it when a connection that had been idle breaks.
+// do makes one call. write appends the request to a connection; read decodes the answer. again means that the call may be made twice:
+// do then repeats it if a connection that had been idle breaks.
 func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn, *codec), read func(*sp.Reader, *sp.Type) error) error {
 	limit := time.Now().Add(m.o.CallTimeout + time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
 	for {
@@ -339,16 +342,16 @@ func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn,
 		if ended(ctx) {
 			m.release(c, drop)
 		} else {
-			m.release(c, broken) // also a refusal: the master may be another one by now
+			m.release(c, broken) // also after a refusal: the master may be another one by now
 		}
 		if again && c.old && !refused && ctx.Err() == nil && time.Now().Before(limit) {
-			continue // the others were idle as long: they are closed, so this ends
+			continue // the other connections were idle for as long and are closed, so this loop ends
 		}
 		return fmt.Errorf("mooncake store: %s: %w", methodNames[f], err)
 	}
 }
 
-// ended reports whether ctx has ended, or is about to.
+// ended reports whether ctx has ended, or its deadline has passed.
 func ended(ctx context.Context) bool {
 	end, ok := ctx.Deadline()
 	return ctx.Err() != nil || ok && !time.Now().Before(end)

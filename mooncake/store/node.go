@@ -21,16 +21,16 @@ import (
 
 // NodeOptions configures a Node. A zero field means its default.
 type NodeOptions struct {
-	Memory []byte // that is given to the cluster; its owner keeps it until Run has returned
+	Memory []byte // memory given to the cluster; its owner must keep it until Run has returned
 	Host   string // address that other nodes and clients dial; default 127.0.0.1
 	Bind   string // address of the ports; default Host
-	Name   string // of the segments, for puts that prefer them; default the endpoint
+	Name   string // name of the segments, for puts that prefer a segment; default the endpoint
 
-	PingEvery time.Duration // default 1 s; a master gives a silent node up after about 10 s
-	Grace     time.Duration // how long objects stay readable after the end; default 0: they are gone at once
+	PingEvery time.Duration // default 1 s; a master gives up a node that has been silent for about 10 s
+	Grace     time.Duration // how long objects stay readable after Run's end; default 0: they are lost at once
 
-	Networks *auth.Networks    // from which clients and other nodes may reach the ports; nil: any
-	Secrets  *auth.PeerSecrets // that they prove to have; nil: none is demanded
+	Networks *auth.Networks    // networks from which clients and other nodes may reach the ports; nil: any
+	Secrets  *auth.PeerSecrets // secrets of which clients and other nodes must prove one; nil: no proof is demanded
 
 	Log *slog.Logger // default none
 }
@@ -46,14 +46,14 @@ func (o NodeOptions) Validate() error {
 	return c.Err()
 }
 
-// segmentAlign suits every allocator of a master.
+// segmentAlign is an alignment that suits every allocator of a master.
 const segmentAlign = 16 << 20
 
 // Node gives memory to a cluster: others put objects there and read them, by Mooncake's transfer engine.
 //
-// A master that gives up a node forgets its objects and gives their places to new ones, while clients may still
-// read the old objects. After that the node begins a new life: another client and segment id, another port, and
-// addresses that it never had before. Reads and writes that are meant for a former life reach nothing.
+// A master that gives up a node forgets its objects and gives their places to new objects, while clients may still read the old ones.
+// The node then begins a new life: it gets another client id and segment id, another port, and addresses that it never had before.
+// Reads and writes meant for an earlier life reach nothing.
 type Node struct {
 	o      NodeOptions
 	log    *slog.Logger
@@ -62,11 +62,11 @@ type Node struct {
 	mu struct {
 		sync.Mutex
 		stats NodeStats
-		life  *life     // nil: none could be begun
-		known time.Time // when the master last knew it
+		life  *life     // nil: the node could not begin one
+		known time.Time // when the master last knew this node
 	}
 
-	forgotten time.Duration // time without an answer after which the master has given up this node
+	forgotten time.Duration // after this time without an answer, the master has given up this node
 	listen    func(transfer.TargetOptions, *transfer.Table) (*transfer.Target, error)
 }
 
@@ -85,17 +85,17 @@ type NodeStats struct {
 	Endpoint string // of the transfer engine, host:port
 }
 
-// life is the node under one client id and segment; it ends when the master forgets them.
+// life is the time of the node under one client id and segment. It ends when the master forgets them.
 type life struct {
 	client  UUID
 	segment Segment
 	table   *transfer.Table
 	region  *transfer.Region
 	target  *transfer.Target
-	known   bool // a master may know of it
+	known   bool // a master may know this life
 }
 
-// NewNode checks the options. The Node does nothing before Run, and does not close master.
+// NewNode checks the options. The Node does nothing before Run. It does not close master.
 func NewNode(master *Master, o NodeOptions) (*Node, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -109,7 +109,7 @@ func NewNode(master *Master, o NodeOptions) (*Node, error) {
 
 func (n *Node) bytes() uint64 { return uint64(len(n.o.Memory)) / segmentAlign * segmentAlign }
 
-// Stats returns what the node has done.
+// Stats returns what the node has done in all its lives.
 func (n *Node) Stats() NodeStats {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -129,9 +129,8 @@ func (s *NodeStats) add(t transfer.TargetStats) {
 	s.Rejected += t.RejectedAddress
 }
 
-// Run serves until ctx ends, then takes the memory back. It returns an error if the first master that answers
-// cannot be used, or if it cannot open the ports at the start. While no master answers, and after any later
-// error, it tries again.
+// Run serves the memory until ctx ends, then takes it back from the cluster. It returns an error if the first master that answers
+// cannot be used, or if it cannot open the ports at the start. While no master answers, and after any later error, it tries again.
 func (n *Node) Run(ctx context.Context) error {
 	defer n.end(false)
 	if err := n.begin(); err != nil {
@@ -160,7 +159,7 @@ func (n *Node) Run(ctx context.Context) error {
 	}
 }
 
-// step pings, and mounts what the master does not know.
+// step pings the master, and mounts the memory if the master does not know it.
 func (n *Node) step(ctx context.Context) error {
 	l := n.life()
 	if l == nil {
@@ -187,7 +186,7 @@ func (n *Node) step(ctx context.Context) error {
 	if err != nil || known {
 		return err
 	}
-	if l.known { // it forgot this node
+	if l.known { // the master forgot this node
 		n.log.Warn("the master has forgotten this node: its objects are lost, and it mounts under new addresses")
 		n.end(true)
 		if err := n.begin(); err != nil {
@@ -222,7 +221,7 @@ func (n *Node) count(f func(*NodeStats)) {
 	f(&n.mu.stats)
 }
 
-// begin opens ports and gives the memory addresses of a new life.
+// begin begins a new life: it opens ports and gives the memory new addresses.
 func (n *Node) begin() error {
 	l := &life{client: NewUUID(), table: transfer.NewTable()}
 	base := (rand.Uint64N(1<<46/segmentAlign) + 1<<46/segmentAlign) * segmentAlign // 2^46 to 2^47
@@ -244,7 +243,7 @@ func (n *Node) begin() error {
 	return nil
 }
 
-// end takes the memory back from this life. forgotten is whether the master does not know it any more.
+// end ends the current life and takes its memory back. forgotten means that the master does not know this life any more.
 func (n *Node) end(forgotten bool) {
 	n.mu.Lock()
 	l := n.mu.life
@@ -266,8 +265,8 @@ func (n *Node) end(forgotten bool) {
 	n.mu.life = nil
 }
 
-// leave withdraws the memory from the master. A master that has forgotten the node by mistake may still have its
-// segment: then the memory is withdrawn at once, without a grace.
+// leave withdraws the memory from the master. A master that seems to have forgotten the node may still have its segment; then the
+// memory is withdrawn at once, without a grace.
 func (n *Node) leave(l *life, forgotten bool) {
 	if n.o.Grace > 0 && !forgotten {
 		n.grace(l)
@@ -279,8 +278,7 @@ func (n *Node) leave(l *life, forgotten bool) {
 	}
 }
 
-// grace keeps objects readable for the time of grace, while the master places nothing new in the memory. A lost
-// ping does not end it.
+// grace keeps objects readable for Grace, while the master places nothing new in the memory. A lost ping does not end it.
 func (n *Node) grace(l *life) {
 	ctx, cancel := context.WithTimeout(context.Background(), n.o.Grace+maxLeft)
 	defer cancel()
@@ -294,7 +292,7 @@ func (n *Node) grace(l *life) {
 		known, err := n.master.Ping(ping, l.client)
 		cancel()
 		if err == nil && !known {
-			return // the master has forgotten the segment already
+			return // the master has already forgotten the segment
 		}
 	}
 }

@@ -10,23 +10,22 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
-// quickBytes is how much of an answer the first read takes. The answer of BatchExistKey for 512 keys has
-// 1,048 bytes.
+// quickBytes is the size of the first read of an answer. The answer of BatchExistKey for 512 keys has 1,048 bytes.
 const quickBytes = 4 << 10
 
-// quick makes a call with system calls (package rawio) of which the Go scheduler does not know, and reads the header of a
-// short answer together with its body.
+// quick makes a call with system calls that bypass the Go scheduler (package rawio). It reads the header of a short answer together
+// with its body.
 type quick struct {
 	raw  syscall.RawConn
 	step func(fd uintptr) bool
-	out  []byte // the request; of a call in progress
+	out  []byte // the request of a call in progress
 	sent int
 	got  int
 	err  error
 	in   [quickBytes]byte
 }
 
-// newQuick returns the quick calls of a connection, or nil if c gives no access to its file descriptor.
+// newQuick returns a quick for the connection c, or nil if c gives no access to its file descriptor.
 func newQuick(c net.Conn) *quick {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -41,8 +40,8 @@ func newQuick(c net.Conn) *quick {
 	return q
 }
 
-// exchange writes b and reads the first bytes of the answer. If the socket does not take all of b, exchange returns
-// how much it took, and nothing of the answer.
+// exchange writes b and reads the first bytes of the answer. If the socket does not take all of b, exchange returns how many bytes it
+// took, and nothing of the answer.
 func (q *quick) exchange(b []byte) (written int, come []byte, err error) {
 	q.out, q.sent, q.got, q.err = b, 0, 0, nil
 	// Read arms the poller before the request is written, so the answer cannot come unnoticed.
@@ -54,8 +53,8 @@ func (q *quick) exchange(b []byte) (written int, come []byte, err error) {
 	return q.sent, q.in[:q.got], err
 }
 
-// next writes the request at the first call, and then reads the answer if it is there. It returns true when the exchange
-// is over; else the poller calls it again when there is something to read.
+// next writes the request at its first call, and then reads the answer if it has come. It returns true when the exchange is over;
+// otherwise the poller calls it again when there is something to read.
 func (q *quick) next(fd uintptr) bool {
 	for q.sent == 0 {
 		n, err := rawio.Write(fd, q.out)

@@ -20,15 +20,15 @@ const (
 	requestHeader  = 20 // magic, version, serialization, kind, sequence u32, function u32, body u32, attachment u32
 	responseHeader = 16 // magic, version, error, kind, sequence u32, body u32, attachment u32
 
-	// maxResponse bounds the body of an answer. A descriptor of a replica takes about 100 bytes.
+	// maxResponse bounds the body of an answer. The descriptor of a replica takes about 100 bytes.
 	maxResponse = 64 << 20
 
-	badArguments = 4  // error: the type's hash is another, or the body ends early
-	noFunction   = 11 // error
+	badArguments = 4  // error: the hash of the arguments' type differs, or the body ends early
+	noFunction   = 11 // error: there is no such function
 )
 
 var (
-	// ErrVersion means that a master is of a release of Mooncake that is not known here.
+	// ErrVersion means that a master has a release of Mooncake that this package does not know.
 	ErrVersion = errors.New("mooncake store: the master's release is not known")
 
 	errProtocol = errors.New("mooncake store: the master does not speak coro_rpc")
@@ -37,17 +37,18 @@ var (
 // conn is a connection to a master, used by one call at a time.
 type conn struct {
 	c     net.Conn
-	quick *quick    // of c; nil: it has none
-	until time.Time // c's deadline
+	quick *quick    // quick calls on c; nil: not possible
+	until time.Time // the deadline that is set on c
 	seq   uint32
 	w     sp.Writer
 	body  []byte
-	old   bool // it was idle: the master may have ended it since
+	old   bool // it was idle, so the master may have closed it
 
-	breaks int // of its Master, when it was made
+	breaks int // Master.breaks when the connection was made
 }
 
-// begin returns the writer of a request of form's arguments.
+// begin starts a request to the method m and returns the Writer for its arguments, whose type is form. largest is the largest size of a
+// string or vector in them.
 func (c *conn) begin(m method, form sp.Form, largest int) *sp.Writer {
 	c.seq++
 	w := &c.w
@@ -61,7 +62,7 @@ func (c *conn) begin(m method, form sp.Form, largest int) *sp.Writer {
 	return w
 }
 
-// rpcError is an error of coro_rpc itself.
+// rpcError is an error of coro_rpc itself, not of the method called.
 type rpcError struct {
 	method method
 	code   uint8
@@ -77,7 +78,7 @@ func (e *rpcError) Error() string {
 	return fmt.Sprintf("mooncake store: %s: error %d of the RPC", methodNames[e.method], e.code)
 }
 
-// Unwrap returns ErrVersion for the errors by which a release refuses the calls of another.
+// Unwrap returns ErrVersion if the code is one by which a release refuses the calls of another release.
 func (e *rpcError) Unwrap() error {
 	if e.code == badArguments || e.code == noFunction {
 		return ErrVersion
@@ -85,10 +86,10 @@ func (e *rpcError) Unwrap() error {
 	return nil
 }
 
-// call sends what begin's writer has and reads the answer. After an error that is no *rpcError the
-// connection is of no use.
+// call sends the request that begin started and reads the answer. After an error that is no *rpcError, the connection cannot be used
+// any more.
 func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byte, error) {
-	// Setting a deadline costs two timers. So an earlier call's deadline stays if it lies in the last eighth of this call's time.
+	// Setting a deadline costs two timers. So the deadline of an earlier call stays if it lies in the last eighth of this call's time.
 	limit := time.Now().Add(timeout)
 	if c.until.After(limit) || c.until.Before(limit.Add(-timeout/8)) {
 		if err := c.c.SetDeadline(limit); err != nil {
@@ -104,7 +105,7 @@ func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byt
 		})
 		defer func() {
 			if !stop() {
-				<-cut // else it could cut the next call on this connection
+				<-cut // otherwise the AfterFunc could cut the next call on this connection
 				c.until = time.Time{}
 			}
 		}()
@@ -117,10 +118,10 @@ func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byt
 	return b, err
 }
 
-// exchange writes the request, and reads the answer.
+// exchange writes the request and reads the answer.
 func (c *conn) exchange(m method) ([]byte, error) {
 	binary.LittleEndian.PutUint32(c.w.B[12:], uint32(len(c.w.B)-requestHeader))
-	var come []byte // of the answer, at once
+	var come []byte // bytes of the answer that came with the first read
 	written := 0
 	if c.quick != nil {
 		var err error
@@ -166,7 +167,7 @@ func (c *conn) exchange(m method) ([]byte, error) {
 	return c.body, nil
 }
 
-// read reads the rest of a body of n bytes. It takes memory as bytes come, not as they are announced.
+// read reads the rest of a body of n bytes. It allocates memory as bytes come, not as the header announces them.
 func (c *conn) read(n int) error {
 	const step = 1 << 20
 	for len(c.body) < n {

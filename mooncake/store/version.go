@@ -10,10 +10,10 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// Version is a release of Mooncake, as far as its calls differ from those of others.
+// Version is a release of Mooncake. Releases with the same calls are one Version.
 type Version uint8
 
-// The releases that are known. Others between them were not measured.
+// The known releases. Releases between them were not measured.
 const (
 	Unknown Version = iota
 	V0_3_7
@@ -42,7 +42,7 @@ const (
 	serviceReady method = iota
 	batchExist
 	batchReplicas
-	putStart // only to find out the release
+	putStart // used only to find out the release
 	batchPutStart
 	batchPutEnd
 	batchPutRevoke
@@ -62,7 +62,7 @@ var methodNames = [methods]string{
 	"MountSegment", "ReMountSegment", "UnmountSegment", "GracefulUnmountSegment", "Ping",
 }
 
-// functionIDs are the numbers by which requests name their methods: the first four bytes of an MD5, read big-endian.
+// functionIDs are the numbers by which requests name their methods: the first four bytes of the MD5 of the full name, read big-endian.
 var functionIDs = func() (ids [methods]uint32) {
 	for m, name := range methodNames {
 		sum := md5.Sum([]byte("mooncake::WrappedMasterService::" + name))
@@ -71,19 +71,19 @@ var functionIDs = func() (ids [methods]uint32) {
 	return ids
 }()
 
-// codec has the forms of a release's requests.
+// codec has the forms of the requests of one release.
 type codec struct {
 	version Version
-	forms   [methods]sp.Form // an empty literal: the release has no such call, or no arguments
+	forms   [methods]sp.Form // types of the arguments; empty: the release has no such call, or the call has no arguments
 	has     [methods]bool
 }
 
-// The differences of the releases, as the shapes of requests.
-func (c *codec) pieces() bool   { return c.version == V0_3_7 } // an object is a list of pieces, and calls have no client
+// The differences between the releases' requests.
+func (c *codec) pieces() bool   { return c.version == V0_3_7 } // requests list an object's pieces, and carry no client id
 func (c *codec) tenants() bool  { return c.version >= V0_3_12 }
-func (c *codec) checksum() bool { return c.version >= V0_3_13 } // PutEnd may have one
+func (c *codec) checksum() bool { return c.version >= V0_3_13 } // PutEnd may carry a checksum
 
-// allKinds is what the batch calls of the real clients send for "all kinds of replicas".
+// allKinds is the number that the batch calls of the real clients send for "all kinds of replicas".
 const allKinds int32 = 4
 
 var codecs = func() (all [len(versionNames)]*codec) {
@@ -109,7 +109,7 @@ func newCodec(v Version) *codec {
 	}
 	config, segment := configForm(v), segmentForm(v)
 	set := func(m method, literal string) { c.forms[m], c.has[m] = sp.FormOf(literal), true }
-	args := func(parts ...string) string { // one argument stands alone
+	args := func(parts ...string) string { // one argument is not wrapped in a struct
 		n := 0
 		for _, p := range parts {
 			if p != "" {
@@ -135,7 +135,7 @@ func newCodec(v Version) *codec {
 		set(batchPutEnd, keys)
 		set(batchPutRevoke, keys)
 		set(removeOne, sp.String)
-		return c // RemoveAll has no arguments there, and runs whatever it gets: it is never called
+		return c // RemoveAll has no arguments in that release, and runs with any body: it is never called
 	}
 	set(putStart, args(client, sp.String, sp.U64, config, tenant))
 	set(batchPutStart, args(client, keys, sizes, config, tenant))
@@ -171,7 +171,7 @@ func segmentForm(v Version) string {
 	return sp.Struct(sp.UUID, sp.String, sp.U64, sp.U64, sp.String, sp.String, sp.String)
 }
 
-// config appends the options of a put.
+// config appends the options o of a put in the form of this release.
 func (c *codec) config(w *sp.Writer, o *PutOptions) {
 	w.U64(uint64(max(o.Replicas, 1)))
 	switch c.version {
@@ -195,18 +195,18 @@ func (c *codec) config(w *sp.Writer, o *PutOptions) {
 		w.Bool(false) // how long: as the master has it
 		w.Bool(false)
 	}
-	w.Size(0) // segments
+	w.Size(0) // number of preferred segments
 	w.String(o.Segment)
 	w.Size(0)     // segments of NVMe over fabrics
 	w.Bool(false) // all on one node
 	w.U8(0)       // kind of data
 	if c.tenants() {
-		w.String("")  // host
-		w.Bool(false) // groups
+		w.String("")  // no host
+		w.Bool(false) // no list of groups follows
 	}
 }
 
-// segment appends a Segment.
+// segment appends the Segment s in the form of this release.
 func (c *codec) segment(w *sp.Writer, s *Segment) {
 	uuid(w, s.ID)
 	w.String(s.Name)
@@ -217,6 +217,6 @@ func (c *codec) segment(w *sp.Writer, s *Segment) {
 		w.String("tcp")
 	}
 	if c.version >= V0_3_12 {
-		w.String("") // host
+		w.String("") // no host
 	}
 }

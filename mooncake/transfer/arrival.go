@@ -4,19 +4,18 @@ package transfer
 
 import "sync"
 
-// arrivals records the bytes of writes without acknowledgement, and in watched regions
-// of all writes. An engine that does not wait for acknowledgements reports success when
-// the bytes have left it, so a receiver must check here that they came. Acknowledged
-// writes are in memory before their sender reports success.
+// arrivals records which bytes of a region have been written: by unacknowledged writes, and in a watched region by all writes. An
+// engine that does not wait for acknowledgements reports success when the bytes have left it, so a receiver must check here that they
+// arrived. Acknowledged writes are in memory before their sender reports success.
 type arrivals struct {
-	sync.Mutex         // a leaf
-	begun      bool    // one has begun, whether or not it ended
+	sync.Mutex         // a leaf: no other lock is taken under it
+	begun      bool    // an unacknowledged write has begun, whether or not it ended
 	acked      bool    // an acknowledged write has ended
-	list       []Range // written: sorted, disjoint and not adjoining up to merged
+	list       []Range // written ranges; the first `merged` of them are sorted, disjoint and not adjoining
 	merged     int
 }
 
-// began records that a write into the region begins.
+// began records that a write into the region begins. acked means that the peer gets an acknowledgement of it.
 func (r *Region) began(acked bool) {
 	if acked {
 		return
@@ -30,7 +29,7 @@ func (r *Region) began(acked bool) {
 	}
 }
 
-// wrote records that a write has ended: all its bytes are in memory.
+// wrote records that the write of the range at has ended: all its bytes are in memory.
 func (r *Region) wrote(at Range, acked bool) {
 	a := &r.arrived
 	if acked {
@@ -58,11 +57,11 @@ func (a *arrivals) mergeLocked() {
 	a.merged = len(a.list)
 }
 
-// Watch makes Unwritten count acknowledged writes into the region too, from now on. It
-// serves receivers whose peer may report success without a write.
+// Watch makes Unwritten count acknowledged writes into the region, too, from now on. A receiver needs that if its peer may report
+// success without having written anything.
 func (r *Region) Watch() { r.watched.Store(true) }
 
-// signal wakes those that wait for a write.
+// signal wakes the callers of Unwritten that wait for the next write.
 func (t *Table) signal() {
 	if t.waiters.Load() == 0 {
 		return
@@ -75,17 +74,17 @@ func (t *Table) signal() {
 	}
 }
 
-// Confirmation says how the writes into regions so far were confirmed.
+// Confirmation says whether the senders of all writes into some regions so far could know that their bytes had arrived.
 type Confirmation int
 
 // The kinds of Confirmation.
 const (
 	NoWrites    Confirmation = iota // no write has come
-	Confirmed                       // all had acknowledgements
-	Unconfirmed                     // some had none: the sender's success proves nothing
+	Confirmed                       // all writes were acknowledged
+	Unconfirmed                     // some writes were not acknowledged: their sender's success proves nothing
 )
 
-// Confirmation returns how the writes into regions of the table were confirmed.
+// Confirmation returns how the writes into the given regions were confirmed so far.
 func (t *Table) Confirmation(regions ...*Region) Confirmation {
 	c := NoWrites
 	for _, r := range regions {
@@ -102,10 +101,9 @@ func (t *Table) Confirmation(regions ...*Region) Confirmation {
 	return c
 }
 
-// Unwritten returns how many bytes of the ranges no counted write has filled since
-// Forget, and a channel that closes at the next such write and when Confirmation may
-// change. It counts writes without acknowledgement, and all writes into watched regions.
-// Call stop when the channel is not needed any more.
+// Unwritten returns how many bytes of the ranges no counted write has filled since Forget. next closes at the next counted write, and
+// when Confirmation may change. Counted are unacknowledged writes, and all writes into watched regions. The caller must call stop when
+// it needs next no longer.
 func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop func()) {
 	t.waiters.Add(1)
 	t.wake.Lock()
@@ -129,7 +127,7 @@ func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop
 	return n, next, func() { t.waiters.Add(-1) }
 }
 
-// Forget makes the ranges unwritten, before a peer fills them anew.
+// Forget makes the ranges count as unwritten again, before a peer fills them anew.
 func (t *Table) Forget(ranges ...Range) {
 	all := union(nil, ranges)
 	for _, r := range t.view.Load().regions {
@@ -143,7 +141,7 @@ func (t *Table) Forget(ranges ...Range) {
 	}
 }
 
-// overlap returns how many bytes two sets have in common, both sorted and disjoint.
+// overlap returns how many bytes the sets a and b have in common. Each set is sorted and disjoint.
 func overlap(a, b []Range) (n uint64) {
 	for len(a) > 0 && len(b) > 0 {
 		first, end := max(a[0].Addr, b[0].Addr), min(a[0].end(), b[0].end())

@@ -8,13 +8,13 @@ import (
 	"sync"
 )
 
-// claims are the ranges that one connection touches now: at most one that it writes,
-// and those of read replies that the kernel does not have yet.
+// claims are the ranges that one data connection touches now: at most one range that it writes, and the ranges of read replies that it
+// has not yet given to the kernel.
 type claims struct {
 	table *Table // immutable
-	cut   func() // immutable: breaks the connection, so that it releases its claims
+	cut   func() // breaks the connection, so that it releases its claims; immutable
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
 		write Range // Len 0: none
 		reads []Range
@@ -39,7 +39,7 @@ func (t *Table) newClaims(cut func()) *claims {
 	return c
 }
 
-// drop forgets the claims. The connection touches no region afterwards.
+// drop removes the connection's claims from the table. The connection must touch no region afterwards.
 func (c *claims) drop() {
 	c.release()
 	c.table.mu.Lock()
@@ -47,7 +47,7 @@ func (c *claims) drop() {
 	c.table.mu.Unlock()
 }
 
-// claimWrite allows the write of at until releaseWrite.
+// claimWrite asks for the right to write the range at until releaseWrite. It returns the region, or the reason of a refusal.
 func (c *claims) claimWrite(at Range) (*Region, refusal) {
 	c.mu.Lock()
 	c.mu.write = at
@@ -65,7 +65,7 @@ func (c *claims) claimWrite(at Range) (*Region, refusal) {
 	return r, granted
 }
 
-// claimRead allows reads of at until releaseReads.
+// claimRead asks for the right to read the range at until releaseReads. It returns the region, or the reason of a refusal.
 func (c *claims) claimRead(at Range) (*Region, refusal) {
 	c.mu.Lock()
 	c.mu.reads = append(c.mu.reads, at)
@@ -73,7 +73,7 @@ func (c *claims) claimRead(at Range) (*Region, refusal) {
 	c.table.order.Load()
 	r := c.table.view.Load().find(at)
 	if r == nil || r.mem == nil && r.src == nil {
-		return nil, refusedAddress // the claim falls with the connection
+		return nil, refusedAddress // the claim ends when the connection ends
 	}
 	return r, granted
 }
@@ -105,13 +105,13 @@ func (c *claims) wakeLocked() {
 	}
 }
 
-// touches returns nil when no claim overlaps the ranges, which are sorted and
-// disjoint, else a channel that is closed when a claim ends.
+// touches returns nil when none of c's claims overlaps the ranges, which are sorted and disjoint. Otherwise it returns a channel that
+// closes when one of c's claims ends. reads says whether claims of reads count, too.
 func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	hit := func(at Range) bool {
-		// A refused claim may be impossible for an instant; it overlaps nothing.
+		// A refused claim may have an impossible range for a moment; it overlaps nothing.
 		return at.valid() && meets(ranges, at)
 	}
 	if !hit(c.mu.write) && (!reads || !slices.ContainsFunc(c.mu.reads, hit)) {
@@ -123,8 +123,8 @@ func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	return c.mu.free
 }
 
-// drain returns when none of users touches the ranges. Once ctx is done it cuts the
-// connections of those that still do and waits for their release.
+// drain waits until no connection of users touches the ranges. When ctx ends first, it cuts the connections that still touch them and
+// waits until they release their claims. cut is how many it cut.
 func drain(ctx context.Context, users []*claims, ranges []Range, reads bool) (cut int) {
 	for _, c := range users {
 		done := ctx.Done()

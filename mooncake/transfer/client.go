@@ -15,25 +15,24 @@ import (
 
 // Options configures a Client. A zero field means its default.
 type Options struct {
-	Conns      int // that a peer gets; default 4. A batch to a C++ engine is spread over 2 of them at most
-	Window     int // requests in flight on a connection; default 256
-	MaxPeers   int // peers remembered; the longest unused idle one makes room; default 1024
-	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024
+	Conns      int // most connections to one peer; default 4. A batch to a C++ engine uses at most 2 of them
+	Window     int // most requests without an answer on a connection; default 256
+	MaxPeers   int // most peers remembered; the idle peer unused for longest makes room; default 1024
+	MaxWaiting int // most callers that wait for a connection to one peer; further callers get ErrBusy; default 1024
 
-	// SplitBytes is the share of a batch that is worth another connection;
-	// default 8 MiB.
+	// SplitBytes is how many bytes of a batch justify one more connection: a batch uses one connection more for each full SplitBytes.
+	// Default 8 MiB.
 	SplitBytes int
 
 	DialTimeout      time.Duration // default 5 s
-	HandshakeTimeout time.Duration // the whole exchange; default 5 s
-	ProgressTimeout  time.Duration // no byte sent, received or confirmed; default 30 s
+	HandshakeTimeout time.Duration // for the whole exchange; default 5 s
+	ProgressTimeout  time.Duration // without a byte sent, received or confirmed; default 30 s
 
-	// SettleTimeout is how long a failed write waits for the peer to stop reading
-	// it; default 1 s.
+	// SettleTimeout is how long a failed write waits until the peer stops reading it; default 1 s.
 	SettleTimeout time.Duration
 
-	// With Secrets, this client and its targets prove to each other that they have a secret
-	// in common; targets in the stock networks need not. nil: nothing is proved or demanded.
+	// With Secrets, this client and each target must prove to each other that they have a secret in common; targets in the stock
+	// networks need no proof. nil: nothing is proved or demanded.
 	Secrets *auth.PeerSecrets
 }
 
@@ -50,15 +49,14 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// Client writes to and reads from targets. Its methods are safe for concurrent
-// use. A handshake may outlive the call that began it, for others wait for it, and so
-// may a look at idle connections; Close waits for them.
+// Client writes to targets and reads from them. Its methods are safe for concurrent use. A handshake may go on after the call that
+// began it has returned, because other calls wait for it; a check of idle connections may go on, too. Close waits for both.
 type Client struct {
 	opt  Options         // immutable
 	base context.Context // done when closed
 
 	stop context.CancelFunc
-	wg   sync.WaitGroup // calls
+	wg   sync.WaitGroup // of calls in progress
 	jobs sync.Pool
 
 	mu struct {
@@ -76,23 +74,23 @@ type ClientStats struct {
 	Handshakes int64
 	Dials      int64 // data connections
 	Requests   int64 // headers sent
-	Retries    int64 // runs of requests sent again after an idle connection broke
+	Retries    int64 // runs of requests that were sent again after an idle connection broke
 	Rejected   int64 // requests that the peer refused
 }
 
 type clientStats struct{ handshakes, dials, requests, retries, rejected atomic.Int64 }
 
-// peer is what the client knows about one segment name.
+// peer is what the client knows about one peer, by its segment name.
 type peer struct {
 	name    string        // immutable
-	free    chan struct{} // one token for each lane of idle; cap is the number of lanes
+	free    chan struct{} // one token for each connection slot in idle; its capacity is the number of slots
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
 
-	mu struct { // a leaf
+	mu struct { // a leaf: no other lock is taken under it
 		sync.Mutex
-		idle  []*lane // the last one was used last: its connection is warm
-		fetch *fetch  // of the descriptor: under way, or one that failed a moment ago
+		idle  []*lane // free slots; the last element was used last, so its connection is warm
+		fetch *fetch  // handshake for the descriptor, in progress or failed a moment ago
 	}
 
 	users int       // guarded by Client.mu
@@ -134,35 +132,31 @@ func (c *Client) Stats() ClientStats {
 	}
 }
 
-// Write copies each entry's Local to Remote at the peer, a segment name
-// ("host:port", "[v6]:port"). It returns when every entry is confirmed or given
-// up; it reads no Local afterwards.
+// Write copies each entry's Local to Remote at the peer. peer is a segment name ("host:port", "[v6]:port"). Write returns when every
+// entry is confirmed or given up. It reads no Local after that.
 //
-// The error is a *BatchError with one result per entry, or another error when
-// nothing was sent at all. Entries are not ordered: those that overlap race. An
-// entry without bytes succeeds. An entry that fails may have been applied in
-// part; with ErrUnsettled the peer may even apply more of it later. When ctx
-// ends, the call waits up to Options.SettleTimeout to rule that out.
+// The error is a *BatchError with one result per entry, or another error when nothing at all was sent. Entries have no order: entries
+// that overlap race. An entry without bytes succeeds. The peer may have applied a part of an entry that fails; with ErrUnsettled it may
+// even apply more of the entry later. When ctx ends, Write waits up to Options.SettleTimeout to rule that out.
 //
-// A peer without acknowledgements (before 0.3.12) gets one connection per
-// request, closed for writing after the body; its clean end confirms the entry.
+// To a peer without acknowledgements (before 0.3.12), Write opens one connection per request and closes it for writing after the body.
+// The clean end of the connection confirms the entry.
 func (c *Client) Write(ctx context.Context, peer string, entries []Entry) error {
 	return c.call(ctx, peer, entries, true, nil)
 }
 
-// WriteCounting is Write, and p counts what the peer has confirmed meanwhile.
+// WriteCounting does what Write does. Meanwhile p counts the bytes that the peer has confirmed.
 func (c *Client) WriteCounting(ctx context.Context, peer string, entries []Entry, p *Progress) error {
 	return c.call(ctx, peer, entries, true, p)
 }
 
-// Read copies Remote at the peer to each entry's Local. Results as with Write;
-// the Local of a failed entry holds anything. It touches no Local after it
-// returned.
+// Read copies Remote at the peer to each entry's Local. The error is that of Write. The Local of a failed entry may hold any bytes.
+// Read touches no Local after it has returned.
 func (c *Client) Read(ctx context.Context, peer string, entries []Entry) error {
 	return c.call(ctx, peer, entries, false, nil)
 }
 
-// Describe asks the peer what it publishes now.
+// Describe asks the peer for its descriptor: what it publishes now.
 func (c *Client) Describe(ctx context.Context, peer string) (*Descriptor, error) {
 	p, err := c.enter(peer)
 	if err != nil {
@@ -172,14 +166,14 @@ func (c *Client) Describe(ctx context.Context, peer string) (*Descriptor, error)
 	return c.refresh(ctx, p, p.desc.Load())
 }
 
-// handshakeContext ends with ctx, with the timeout, and with the client.
+// handshakeContext returns a context that ends with ctx, after HandshakeTimeout, or when the client closes.
 func (c *Client) handshakeContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(ctx, c.opt.HandshakeTimeout)
 	stop := context.AfterFunc(c.base, cancel)
 	return ctx, func() { stop(); cancel() }
 }
 
-// enter registers a call; leave ends it.
+// enter registers a call to the peer of that name. The call must end with leave.
 func (c *Client) enter(name string) (*peer, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -206,11 +200,11 @@ func (c *Client) enter(name string) (*peer, error) {
 	return p, nil
 }
 
-// sweepEvery is how often connections that their peers have ended are looked for.
+// sweepEvery is the interval between two sweeps of idle connections.
 const sweepEvery = 10 * time.Second
 
-// sweep closes idle connections whose peers have ended them: each would hold its
-// descriptor until the peer is called again, or forgotten.
+// sweep closes idle connections that their peers have ended. Otherwise each would hold a file descriptor until the next call to the
+// peer, or until the peer is forgotten.
 func (c *Client) sweep() {
 	c.mu.Lock()
 	var idle []*peer
@@ -246,7 +240,7 @@ func (c *Client) leave(p *peer) {
 	c.wg.Done()
 }
 
-// evictLocked forgets the idle peer that was used longest ago.
+// evictLocked forgets the idle peer that was used longest ago. It returns false if no peer is idle.
 func (c *Client) evictLocked() bool {
 	var oldest *peer
 	for _, p := range c.mu.peers {
@@ -267,7 +261,7 @@ func (c *Client) evictLocked() bool {
 	return true
 }
 
-// put gives a lane back.
+// put gives a lane back to its peer.
 func (p *peer) put(l *lane) {
 	p.mu.Lock()
 	p.mu.idle = append(p.mu.idle, l)
@@ -275,7 +269,7 @@ func (p *peer) put(l *lane) {
 	p.free <- struct{}{} // has room
 }
 
-// try returns a free lane or nil.
+// try returns a free lane of the peer, or nil.
 func (p *peer) try() *lane {
 	select {
 	case <-p.free:
@@ -285,7 +279,7 @@ func (p *peer) try() *lane {
 	}
 }
 
-// pop needs a token of free.
+// pop takes the lane that was used last. The caller must hold a token of free.
 func (p *peer) pop() *lane {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -295,7 +289,7 @@ func (p *peer) pop() *lane {
 	return l
 }
 
-// lane waits for a free connection of p.
+// lane returns a lane of p, and waits until one is free. It returns ErrBusy if MaxWaiting callers wait already.
 func (c *Client) lane(ctx context.Context, p *peer) (*lane, error) {
 	if l := p.try(); l != nil {
 		return l, nil

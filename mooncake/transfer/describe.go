@@ -8,25 +8,24 @@ import (
 )
 
 const (
-	// freshFor is how long a descriptor counts as current. Before the client dials by
-	// an older one, it fetches another: the peer may have restarted, and its old data
-	// port may be another process's.
+	// freshFor is how long a descriptor counts as current. The client does not dial by an older descriptor but fetches another one
+	// first: the peer may have restarted, and another process may have its old data port.
 	freshFor = time.Second
 
-	// failureFor is how long calls to a peer share the failure of a handshake,
-	// instead of each waiting for its own.
+	// failureFor is how long calls to a peer share the failure of one handshake, so that not each call waits for a handshake of its
+	// own.
 	failureFor = time.Second
 )
 
-// fetch is one handshake, for all calls that want the peer's descriptor.
+// fetch is one handshake, on which all calls that want the peer's descriptor wait.
 type fetch struct {
 	done  chan struct{} // closed at the end
-	desc  *Descriptor   // valid when done, as are the others
+	desc  *Descriptor   // valid when done is closed, like the fields below
 	err   error
 	ended time.Time
 }
 
-// describe returns the cached descriptor of p, or fetches it.
+// describe returns the cached descriptor of p. Without one, it fetches the descriptor.
 func (c *Client) describe(ctx context.Context, p *peer) (*Descriptor, error) {
 	if d := p.desc.Load(); d != nil {
 		return d, nil
@@ -34,7 +33,7 @@ func (c *Client) describe(ctx context.Context, p *peer) (*Descriptor, error) {
 	return c.refresh(ctx, p, nil)
 }
 
-// describeNow returns a descriptor of p that is fresh.
+// describeNow returns a descriptor of p that is at most freshFor old.
 func (c *Client) describeNow(ctx context.Context, p *peer) (*Descriptor, error) {
 	d := p.desc.Load()
 	if d != nil && time.Since(d.fetched) < freshFor {
@@ -43,8 +42,8 @@ func (c *Client) describeNow(ctx context.Context, p *peer) (*Descriptor, error) 
 	return c.refresh(ctx, p, d)
 }
 
-// refresh fetches the descriptor unless another call replaced old meanwhile. Calls that
-// come together share one handshake, and its failure, for failureFor.
+// refresh fetches the descriptor, unless another call has replaced the descriptor old meanwhile. Concurrent calls share one handshake.
+// Calls in the failureFor after a failed handshake share its failure.
 func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descriptor, error) {
 	if d := p.desc.Load(); d != nil && d != old {
 		return d, nil
@@ -58,8 +57,8 @@ func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descri
 	}
 }
 
-// fetch returns the handshake under way, or the one that failed just now, or begins
-// one. The caller has entered p.
+// fetch returns the handshake in progress, or the one that has just failed. If there is neither, it begins a handshake. The caller must
+// have entered p.
 func (c *Client) fetch(p *peer) *fetch {
 	p.mu.Lock()
 	defer p.mu.Unlock()

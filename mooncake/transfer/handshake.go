@@ -21,8 +21,8 @@ import (
 //	|len u64LE| type | JSON text, LF   |  len counts the type byte
 //	+---------+------+-----------------+
 //
-// A first payload byte above 3 is the old frame: JSON without a type byte,
-// answered the same way. Source: Mooncake 0.3.5 to 0.3.13.
+// A first payload byte above 3 marks the old frame: JSON without a type byte. Its reply has no type byte, either. Source: Mooncake
+// 0.3.5 to 0.3.13.
 const (
 	frameConnection = 0 // RDMA queue pairs; TCP engines answer with empty fields
 	frameMetadata   = 1 // reply: SegmentDesc
@@ -40,7 +40,7 @@ type Descriptor struct {
 	Buffers []Buffer `json:"buffers"`
 	// Boot names one life of a Kvasir target; engines neither send nor read it.
 	Boot string `json:"kvasir_boot,omitempty"`
-	// Keeps says that a Kvasir target understands opKeep.
+	// Keeps means that the target understands opKeep; only Kvasir targets do.
 	Keeps          bool      `json:"kvasir_keeps,omitempty"`
 	Name           string    `json:"name"`
 	Protocol       protocols `json:"protocol"`
@@ -50,8 +50,8 @@ type Descriptor struct {
 	ProtoVersion   int       `json:"tcp_proto_version,omitempty"` // since 0.3.12; 2 means acknowledged
 	Timestamp      string    `json:"timestamp"`
 
-	fetched time.Time // by us; zero: made here
-	proves  bool      // it was given for a proof: the data port takes one, too
+	fetched time.Time // when we fetched it; zero: made in this process
+	proves  bool      // the peer gave it in exchange for a proof, so its data port demands a proof, too
 }
 
 // Buffer is one published region. Addr is a name, not a pointer.
@@ -61,13 +61,13 @@ type Buffer struct {
 	Name   string `json:"name"`
 }
 
-// notice is a message of the engine's notification call.
+// notice is the message of the engine's notification call.
 type notice struct {
 	Name    string `json:"name"`
 	Message string `json:"notify_msg"`
 }
 
-// protocols reads a string or, from multi-protocol builds, an array of them.
+// protocols decodes a JSON string, or an array of strings as multi-protocol builds send it.
 type protocols []string
 
 func (p protocols) MarshalJSON() ([]byte, error) {
@@ -85,7 +85,7 @@ func (p *protocols) UnmarshalJSON(b []byte) error {
 	return json.Unmarshal(b, &(*p)[0])
 }
 
-// connectionReply is the answer of a TCP engine to a connection request.
+// connectionReply is what a TCP engine answers to a connection request (frameConnection).
 type connectionReply struct {
 	LocalGID     string   `json:"local_gid"`
 	LocalLID     int      `json:"local_lid"`
@@ -100,7 +100,7 @@ type probeReply struct {
 	Status string `json:"status"`
 }
 
-// parseDescriptor decodes and checks a peer's descriptor by the engine's rules.
+// parseDescriptor decodes a peer's descriptor and checks it by the rules of Mooncake's engine.
 func parseDescriptor(text []byte) (*Descriptor, error) {
 	d := new(Descriptor)
 	if err := json.Unmarshal(text, d); err != nil {
@@ -120,8 +120,8 @@ func parseDescriptor(text []byte) (*Descriptor, error) {
 	return d, nil
 }
 
-// dataAddr is where the data port listens, for a descriptor that was fetched
-// from segment ("host:port").
+// dataAddr returns the address of the peer's data port. segment ("host:port") is where the descriptor was fetched; it gives the host if
+// the descriptor names none.
 func (d *Descriptor) dataAddr(segment string) (string, error) {
 	host := d.DataHost
 	if host == "" {
@@ -134,16 +134,14 @@ func (d *Descriptor) dataAddr(segment string) (string, error) {
 	return net.JoinHostPort(host, strconv.Itoa(d.DataPort)), nil
 }
 
-// sameLife says whether a connection made as d says is still good when the peer
-// now publishes o.
+// sameLife reports whether a connection that was made by the descriptor d is still good when the peer now publishes o.
 func (d *Descriptor) sameLife(o *Descriptor) bool {
 	return d == o || d.DataHost == o.DataHost && d.DataPort == o.DataPort && d.Boot == o.Boot && d.ProtoVersion == o.ProtoVersion && d.proves == o.proves
 }
 
 func (d *Descriptor) acked() bool { return d.ProtoVersion >= 2 }
 
-// covers says whether [addr, addr+n) lies inside the published buffers, which
-// may adjoin each other.
+// covers reports whether the range of n bytes at addr lies inside the published buffers. It may span buffers that adjoin each other.
 func (d *Descriptor) covers(addr, n uint64) bool {
 	for n > 0 {
 		step := uint64(0)
@@ -187,8 +185,7 @@ func appendFrame(b []byte, kind byte, v any) ([]byte, error) {
 	return append(b, text.Bytes()...), nil
 }
 
-// readFrame reads one handshake frame. The length is checked first, and memory
-// grows with the bytes that arrive.
+// readFrame reads one handshake frame. It checks the length first, and its memory grows only with the bytes that arrive.
 func readFrame(r io.Reader) (kind byte, text []byte, err error) {
 	var length [8]byte
 	if _, err := io.ReadFull(r, length[:]); err != nil {

@@ -13,14 +13,14 @@ import (
 	"syscall"
 )
 
-// job is one batch in progress, on one or more lanes. It may be reused.
+// job is one batch in progress, on one or more lanes. The client reuses jobs.
 type job struct {
 	ctx     context.Context
 	write   bool
 	entries []Entry
-	sent    *Progress // counts what the peer has confirmed
+	sent    *Progress // counts the bytes that the peer has confirmed
 	plan    plan
-	wg      sync.WaitGroup // of the lanes but the first
+	wg      sync.WaitGroup // of all lanes but the first
 
 	mu struct {
 		sync.Mutex
@@ -28,17 +28,16 @@ type job struct {
 	}
 }
 
-// outcome is what a lane did with a run of requests.
+// outcome says how far a lane came with a run of requests.
 type outcome struct {
-	done      int   // leading requests that are answered
-	started   int   // requests of which the peer may have seen bytes; >= done
+	done      int   // leading requests that the peer has answered
+	started   int   // leading requests of which the peer may have seen bytes; >= done
 	err       error // nil: all done
-	unsettled bool  // the peer may still apply requests done..started
-	refused   []int // of the done ones, refused on a connection that goes on
+	unsettled bool  // the peer may still apply requests[done:started]
+	refused   []int // indices of answered requests that the peer refused while the connection went on
 }
 
-// errRefused means that the peer answered request outcome.done with a
-// rejection; it ended the connection.
+// errRefused means that the peer refused request outcome.done and ended the connection.
 var errRefused = errors.New("request refused")
 
 func (c *Client) call(ctx context.Context, name string, entries []Entry, write bool, sent *Progress) error {
@@ -75,16 +74,15 @@ func (c *Client) call(ctx context.Context, name string, entries []Entry, write b
 	return nil
 }
 
-// engineLanes is how many connections a batch gets to a C++ engine. One thread serves all
-// of them there: with more, it finds less of each body when it looks, and reads in smaller
-// pieces.
+// engineLanes is the largest number of connections that a batch uses to a C++ engine. One thread of the engine serves all of them: with
+// more connections, it finds less of each body when it looks, and reads in smaller pieces.
 const engineLanes = 2
 
-// spread runs the job on l and, when it is large, on other lanes that are free.
+// spread runs the job on the lane l. If the batch is large, it also uses other lanes of p that are free.
 func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	want := 1 + j.plan.bytes/uint64(c.opt.SplitBytes)
 	switch {
-	case !desc.acked(): // each request waits for its own connection's end
+	case !desc.acked(): // each request waits until its own connection ends
 		want = uint64(len(j.plan.order))
 	case !desc.Keeps:
 		want = min(want, engineLanes)
@@ -119,7 +117,7 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	p.put(l)
 }
 
-// count notes what was confirmed since the request from; it returns o.done.
+// count adds to Progress what the peer confirmed since the request `from`. It returns o.done.
 func (j *job) count(reqs []request, from int, o outcome) int {
 	if j.sent != nil {
 		for i := from; i < o.done; i++ {
@@ -131,10 +129,10 @@ func (j *job) count(reqs []request, from int, o outcome) int {
 	return o.done
 }
 
-// fail records err for the entries of reqs, if there are any.
+// fail records err as the result of the entries of reqs.
 func (j *job) fail(reqs []request, err error) {
 	if len(reqs) == 0 {
-		return // a run that was given up, and confirmed all the same
+		return // the run was given up, but all of it is confirmed
 	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -143,7 +141,7 @@ func (j *job) fail(reqs []request, err error) {
 	}
 	for _, r := range reqs {
 		for _, k := range j.plan.order[r.first:r.last] {
-			// Parts of an entry may fail apart; the gravest result stays.
+			// Parts of one entry may fail with different errors; ErrUnsettled stays.
 			if old := j.mu.errs[k.index]; old == nil || !errors.Is(old, ErrUnsettled) {
 				j.mu.errs[k.index] = err
 			}
@@ -151,7 +149,7 @@ func (j *job) fail(reqs []request, err error) {
 	}
 }
 
-// failRest records the end of a run that cannot go on.
+// failRest records errors for the requests of a run that cannot go on after o.done.
 func (j *job) failRest(reqs []request, o outcome) {
 	if o.unsettled && o.started > o.done {
 		j.fail(reqs[o.done:o.started], fmt.Errorf("%w: %w", ErrUnsettled, o.err))
@@ -161,14 +159,14 @@ func (j *job) failRest(reqs []request, o outcome) {
 	j.fail(reqs[o.done:], o.err)
 }
 
-// broken says whether err means that the peer ended the connection.
+// broken reports whether err means that the peer ended the connection.
 func broken(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
 		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) ||
-		errors.Is(err, syscall.ENOTCONN) // to end our direction of a connection that was reset
+		errors.Is(err, syscall.ENOTCONN) // from ending our direction of a connection that was reset
 }
 
-// public turns an error of a lane into what callers see.
+// public turns an error of a lane into the error that callers of the Client see.
 func (c *Client) public(err error) error {
 	switch {
 	case c.base.Err() != nil || errors.Is(err, net.ErrClosed):

@@ -15,31 +15,28 @@ import (
 )
 
 const (
-	// staleAfter is the idle time after which a connection is looked at before
-	// use: the peer may have ended it.
+	// staleAfter is the idle time after which a lane checks a connection before use: the peer may have ended it.
 	staleAfter = 20 * time.Millisecond
 
-	maxIOV = 1024 // slices that one vectored write takes (IOV_MAX)
+	maxIOV = 1024 // most slices in one vectored write (IOV_MAX)
 )
 
-// lane is a slot for one pooled connection to a peer. The goroutine that takes it from
-// the peer owns it.
+// lane is a slot for one pooled connection to a peer. The goroutine that has taken the lane from the peer owns it.
 type lane struct {
 	client *Client // immutable
 	peer   *peer
 
 	s       *stream    // nil: not connected
-	keeps   bool       // the peer keeps this connection when it refuses a request
-	proof   auth.Proof // the peer's, on this connection, where desc.proves
+	keeps   bool       // the peer keeps this connection open when it refuses a request
+	proof   auth.Proof // the proof that the peer gave on this connection; set if desc.proves
 	desc    *Descriptor
 	used    time.Time
-	window  int      // requests in flight allowed now
-	headers []byte   // of the requests in iov
-	iov     [][]byte // what goes to the kernel next
+	window  int      // requests that may be in flight at a time
+	headers []byte   // headers of the requests in iov
+	iov     [][]byte // slices that the next vectored write gives to the kernel
 }
 
-// run transfers reqs and records failures in j. It leaves the lane with an idle
-// connection or none.
+// run transfers reqs and records failures in j. Afterwards the lane has an idle connection or no connection.
 func (l *lane) run(j *job, reqs []request) {
 	retried, inRow := false, 0
 	for len(reqs) > 0 {
@@ -53,7 +50,7 @@ func (l *lane) run(j *job, reqs []request) {
 		if o.done > 0 {
 			inRow = 0
 		}
-		var again []request // refused as merged ones, while the connection went on
+		var again []request // entries of merged requests that were refused, to be tried one by one
 		for _, i := range o.refused {
 			again = append(again, l.refused(j, reqs[i])...)
 		}
@@ -64,17 +61,17 @@ func (l *lane) run(j *job, reqs []request) {
 		l.drop()
 		switch {
 		case errors.Is(o.err, errRefused):
-			l.window = 1 // refused bodies cost their bytes: feel the way
+			l.window = 1 // a refused request costs the bytes of its body: send one request at a time
 			rest := reqs[o.done+1:]
 			reqs = append(l.refused(j, reqs[o.done]), again...)
-			if inRow++; inRow == maxRefusedInRow { // a connection each
+			if inRow++; inRow == maxRefusedInRow { // each refusal has cost a connection
 				j.fail(append(reqs, rest...), ErrRejected)
 				return
 			}
 			reqs = append(reqs, rest...)
 		case reused && o.done == 0 && !retried && broken(o.err):
-			// The peer ended the idle connection before it saw the requests,
-			// so nothing of them can arrive late. It may have moved.
+			// The peer ended the idle connection before it saw the requests, so none of their bytes can arrive late. The peer may have
+			// moved.
 			retried = true
 			l.client.stats.retries.Add(1)
 			if _, err := l.client.refresh(j.ctx, l.peer, l.desc); err != nil {
@@ -90,11 +87,11 @@ func (l *lane) run(j *job, reqs []request) {
 	}
 }
 
-// maxRefusedInRow is how many connections a call spends on refusals in a row with a
-// peer that ends one after each; the rest counts as refused.
+// maxRefusedInRow is how many refusals in a row a call tries at a peer that ends the connection after each refusal. After that, the
+// call fails all remaining requests as refused.
 const maxRefusedInRow = 256
 
-// refused records the refusal of r. It returns the requests to try one by one.
+// refused records that the peer refused r. If r is a merged request, it returns its entries as requests to be tried one by one.
 func (l *lane) refused(j *job, r request) []request {
 	l.client.stats.rejected.Add(1)
 	if !r.single {
@@ -104,8 +101,8 @@ func (l *lane) refused(j *job, r request) []request {
 	return nil
 }
 
-// transfer runs reqs on the connection, which is good or, for a peer without
-// acknowledgements, not made yet.
+// transfer runs reqs on the lane's connection. For a peer without acknowledgements there is no connection yet: transferV1 makes one per
+// request.
 func (l *lane) transfer(j *job, reqs []request) outcome {
 	if !l.desc.acked() {
 		return l.transferV1(j, reqs)
@@ -117,8 +114,7 @@ func (l *lane) transfer(j *job, reqs []request) outcome {
 	return l.read(j, reqs)
 }
 
-// watch interrupts the connection when ctx ends, until the function it returns
-// is called.
+// watch makes the end of ctx interrupt the connection, until the caller calls the returned function.
 func (l *lane) watch(ctx context.Context) func() {
 	if ctx.Done() == nil {
 		return func() {}
@@ -127,13 +123,13 @@ func (l *lane) watch(ctx context.Context) func() {
 	s.watch(ctx)
 	return func() {
 		if !s.unwatch() {
-			l.drop() // the interruption may still come
+			l.drop() // the interruption may still be on its way
 		}
 	}
 }
 
-// connect makes sure that the lane has a connection, and reports whether it is an old
-// one. It dials a new one by a descriptor at most freshFor old.
+// connect makes sure that the lane has a connection. reused reports whether it existed before. A new connection is dialed by a
+// descriptor that is at most freshFor old.
 func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 	c := l.client
 	desc, err := c.describe(ctx, l.peer)
@@ -141,10 +137,10 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 		return false, err
 	}
 	if l.s != nil && !l.desc.sameLife(desc) {
-		l.drop() // another lane has met the new life
+		l.drop() // another lane has found that the peer restarted
 	}
 	if l.s != nil && l.desc.proves && !c.opt.Secrets.Counts(&l.proof) {
-		l.drop() // its secret was removed
+		l.drop() // the secret of the peer's proof was removed
 	}
 	if l.s != nil && time.Since(l.used) > staleAfter && !l.idle() {
 		l.drop()
@@ -176,9 +172,9 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 	return false, err
 }
 
-// idle says whether the connection is still open and silent.
+// idle reports whether the connection is still open and the peer has sent nothing.
 func (l *lane) idle() bool {
-	// A deadline that has passed would hide the peer's end from the check.
+	// A read deadline in the past would hide from the check that the peer has ended the connection.
 	if l.s.conn.SetReadDeadline(time.Time{}) != nil {
 		return false
 	}
@@ -186,7 +182,7 @@ func (l *lane) idle() bool {
 	return l.s.try() == nil && l.s.buffered() == 0
 }
 
-// dial opens a data connection as l.desc says.
+// dial opens a data connection to the address in l.desc.
 func (l *lane) dial(ctx context.Context) (*stream, error) {
 	c := l.client
 	addr, err := l.desc.dataAddr(l.peer.name)
@@ -247,7 +243,7 @@ func (c *Client) forget(s *stream) {
 	s.close()
 }
 
-// write sends reqs with many in flight and collects their acknowledgements.
+// write sends reqs, with many in flight at a time, and collects their acknowledgements.
 func (l *lane) write(j *job, reqs []request) outcome {
 	var cur cursor
 	o, counted := outcome{}, 0
@@ -286,12 +282,11 @@ func (l *lane) write(j *job, reqs []request) outcome {
 	return o
 }
 
-// gather puts the next headers and bodies into l.iov: up to writeStep bytes,
-// maxIOV slices, and the window.
+// gather puts the next headers and bodies into l.iov. It stops at writeStep bytes, at maxIOV slices, and at the window.
 func (l *lane) gather(j *job, reqs []request, cur *cursor, done int) {
 	l.iov, l.headers = l.iov[:0], l.headers[:0]
 	if cap(l.headers) < maxIOV/2*headerBytes {
-		l.headers = make([]byte, 0, maxIOV/2*headerBytes) // never moves below
+		l.headers = make([]byte, 0, maxIOV/2*headerBytes) // large enough that it never moves below
 		l.iov = make([][]byte, 0, maxIOV)
 	}
 	for bytes := 0; bytes < writeStep && len(l.iov) <= maxIOV-2; {
@@ -312,8 +307,7 @@ func (l *lane) gather(j *job, reqs []request, cur *cursor, done int) {
 	}
 }
 
-// takeAcks reads the buffered acknowledgements, at most for the sent requests
-// whose bodies went out.
+// takeAcks reads the acknowledgements in the buffer. It accepts them only for the first `sent` requests, whose bodies are sent.
 func (l *lane) takeAcks(o *outcome, sent int) error {
 	for l.s.buffered() >= statusBytes {
 		code, ok := parseStatus(l.s.next(statusBytes))
@@ -336,7 +330,7 @@ func (l *lane) takeAcks(o *outcome, sent int) error {
 	return nil
 }
 
-// lateAcks reads the acknowledgements that the peer sent before it broke the connection.
+// lateAcks reads the acknowledgements that the peer had sent before it broke the connection.
 func (l *lane) lateAcks(o *outcome, sent int) {
 	for {
 		if o.err = l.takeAcks(o, sent); o.err != nil {
@@ -349,11 +343,10 @@ func (l *lane) lateAcks(o *outcome, sent int) {
 	}
 }
 
-// giveUp ends a write that cannot go on. Unless the peer has ended the
-// connection, which settles it, the lane ends its own direction and waits for
-// the peer's end: then no byte of the write is under way any more.
+// giveUp ends a write that cannot go on. If the peer has ended the connection, it applies nothing more. Otherwise the lane ends its own
+// direction and waits for the peer's end, so that no byte of the write is on its way any more.
 func (l *lane) giveUp(o outcome, sent int, err error) outcome {
-	if o.err != nil { // the peer said why
+	if o.err != nil { // the peer told the reason
 		return o
 	}
 	o.err = err
@@ -367,11 +360,11 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 	until := time.Now().Add(l.client.opt.SettleTimeout)
 	for {
 		if l.takeAcks(&o, sent) != nil {
-			o.unsettled = false // the peer refused or talks nonsense: it ends here
+			o.unsettled = false // the peer refused, or broke the protocol: it reads no further
 			s.abort()
 			return o
 		}
-		if o.done == o.started { // all confirmed after all
+		if o.done == o.started { // all requests are confirmed after all
 			return o
 		}
 		s.makeRoom()
@@ -379,7 +372,7 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 		n, rerr := s.conn.Read(s.buf[s.w:])
 		s.w += n
 		if n > 0 || errors.Is(rerr, os.ErrDeadlineExceeded) && time.Now().Before(until) {
-			continue // or the watcher of the context came late
+			continue // or the interruption by the context came late
 		}
 		o.unsettled = !broken(rerr)
 		s.abort()
@@ -387,7 +380,7 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 	}
 }
 
-// read requests reqs ahead and scatters the replies, which come in order.
+// read sends requests ahead of the replies, and copies the replies, which come in the order of the requests, into the entries.
 func (l *lane) read(j *job, reqs []request) outcome {
 	o := outcome{}
 	for o.done < len(reqs) {
@@ -421,7 +414,7 @@ func (l *lane) read(j *job, reqs []request) outcome {
 	return o
 }
 
-// sendHeaders sends the headers of the next requests, as many as the window allows.
+// sendHeaders sends the headers of the next read requests, as many as the window allows.
 func (l *lane) sendHeaders(reqs []request, o *outcome) error {
 	l.headers = l.headers[:0]
 	for o.started < len(reqs) && o.started-o.done < max(l.window, 1) {
@@ -435,7 +428,7 @@ func (l *lane) sendHeaders(reqs []request, o *outcome) error {
 	return err
 }
 
-// scatter reads the body of r into its entries.
+// scatter reads the body of r's reply into the entries of r.
 func (l *lane) scatter(j *job, r *request) error {
 	var cur cursor
 	for cur.start(r); cur.left > 0; {

@@ -9,13 +9,13 @@ import (
 	"time"
 )
 
-// transferV1 serves peers without acknowledgements: one connection per request,
-// since engines up to 0.3.9 close after it.
+// transferV1 runs reqs at a peer without acknowledgements: on one connection per request, because engines up to 0.3.9 close the
+// connection after a request.
 func (l *lane) transferV1(j *job, reqs []request) outcome {
 	o := outcome{}
 	for ; o.done < len(reqs); o.done++ {
 		r := &reqs[o.done]
-		// These engines do not check addresses; a bad one kills some of them.
+		// These engines do not check addresses; a bad address kills some of them.
 		if !l.desc.covers(r.addr, r.size) {
 			desc, err := l.client.refresh(j.ctx, l.peer, l.desc)
 			if err != nil {
@@ -69,7 +69,7 @@ func (l *lane) oneV1(j *job, r *request, o *outcome) error {
 	if broken(err) {
 		return err
 	}
-	// The peer has not ended its side: wait for that a little, then r is unsettled.
+	// The peer has not ended its side. Wait for that until SettleTimeout; then r is unsettled.
 	s.ctx = nil
 	s.conn.CloseWrite()
 	s.conn.SetReadDeadline(time.Now().Add(l.client.opt.SettleTimeout))
@@ -79,8 +79,8 @@ func (l *lane) oneV1(j *job, r *request, o *outcome) error {
 	return err
 }
 
-// sendV1 sends header and body, ends its direction, and takes the peer's clean
-// end for the confirmation that all bytes are in place.
+// sendV1 sends header and body and ends its own direction. It takes the peer's clean end as the confirmation that all bytes are in
+// place.
 func (l *lane) sendV1(j *job, r *request) error {
 	s := l.s
 	l.headers = header{r.size, r.addr, opWrite}.appendTo(l.headers[:0])

@@ -10,8 +10,7 @@ import (
 	"time"
 )
 
-// exchange calls talk with a connection to the handshake port of segment. ctx needs a
-// deadline.
+// exchange connects to the handshake port of segment and calls talk with the connection. ctx must have a deadline.
 func exchange(ctx context.Context, segment string, talk func(net.Conn) error) error {
 	c, err := new(net.Dialer).DialContext(ctx, "tcp", segment)
 	if err != nil {
@@ -29,7 +28,7 @@ func exchange(ctx context.Context, segment string, talk func(net.Conn) error) er
 	return nil
 }
 
-// ask sends one handshake frame and returns the reply's JSON.
+// ask sends one handshake frame with request as its JSON, and returns the JSON of the reply.
 func ask(c io.ReadWriter, kind byte, request any) ([]byte, error) {
 	frame, err := appendFrame(nil, kind, request)
 	if err != nil {

@@ -7,20 +7,20 @@ import (
 	"slices"
 )
 
-// maxRun bounds a merged request, so that acknowledgements show progress.
+// maxRun bounds the bytes of a merged request, so that acknowledgements come often enough to show progress.
 const maxRun = 16 << 20
 
-// Entry is one piece of a batch.
+// Entry is one copy of a batch.
 type Entry struct {
 	Local  []byte // source of a write, destination of a read
 	Remote uint64 // published address at the peer
 }
 
-// request is one header on the wire: neighbouring entries, or a part of one.
+// request is what one header on the wire asks for: several neighbouring entries, one entry, or a part of one.
 type request struct {
 	addr, size  uint64
 	first, last int // the entries plan.order[first:last]
-	off         int // where it begins in the first entry
+	off         int // offset in the first entry at which the request begins
 	single      bool
 }
 
@@ -29,16 +29,15 @@ type orderKey struct {
 	index int32
 }
 
-// plan turns a batch into requests. Entries that adjoin at the peer become one,
-// wherever their local bytes lie, since only the remote address is on the wire.
-// It may be reused.
+// plan turns a batch into requests. Entries that adjoin each other at the peer become one request, wherever their local bytes lie,
+// because only the remote address is on the wire. A plan may be reused.
 type plan struct {
 	order []orderKey // entries with bytes, by remote address
 	reqs  []request
 	bytes uint64
 }
 
-// build plans entries. An impossible range fails all: nothing is sent.
+// build plans the requests for entries. If one range is impossible, it returns ErrRange, and nothing is sent.
 func (p *plan) build(entries []Entry) error {
 	p.order, p.reqs, p.bytes = p.order[:0], p.reqs[:0], 0
 	sorted := true
@@ -62,7 +61,7 @@ func (p *plan) build(entries []Entry) error {
 	return nil
 }
 
-// cut makes requests of at most limit bytes each.
+// cut cuts the planned entries into requests of at most limit bytes each.
 func (p *plan) cut(entries []Entry, limit uint64) {
 	p.reqs = p.reqs[:0]
 	limit = min(limit, maxRun)
@@ -88,8 +87,8 @@ func (p *plan) cut(entries []Entry, limit uint64) {
 	}
 }
 
-// singles splits a merged request into one per entry: a peer may refuse the
-// whole because two of its regions adjoin, or because of one entry.
+// singles splits the merged request r into one request per entry. The peer may have refused r because of one entry, or because r spans
+// two of its regions.
 func (p *plan) singles(r request, entries []Entry) []request {
 	out := make([]request, 0, r.last-r.first)
 	for i := r.first; i < r.last; i++ {
@@ -99,7 +98,7 @@ func (p *plan) singles(r request, entries []Entry) []request {
 	return out
 }
 
-// share cuts reqs into n runs of about equal bytes.
+// share cuts reqs, of `bytes` bytes in all, into n runs of about equal size.
 func share(reqs []request, n int, bytes uint64) [][]request {
 	out := make([][]request, 0, n)
 	var sum uint64
@@ -117,24 +116,24 @@ func share(reqs []request, n int, bytes uint64) [][]request {
 	return out
 }
 
-// cursor walks the local bytes of a run of requests.
+// cursor walks through the local bytes of a run of requests.
 type cursor struct {
-	req   int // next request, or the one that is under way
+	req   int // the next request, or the current one
 	entry int // index into plan.order; meaningful while left > 0
 	off   int
-	left  uint64 // of the request under way
+	left  uint64 // bytes of the current request that are left
 }
 
 func (c *cursor) start(r *request) {
 	c.entry, c.off, c.left = r.first, r.off, r.size
 }
 
-// next returns the next piece, at most limit bytes, of the request under way.
-// Entries that adjoin in local memory too make one piece.
+// next returns the next piece of the current request, at most limit bytes. Entries that adjoin each other in local memory, too, make
+// one piece.
 func (c *cursor) next(p *plan, entries []Entry, limit int) []byte {
 	limit = int(min(uint64(limit), c.left))
 	b := entries[p.order[c.entry].index].Local[c.off:]
-	n := 0 // bytes of the entries that b holds whole
+	n := 0 // bytes of the entries that b contains completely
 	for len(b) < limit {
 		following := entries[p.order[c.entry+1].index].Local
 		if !adjoin(b, following) {
@@ -157,7 +156,7 @@ func (c *cursor) next(p *plan, entries []Entry, limit int) []byte {
 	return b
 }
 
-// adjoin says whether b begins where a ends, in a's array. b has bytes.
+// adjoin reports whether b begins in memory where a ends, within a's array. b must have bytes.
 func adjoin(a, b []byte) bool {
 	return cap(a)-len(a) >= len(b) && &a[:len(a)+1][len(a)] == &b[0]
 }

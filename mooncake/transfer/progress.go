@@ -7,15 +7,14 @@ import (
 	"time"
 )
 
-// Progress says how far writes have come, for displays. A request counts when all of its bytes
-// have been written; what is sent twice counts twice. Methods are safe for concurrent use; a nil
-// *Progress counts nothing.
+// Progress says how far writes have come, for displays. It counts a request when all bytes of the request have been written; a request
+// that is sent twice counts twice. Its methods are safe for concurrent use. A nil *Progress counts nothing.
 type Progress struct {
 	first atomic.Int64 // ns since the epoch: when the first write began
 	bytes atomic.Uint64
 }
 
-// First returns when the first write began; zero: none has.
+// First returns when the first write began. The zero time means that none has begun.
 func (p *Progress) First() time.Time {
 	if p == nil || p.first.Load() == 0 {
 		return time.Time{}
@@ -48,5 +47,5 @@ func (p *Progress) confirmed(n uint64) {
 	p.add(n)
 }
 
-// Count makes p count the writes into the region from now on.
+// Count makes p count the writes into the region, from now on.
 func (r *Region) Count(p *Progress) { r.incoming.Store(p) }

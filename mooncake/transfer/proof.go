@@ -16,16 +16,17 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// Two Kvasir ends prove to each other that they have a secret in common (auth.PeerSecrets). N and M are 32 random bytes of the initiator
-// and of the target; a proof is auth.ProofBytes long and covers its role, N, M and the segment name that the initiator dialed. So a proof
-// is good for one connection, one end and one target: a process between them that has another name can use none.
+// Two Kvasir ends prove to each other that they have a secret in common (auth.PeerSecrets). N and M are 32 random bytes of the
+// initiator and of the target. A proof is auth.ProofBytes long and covers the role of its sender, N, M and the segment name that the
+// initiator dialed. So a proof is good for one connection, one end and one target only: a process in the middle, which has another
+// name, cannot use it.
 //
 // Handshake port, metadata requests (hexadecimal digits):
 //
 //	{"kvasir_hello": N} ->  <- {"kvasir_challenge": M}
 //	{"kvasir_proof": P} ->  <- description
 //
-// A target without secrets, and the C++ engine, answer the hello by their description.
+// A target without secrets, and the C++ engine, answer the hello with their description.
 //
 // Data port, before the first request, to a target that asked for a proof on its handshake port:
 //
@@ -52,26 +53,26 @@ func newNonce() []byte {
 	return b
 }
 
-// session is what the proofs of a connection cover.
+// session returns the bytes that the proofs of one connection cover: the random bytes of both ends and the dialed segment name.
 func session(initiator, target []byte, name string) []byte {
 	return append(slices.Concat(initiator, target), name...)
 }
 
-// proving is a request or a reply of the handshake port that has a proof's part.
+// proving is the part of a request or a reply of the handshake port that exchanges proofs.
 type proving struct {
 	Hello     string `json:"kvasir_hello,omitempty"`
 	Challenge string `json:"kvasir_challenge,omitempty"`
 	Proof     string `json:"kvasir_proof,omitempty"`
 }
 
-// decodeExactly returns the n bytes of hexadecimal digits.
+// decodeExactly decodes hexadecimal text. It returns false unless the result has n bytes.
 func decodeExactly(text string, n int) ([]byte, bool) {
 	b, err := hex.DecodeString(text)
 	return b, err == nil && len(b) == n
 }
 
-// fetchDescriptor asks segment for its descriptor. With secrets it proves that it has one if the segment demands it, and demands the same
-// proof of segments outside the stock networks. ctx needs a deadline.
+// fetchDescriptor asks segment for its descriptor. With secrets, it proves to the segment that it has a secret, if the segment demands
+// that, and demands the same proof of segments outside the stock networks. ctx must have a deadline.
 func fetchDescriptor(ctx context.Context, segment string, secrets *auth.PeerSecrets) (d *Descriptor, err error) {
 	err = exchange(ctx, segment, func(c net.Conn) error {
 		d, err = describeOn(c, segment, secrets)
@@ -118,7 +119,7 @@ func describeOn(c net.Conn, segment string, secrets *auth.PeerSecrets) (*Descrip
 	return d, err
 }
 
-// prove exchanges proofs on a new data connection to the segment. The connection carries nothing else yet.
+// prove exchanges proofs on a new data connection to segment, before anything else is sent on it.
 func prove(ctx context.Context, c net.Conn, segment string, secrets *auth.PeerSecrets) (auth.Proof, error) {
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
 	p, err := proveOn(c, segment, secrets)
@@ -155,7 +156,7 @@ func proveOn(c io.ReadWriter, segment string, secrets *auth.PeerSecrets) (p auth
 	return p, nil
 }
 
-// readAnswer reads a status that says done, and what comes with it.
+// readAnswer reads a status and returns an error unless it means success. Then it fills `into` from r.
 func readAnswer(r io.Reader, into []byte) error {
 	var status [statusBytes]byte
 	if _, err := io.ReadFull(r, status[:]); err != nil {
@@ -171,7 +172,7 @@ func readAnswer(r io.Reader, into []byte) error {
 	return unexpected(err)
 }
 
-// challenge answers a hello on the handshake port and reads the proof. It returns nil for a proof that counts.
+// challenge answers a hello on the handshake port and checks the proof that follows. It returns nil if the proof is valid.
 func (t *Target) challenge(c *net.TCPConn, hello string) error {
 	theirs, ok := decodeExactly(hello, nonceBytes)
 	if !ok {
@@ -203,7 +204,7 @@ func (t *Target) challenge(c *net.TCPConn, hello string) error {
 	return nil
 }
 
-// refuse counts a connection of a peer that did not prove that it has a secret.
+// refuse counts and logs a connection whose peer did not prove that it has a secret.
 func (t *Target) refuse(c net.Conn, why error) {
 	if t.isClosed() {
 		return
@@ -212,7 +213,7 @@ func (t *Target) refuse(c net.Conn, why error) {
 	t.opt.Secrets.Refuse(c.LocalAddr().String(), c.RemoteAddr().String(), why)
 }
 
-// serveHello checks the proof of a new data connection, and gives the target's own.
+// serveHello checks the proof of a new data connection and sends the target's own proof.
 func (d *dataConn) serveHello() error {
 	theirs := make([]byte, nonceBytes)
 	if err := d.readFull(theirs); err != nil {
@@ -238,7 +239,8 @@ func (d *dataConn) serveHello() error {
 	return nil
 }
 
-// demandProof returns an error for a request before the proof that the target demands, or after its secret was removed.
+// demandProof returns an error for a request that comes before the proof that the target demands, or after the proof's secret was
+// removed.
 func (d *dataConn) demandProof() error {
 	switch {
 	case !d.demand:

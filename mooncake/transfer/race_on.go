@@ -4,6 +4,5 @@
 
 package transfer
 
-// raceDetector says that this build has the race detector, which does not know of
-// vectored writes.
+// raceDetector means that this build has the race detector, which does not see vectored writes.
 const raceDetector = true

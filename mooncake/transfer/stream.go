@@ -15,29 +15,27 @@ import (
 
 const (
 	smallBuf = 8 << 10   // per connection, always
-	bigBuf   = 256 << 10 // while a connection streams small frames; pooled
+	bigBuf   = 256 << 10 // used while a connection streams small frames; pooled
 
-	// directBytes is the rest of a body from which it is read straight into
-	// place. Below, one system call for many bodies is worth the copy.
+	// directBytes is how many bytes of a body must be left for the rest to be read straight into its place. A shorter rest goes through
+	// the buffer: one system call for many bodies is worth the copy.
 	directBytes = 24 << 10
 
 	// lowWater is how much of a large body must be there before the kernel wakes its
 	// reader. A wake-up costs as much as copying some 10 KiB.
 	lowWater = 256 << 10
 
-	// writeStep bounds the bytes given to the kernel in one call, and with it
-	// how late a sender notices an answer.
+	// writeStep bounds the bytes given to the kernel in one call. It thereby bounds how late a sender notices an answer.
 	writeStep = 1 << 20
 )
 
 var bigBufs = sync.Pool{New: func() any { b := make([]byte, bigBuf); return &b }}
 
-// stream is a TCP connection with progress timeouts in both directions, a read
-// buffer that is large only while the peer streams, and vectored writes. It belongs to
-// one goroutine; others may only Close its connection.
+// stream is a TCP connection with progress timeouts in both directions, vectored writes, and a read buffer that is large only while the
+// peer streams. It belongs to one goroutine; other goroutines may only close its connection.
 //
-// It moves a deadline only when an eighth of the timeout has passed since it last did,
-// to save timer operations. So it notices a stall after 7/8 to 8/8 of the timeout.
+// It moves a deadline only when an eighth of the timeout has passed since the last move, to save timer operations. So it notices a
+// stall after 7/8 to 8/8 of the timeout.
 type stream struct {
 	conn    *net.TCPConn
 	raw     syscall.RawConn
@@ -49,14 +47,14 @@ type stream struct {
 	small []byte
 	big   *[]byte
 	r, w  int  // buf[r:w] is not consumed
-	hot   bool // the last read filled its space: more is waiting
+	hot   bool // the last read filled its space, so more bytes are waiting
 
 	readArmed  time.Time // when the deadlines were set; zero: no deadline
 	writeArmed time.Time
-	out        net.Buffers // of one write
-	one        [1][]byte   // out of a short one, in short
+	out        net.Buffers // buffers of the write in progress
+	one        [1][]byte   // the array behind out for a short write, whose bytes are in short
 	short      [maxReplies * statusBytes]byte
-	low        int // bytes that wake a reader; 0: one
+	low        int // number of bytes that wake a reader; 0: one
 
 	look func(fd uintptr) bool // one read that does not wait; its outcome:
 	n    int
@@ -84,7 +82,7 @@ func (s *stream) close() {
 	s.resize(false)
 }
 
-// abort is close with a reset: the peer cannot take it for a clean end.
+// abort closes the connection with a reset, which the peer cannot take for a clean end.
 func (s *stream) abort() {
 	s.conn.SetLinger(0)
 	s.close()
@@ -92,14 +90,14 @@ func (s *stream) abort() {
 
 func (s *stream) buffered() int { return s.w - s.r }
 
-// next consumes n buffered bytes.
+// next returns the next n buffered bytes and consumes them.
 func (s *stream) next(n int) []byte {
 	b := s.buf[s.r : s.r+n]
 	s.r += n
 	return b
 }
 
-// makeRoom makes space in the buffer: the large one while the peer streams.
+// makeRoom makes space in the buffer. It takes the large buffer while the peer streams.
 func (s *stream) makeRoom() {
 	s.resize(s.hot)
 	if s.r > 0 {
@@ -122,11 +120,10 @@ func (s *stream) resize(large bool) {
 	}
 }
 
-// fill reads once into the buffer.
+// fill reads once from the connection into the buffer.
 func (s *stream) fill() error { return s.fillUpTo(bigBuf, false) }
 
-// fillUpTo reads once into the buffer, at most limit bytes. An idle one waits
-// without a timeout.
+// fillUpTo reads once from the connection into the buffer, at most limit bytes. With idle, it waits without a timeout.
 func (s *stream) fillUpTo(limit int, idle bool) error {
 	s.makeRoom()
 	for {
@@ -142,7 +139,7 @@ func (s *stream) fillUpTo(limit int, idle bool) error {
 		case n > 0:
 			return nil
 		case idle && errors.Is(err, os.ErrDeadlineExceeded):
-			// A deadline left over from the last body, not an end.
+			// This deadline was left over from the last body; the peer has not stalled.
 			if err := s.conn.SetReadDeadline(time.Time{}); err != nil {
 				return err
 			}
@@ -153,12 +150,12 @@ func (s *stream) fillUpTo(limit int, idle bool) error {
 	}
 }
 
-// try reads what is there without waiting.
+// try reads into the buffer what has arrived, without waiting.
 func (s *stream) try() error {
 	s.makeRoom()
 	if err := s.raw.Read(s.look); err != nil {
 		if errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
-			return nil // a deadline left over from earlier; the next wait moves it
+			return nil // a deadline left over from an earlier wait; the next wait moves it
 		}
 		return s.cause(err)
 	}
@@ -176,7 +173,7 @@ func (s *stream) try() error {
 	return nil
 }
 
-// need waits until n bytes, at most smallBuf/2, are buffered.
+// need waits until n bytes are buffered. n must be at most smallBuf/2.
 func (s *stream) need(n int) error {
 	for s.buffered() < n {
 		if err := s.fill(); err != nil {
@@ -186,7 +183,7 @@ func (s *stream) need(n int) error {
 	return nil
 }
 
-// readFull fills dst, from the buffer first.
+// readFull fills dst, first from the buffer, then from the connection.
 func (s *stream) readFull(dst []byte) error {
 	for {
 		n := copy(dst, s.buf[s.r:s.w])
@@ -207,7 +204,7 @@ func (s *stream) readFull(dst []byte) error {
 		}
 		n, err := s.conn.Read(dst)
 		if n == 0 && s.low > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
-			// Less than the low water mark may have come, which is progress too.
+			// Fewer bytes than the low water mark may have come; that is progress, too.
 			s.raw.Control(func(fd uintptr) { n, _ = syscall.Read(int(fd), dst) })
 			n, s.readArmed = max(n, 0), time.Time{}
 		}
@@ -218,8 +215,8 @@ func (s *stream) readFull(dst []byte) error {
 	}
 }
 
-// wakeAt sets the socket's low water mark for the left bytes of a body, so that the
-// kernel does not wake the reader for each segment. The peer's end wakes it in any case.
+// wakeAt sets the socket's low water mark for a body of which `left` bytes are missing, so that the kernel does not wake the reader for
+// each segment. The peer's end of the connection wakes the reader in any case.
 func (s *stream) wakeAt(left int) {
 	low := min(left, lowWater)
 	if low < lowWater/4 {
@@ -235,7 +232,7 @@ func (s *stream) wakeAt(left int) {
 	})
 }
 
-// write sends bufs completely; it keeps nothing of them.
+// write sends all bytes of bufs. It keeps no reference to bufs.
 func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 	s.out = s.gather(bufs)
 	for len(s.out) > 0 {
@@ -251,7 +248,7 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 			}
 			n = int64(k)
 		} else {
-			if raceDetector { // what happened so far comes before what the peer does with these bytes
+			if raceDetector { // what happened so far must happen before what the peer does with these bytes
 				s.raw.Control(func(fd uintptr) { _, _ = syscall.Write(int(fd), nil) })
 			}
 			n, err = s.out.WriteTo(s.conn)
@@ -259,7 +256,7 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 		sent += n
 		switch {
 		case n > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled():
-			s.writeArmed = time.Time{} // slow is not stalled
+			s.writeArmed = time.Time{} // a slow peer is not a stalled one
 		case err != nil:
 			return sent, s.cause(err)
 		}
@@ -267,7 +264,7 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 	return sent, nil
 }
 
-// gather puts a few bytes in many pieces, answers for example, into one.
+// gather copies a small total of bytes in many pieces, for example answers, into one piece.
 func (s *stream) gather(bufs [][]byte) [][]byte {
 	n := 0
 	for _, b := range bufs {
@@ -288,7 +285,7 @@ func (s *stream) watch(ctx context.Context) {
 	s.watched = context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
 }
 
-// unwatch ends watch. It reports whether the connection was not interrupted.
+// unwatch ends the watch. It returns true if the connection was not interrupted.
 func (s *stream) unwatch() bool {
 	s.ctx = nil
 	return s.watched()
@@ -296,9 +293,9 @@ func (s *stream) unwatch() bool {
 
 func (s *stream) cancelled() bool { return s.ctx != nil && s.ctx.Err() != nil }
 
-// armRead and armWrite move the deadline when an eighth of it has passed. The
-// context is asked afterwards: its watcher moves the deadline into the past,
-// and one of the two sees the other.
+// armRead and armWrite move the deadline when an eighth of the timeout has passed since the last move. They check the context only
+// after that: when the context ends, its watcher moves the deadline into the past, and if armRead has just overwritten that deadline,
+// its check finds that the context has ended.
 func (s *stream) armRead() error {
 	if now := time.Now(); now.Sub(s.readArmed) > s.timeout/8 {
 		if err := s.conn.SetReadDeadline(now.Add(s.timeout)); err != nil {
@@ -325,7 +322,7 @@ func (s *stream) armWrite() error {
 	return nil
 }
 
-// cause translates an error of the connection.
+// cause translates an error of the connection into the error that callers see.
 func (s *stream) cause(err error) error {
 	switch {
 	case s.cancelled():
@@ -336,7 +333,7 @@ func (s *stream) cause(err error) error {
 	return err
 }
 
-// unexpected turns an end inside a frame into an error that says so.
+// unexpected turns the end of the stream (io.EOF), inside a frame, into io.ErrUnexpectedEOF.
 func unexpected(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF

@@ -13,7 +13,7 @@ import (
 	"sync/atomic"
 )
 
-// MaxRegions bounds the regions of a table: their descriptor fits maxHandshakeBytes.
+// MaxRegions is the largest number of regions in a table. Their descriptor fits into maxHandshakeBytes.
 const MaxRegions = 8192
 
 // Range is a range of published addresses.
@@ -22,7 +22,7 @@ type Range struct {
 	Len  uint64 // bytes
 }
 
-// end needs a range that valid has seen.
+// end returns the address after the range. Call it only for a range that valid has accepted.
 func (r Range) end() uint64 { return r.Addr + r.Len }
 
 func (r Range) valid() bool {
@@ -33,21 +33,21 @@ func (r Range) overlaps(o Range) bool {
 	return r.Len != 0 && o.Len != 0 && r.Addr < o.end() && o.Addr < r.end()
 }
 
-// Region is memory that peers may address. It stays registered until Close.
+// Region is memory that peers may address. It stays registered until Close or Withdraw.
 type Region struct {
 	table *Table // immutable
 	at    Range
 	mem   []byte      // nil for a region of callbacks
-	src   io.ReaderAt // answers reads; nil refuses them
-	dst   io.WriterAt // takes writes; nil refuses them
+	src   io.ReaderAt // answers reads; nil: reads are refused
+	dst   io.WriterAt // receives writes; nil: writes are refused
 
-	// closed are the ranges that take no writes: by address, disjoint, not
-	// adjoining, replaced as a whole under closing. nil means none.
+	// closed are the ranges that accept no writes: sorted by address, disjoint, and not adjoining. The slice is replaced as a whole
+	// under `closing`. nil means none.
 	closed  atomic.Pointer[[]Range]
-	closing sync.Mutex // a leaf
+	closing sync.Mutex // a leaf: no other lock is taken under it
 
 	arrived   arrivals
-	ackedOnce atomic.Bool // arrived.acked was set
+	ackedOnce atomic.Bool // arrived.acked is set already
 	watched   atomic.Bool
 	incoming  atomic.Pointer[Progress]
 }
@@ -55,31 +55,29 @@ type Region struct {
 // Range returns the published address and length.
 func (r *Region) Range() Range { return r.at }
 
-// Table says which addresses peers may touch. Its methods are safe for
-// concurrent use.
+// Table says which addresses peers may touch. Its methods are safe for concurrent use.
 //
-// Looking up an address takes no lock: the regions are one immutable view,
-// replaced at each change, and so are the closed ranges of each region. A
-// connection first publishes its claim, then looks at both; a fence first
-// publishes what is closed, then looks at the claims. So one of them sees the
-// other. Table.mu is held for a time that does not depend on how much is fenced.
+// Looking up an address takes no lock: the regions are one immutable view, which each change replaces as a whole; the closed ranges of
+// a region are replaced in the same way. A connection first publishes its claim, then looks at regions and closed ranges. A fence first
+// publishes the closed ranges, then looks at the claims. So at least one of the two sees the other. How long Table.mu is held does not
+// depend on how much is fenced.
 type Table struct {
 	view atomic.Pointer[view]
 
-	// order makes each claim happen after the writes that ended before it, also
-	// on other connections: peers know that order, the memory model does not.
+	// order makes each claim happen after all writes that ended before it, also on other connections. Peers know that order, but Go's
+	// memory model does not.
 	order atomic.Uint64
 
-	waiters atomic.Int64 // for a write without acknowledgement
-	wake    struct {     // a leaf
+	waiters atomic.Int64 // callers of Unwritten that wait for a write
+	wake    struct {     // a leaf: no other lock is taken under it
 		sync.Mutex
-		c chan struct{} // closed at the next one; nil without waiters
+		c chan struct{} // closed at the next write; nil without waiters
 	}
 
 	mu struct {
-		sync.Mutex // writers of view; holders may lock a claims.mu
+		sync.Mutex // guards changes of view; its holder may lock a claims.mu
 		users      map[*claims]struct{}
-		lent       Range // what Publish has given out, and the gaps in it
+		lent       Range // the addresses that Publish has given out, with the gaps between them
 	}
 }
 
@@ -87,10 +85,9 @@ type view struct {
 	regions []*Region // by address, disjoint
 }
 
-// The first address that Publish gives out is random: a multiple of lentAlign in
-// [firstLent, 2*firstLent), one of 2^40. So a peer that still knows the addresses of
-// another table, of this process or of the one before it on the same ports, does not
-// hit this one. The last one lies below endLent.
+// The first address that Publish gives out is random: a multiple of lentAlign in [firstLent, 2*firstLent), one of 2^40. A peer that
+// still knows addresses of another table, in this process or in an earlier one on the same ports, therefore does not hit this table's
+// regions. All addresses lie below endLent.
 const (
 	firstLent = 1 << 61
 	endLent   = 3 * firstLent
@@ -108,23 +105,22 @@ func NewTable() *Table {
 	return t
 }
 
-// Register publishes mem under the address base. Any number will do, since peers use it
-// as a name. The table reads and writes mem until the region's Close returns. An address
-// that Publish has ever given out is ErrOverlap.
+// Register publishes mem under the address base. Any address will do, because peers use it only as a name. The table reads and writes
+// mem until the region's Close returns. The error is ErrOverlap if the region overlaps another one or an address that Publish has ever
+// given out.
 func (t *Table) Register(base uint64, mem []byte) (*Region, error) {
 	return t.add(&Region{table: t, at: Range{base, uint64(len(mem))}, mem: mem})
 }
 
-// RegisterFunc publishes a range that src and dst answer, at offsets from its
-// base; a nil one refuses that direction. Both are called from many goroutines
-// and must return on their own: a fence waits for them. An error refuses the
-// request. A write reaches dst in pieces, in order.
+// RegisterFunc publishes the range at. src answers reads and dst receives writes, at offsets from the range's base; a nil src or dst
+// refuses that direction. Both are called from many goroutines and must return without outside help: a fence waits for them. An error
+// of theirs refuses the request. A write reaches dst in pieces, in order.
 func (t *Table) RegisterFunc(at Range, src io.ReaderAt, dst io.WriterAt) (*Region, error) {
 	return t.add(&Region{table: t, at: at, src: src, dst: dst})
 }
 
-// Publish registers mems, all or none, at addresses that the table gives out only once,
-// so that a peer with an earlier address reaches nothing. No two of the regions adjoin.
+// Publish registers mems, all or none, at addresses that the table gives out only once. So a peer with an address from an earlier
+// Publish reaches nothing. No two of the regions adjoin.
 func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -139,7 +135,7 @@ func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
 			return nil, ErrRange
 		}
 		at := Range{next, uint64(len(mem))}
-		for { // past regions that their owners put there
+		for { // skip regions that their owners registered there
 			if at.Addr > endLent || at.Len > endLent-at.Addr {
 				return nil, ErrRegions // 2^61 bytes were given out
 			}
@@ -159,7 +155,7 @@ func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
 	return regions, nil
 }
 
-// lentUp returns the next multiple of lentAlign.
+// lentUp rounds a up to a multiple of lentAlign.
 func lentUp(a uint64) uint64 { return (a + lentAlign - 1) &^ (lentAlign - 1) }
 
 func byAddress(a, b *Region) int { return cmp.Compare(a.at.Addr, b.at.Addr) }
@@ -182,13 +178,12 @@ func (t *Table) add(r *Region) (*Region, error) {
 	return r, nil
 }
 
-// Close withdraws the region.
+// Close withdraws the region; see Table.Withdraw.
 func (r *Region) Close(ctx context.Context) (cut int) { return r.table.Withdraw(ctx, r) }
 
-// Withdraw removes regions from the table. It refuses new requests for them at once.
-// Those in progress may finish until ctx is done; then it cuts their connections. When
-// it returns no peer touches the memory any more. It returns the number of connections
-// cut.
+// Withdraw removes regions from the table. It refuses new requests for them at once. Requests in progress may finish until ctx ends;
+// then Withdraw cuts their connections. When it returns, no peer touches the regions' memory any more. cut is the number of connections
+// that it cut.
 func (t *Table) Withdraw(ctx context.Context, regions ...*Region) (cut int) {
 	ranges := make([]Range, len(regions))
 	gone := make(map[*Region]bool, len(regions))
@@ -203,13 +198,12 @@ func (t *Table) Withdraw(ctx context.Context, regions ...*Region) (cut int) {
 	return drain(ctx, users, union(nil, ranges), true)
 }
 
-// Fence closes the ranges to new writes, which are rejected at once, and waits
-// for the writes in progress. They may finish until ctx is done; then their
-// connections are cut. When Fence returns no write changes a byte of the
-// ranges until Reopen. It returns the number of connections cut; reads go on.
+// Fence closes the ranges to new writes, which are rejected at once, and waits until the writes in progress end. When ctx ends first,
+// Fence cuts their connections. When Fence returns, no write changes a byte of the ranges until Reopen. Reads go on. cut is the number
+// of connections that it cut.
 //
-// A second fence of the same range changes nothing, and one Reopen ends both. Fence
-// ignores ranges, or parts of them, that are in no region: a later region starts open.
+// A second Fence of the same range changes nothing, and one Reopen ends both. Fence ignores ranges, or parts of them, that lie in no
+// region: a region registered later starts open.
 func (t *Table) Fence(ctx context.Context, ranges ...Range) (cut int) {
 	all := union(nil, ranges)
 	t.change(all, union)
@@ -222,8 +216,8 @@ func (t *Table) Fence(ctx context.Context, ranges ...Range) (cut int) {
 // Reopen allows writes into the ranges again.
 func (t *Table) Reopen(ranges ...Range) { t.change(union(nil, ranges), subtract) }
 
-// change replaces what is closed of each region by a function of it and of the
-// ranges that lie there. ranges are sorted and disjoint.
+// change replaces the closed ranges of each region by the result of `by`. by gets the region's closed ranges, and the part of `ranges`
+// that lies in the region. ranges are sorted and disjoint.
 func (t *Table) change(ranges []Range, by func(closed, ranges []Range) []Range) {
 	regions := t.view.Load().regions
 	for len(ranges) > 0 {
@@ -261,7 +255,7 @@ func (t *Table) change(ranges []Range, by func(closed, ranges []Range) []Range) 
 	}
 }
 
-// clip returns the parts of ranges that lie in at.
+// clip returns the parts of ranges that lie inside the range at.
 func clip(ranges []Range, at Range) []Range {
 	out := make([]Range, 0, len(ranges))
 	for _, r := range ranges {
@@ -273,9 +267,8 @@ func clip(ranges []Range, at Range) []Range {
 	return out
 }
 
-// Observe orders the caller's accesses to regions after all confirmed writes of peers,
-// and before all later ones, in terms of Go's memory model. Call it after a peer reports
-// its writes and before you read them, and again before you let the peer write anew.
+// Observe orders the caller's accesses to regions after all confirmed writes of peers and before all later writes, in terms of Go's
+// memory model. Call it after a peer has reported its writes and before you read them, and again before you let the peer write anew.
 // Only the race detector needs it, and only if both peers run in one process.
 func (t *Table) Observe() { t.order.Add(1) }
 
@@ -287,8 +280,8 @@ func (t *Table) usersLocked() []*claims {
 	return users
 }
 
-// buffers lists the regions for a descriptor. Peers only ask that a buffer has a
-// name; it is kept short, so that MaxRegions fit a frame.
+// buffers lists the regions for a descriptor. Peers need only that a buffer has some name; name is kept short, so that MaxRegions
+// buffers fit into a frame.
 func (t *Table) buffers(name string) []Buffer {
 	name = name[:min(len(name), 47)] // the longest IPv6 address and port
 	regions := t.view.Load().regions
@@ -299,7 +292,7 @@ func (t *Table) buffers(name string) []Buffer {
 	return list
 }
 
-// find returns the region that holds all of at, or nil. at may be anything.
+// find returns the region that contains all of the range at, or nil. at may be any range, also an impossible one.
 func (v *view) find(at Range) *Region {
 	i, found := slices.BinarySearchFunc(v.regions, at.Addr, func(e *Region, a uint64) int { return cmp.Compare(e.at.Addr, a) })
 	if !found {
@@ -316,20 +309,20 @@ func (v *view) find(at Range) *Region {
 	return r
 }
 
-// isClosed says whether a byte of at, which lies in the region, is closed to writes.
+// isClosed reports whether a byte of the range at is closed to writes. at must lie in the region.
 func (r *Region) isClosed(at Range) bool {
 	c := r.closed.Load()
 	return c != nil && meets(*c, at)
 }
 
-// meets says whether at overlaps one of set, which is sorted and disjoint.
+// meets reports whether the range at overlaps a range of set, which is sorted and disjoint.
 func meets(set []Range, at Range) bool {
 	i, _ := slices.BinarySearchFunc(set, at.Addr, func(e Range, a uint64) int { return cmp.Compare(e.Addr, a) })
 	return i > 0 && set[i-1].overlaps(at) || i < len(set) && set[i].overlaps(at)
 }
 
-// union returns the merge of a, which is sorted and disjoint, and b, which may
-// be anything; impossible ranges are left out.
+// union returns the ranges of a and b, merged. a is sorted and disjoint; b may be in any order and overlap. Impossible ranges of b are
+// left out.
 func union(a, b []Range) []Range {
 	all := make([]Range, 0, len(a)+len(b))
 	all = append(all, a...)
@@ -350,7 +343,7 @@ func union(a, b []Range) []Range {
 	return out
 }
 
-// subtract returns a, which is sorted and disjoint, without the bytes of b.
+// subtract returns the ranges of a without the bytes of b. a is sorted and disjoint.
 func subtract(a, b []Range) []Range {
 	holes := union(nil, b)
 	out := make([]Range, 0, len(a)+len(holes))

@@ -22,38 +22,37 @@ import (
 
 // TargetOptions configures a Target. A zero field means its default.
 type TargetOptions struct {
-	Host          string // published to peers; default 127.0.0.1
+	Host          string // address of both ports that peers get; default 127.0.0.1
 	Bind          string // address of the listeners; default Host
 	HandshakePort int    // default: a free one
 	DataPort      int    // default: a free one
 
-	// Boot names this life of the target to Kvasir peers; default random. Two
-	// lives must differ.
+	// Boot names this life of the target to Kvasir peers; default random. Two lives must have different names.
 	Boot string
 
-	ProgressTimeout  time.Duration // a body or a reply that stops moving; default 30 s
-	HandshakeTimeout time.Duration // each read and write of a handshake; default 5 s
-	MaxConns         int           // data connections; more are closed at once; default 16384
-	MaxHandshakes    int           // at a time; more wait in the backlog, or cut those that say nothing; default 256
+	ProgressTimeout  time.Duration // after which a body or a reply that does not move ends; default 30 s
+	HandshakeTimeout time.Duration // for each read and write of a handshake; default 5 s
+	MaxConns         int           // most data connections; further ones are closed at once; default 16384
+	MaxHandshakes    int           // most handshakes at a time; others wait in the kernel's backlog, or replace one whose peer is silent; default 256
 
-	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
+	Networks *auth.Networks // connections from elsewhere are closed at once; nil: all are accepted
 
-	// With Secrets, peers outside the stock networks must prove that they have one. The target closes a connection without a proof
-	// after HandshakeTimeout. nil: nothing is demanded.
+	// With Secrets, peers outside the stock networks must prove that they have one of the secrets. The target closes a connection
+	// without a proof after HandshakeTimeout. nil: no proof is demanded.
 	Secrets *auth.PeerSecrets
 
 	Log *slog.Logger // refused and broken connections, at debug; default none
 }
 
-// Target serves reads and writes of its Table to peers. It never closes an
-// idle data connection: the engine would fail its next transfer.
+// Target serves reads and writes of its Table to peers. It never closes an idle data connection: a C++ engine at the other end would
+// fail its next transfer.
 type Target struct {
 	opt   TargetOptions // immutable after Listen
 	table *Table
 	name  string // "host:port" of the handshake listener
 	hs    net.Listener
 	data  net.Listener
-	slots chan struct{} // one per handshake in service
+	slots chan struct{} // one token per handshake in progress
 	log   *slog.Logger
 	stats targetStats
 	wg    sync.WaitGroup
@@ -61,13 +60,13 @@ type Target struct {
 	mu struct {
 		sync.Mutex
 		closed bool
-		conns  map[net.Conn]*inbound // both ports
+		conns  map[net.Conn]*inbound // of both ports
 		nData  int
-		silent []*silentConn // handshakes that have not been asked, oldest first
+		silent []*silentConn // handshakes whose request has not come yet, oldest first
 	}
 }
 
-// TargetStats are counters since Listen, but for DataConns.
+// TargetStats are counters since Listen, except DataConns, the current number.
 type TargetStats struct {
 	DataConns       int64 // open now
 	Handshakes      int64
@@ -75,11 +74,11 @@ type TargetStats struct {
 	Reads           int64
 	BytesIn         int64
 	BytesOut        int64
-	RejectedAddress int64 // not registered, zero, wrapping, or the callback's error
-	RejectedFence   int64 // closed to writes
-	Unproven        int64 // connections that did not prove to have a secret
-	RefusedConns    int64 // above MaxConns: new ones, or those that had asked for nothing
-	Broken          int64 // connections that ended inside a frame or stalled
+	RejectedAddress int64 // requests for an address that is not registered, 0, or wrapping, or that the callback refused
+	RejectedFence   int64 // writes into ranges that are closed by a fence
+	Unproven        int64 // connections whose peer did not prove that it has a secret
+	RefusedConns    int64 // connections cut because of MaxConns: new ones, or old ones without a request
+	Broken          int64 // connections that ended inside a frame, or stalled
 }
 
 type targetStats struct {
@@ -88,7 +87,7 @@ type targetStats struct {
 	unproven                                   atomic.Int64
 }
 
-// Listen starts a target for table on both ports.
+// Listen starts a target that serves table on both ports.
 func Listen(o TargetOptions, table *Table) (*Target, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -177,8 +176,8 @@ func (t *Target) Close() error {
 	return err
 }
 
-// SelfDial dials the target at the address that it publishes. It fails unless this
-// target answers there, as peers would fail then.
+// SelfDial dials the target at the address that it publishes. It fails unless this target answers at that address; peers would fail
+// there, too.
 func (t *Target) SelfDial(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, t.opt.HandshakeTimeout)
 	defer cancel()
@@ -200,8 +199,8 @@ func (t *Target) SelfDial(ctx context.Context) error {
 	return c.Close()
 }
 
-// accept calls start for each connection of l until l closes. start may block: the
-// kernel's backlog then keeps new connections.
+// accept calls start for each connection that l accepts, until l is closed. start may block; meanwhile new connections wait in the
+// kernel's backlog.
 func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 	for delay := time.Duration(0); ; {
 		c, err := l.Accept()
@@ -213,7 +212,7 @@ func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		// Out of descriptors, or a connection that died in the backlog.
+		// The process has no file descriptors left, or a connection died in the backlog.
 		delay = min(max(2*delay, 5*time.Millisecond), 500*time.Millisecond)
 		t.log.Warn("no connection can be accepted", "port", l.Addr(), "err", err, "retry_in", delay)
 		time.Sleep(delay)
@@ -255,17 +254,17 @@ func (t *Target) acceptHandshakes() {
 	})
 }
 
-// silentConn is a handshake connection without a request so far.
+// silentConn is a connection to the handshake port on which no request has come yet.
 type silentConn struct {
 	conn  net.Conn
 	since time.Time
 }
 
-// silentFor is how long a handshake may send nothing when others wait for its slot.
+// silentFor is how long a handshake may send nothing before another connection may take its slot.
 const silentFor = 250 * time.Millisecond
 
-// takeSlot waits for a slot among the handshakes. When all are taken, it cuts the one
-// that has been silent longest, after silentFor.
+// takeSlot waits for a slot among the handshakes. When all are taken, it cuts the handshake that has been silent for longest, if that
+// is at least silentFor.
 func (t *Target) takeSlot() {
 	for {
 		select {
@@ -283,8 +282,8 @@ func (t *Target) takeSlot() {
 	}
 }
 
-// cutSilent cuts the handshake that has been silent longest, if for silentFor. It
-// returns how long to wait before the next call.
+// cutSilent cuts the handshake that has been silent for longest, if that is at least silentFor. It returns how long to wait before the
+// next call.
 func (t *Target) cutSilent() time.Duration {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -300,7 +299,7 @@ func (t *Target) cutSilent() time.Duration {
 	return silentFor
 }
 
-// removeSilent records that a handshake's request has come, or will not come.
+// removeSilent records that a handshake is no longer silent: its request has come, or its connection has ended.
 func (t *Target) removeSilent(s *silentConn) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -313,14 +312,14 @@ func (t *Target) removeSilent(s *silentConn) {
 type inbound struct {
 	data  bool
 	since time.Time
-	asked atomic.Bool // a request came, or part of one
+	asked atomic.Bool // at least a part of a request has come
 }
 
-// requestlessFor is how long a data connection may send no request when there are too
-// many. One that has sent a request stays: the engine would fail its next transfer.
+// requestlessFor is how long a data connection may send no request before the target may cut it to make room. A connection that has
+// sent a request stays: a C++ engine at the other end would fail its next transfer.
 const requestlessFor = time.Second
 
-// track registers a connection for Close. It returns nil if the target is closed or full.
+// track registers a connection, so that Close can cut it. It returns nil if the target is closed or full.
 func (t *Target) track(c net.Conn, data bool) *inbound {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -339,7 +338,7 @@ func (t *Target) track(c net.Conn, data bool) *inbound {
 	return in
 }
 
-// cutRequestlessLocked cuts the oldest data connection that has never sent a request.
+// cutRequestlessLocked cuts the oldest data connection that has sent no request for requestlessFor. It returns false if there is none.
 func (t *Target) cutRequestlessLocked() bool {
 	var oldest net.Conn
 	for c, in := range t.mu.conns {
@@ -368,7 +367,7 @@ func (t *Target) untrack(c net.Conn, data bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.mu.conns[c] == nil {
-		return // cut
+		return // the target has cut the connection
 	}
 	delete(t.mu.conns, c)
 	if data {

@@ -13,19 +13,18 @@ import (
 )
 
 const (
-	// Replies gathered before they are sent. They leave earlier whenever the
-	// connection has to wait for input.
+	// Limits of the replies that are gathered before they are sent. They leave earlier whenever the connection has to wait for input.
 	maxReplies     = 64
 	maxReplyBytes  = 512 << 10
 	callbackChunk  = bigBuf
-	lingerBytes    = 64 << 20 // discarded after a rejection, so that the status arrives
+	lingerBytes    = 64 << 20 // bytes discarded after a rejection, so that the status reaches the peer
 	lingerDuration = 2 * time.Second
 )
 
-// errRejected ends a connection after a refused request.
+// errRejected ends a connection after a request that was refused.
 var errRejected = errors.New("request rejected")
 
-// These end a connection without a proof that counts.
+// Reasons to end a connection whose peer gave no valid proof.
 var (
 	errUnproven   = errors.New("the peer sent a request before it proved that it has a secret")
 	errLate       = errors.New("the peer sent no proof of a secret within the handshake timeout")
@@ -42,10 +41,10 @@ type dataConn struct {
 
 	out      [][]byte // replies not yet sent; slices of regions and of statusOK
 	outBytes int
-	sending  [][]byte // scratch for write, which consumes it
+	sending  [][]byte // scratch for stream.write, which consumes it
 	ahead    bool     // the peer sends requests without waiting for replies
-	held     bool     // read claims are held by out
-	keep     bool     // the peer wants the connection kept when a request is refused
+	held     bool     // replies in out hold read claims
+	keep     bool     // the peer wants the connection to stay open when a request is refused
 	large    bool     // the last request was a write with a large body
 
 	demand bool // the peer must prove that it has a secret
@@ -74,7 +73,7 @@ func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 		t.refuse(c, err)
 	case errors.Is(err, errUnproven), errors.Is(err, errRemoved):
 		t.refuse(c, err)
-		d.abort() // a clean end would mean success to some peers
+		d.abort() // some peers would take a clean end for success
 	case err == nil, errors.Is(err, net.ErrClosed):
 	case errors.Is(err, errRejected):
 		t.log.Debug("a data connection ended with a refused request", "peer", c.RemoteAddr(), "err", err)
@@ -84,10 +83,10 @@ func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 	}
 }
 
-// serve returns nil when the peer ended the connection between requests.
+// serve serves requests until the connection ends. It returns nil when the peer ended it between two requests.
 func (d *dataConn) serve() error {
 	inTime := func() bool { return true }
-	if d.demand { // closing ends every wait; deadlines belong to the stream
+	if d.demand { // closing the connection ends every wait; deadlines belong to the stream
 		inTime = time.AfterFunc(d.t.opt.HandshakeTimeout, func() { d.conn.Close() }).Stop
 		defer func() { inTime() }()
 	}
@@ -131,11 +130,10 @@ func (d *dataConn) serve() error {
 	}
 }
 
-// awaitHeader waits for a header: without limit for its first byte, within the
-// progress timeout for the rest.
+// awaitHeader waits for the next request header: without a limit for its first byte, within the progress timeout for the rest.
 func (d *dataConn) awaitHeader() error {
 	if d.buffered() < headerBytes && len(d.out) > 0 && d.ahead {
-		// More requests may be there: then their replies go together.
+		// More requests may have arrived: then their replies leave together.
 		if err := d.try(); err != nil {
 			d.flush()
 			return err
@@ -148,7 +146,7 @@ func (d *dataConn) awaitHeader() error {
 		}
 		limit := bigBuf
 		if d.large {
-			limit = headerBytes // the body goes to its place, not through the buffer
+			limit = headerBytes // the body must go to its place, not through the buffer
 		}
 		if err := d.fillUpTo(limit, d.buffered() == 0); err != nil {
 			return err
@@ -157,12 +155,12 @@ func (d *dataConn) awaitHeader() error {
 	return nil
 }
 
-// serveWrite puts the body into its region. The claim makes a fence wait.
+// serveWrite reads the body into its region. A fence of that range waits for its claim.
 func (d *dataConn) serveWrite(h header) error {
 	if h.size == 0 && !h.acked() {
-		return nil // engines up to 0.3.11 send a bare header for nothing
+		return nil // engines up to 0.3.11 send a bare header for an entry without bytes
 	}
-	if d.held { // an earlier read must not send what this writes
+	if d.held { // the reply of an earlier read must not contain bytes of this write
 		if err := d.flush(); err != nil {
 			return err
 		}
@@ -212,8 +210,8 @@ func (d *dataConn) body(r *Region, h header) error {
 	return nil
 }
 
-// serveRead queues status and bytes. Region memory is sent from where it is,
-// under a claim that lasts until the flush.
+// serveRead queues a reply: status and bytes. The bytes are sent from the region's memory without a copy, under a claim that lasts
+// until the flush.
 func (d *dataConn) serveRead(h header) error {
 	if h.size == 0 && !h.acked() {
 		return nil
@@ -241,9 +239,8 @@ func (d *dataConn) serveRead(h header) error {
 	return nil
 }
 
-// readCallback sends a range answered by a callback piece by piece. An error
-// after the first piece can only cut the connection. The claim outlasts the
-// flushes between the pieces.
+// readCallback sends, piece by piece, a range that a callback answers. If the callback fails after the first piece, the connection must
+// be cut. The claim lasts over the flushes between the pieces.
 func (d *dataConn) readCallback(r *Region, h header) error {
 	buf := bigBufs.Get().(*[]byte)
 	defer bigBufs.Put(buf)
@@ -282,7 +279,7 @@ func (d *dataConn) reply(b []byte) error {
 	return nil
 }
 
-// flush sends the gathered replies and ends their read claims.
+// flush sends the gathered replies and releases their read claims.
 func (d *dataConn) flush() error {
 	if len(d.out) == 0 {
 		return nil
@@ -298,10 +295,10 @@ func (d *dataConn) flush() error {
 	return err
 }
 
-// reject refuses h and ends the connection, which is all that the protocol
-// offers. With status frames the peer must learn the code, so what it still
-// sends is discarded for a while instead of answered by a reset. Without them
-// the reset is the message: a clean end would mean success.
+// reject refuses the request h. After opKeep it answers an acknowledged request with the status and keeps the connection, unless the
+// body is too long to discard. Otherwise it ends the connection. If h asked for a status frame, the peer must get the code, so reject
+// discards for a while what the peer still sends: a reset could destroy the status. If not, reject resets the connection: the peer
+// would take a clean end for success.
 func (d *dataConn) reject(h header, why refusal) error {
 	if why == refusedFence {
 		d.t.stats.rejectedFence.Add(1)
@@ -333,7 +330,7 @@ func (d *dataConn) reject(h header, why refusal) error {
 	return err
 }
 
-// discard reads a body that was refused.
+// discard reads and drops the n bytes of a body that was refused.
 func (d *dataConn) discard(n uint64) error {
 	buf := bigBufs.Get().(*[]byte)
 	defer bigBufs.Put(buf)

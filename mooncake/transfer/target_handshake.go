@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// serveHandshake answers one request and waits for the client to close, as the
-// engine does: then the reply cannot be lost to a reset.
+// serveHandshake answers one request and then waits until the client closes, as Mooncake's engine does, so that no reset can destroy
+// the reply.
 func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	t.stats.handshakes.Add(1)
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
@@ -37,11 +37,10 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 		return
 	}
 	c.CloseWrite()
-	io.CopyN(io.Discard, c, maxHandshakeBytes) // until the client's end
+	io.CopyN(io.Discard, c, maxHandshakeBytes) // until the client ends the connection
 }
 
-// demand returns nil for a request that may be answered: its peer proved that it has a
-// secret, or need not.
+// demand returns nil if the request may be answered: its peer proved that it has a secret, or needs no proof.
 func (t *Target) demand(c *net.TCPConn, kind byte, text []byte) error {
 	var q proving
 	if kind == frameMetadata && json.Unmarshal(text, &q) == nil && q.Hello != "" {
@@ -53,10 +52,10 @@ func (t *Target) demand(c *net.TCPConn, kind byte, text []byte) error {
 	return nil
 }
 
-// handshakeReply returns the reply frame. Any malformed request is an error:
-// the protocol has no error frame, the connection closes.
+// handshakeReply returns the reply frame to a request. A malformed request is an error, and the caller closes the connection: the
+// protocol has no error frame.
 func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
-	if !json.Valid(text) { // all that the engine asks of most requests
+	if !json.Valid(text) { // the engine checks no more than that in most requests
 		return nil, fmt.Errorf("%w: request is not JSON", ErrProtocol)
 	}
 	switch kind {

@@ -11,21 +11,20 @@ import "encoding/binary"
 //	|size LE |addr LE | op | padding |  then size bytes of body for a write
 //	+--------+--------+----+---------+
 //
-// The engine leaves the padding uninitialised; we send zeroes and ignore it.
-// Status frame, answered when bit 7 of op is set: u32 LE code, then "VTCM".
-// Source: mooncake-transfer-engine 0.2.0 to 0.3.13 (header), 0.3.12+ (status).
+// The engine leaves the padding uninitialised; we send zeroes and ignore what we receive. Status frame, sent when bit 7 of op is set:
+// u32 LE code, then "VTCM". Source: mooncake-transfer-engine 0.2.0 to 0.3.13 (header), 0.3.12+ (status).
 const (
 	headerBytes = 24
 	statusBytes = 8
 
-	opRead  = 0x00 // any masked value but 1 is served as a read
+	opRead  = 0x00 // the target serves as a read every op whose low 7 bits are not 1
 	opWrite = 0x01
 	opMask  = 0x7f
 	opAcked = 0x80 // a status frame answers the request
 
-	// opKeep, ours, is the first header of a connection to a target that publishes
-	// kvasir_keeps: address keepAddr, no bytes, no answer. From then on the target
-	// refuses a request with its status alone and serves the next one.
+	// opKeep is an extension of ours: the first header of a connection to a target that publishes kvasir_keeps, with address keepAddr,
+	// no bytes and no answer. After opKeep, the target answers a refused request with its status alone and serves the next request on
+	// the same connection.
 	opKeep   = 0x7e | opAcked
 	keepAddr = 0x6b6565706b656570
 
@@ -34,8 +33,7 @@ const (
 	statusRejected = 1
 )
 
-// header is the decoded request header. Every 24 bytes are one; whether they
-// make sense is for the region table to say.
+// header is the decoded request header. Any 24 bytes decode to a header; the region table checks whether its range makes sense.
 type header struct {
 	size uint64
 	addr uint64
@@ -67,7 +65,7 @@ func statusFrame(code uint32) [statusBytes]byte {
 	return b
 }
 
-// parseStatus returns the code, or false when the magic is not there.
+// parseStatus returns the status code of b, or false when b lacks the magic.
 func parseStatus(b []byte) (code uint32, ok bool) {
 	v := binary.LittleEndian.Uint64(b)
 	return uint32(v), v>>32 == statusMagic

@@ -9,10 +9,9 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// NewCache publishes tensors as vLLM 0.13 does: keys and values of a tensor
-// [2, blocks, ...] apart, an MLA tensor [blocks, ...] and FlashInfer's [blocks, 2, ...]
-// whole, each base address once, in the order of the tensors. The order in a block is
-// any. All blocks must have one size.
+// NewCache makes the regions that vLLM 0.13 publishes for tensors: for a tensor [2, blocks, ...] keys and values are two regions; an
+// MLA tensor [blocks, ...] and FlashInfer's [blocks, 2, ...] are one region. Each base address comes once, in the order of the tensors.
+// The order of dimensions inside a block does not matter. All blocks must have one size.
 func NewCache(storages [][]byte, tensors []mooncake.Tensor, c mooncake.Cache) (*mooncake.Cache, error) {
 	out := mooncake.Cache{Storages: mooncake.PlaceStorages(storages), Kinds: c.Kinds, KVHeads: c.KVHeads}
 	if out.Kinds == nil {
@@ -27,7 +26,7 @@ func NewCache(storages [][]byte, tensors []mooncake.Tensor, c mooncake.Cache) (*
 		if err := t.Check(storages); err != nil {
 			return nil, err
 		}
-		planes, dim := 1, 0 // of keys and values; the dimension that counts blocks
+		planes, dim := 1, 0 // number of planes (keys and values); the dimension that counts blocks
 		split := t.Kind != mooncake.MLATensor && len(t.Shape) > 1 && t.Shape[0] == 2
 		switch {
 		case split:

@@ -18,16 +18,15 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// NewReceiver returns a Receiver that pulls from the side channel that P's answer named;
-// a pull has it in Host and Port. Both engines must have the same TP size. Timeout is 60 s
-// by default, as in vLLM 0.13.
+// NewReceiver returns a Receiver that pulls from the side channel that P's answer named; Source.Host and Source.Port carry it. Both
+// engines must have the same TP size. Timeout is 60 s by default, as in vLLM 0.13.
 func NewReceiver(cache *mooncake.Cache, o mooncake.ReceiverOptions) (*mooncake.Receiver, error) {
 	o.Timeout = cmp.Or(o.Timeout, 60*time.Second)
 	o.Dialect = dialect{cmp.Or(o.ConnectTimeout, 5*time.Second)}
 	return mooncake.NewReceiver(cache, o)
 }
 
-// dialect pulls from a P of 0.13.
+// dialect is the mooncake.Dialect that pulls from a P of vLLM 0.13. connect limits the time to connect.
 type dialect struct{ connect time.Duration }
 
 func (dialect) Worker(from mooncake.Source, tpRank int) (string, error) {
@@ -51,7 +50,7 @@ func (d dialect) Pull(ctx context.Context, addr string, p *wire.Pull) error {
 		return err
 	}
 	reply, err := s.Do(ctx, wire.AppendPull013(nil, &m))
-	err = errors.Join(err, s.Close()) // if P has not answered, it sees the connection end
+	err = errors.Join(err, s.Close()) // if P has not answered, it sees that the connection ends
 	switch {
 	case err != nil:
 		return err

@@ -17,18 +17,16 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// SidePort returns the port of a worker's side channel: base is
-// VLLM_MOONCAKE_BOOTSTRAP_PORT, 8998 by default.
+// SidePort returns the port of a worker's side channel. base is VLLM_MOONCAKE_BOOTSTRAP_PORT, 8998 by default.
 func SidePort(base, dpRank, tpSize, tpRank int) int { return base + dpRank*tpSize + tpRank }
 
-// Sender is the worker of a prefill engine as vLLM 0.13 has it: D finds it by host and
-// port, and one answer ends a pull. Its methods are safe for concurrent use.
+// Sender is the worker of a prefill engine by the protocol of vLLM 0.13: D finds it by host and port, and one answer ends a pull. Its
+// methods are safe for concurrent use.
 //
-// It departs from the original where that serves wrong bytes or leaks: it fails a pull
-// of a request that P does not know, and the requests of a failed pull expire like
-// others.
+// It differs from vLLM where vLLM delivers wrong bytes or leaks memory: it fails a pull of a request that P does not know, and the
+// requests of a failed pull expire like others.
 type Sender struct {
-	o      mooncake.SenderOptions // Engine, Listen, Host, Transfer, AbortTimeout, Workers, MaxPulls, Metrics, Log
+	o      mooncake.SenderOptions // it uses Engine, Listen, Host, Transfer, AbortTimeout, Workers, MaxPulls, Metrics, Log
 	cache  *mooncake.Cache
 	own    memory
 	log    *slog.Logger
@@ -39,7 +37,7 @@ type Sender struct {
 	push   *mooncake.Pusher
 	gate   *mooncake.Gate
 	conns  *mooncake.Conns
-	warn   mooncake.LogLimit // of lines that D may cause
+	warn   mooncake.LogLimit // of log lines that D may cause
 	wg     sync.WaitGroup
 
 	mu struct {
@@ -51,8 +49,8 @@ type Sender struct {
 	failedPulls, expired, refused, disconnected atomic.Int64
 }
 
-// NewSender returns a Sender that does not listen yet. All regions must have blocks of
-// one size, because pulls do not carry D's.
+// NewSender returns a Sender that does not listen yet. All regions must have blocks of one size, because pulls do not carry the size of
+// D's blocks.
 func NewSender(cache *mooncake.Cache, o mooncake.SenderOptions) (*Sender, error) {
 	if err := cache.Check(); err != nil {
 		return nil, err
@@ -98,8 +96,8 @@ func (s *Sender) Start(ctx context.Context) error {
 // Addr is the side channel's address, tcp://host:port, after Start.
 func (s *Sender) Addr() string { return s.addr }
 
-// Close stops listening, ends the pulls in progress and waits for their pushes to
-// stop. The Sender does not touch the engine's memory afterwards.
+// Close stops listening, ends the pulls in progress and waits until their pushes have stopped. The Sender does not touch the engine's
+// memory after Close.
 func (s *Sender) Close() error {
 	s.cancel()
 	if s.router == nil {
@@ -132,7 +130,7 @@ func (s *Sender) Apply(m *wire.Metadata) {
 	s.mu.changed = make(chan struct{})
 }
 
-// Finished returns P's requests whose blocks are free to be reused, each once.
+// Finished returns P's requests whose blocks may be reused, each once.
 func (s *Sender) Finished() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -147,7 +145,7 @@ func (s *Sender) Finished() []string {
 	return list
 }
 
-// Stats returns the counters that 0.13 has.
+// Stats returns the counters; those of functions that 0.13 lacks are 0.
 func (s *Sender) Stats() mooncake.SenderStats {
 	s.mu.Lock()
 	n := int64(s.mu.sends.size())
@@ -160,7 +158,7 @@ func (s *Sender) Stats() mooncake.SenderStats {
 	return out
 }
 
-// handle takes one message: an empty frame and a pull.
+// handle receives one message of D: an empty frame and a pull.
 func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	err := fmt.Errorf("%w: %d frames instead of an empty one and a pull", wire.ErrMessage, len(m))
 	if len(m) == 2 && len(m[0]) == 0 {
@@ -173,7 +171,7 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	s.reply(peer, wire.Reply013Failed)
 }
 
-// take starts the answer to a pull.
+// take decodes a pull and starts to answer it.
 func (s *Sender) take(peer *zmtp.Peer, message []byte) error {
 	p, err := wire.DecodePull013(message)
 	if err != nil {
@@ -220,8 +218,7 @@ func (s *Sender) serve(ctx context.Context, peer *zmtp.Peer, p *wire.Pull013) {
 	s.reply(peer, wire.Reply013Done)
 }
 
-// answer waits until all requests of the pull are ready and pushes them in one
-// batch.
+// answer waits until all requests of the pull are ready, and pushes them in one batch.
 func (s *Sender) answer(ctx context.Context, p *wire.Pull013) error {
 	s.mu.Lock()
 	held, err := s.mu.sends.hold(p.Requests)

@@ -14,19 +14,18 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// memory is P's KV cache as 0.13 sees it.
+// memory is P's KV cache in the terms of vLLM 0.13.
 type memory struct {
-	Bases      []uint64 // regions in order of registration, each base once
+	Bases      []uint64 // of regions in the order of registration, each base once
 	BlockBytes uint64   // per block, the same in every region
 }
 
-// plan appends to out the copies that answer pull p from own, P's block ids of each
-// request in p's order. A request with fewer ids in p gets the last of P's, since D
-// has the first ones itself; one without any gets nothing. Regions pair up in order
-// until either side has no more. The order is request, region, span.
+// plan appends to out the copies that answer the pull p. own are P's block ids for each request of p, in p's order. If p has fewer ids
+// than P for a request, D gets P's last blocks, because D has the first ones itself; a request without ids in p gets nothing. The i-th
+// region of P fills the i-th of D, as far as both have one. The copies are sorted by request, region and span.
 //
-// An error is an ErrShape, where the pull asks for more than there is, or an
-// ErrRange, where an address overflows; out is then nil and nothing may be copied.
+// The error is an ErrShape if the pull asks for more blocks than P has, or an ErrRange if an address overflows. out is then nil, and
+// nothing may be copied.
 //
 // vLLM: _send_blocks, 0.13.0; vectors in
 // internal/testkit/testdata/mooncake-connector/send-blocks-v0130.json.
@@ -61,11 +60,11 @@ func (o *memory) plan(out []mooncake.Descriptor, p *wire.Pull013, own [][]int) (
 	return out, nil
 }
 
-// sessionOf names D's transfer engine, as P's knows it.
+// sessionOf returns the name of D's transfer engine, host:port.
 func sessionOf(p *wire.Pull013) string { return net.JoinHostPort(p.Host, strconv.Itoa(p.Port)) }
 
-// blockAddress is where block id of a region begins; false if its n blocks do not
-// lie in the address space.
+// blockAddress returns the address of block id of a region at base. It returns false if n blocks from there do not fit into the address
+// space.
 func blockAddress(base uint64, id, n int, size uint64) (uint64, bool) {
 	if id < 0 || id > math.MaxInt-n {
 		return 0, false
@@ -75,14 +74,12 @@ func blockAddress(base uint64, id, n int, size uint64) (uint64, bool) {
 	return base + uint64(id)*size, over == 0 && carry == 0
 }
 
-// sendTable holds the requests that D may pull: a state machine without a clock or a
-// lock. A request is announced, then ready, then held by a pull. A successful pull ends
-// it, a failed one makes it ready again. A ready request that no pull holds expires with
-// its lease.
+// sendTable holds the requests that D may pull. It is a state machine without a clock or a lock. A request is first announced, then
+// ready, then held by a pull. A successful pull ends it; a failed pull makes it ready again. A ready request that no pull holds expires
+// with its lease.
 //
-// The original differs for pulls that fail. It answers "trans_done" to a pull of an
-// unknown request, so that D decodes from unwritten memory, and requests of a failed
-// pull never expire.
+// vLLM differs for pulls that fail: it answers "trans_done" to a pull of an unknown request, so that D decodes from memory that was
+// never written, and the requests of a failed pull never expire.
 type sendTable struct {
 	lease time.Duration
 	by    map[string]*send
@@ -92,35 +89,33 @@ type send struct {
 	id      string
 	blocks  []int
 	ready   bool
-	gone    bool // out of the table
-	sent    bool // by a pull that has ended
-	pulls   int  // that hold it
+	gone    bool // removed from the table
+	sent    bool // a pull that has ended delivered it
+	pulls   int  // number of pulls that hold it
 	expires time.Time
 }
 
-// newSendTable returns an empty table; lease is how long a ready request waits for
-// its pull, 480 s in vLLM.
+// newSendTable returns an empty table. lease is how long a ready request waits for its pull; 480 s in vLLM.
 func newSendTable(lease time.Duration) *sendTable {
 	return &sendTable{lease: lease, by: make(map[string]*send)}
 }
 
-// announce makes a request known: a pull of it waits. A known one stays as it is.
+// announce enters a request into the table, so that a pull of it waits instead of failing. It does not change a known request.
 func (s *sendTable) announce(id string) {
 	if s.by[id] == nil {
 		s.by[id] = &send{id: id}
 	}
 }
 
-// ready records that a request's blocks hold its KV. They stay until the lease, which
-// begins now, has passed. It keeps the slice. It also announces an unknown request.
+// ready records that the request's KV is in blocks. P must keep the blocks until the lease, which begins now, has passed. ready keeps
+// the slice. It also announces a request that is unknown.
 func (s *sendTable) ready(id string, blocks []int, now time.Time) {
 	s.announce(id)
 	e := s.by[id]
 	e.blocks, e.ready, e.expires = blocks, true, now.Add(s.lease)
 }
 
-// drop forgets a request that will not be ready; pulls that wait for it fail. A
-// ready one stays.
+// drop removes a request that will not become ready; pulls that wait for it fail. It does not change a ready request.
 func (s *sendTable) drop(id string) {
 	if e := s.by[id]; e != nil && !e.ready {
 		s.forget(e)
@@ -132,14 +127,13 @@ func (s *sendTable) forget(e *send) {
 	delete(s.by, e.id)
 }
 
-// heldPull is a pull in progress: none of its requests expires until end.
+// heldPull is a pull in progress. None of its requests expires before end.
 type heldPull struct {
 	table *sendTable
 	sends []*send
 }
 
-// hold begins a pull. The error, an ErrUnknown, names the first request that is
-// not known; nothing is held then.
+// hold begins a pull of the requests ids. The error is an ErrUnknown that names the first unknown request; then no request is held.
 func (s *sendTable) hold(ids []string) (*heldPull, error) {
 	h := &heldPull{table: s, sends: make([]*send, len(ids))}
 	for i, id := range ids {
@@ -153,8 +147,8 @@ func (s *sendTable) hold(ids []string) (*heldPull, error) {
 	return h, nil
 }
 
-// waiting reports whether a request of the pull is not ready. The error, an
-// ErrUnknown, names one that was dropped or sent meanwhile.
+// waiting reports whether a request of the pull is not ready yet. The error is an ErrUnknown that names a request that was dropped or
+// sent meanwhile.
 func (h *heldPull) waiting() (bool, error) {
 	waiting := false
 	for _, e := range h.sends {
@@ -166,7 +160,7 @@ func (h *heldPull) waiting() (bool, error) {
 	return waiting, nil
 }
 
-// blocks returns P's block ids, for memory.plan; the caller does not change them.
+// blocks returns P's block ids of the pull's requests, for memory.plan. The caller must not change them.
 func (h *heldPull) blocks() [][]int {
 	out := make([][]int, len(h.sends))
 	for i, e := range h.sends {
@@ -175,9 +169,8 @@ func (h *heldPull) blocks() [][]int {
 	return out
 }
 
-// end ends the pull, once. It returns the requests that are sent and that no other
-// pull holds, each once: their blocks are free. The leases of the other requests begin
-// again.
+// end ends the pull; it must be called once. sent says that D got the blocks. It returns the sent requests that no other pull holds,
+// each once: their blocks may be reused. The leases of the other requests start anew.
 func (h *heldPull) end(sent bool, now time.Time) (free []string) {
 	for _, e := range h.sends {
 		e.pulls--
@@ -192,8 +185,7 @@ func (h *heldPull) end(sent bool, now time.Time) (free []string) {
 	return free
 }
 
-// expire forgets ready requests whose lease has passed and that no pull holds, and
-// returns them, sorted: their blocks are free.
+// expire removes the ready requests whose lease has passed and that no pull holds. It returns them sorted: their blocks may be reused.
 func (s *sendTable) expire(now time.Time) (free []string) {
 	for _, e := range s.by {
 		if e.ready && e.pulls == 0 && now.After(e.expires) {

@@ -10,16 +10,16 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// decoder reads msgpack as msgspec does: exact types, unknown keys ignored. Each
-// method returns what follows the value.
+// decoder reads msgpack as msgspec does: types must match exactly, and unknown keys are ignored. Each method returns the bytes that
+// follow the value it has read.
 type decoder struct {
-	ids  int  // how many block ids may still come
-	flat bool // ids of a request came without groups
+	ids  int  // how many more block ids the message may have
+	flat bool // the ids of a request came as one list, without groups
 }
 
 func bad(err error) error { return fmt.Errorf("%w: %w", ErrMessage, err) }
 
-// object calls field for each entry of a map.
+// object reads a map and calls field for each entry. field returns the bytes that follow the entry's value.
 func (d *decoder) object(b []byte, field func(name string, v []byte) ([]byte, error)) ([]byte, error) {
 	n, b, err := msgp.ReadMapHeaderBytes(b)
 	if err != nil {
@@ -37,7 +37,7 @@ func (d *decoder) object(b []byte, field func(name string, v []byte) ([]byte, er
 	return b, nil
 }
 
-// message is object for a map that must be all of b.
+// message reads a map that must take up all of b.
 func (d *decoder) message(b []byte, field func(name string, v []byte) ([]byte, error)) error {
 	rest, err := d.object(b, field)
 	if err == nil && len(rest) != 0 {
@@ -65,11 +65,10 @@ func (d *decoder) text(b []byte) (string, []byte, error) {
 	return string(s), rest, nil
 }
 
-// maxName bounds the names that are remembered and logged: of requests, transfers,
-// layers and hosts.
+// maxName bounds the names of requests, transfers, layers and hosts, which are remembered and logged.
 const maxName = 1 << 10
 
-// name reads a text of at most maxName bytes.
+// name reads a string of at most maxName bytes.
 func (d *decoder) name(b []byte) (string, []byte, error) {
 	s, rest, err := d.text(b)
 	if err == nil && len(s) > maxName {
@@ -107,7 +106,7 @@ func (d *decoder) integer(b []byte, low, high int) (int, []byte, error) {
 	return v, rest, nil
 }
 
-// blockID reads one block id and counts it.
+// blockID reads one block id and counts it against the limit of the message.
 func (d *decoder) blockID(b []byte) (int, []byte, error) {
 	if d.ids--; d.ids < 0 {
 		return 0, nil, fmt.Errorf("%w: more than %d block ids", ErrMessage, maxMessageIDs)
@@ -135,8 +134,7 @@ func (d *decoder) optionalStrings(b []byte) ([]string, []byte, error) {
 	return l, rest, err
 }
 
-// readWanted reads {request id: [transfer id, ids]}, where ids is one list per group,
-// or before 0.20 one list.
+// readWanted reads {request id: [transfer id, ids]}. ids is one list per group; before 0.20 it is one list.
 func (d *decoder) readWanted(b []byte) (map[string]Wanted, []byte, error) {
 	n, b, err := msgp.ReadMapHeaderBytes(b)
 	if err != nil {
@@ -184,7 +182,7 @@ func (d *decoder) wantedOne(b []byte) (w Wanted, rest []byte, err error) {
 	return w, rest, err
 }
 
-// flat says whether b is a list that begins with a number.
+// flat reports whether b begins with a list whose first element is a number.
 func flat(b []byte) bool {
 	n, rest, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil || n == 0 {
@@ -194,8 +192,8 @@ func flat(b []byte) bool {
 	return t == msgp.IntType || t == msgp.UintType
 }
 
-// list reads an array of at most limit elements. An element takes a byte at least,
-// so what it allocates first is bounded by what came.
+// list reads an array of at most limit elements. Each element takes at least a byte, so its first allocation is bounded by the bytes
+// that came.
 func list[T any](b []byte, limit int, elem func([]byte) (T, []byte, error)) ([]T, []byte, error) {
 	n, b, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil {

@@ -7,24 +7,23 @@ import "fmt"
 // Code says which rule an Error comes from.
 type Code uint8
 
-// The codes of an Error. Those up to CodeShape are refusals of the original and
-// carry its message; the text of the others is ours.
+// The codes of an Error. vLLM also makes the refusals up to CodeShape, and these carry vLLM's text; the text of the others is ours.
 const (
-	CodeRole     Code = iota + 1 // the role never sends, or never receives
+	CodeRole     Code = iota + 1 // the engine's role never sends, or never receives
 	CodeMissing                  // kv_transfer_params lack a key
-	CodeGroups                   // another number of KV cache groups
-	CodeShape                    // a pull that does not fit the requests found, or has more blocks than they
-	CodeInvalid                  // kv_transfer_params are not usable, or do not parse
-	CodeTransfer                 // no transfer_id
+	CodeGroups                   // the number of KV cache groups differs
+	CodeShape                    // a pull does not fit the requests it names, or asks for more blocks than they have
+	CodeInvalid                  // kv_transfer_params cannot be used or parsed
+	CodeTransfer                 // transfer_id is missing
 	CodeBusy                     // the request id or transfer id is in use
-	CodeFull                     // too many transfers at once
+	CodeFull                     // too many transfers at a time
 	CodeOptions                  // options that do not fit
-	CodeUnknown                  // no such transfer
-	CodeRange                    // an address or block id out of range
+	CodeUnknown                  // the transfer is not known
+	CodeRange                    // an address or a block id is out of range
 )
 
-// Error is a refusal. Text is the original's, letter by letter, where it has one,
-// and Class the Python exception's name; Detail says what was refused.
+// Error is a refusal. Text is vLLM's text, letter by letter, if vLLM has one, and Class is the name of the Python exception. Detail
+// says what was refused.
 type Error struct {
 	Code   Code
 	Class  string
@@ -42,14 +41,13 @@ func (e *Error) Error() string {
 	return "mooncake: " + e.Text + " (" + e.Detail + ")"
 }
 
-// Is reports whether target is an Error of the same code, so that callers can
-// write errors.Is(err, wire.ErrRole).
+// Is reports whether target is an Error with the same code, so that errors.Is(err, wire.ErrRole) works.
 func (e *Error) Is(target error) bool {
 	t, ok := target.(*Error)
 	return ok && t.Code == e.Code
 }
 
-// Refusals that callers may branch on; only their codes are compared.
+// Refusals on which callers may branch with errors.Is; it compares only their codes.
 var (
 	ErrRole    = &Error{Code: CodeRole, Detail: "not in this role"}
 	ErrMissing = &Error{Code: CodeMissing, Detail: "kv_transfer_params lack a key"}
@@ -66,15 +64,15 @@ var (
 const (
 	classAssertion = "AssertionError"
 	ClassKey       = "KeyError"
-	ClassValue     = "ValueError" // also the class of refusals that are ours alone
+	ClassValue     = "ValueError" // also the class of refusals that vLLM does not have
 )
 
-// Asserted is a failed assertion of the original, which has no text.
+// Asserted returns the Error of an assertion that fails in vLLM, too; it has no Text.
 func Asserted(c Code, format string, args ...any) *Error {
 	return &Error{Code: c, Class: classAssertion, Detail: fmt.Sprintf(format, args...)}
 }
 
-// Refusef is a refusal of our own.
+// Refusef returns an Error that vLLM does not have.
 func Refusef(c Code, format string, args ...any) *Error {
 	return &Error{Code: c, Class: ClassValue, Detail: fmt.Sprintf(format, args...)}
 }

@@ -11,68 +11,66 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// Release is the minor version of the vLLM whose form of a message is meant:
-// 33 for 0.33. Zero is the newest form when encoding, and any form when decoding.
+// Release is the minor version of vLLM whose form a message has: 33 for 0.33. Zero means the newest form when encoding, and any form
+// when decoding.
 type Release int
 
-// The releases that changed the pull.
+// The releases that changed the form of a pull.
 const (
 	releaseFirst        Release = 16
 	releaseBlockLens    Release = 19
 	releaseGroups       Release = 20 // one list of block ids per KV cache group
 	releaseLayers       Release = 24
-	releaseKVBlockLens  Release = 25 // and the groups of the regions
+	releaseKVBlockLens  Release = 25 // and the groups of regions
 	releasePP           Release = 31
 	releasePackedRows   Release = 32
 	releaseLayoutCache  Release = 33
 	latest              Release = releaseLayoutCache
-	maxMessageIDs               = 1 << 22 // block ids in one message
-	maxMessageTransfers         = 1 << 16 // requests in one message
+	maxMessageIDs               = 1 << 22 // most block ids in one message
+	maxMessageTransfers         = 1 << 16 // most requests in one message
 	maxMessageRegions           = 1 << 16
 )
 
-// BlockSizes says whether a pull of this release says how large D's blocks are.
+// BlockSizes reports whether a pull of this release carries the sizes of D's blocks.
 func (r Release) BlockSizes() bool { return r.has(releaseBlockLens) }
 
 func (r Release) has(feature Release) bool { return r == 0 || r >= feature }
 
 var (
-	// ErrMessage means that a message is not one of the side channel: not the
-	// expected structure, or past a limit.
+	// ErrMessage means that a message is not a valid message of the side channel: its structure is wrong, or it exceeds a limit.
 	ErrMessage = errors.New("mooncake: bad message")
 	errMissing = fmt.Errorf("%w: required field missing", ErrMessage)
 )
 
-// Wanted is what one request of a Pull asks for.
+// Wanted is what a Pull asks for one request.
 type Wanted struct {
 	TransferID string
 	Blocks     [][]int // D's block ids, one list per transferred KV cache group
 }
 
-// Pull is D's request to one P worker (MooncakeXferMetadata): where D's memory is
-// and which blocks are to be filled. It is one msgpack map.
+// Pull is D's request to one P worker (MooncakeXferMetadata): where D's memory is, and which blocks P shall fill. On the wire it is one
+// msgpack map.
 type Pull struct {
 	Host    string // of D's transfer engine
 	Port    int
-	TPSize  int // D's
+	TPSize  int // TP size of D
 	TPRank  int
-	PPSize  int               // D's; 0 means 1
+	PPSize  int               // PP size of D; 0 means 1
 	Wanted  map[string]Wanted // by D's request id
-	Regions []Region          // D's memory; empty when P shall know LayoutID
+	Regions []Region          // D's memory; empty when P is expected to know LayoutID
 
-	// LayoutID names Regions for later pulls that leave them out; 0 means none.
+	// LayoutID names Regions, so that later pulls can leave them out; 0 means none.
 	LayoutID uint64
 
-	// Release is the newest release whose pulls have no more fields than D sent.
-	// DecodePull sets it.
+	// Release is the newest release whose pulls have only fields that D sent. DecodePull sets it.
 	Release Release
 
-	// DeadlineMillis is what a Kvasir D adds under a key that stock peers ignore: D
-	// gives the pull up after that many milliseconds. 0 means a stock D.
+	// DeadlineMillis is the number of milliseconds after which a Kvasir D gives the pull up. It has a key that stock peers ignore. 0
+	// means a stock D.
 	DeadlineMillis int
 }
 
-// Status is the state of a pull in P's reply.
+// Status is the state of a pull, as P's reply reports it.
 type Status int
 
 // The states of a pull. StatusFinish and StatusError end it.
@@ -83,22 +81,21 @@ const (
 	StatusLayoutMiss Status = 3 // P does not know Pull.LayoutID (0.33)
 )
 
-// Reply is P's answer to a Pull (MooncakeXferResponse); a pull gets one or more.
+// Reply is P's answer to a Pull (MooncakeXferResponse). A pull gets one or more replies.
 type Reply struct {
 	Status   Status
 	OK       []string // D's request ids whose blocks are filled; nil is left out
 	Failed   []string // D's request ids that P does not fill; nil is left out
-	Message  string   // why, for people
-	LayoutID uint64   // of the layout that P has kept; 0 means none
+	Message  string   // why requests failed, for people
+	LayoutID uint64   // id of the layout that P has kept; 0 means none
 
-	// Kvasir is true in a reply of a Kvasir P to a Kvasir D, under a key that stock
-	// peers ignore. Unknown then lists the requests of the pull whose transfer P has
-	// not heard of (yet), and Known those that it now has.
+	// Kvasir is true in a reply of a Kvasir P to a Kvasir D, under a key that stock peers ignore. Unknown then lists the requests of
+	// the pull whose transfer P does not know yet, and Known those whose transfer P has come to know since.
 	Kvasir         bool
 	Unknown, Known []string
 }
 
-// kvasirKey is the map key of our additions. msgspec ignores keys it does not know.
+// kvasirKey is the map key of our additions. msgspec ignores unknown keys.
 const kvasirKey = "kvasir"
 
 // AppendPull appends the pull in the form of release r. Requests are written in
@@ -107,7 +104,7 @@ func AppendPull(b []byte, p *Pull, r Release) []byte {
 	type field struct {
 		since Release
 		name  string
-		some  bool // not the default
+		some  bool // the value is not the default
 		put   func()
 	}
 	n := len(p.Regions)
@@ -197,7 +194,7 @@ func appendWanted(b []byte, wanted map[string]Wanted, r Release) []byte {
 	return b
 }
 
-// appendInt writes the shortest form, as msgspec does.
+// appendInt appends v in its shortest form, as msgspec does.
 func appendInt(b []byte, v int) []byte {
 	if v >= 0 {
 		return msgp.AppendUint64(b, uint64(v))
@@ -213,9 +210,8 @@ func appendInts(b []byte, list []int) []byte {
 	return b
 }
 
-// DecodePull reads a pull in the form of release r; with 0, of any release: what
-// an old one lacks gets its meaning there (one group, payloads of whole strides).
-// The error wraps ErrMessage and names the field.
+// DecodePull decodes a pull in the form of release r; 0 accepts any release. Fields that an old release does not send get the meaning
+// they had there (one group, payloads of whole strides). The error wraps ErrMessage and names the field.
 func DecodePull(b []byte, r Release) (*Pull, error) {
 	d := decoder{ids: maxMessageIDs}
 	var w rawPull
@@ -242,7 +238,7 @@ func DecodePull(b []byte, r Release) (*Pull, error) {
 	return p, err
 }
 
-// rawPull has the parallel lists of the wire.
+// rawPull holds the parallel lists of a pull as they are on the wire.
 type rawPull struct {
 	p                     Pull
 	bases, strides, loads []uint64
@@ -298,12 +294,11 @@ func (w *rawPull) field(d *decoder, name string, v []byte) (rest []byte, err err
 	return rest, err
 }
 
-// release returns the newest release that would not have sent more fields. flat says that
-// block ids came without groups.
+// release returns the newest release whose pulls would have no further fields. flat means that block ids came without groups.
 func (w *rawPull) release(flat bool) Release {
 	switch {
 	case len(w.bases) == 0:
-		return latest // it names its layout
+		return latest // the pull names its layout by id
 	case len(w.strides) == 0:
 		return releaseBlockLens - 1
 	case flat:
@@ -341,7 +336,7 @@ func (w *rawPull) pull() (*Pull, error) {
 	return &w.p, nil
 }
 
-// at returns list[i], or missing when the peer sent no list.
+// at returns list[i], or `missing` when the list is shorter.
 func at[T any](list []T, i int, missing T) T {
 	if i < len(list) {
 		return list[i]
@@ -388,7 +383,7 @@ func appendStrings(b []byte, list []string) []byte {
 	return b
 }
 
-// DecodeReply reads a reply in the form of release r; with 0, of any.
+// DecodeReply decodes a reply in the form of release r; 0 accepts any release.
 func DecodeReply(b []byte, r Release) (*Reply, error) {
 	d := decoder{ids: maxMessageIDs}
 	var y Reply

@@ -2,25 +2,24 @@
 
 package wire
 
-// Metadata is what a scheduler sends its workers at a step.
+// Metadata is what a scheduler sends to its workers at one engine step.
 type Metadata struct {
-	Pulls []PullMeta // D
-	Sends []SendMeta // P
+	Pulls []PullMeta // for D's workers
+	Sends []SendMeta // for P's workers
 
-	// Aborted are requests that ended during their pull, which D's workers may
-	// give up; they report it in any case.
+	// Aborted are requests that ended during their pull. D's workers may give the pull up; they must report it in any case.
 	Aborted []string
 
-	// NotProcessed are the ids of transfers that P will not send; in 0.13 they are
-	// request ids. Workers may not know them. Sorted; Sends come before them.
+	// NotProcessed are the ids of transfers that P will not send (in 0.13, request ids), sorted. Workers may not know them. Workers
+	// must handle Sends first.
 	NotProcessed []string
 }
 
-// PullMeta is a pull that D's workers are to start.
+// PullMeta is a pull that D's workers shall start.
 type PullMeta struct {
 	RequestID string
-	// Blocks to fill, one list per transferred group. Without any, P only frees
-	// its blocks; nothing is reported to Update.
+	// Blocks are the blocks to fill, one list per transferred group. Without blocks, the pull only makes P free its own, and workers
+	// report nothing about it.
 	Blocks [][]int
 
 	TransferID, EngineID, BootstrapAddr string
@@ -29,11 +28,11 @@ type PullMeta struct {
 	Port int    // 0.13 only: of TP rank 0
 }
 
-// SendMeta is a transfer that D will ask P's workers for.
+// SendMeta is a transfer that D will pull from P's workers.
 type SendMeta struct {
 	RequestID  string
-	TransferID string // in 0.13 the request id
-	// Blocks to send, one list per transferred group; nil says that they will be
-	// known later, if at all. A worker may get them without that announcement.
+	TransferID string // in 0.13, the request id
+	// Blocks are the blocks to send, one list per transferred group. nil announces a transfer whose blocks are not computed yet. A
+	// worker may get the blocks without such an announcement.
 	Blocks [][]int
 }

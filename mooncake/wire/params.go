@@ -11,7 +11,7 @@ import (
 	"strconv"
 )
 
-// Role is what an engine does in transfers: vLLM's kv_role.
+// Role says whether an engine sends KV, receives it, or both: vLLM's kv_role.
 type Role uint8
 
 // The roles.
@@ -30,7 +30,7 @@ func (r Role) String() string {
 	return fmt.Sprintf("role %d", uint8(r))
 }
 
-// ParseRole reads a kv_role.
+// ParseRole returns the role with that kv_role text.
 func ParseRole(s string) (Role, error) {
 	for i, name := range roleNames {
 		if s == name {
@@ -48,7 +48,7 @@ const (
 	KeyEngine    = "remote_engine_id"
 	KeyBootstrap = "remote_bootstrap_addr" // http://host:port
 	KeyHost      = "remote_host"           // 0.13
-	KeyPort      = "remote_port"           // 0.13: P's base port, without its TP rank
+	KeyPort      = "remote_port"           // 0.13: port of P's TP rank 0
 	KeyTruncated = "_p_side_truncated"     // from 0.25
 )
 
@@ -59,10 +59,8 @@ const (
 	maxParamsDepth = 32
 )
 
-// KVTransferParams is the JSON object kv_transfer_params of a request or a
-// response. It keeps keys it does not know, and the order of all
-// keys, from decoding to encoding. A nil one is JSON's null. It is not safe for
-// concurrent use.
+// KVTransferParams is the JSON object kv_transfer_params of a request or a response. From decoding to encoding, it keeps unknown keys
+// and the order of all keys. A nil pointer stands for JSON's null. It is not safe for concurrent use.
 type KVTransferParams struct {
 	fields []param
 }
@@ -72,9 +70,8 @@ type param struct {
 	value json.RawMessage
 }
 
-// ParseKVTransferParams reads a JSON object of at most 64 KiB, 256 keys and 32
-// levels, or null, which is a nil result. A key that comes twice has its first
-// place and its last value. It keeps no part of b.
+// ParseKVTransferParams parses a JSON object of at most 64 KiB, 256 keys and 32 levels, or null, for which it returns nil. A key that
+// occurs twice keeps its first place and its last value. The result shares no memory with b.
 func ParseKVTransferParams(b []byte) (*KVTransferParams, error) {
 	if len(b) > maxParamsBytes {
 		return nil, badParams(fmt.Errorf("%d bytes; %d at most", len(b), maxParamsBytes))
@@ -95,7 +92,7 @@ func ParseKVTransferParams(b []byte) (*KVTransferParams, error) {
 
 func badParams(err error) *Error { return Refusef(CodeInvalid, "kv_transfer_params: %v", err) }
 
-// checkDepth bounds nesting before anything is parsed.
+// checkDepth returns an error if b is nested too deeply. It runs before b is parsed.
 func checkDepth(b []byte) error {
 	depth, inString := 0, false
 	for i := 0; i < len(b); i++ {
@@ -134,7 +131,7 @@ func decodeParams(dec *json.Decoder) (*KVTransferParams, error) {
 		if err := dec.Decode(&v); err != nil {
 			return nil, err
 		}
-		p.set(key.(string), v) // a decoder yields no other token here
+		p.set(key.(string), v) // the decoder gives only strings here
 		if len(p.fields) > maxParamsKeys {
 			return nil, fmt.Errorf("more than %d keys", maxParamsKeys)
 		}
@@ -143,7 +140,7 @@ func decodeParams(dec *json.Decoder) (*KVTransferParams, error) {
 	return p, err
 }
 
-// UnmarshalJSON implements json.Unmarshaler; null leaves an empty object.
+// UnmarshalJSON implements json.Unmarshaler. null makes p an empty object.
 func (p *KVTransferParams) UnmarshalJSON(b []byte) error {
 	q, err := ParseKVTransferParams(b)
 	if err != nil {
@@ -175,8 +172,8 @@ func (p *KVTransferParams) MarshalJSON() ([]byte, error) {
 	return append(out, '}'), nil
 }
 
-// RemotePrefill returns the params with which D pulls the prefix that P holds
-// under a transfer id. bootstrap is P's registry, http://host:port.
+// RemotePrefill returns the params that make D pull the prefix that P holds under a transfer id. bootstrap is P's registry,
+// http://host:port.
 func RemotePrefill(bootstrap, engineID, transferID string) *KVTransferParams {
 	p := new(KVTransferParams)
 	p.Set(KeyPrefill, true)
@@ -187,8 +184,8 @@ func RemotePrefill(bootstrap, engineID, transferID string) *KVTransferParams {
 	return p
 }
 
-// RemotePrefillAt is RemotePrefill of 0.13: P returns it, and the proxy hands it to D,
-// which asks for the request by its id. port is that of the side channel of P's TP rank 0.
+// RemotePrefillAt returns the params of vLLM 0.13 that make D pull from P. P returns them, and the proxy hands them to D, which asks P
+// for the request by its id. port is that of the side channel of P's TP rank 0.
 func RemotePrefillAt(host string, port int) *KVTransferParams {
 	p := new(KVTransferParams)
 	p.Set(KeyPrefill, true)
@@ -198,8 +195,7 @@ func RemotePrefillAt(host string, port int) *KVTransferParams {
 	return p
 }
 
-// RemoteDecode returns the params with which P prefills for a D. 0.13 has no
-// transfer id: leave it empty.
+// RemoteDecode returns the params that make P prefill a request for a D. For 0.13, which has no transfer ids, transferID must be empty.
 func RemoteDecode(transferID string) *KVTransferParams {
 	p := new(KVTransferParams)
 	p.Set(KeyDecode, true)
@@ -210,8 +206,7 @@ func RemoteDecode(transferID string) *KVTransferParams {
 	return p
 }
 
-// Len returns the number of keys. Without any, as with a nil one, a request has
-// nothing to do with the connector.
+// Len returns the number of keys. A request whose params are nil or have no key does not concern the connector.
 func (p *KVTransferParams) Len() int {
 	if p == nil {
 		return 0
@@ -231,14 +226,13 @@ func (p *KVTransferParams) get(key string) (json.RawMessage, bool) {
 	return nil, false
 }
 
-// Has reports whether key is present, whatever its value: null is.
+// Has reports whether key is present, with any value; null counts, too.
 func (p *KVTransferParams) Has(key string) bool {
 	_, ok := p.get(key)
 	return ok
 }
 
-// Truthy reports whether key is present with a value that Python holds true: not
-// null, false, 0, "", [] or {}.
+// Truthy reports whether key is present with a value that is true in Python: not null, false, 0, "", [] or {}.
 func (p *KVTransferParams) Truthy(key string) bool {
 	v, ok := p.get(key)
 	if !ok || len(v) == 0 {
@@ -255,10 +249,10 @@ func (p *KVTransferParams) Truthy(key string) bool {
 		return len(bytes.TrimSpace(v[1:len(v)-1])) > 0
 	}
 	n, err := strconv.ParseFloat(string(v), 64)
-	return n != 0 || err != nil // beyond the range of floats is not zero
+	return n != 0 || err != nil // a number beyond the range of floats is not zero
 }
 
-// Text returns the string at key; ok is false for anything else.
+// Text returns the string at key. ok is false if the value is no string or is missing.
 func (p *KVTransferParams) Text(key string) (s string, ok bool) {
 	v, _ := p.get(key)
 	if len(v) == 0 || v[0] != '"' {
@@ -267,7 +261,7 @@ func (p *KVTransferParams) Text(key string) (s string, ok bool) {
 	return s, json.Unmarshal(v, &s) == nil
 }
 
-// Set gives key a value, in its place if it has one, else at the end.
+// Set gives key a value. An existing key keeps its place; a new one comes last.
 func (p *KVTransferParams) Set(key string, value any) {
 	raw, err := json.Marshal(value)
 	if err != nil {
@@ -286,10 +280,10 @@ func (p *KVTransferParams) set(key string, raw json.RawMessage) {
 	p.fields = append(p.fields, param{key, raw})
 }
 
-// DoRemotePrefill reports whether D is still to pull the prompt's KV.
+// DoRemotePrefill reports whether D shall pull the prompt's KV from P and has not done so yet.
 func (p *KVTransferParams) DoRemotePrefill() bool { return p.Truthy(KeyPrefill) }
 
-// DoRemoteDecode reports whether P prefills for a D.
+// DoRemoteDecode reports whether P shall prefill the request for a D.
 func (p *KVTransferParams) DoRemoteDecode() bool { return p.Truthy(KeyDecode) }
 
 // TransferID returns the transfer id; ok is false if there is none.
@@ -298,7 +292,7 @@ func (p *KVTransferParams) TransferID() (id string, ok bool) {
 	return id, ok && id != ""
 }
 
-// Name returns the text at key, which must not be empty; the error quotes what is there.
+// Name returns the string at key. If it is missing, empty or no string, the error quotes the value.
 func (p *KVTransferParams) Name(key string) (string, error) {
 	if s, ok := p.Text(key); ok && s != "" {
 		return s, nil
@@ -307,7 +301,7 @@ func (p *KVTransferParams) Name(key string) (string, error) {
 	return "", fmt.Errorf("%s is %s, not a text", key, short(v))
 }
 
-// Port returns the port number, 1 to 65535, at key; the error quotes what is there.
+// Port returns the port number, 1 to 65535, at key. If the value is no such number, the error quotes it.
 func (p *KVTransferParams) Port(key string) (int, error) {
 	v, _ := p.get(key)
 	n, err := strconv.ParseUint(string(v), 10, 16)
@@ -317,7 +311,7 @@ func (p *KVTransferParams) Port(key string) (int, error) {
 	return int(n), nil
 }
 
-// short bounds what an error message quotes.
+// short returns v for an error message, cut after 64 bytes.
 func short(v []byte) string {
 	const most = 64
 	if len(v) > most {

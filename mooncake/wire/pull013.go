@@ -9,17 +9,16 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// Pull013 is D's request of vLLM 0.13 (MooncakeAgentMetadata). All requests
-// of one engine step for one P travel together.
+// Pull013 is D's request to one P in vLLM 0.13 (MooncakeAgentMetadata). It names all requests that one engine step wants from that P.
 type Pull013 struct {
 	Host     string // of D's transfer engine
 	Port     int
 	Requests []string // P and D use the same request ids
-	Bases    []uint64 // D's regions, in order of registration
+	Bases    []uint64 // base addresses of D's regions, in the order of their registration
 	Blocks   [][]int  // D's block ids, parallel to Requests
 }
 
-// The replies to a Pull013. vLLM's P also answers Done when it knew none of the requests.
+// The replies to a Pull013. vLLM's P answers Done even when it knew none of the requests.
 const (
 	Reply013Done   = "trans_done"
 	Reply013Failed = "trans_error"
@@ -44,7 +43,7 @@ func AppendPull013(b []byte, p *Pull013) []byte {
 	return b
 }
 
-// DecodePull013 reads a pull. The error wraps ErrMessage and names the field.
+// DecodePull013 decodes a pull of vLLM 0.13. The error wraps ErrMessage and names the field.
 func DecodePull013(b []byte) (*Pull013, error) {
 	d := decoder{ids: maxMessageIDs}
 	var p Pull013

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package blocks knows from an engine's KV events which blocks of prompts the engine has, and where in
-// a prompt's bytes those blocks end.
+// Package blocks learns from an engine's KV events which blocks of prompts the engine has, and where in a prompt's bytes these blocks
+// end.
 //
-// The package names blocks itself: by a chain of hashes over the token ids that events carry. So it does not
-// matter how an engine hashes, and blocks of several engines can be compared. Prompts come as bytes:
-// once an engine has tokenized a prompt, Prompts remembers for the marks in it (package prefix) the block
-// that ends near each mark.
+// The package names a block by a chain of hashes over the token ids that events carry. So it does not matter how an engine hashes, and
+// blocks of several engines can be compared. A proxy has prompts as bytes: once an engine has tokenized a prompt, Prompts remembers,
+// for each mark in it (package prefix), the block that ends near that mark.
 package blocks
 
 import (
@@ -19,15 +18,15 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// Key names a block and all before it; 0 is none.
+// Key names a block together with all blocks before it; 0 means none.
 type Key uint64
 
-// root begins the chain of a prompt.
+// root returns the start of the chain of keys of a prompt.
 func root(salt string, blockTokens int) Key {
 	return Key(xxh3.HashStringSeed(salt, uint64(blockTokens)))
 }
 
-// next returns the key of the block behind k.
+// next returns the key of the block after k, which has these tokens.
 func (k Key) next(tokens []int64) Key {
 	var b [8]byte
 	h := uint64(k)
@@ -38,7 +37,7 @@ func (k Key) next(tokens []int64) Key {
 	return Key(max(h, 1))
 }
 
-// Chain returns the keys of the whole blocks of a prompt.
+// Chain returns the keys of the full blocks of a prompt.
 func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
 	k := root(salt, blockTokens)
 	for ; len(tokens) >= blockTokens; tokens = tokens[blockTokens:] {
@@ -48,46 +47,45 @@ func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
 	return keys
 }
 
-// Scope returns the salt that separates the blocks of one model and salt from others of a publisher that reports several models.
+// Scope returns a salt that separates the blocks of one model and salt from all others, for a publisher that reports several models.
 func Scope(model, salt string) string { return model + "\x00" + salt }
 
-// Held is the blocks of one publisher. Its methods are safe for concurrent use.
+// Held holds the blocks that one publisher has. Its methods are safe for concurrent use.
 type Held struct {
 	max   int
-	cache bool // of a cache server: blocks in any medium, of several models
+	cache bool // the publisher is a cache server: blocks count in every medium, and several models occur
 
 	mu struct {
 		sync.Mutex
-		by     map[uint64]heldBlock // by the engine's own hash
-		keys   map[Key]int          // how many of by have it; none is 0
-		tokens int                  // of a block; 0: not known
-		all    bool                 // the publisher has reported every block that it has
-		full   bool                 // max was reached since it was empty
+		by     map[uint64]heldBlock // by the engine's own hash of the block
+		keys   map[Key]int          // number of entries of by with that key; no entry is 0
+		tokens int                  // tokens in a block; 0: not known
+		all    bool                 // the publisher has reported every block it has
+		full   bool                 // max blocks were reached since the last reset
 	}
 }
 
 type heldBlock struct {
 	key Key
-	n   int // how often it was stored and not removed
+	n   int // how often it was stored minus how often it was removed
 }
 
-// NewHeld returns a Held of at most max blocks, about 100 bytes each. It ignores further blocks; then it
-// no longer knows all blocks of the publisher.
+// NewHeld returns a Held of at most max blocks, about 100 bytes each. It ignores further blocks, and from then on does not claim to
+// know all blocks of the publisher.
 func NewHeld(max int) *Held {
 	h := &Held{max: max}
 	h.Reset(false)
 	return h
 }
 
-// NewCacheHeld returns a Held for a cache server: blocks count in every medium, and Scope separates the blocks of
-// different models.
+// NewCacheHeld returns a Held for a cache server: blocks count in every medium, and Scope separates the blocks of different models.
 func NewCacheHeld(max int) *Held {
 	h := NewHeld(max)
 	h.cache = true
 	return h
 }
 
-// Reset forgets all blocks. all says that the publisher has no block now.
+// Reset forgets all blocks. all means that the publisher has no blocks now.
 func (h *Held) Reset(all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -98,7 +96,7 @@ func (h *Held) resetLocked(all bool) {
 	h.mu.by, h.mu.keys, h.mu.all, h.mu.full = make(map[uint64]heldBlock), make(map[Key]int), all, false
 }
 
-// hashOf returns the last 8 bytes of a block's hash: what engines send as an integer.
+// hashOf returns the last 8 bytes of a block's hash as a number. Engines that send integers send that number.
 func hashOf(b []byte) (h uint64) {
 	for _, c := range b[max(0, len(b)-8):] {
 		h = h<<8 | uint64(c)
@@ -106,8 +104,8 @@ func hashOf(b []byte) (h uint64) {
 	return h
 }
 
-// Apply applies a batch of events. Of hybrid models only the first group counts, of an engine's media only the
-// GPU; blocks of LoRA adapters do not count. model is the model of a cache server's batch.
+// Apply applies a batch of events. It counts only the first group of hybrid models, only an engine's blocks in GPU memory, and no
+// blocks of LoRA adapters. model is the model that a cache server's message names.
 func (h *Held) Apply(b *event.Batch, model string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -142,7 +140,7 @@ func (h *Held) storeLocked(ev *event.Event, scope string, apart uint64) {
 	k := root(scope, ev.BlockTokens)
 	if ev.Parent != nil {
 		parent, ok := h.mu.by[hashOf(ev.Parent)^apart]
-		if !ok { // the parent was stored before the proxy followed the events
+		if !ok { // the parent block was stored before the proxy followed the events
 			return
 		}
 		k = parent.key
@@ -180,17 +178,17 @@ func (h *Held) removeLocked(id uint64) {
 	}
 }
 
-// Blocks returns how many blocks are known, and how many tokens each has. all says that the publisher has no others.
+// Blocks returns how many blocks are known, and how many tokens each has. all means that the publisher has no other blocks.
 func (h *Held) Blocks() (n, tokens int, all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return len(h.mu.by), h.mu.tokens, h.mu.all && !h.mu.full
 }
 
-// Longest returns how many leading bytes of a prompt the publisher has: up to the last mark before the first missing block, since an
-// engine cannot use blocks behind a hole. known is the result of Prompts.Find for the marks. reach is the end of the last mark whose
-// block is known in this publisher's block size; Longest says nothing about bytes beyond it. all says that the publisher has no other
-// blocks than those of its events.
+// Longest returns how many leading bytes of a prompt the publisher has: up to the last mark before the first missing block, because an
+// engine cannot use blocks after a gap. known is the result of Prompts.Find for the marks. reach is the end of the last mark whose
+// block is known in this publisher's block size; Longest says nothing about bytes after reach. all means that the publisher has no
+// other blocks than those of its events.
 func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -210,15 +208,15 @@ func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, al
 	return bytes, reach, h.mu.all && !h.mu.full
 }
 
-// Known is the last whole block before a mark, when blocks have Tokens tokens. A zero Key with Tokens says that
-// there is no such block, a zero Known that nothing is known.
+// Known is the last full block before a mark, for blocks of Tokens tokens. A zero Key with Tokens means that there is no full block
+// before the mark. A zero Known means that nothing is known.
 type Known struct {
 	Key    Key
 	Tokens int
 }
 
-// Prompts remembers blocks at marks. It keeps two sets of at most max marks; when the younger is full it drops
-// the older. Its methods are safe for concurrent use.
+// Prompts remembers the blocks at marks of prompts. It keeps two sets of at most max marks each; when the newer set is full, it drops
+// the older one. Its methods are safe for concurrent use.
 type Prompts struct {
 	max int
 
@@ -228,15 +226,15 @@ type Prompts struct {
 	}
 }
 
-// NewPrompts returns Prompts of 2 max marks, about 60 bytes each.
+// NewPrompts returns a Prompts of at most 2*max marks (two sets of max), about 60 bytes each.
 func NewPrompts(max int) *Prompts {
 	p := &Prompts{max: max}
 	p.mu.young = make(map[uint64]Known)
 	return p
 }
 
-// Learn records the blocks of a prompt with these marks and tokens. It estimates where a mark lies in the tokens
-// by the mark's share of the bytes, and chooses one block less.
+// Learn records the blocks of a prompt with these marks and tokens. It estimates after how many tokens a mark lies from the mark's
+// share of the bytes, and takes one block less, to be safe.
 func (p *Prompts) Learn(marks []prefix.Mark, salt string, blockTokens int, tokens []int64) {
 	if len(marks) == 0 || blockTokens <= 0 {
 		return
@@ -261,7 +259,7 @@ func (p *Prompts) Learn(marks []prefix.Mark, salt string, blockTokens int, token
 	}
 }
 
-// Find appends what is known of each mark to dst.
+// Find appends to dst, for each mark, what is known about it.
 func (p *Prompts) Find(dst []Known, marks []prefix.Mark) []Known {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -18,47 +18,46 @@ import (
 
 // Options configures a Follower. A zero field means its default.
 type Options struct {
-	Endpoint string // of the publisher, tcp://host:port
-	Replay   string // of its replays; "": none
-	Topic    string // prefix of topics; default all
+	Endpoint string // address of the publisher, tcp://host:port
+	Replay   string // address of its replays; "": it has none
+	Topic    string // topics to follow, by their prefix; default all
 
-	// Cache says that the publisher is a cache server (NewCacheHeld): the model of a message is what follows the
-	// second @ of its topic, as in kv@HOST:PORT@MODEL.
+	// Cache says that the publisher is a cache server (NewCacheHeld). The model of a message then follows the second @ of its topic, as
+	// in kv@HOST:PORT@MODEL.
 	Cache bool
 
 	MaxBlocks     int           // default 1<<20
 	ReplayTimeout time.Duration // default 10 s
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// maxLate bounds the messages that wait for a replay.
+// maxLate bounds the messages that wait until a replay has ended.
 const maxLate = 4096
 
-// Follower applies a publisher's events to a Held, in their order and without gaps. After a gap, a lost
-// connection or a restart of the publisher it asks for a replay. If there is none, or the replay does not reach
-// back far enough, it forgets what it knew.
+// Follower applies a publisher's events to a Held, in their order and without gaps. After a gap, a lost connection or a restart of the
+// publisher it asks for a replay. If there is no replay, or it does not reach back far enough, the Follower forgets all blocks it knew.
 //
-// Frames: topic, sequence (8 bytes, big-endian), batch. A replay is asked for with an empty frame and the first
-// sequence; each answer has an empty frame before those three, the last one sequence -1. Source: vLLM 0.32,
+// A message has three frames: topic, sequence (8 bytes, big-endian), batch. A request for a replay has an empty frame and the first
+// wanted sequence; each answer has an empty frame before the three frames, and the last answer has sequence -1. Source: vLLM 0.32,
 // ZmqEventPublisher.
 type Follower struct {
 	*Held
 	o      Options
 	sub    *zmtp.Sub
-	replay *zmtp.Dealer // nil: none
+	replay *zmtp.Dealer // nil: no replays
 	resets atomic.Int64
 
 	mu struct {
 		sync.Mutex
 		begun  bool
-		next   uint64 // sequence
-		live   uint64 // the sequence after that of the last message on this connection, without replays
-		epoch  uint64 // of the publisher; 0: it has none
-		asking bool   // a replay is under way
-		from   uint64 // the sequence that the replay was asked for
-		first  bool   // the replay's first answer has not come
-		asked  int    // replays
+		next   uint64 // the sequence expected next
+		live   uint64 // the sequence after that of the last message on this connection; replays do not count
+		epoch  uint64 // the publisher's epoch; 0: it has none
+		asking bool   // a replay is in progress
+		from   uint64 // the first sequence of the requested replay
+		first  bool   // the replay's first answer has not come yet
+		asked  int    // number of replays requested so far
 		late   []message
 		closed bool
 		timer  *time.Timer
@@ -71,7 +70,7 @@ type message struct {
 	batch event.Batch
 }
 
-// Follow begins to follow a publisher, which need not be there.
+// Follow begins to follow a publisher, which need not be running yet.
 func Follow(o Options) (*Follower, error) {
 	o.MaxBlocks, o.ReplayTimeout = cmp.Or(o.MaxBlocks, 1<<20), cmp.Or(o.ReplayTimeout, 10*time.Second)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
@@ -102,7 +101,7 @@ func Follow(o Options) (*Follower, error) {
 	return f, nil
 }
 
-// Close ends it.
+// Close ends the Follower.
 func (f *Follower) Close() {
 	_ = f.sub.Close() // nothing is waited for
 	if f.replay != nil {
@@ -114,10 +113,11 @@ func (f *Follower) Close() {
 	f.endLocked()
 }
 
-// Resets returns how often the Follower had to forget known blocks.
+// Resets returns how often the Follower had to forget blocks it knew.
 func (f *Follower) Resets() int64 { return f.resets.Load() }
 
-// state handles a change of the publisher's connection. Events published without a connection are lost, so it asks for a replay.
+// state handles a change of the connection to the publisher. Events that are published while there is no connection are lost, so state
+// asks for a replay when the connection is there.
 func (f *Follower) state(connected bool, _ error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -134,7 +134,7 @@ func (f *Follower) state(connected bool, _ error) {
 	f.askLocked(from)
 }
 
-// replayState handles a change of the connection for replays, which may come later than the publisher's.
+// replayState handles a change of the connection for replays, which may be ready later than the connection for events.
 func (f *Follower) replayState(connected bool, _ error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -143,7 +143,7 @@ func (f *Follower) replayState(connected bool, _ error) {
 	}
 }
 
-// voidLocked forgets what was known.
+// voidLocked forgets all known blocks. all means that the publisher has no blocks now.
 func (f *Follower) voidLocked(all bool) {
 	if n, _, _ := f.Blocks(); n > 0 {
 		f.resets.Add(1)
@@ -151,7 +151,7 @@ func (f *Follower) voidLocked(all bool) {
 	f.Reset(all)
 }
 
-// askLocked asks for a replay from a sequence. If it cannot, the Follower goes on with the next event.
+// askLocked asks for a replay that begins at the sequence `from`. If it cannot ask, the Follower goes on with the next event.
 func (f *Follower) askLocked(from uint64) {
 	if f.replay == nil || f.mu.asking || f.mu.closed {
 		return
@@ -172,7 +172,7 @@ func (f *Follower) askLocked(from uint64) {
 	})
 }
 
-// endLocked ends a replay that is under way.
+// endLocked ends the replay in progress, if any.
 func (f *Follower) endLocked() {
 	if f.mu.timer != nil {
 		f.mu.timer.Stop()
@@ -180,7 +180,7 @@ func (f *Follower) endLocked() {
 	f.mu.asking, f.mu.late = false, nil
 }
 
-// goOnLocked ends a replay and applies the events that came meanwhile.
+// goOnLocked ends the replay and applies the messages that came meanwhile.
 func (f *Follower) goOnLocked() {
 	late := f.mu.late
 	f.endLocked()
@@ -191,12 +191,12 @@ func (f *Follower) goOnLocked() {
 	}
 }
 
-// knownLocked reports whether a replay has brought m already.
+// knownLocked reports whether the replay has already brought the message m.
 func (f *Follower) knownLocked(m *message) bool {
 	return f.mu.begun && m.seq < f.mu.next && !f.restartedLocked(&m.batch)
 }
 
-// published takes a message of the publisher.
+// published handles a message from the publisher.
 func (f *Follower) published(m zmtp.Message) {
 	got, ok := f.decode(m)
 	if !ok {
@@ -204,16 +204,16 @@ func (f *Follower) published(m zmtp.Message) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	// On one connection sequences ascend: a lower one than the last comes from a publisher that has begun again.
+	// On one connection sequences ascend: one below the last means that the publisher has started again.
 	again := got.seq < f.mu.live
 	f.mu.live = got.seq + 1
 	switch {
 	case f.mu.asking && !again && len(f.mu.late) < maxLate:
 		f.mu.late = append(f.mu.late, got)
 		return
-	case f.mu.asking: // too many messages wait, or the publisher restarted and the replay is of its earlier life
+	case f.mu.asking: // too many messages wait, or the publisher restarted and the replay is from its earlier life
 		f.goOnLocked()
-	case !again && f.knownLocked(&got): // the replay has brought this event already
+	case !again && f.knownLocked(&got): // the replay has already brought this message
 		return
 	case f.mu.begun && got.seq > f.mu.next && !f.restartedLocked(&got.batch):
 		if f.askLocked(f.mu.next); f.mu.asking {
@@ -226,7 +226,7 @@ func (f *Follower) published(m zmtp.Message) {
 
 func (f *Follower) restartedLocked(b *event.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
 
-// takeLocked applies a batch. If the batch does not follow the last one, it forgets the known blocks first.
+// takeLocked applies a message. If the message does not follow the last one, takeLocked first forgets the known blocks.
 func (f *Follower) takeLocked(m *message) {
 	if !f.mu.begun || m.seq != f.mu.next || f.restartedLocked(&m.batch) {
 		f.voidLocked(m.seq == 0)
@@ -235,7 +235,7 @@ func (f *Follower) takeLocked(m *message) {
 	f.Apply(&m.batch, m.model)
 }
 
-// replayed takes an answer to a replay.
+// replayed handles an answer to a request for a replay.
 func (f *Follower) replayed(m zmtp.Message) {
 	if len(m) != 4 || len(m[0]) != 0 {
 		return
@@ -257,7 +257,7 @@ func (f *Follower) replayed(m zmtp.Message) {
 	f.takeLocked(&got)
 }
 
-// decode copies what it returns.
+// decode decodes a message. The result shares no memory with m.
 func (f *Follower) decode(m zmtp.Message) (out message, ok bool) {
 	if len(m) != 3 || len(m[1]) != 8 {
 		return out, false

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package keys knows who may use an API: names, hashes of secrets, rates, numbers of requests at a
-// time. The file has no secrets, and is read again when it changes.
+// Package keys knows the API keys of clients: names, hashes of secrets, rates, and how many requests a key may have at a time. The file
+// has no secrets. It is read again when it changes.
 package keys
 
 import (
@@ -37,32 +37,32 @@ const (
 // hash is the SHA-256 of a secret.
 type hash = [sha256.Size]byte
 
-// Key is what one secret may do. Its methods are safe for concurrent use.
+// Key is the rights of one secret. Its methods are safe for concurrent use.
 type Key struct {
 	Name string
-	Salt string // of its prefix cache, which no other key has; "": none
+	Salt string // salt of its prefix cache, which no other key has; "": none
 
 	of     hash
-	rate   float64 // requests per second; 0: any
-	atOnce int     // requests at a time; 0: any
+	rate   float64 // requests per second; 0: no limit
+	atOnce int     // requests at a time; 0: no limit
 
 	mu struct {
 		sync.Mutex
 		tokens   float64
-		at       time.Time // of tokens
+		at       time.Time // time up to which tokens is computed
 		inFlight int
 	}
 }
 
-// Set is all keys of a file. Its methods are safe for concurrent use.
+// Set holds all keys of a file. Its methods are safe for concurrent use.
 type Set struct {
 	file *auth.File
 	keys atomic.Pointer[map[hash]*Key]
 }
 
-// Open reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits, and
-// options: rate=N (requests per second), concurrent=N, salt=off. Empty lines and lines that begin
-// with # mean nothing. Only the owner of the file and its group may read it.
+// Open reads a file of keys. Each line has a name, the SHA-256 of a secret in hexadecimal digits, and options: rate=N (requests per
+// second), concurrent=N, salt=off. Empty lines and lines that begin with # are skipped. Only the owner of the file and its group may be
+// able to read it.
 func Open(path string) (*Set, error) {
 	s := &Set{}
 	s.keys.Store(&map[hash]*Key{})
@@ -78,7 +78,7 @@ func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logge
 	s.file.Watch(ctx, interval, log)
 }
 
-// parse says what the text of the file means.
+// parse parses the text of the file. The returned Change puts its keys into force.
 func (s *Set) parse(text []byte) (auth.Change, error) {
 	all, err := parse(bytes.NewReader(text))
 	if err != nil {
@@ -93,7 +93,7 @@ func (s *Set) parse(text []byte) (auth.Change, error) {
 	return auth.Change{Take: func() { s.take(all) }, Entries: len(all), Removed: removed}, nil
 }
 
-// take makes the keys of a file those of the set. Keys that are still there keep their counts.
+// take replaces the keys of the set by those of a file. A key that has not changed keeps its counts.
 func (s *Set) take(all map[hash]*Key) {
 	for h, k := range all {
 		if was := (*s.keys.Load())[h]; was != nil && was.Name == k.Name && was.Salt == k.Salt && was.rate == k.rate && was.atOnce == k.atOnce {
@@ -164,19 +164,19 @@ func parseKey(words []string) (*Key, error) {
 	return k, nil
 }
 
-// Len is how many keys there are.
+// Len returns the number of keys.
 func (s *Set) Len() int { return len(*s.keys.Load()) }
 
-// Find returns the key of a secret; nil for none. It compares hashes, so the time that a miss takes tells nothing about a secret.
+// Find returns the key of a secret; nil: there is none. It compares hashes, so the time of a miss reveals nothing about a secret.
 func (s *Set) Find(secret string) *Key {
 	return (*s.keys.Load())[sha256.Sum256([]byte(secret))]
 }
 
-// burst is how many requests may come at once after a pause.
+// burst returns how many requests may come at the same time after a pause.
 func (k *Key) burst() float64 { return math.Max(1, math.Ceil(k.rate)) }
 
-// Begin asks to begin one more request. If the key may not, wait is the estimated time until it may.
-// Each Begin that is ok needs an End.
+// Begin asks for the right to begin one more request. If the key must wait, ok is false and wait is the estimated time. Each Begin with
+// ok needs an End.
 func (k *Key) Begin(now time.Time) (wait time.Duration, ok bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -197,14 +197,14 @@ func (k *Key) Begin(now time.Time) (wait time.Duration, ok bool) {
 	return 0, true
 }
 
-// Limits returns what the key may do in all: requests per second, how many of them at once after a pause,
-// and requests at a time; 0 is any. id is the key's name where several proxies count together.
+// Limits returns the key's limits: requests per second, how many requests at the same time after a pause, and requests in progress at a
+// time; 0 means no limit. id names the key for several proxies that count together.
 func (k *Key) Limits() (id string, rate, burst float64, atOnce int) {
 	sum := sha256.Sum256(append([]byte("kvasir limits of "), k.of[:]...))
 	return k.Name + " " + hex.EncodeToString(sum[:8]), k.rate, k.burst(), k.atOnce
 }
 
-// End notes that a request has ended.
+// End records that a request has ended.
 func (k *Key) End() {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package limits counts requests of API keys together with other proxies, in one Redis or Valkey.
+// Package limits counts the requests of API keys together with other proxies, in a shared Redis or Valkey.
 //
 //	KEYS 1  PREFIX{ID}:rate     hash: tokens left, at (ms)
 //	KEYS 2  PREFIX{ID}:now      hash: proxy -> "requests expiry (ms)"
 //
-// A proxy writes how many requests it has in progress, not a difference, and writes the number again
-// before it expires: so a lost write is soon repaired, and a dead proxy counts no more after
-// Options.Life. Times are the server's.
+// A proxy writes the number of its requests in progress, not a difference, and writes it again before it expires. So a lost write is
+// soon repaired, and a dead proxy stops counting after Options.Life. All times are those of the Redis server.
 //
-// If the server does not answer, every request is allowed, within the limits that each proxy keeps by
-// itself. Limits logs when this begins and when it ends.
+// If the server does not answer, every request is allowed, within the limits that each proxy keeps by itself. Limits logs when that
+// begins and when it ends.
 package limits
 
 import (
@@ -37,17 +36,17 @@ type Options struct {
 	Addr               string // host:port, or unix:PATH; default 127.0.0.1:6379
 	Username, Password string
 	Database           int
-	TLS                *tls.Config // nil for none
+	TLS                *tls.Config // nil: no TLS
 
-	Prefix  string        // of names in the server; default "kvasir:proxy:"
-	Timeout time.Duration // of a connection, and of a call; default 250 ms
-	Pause   time.Duration // after a failure, in which the server is not asked; default 1 s
-	Life    time.Duration // how long the requests of a silent proxy count; default 15 s
+	Prefix  string        // of the keys in the server; default "kvasir:proxy:"
+	Timeout time.Duration // for making a connection, and for a call; default 250 ms
+	Pause   time.Duration // how long the server is not asked after a failure; default 1 s
+	Life    time.Duration // how long the requests of a silent proxy still count; default 15 s
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// ParseURL reads redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// for TLS, or unix:PATH.
+// ParseURL parses redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// for TLS, or unix:PATH.
 func ParseURL(s string) (o Options, err error) {
 	if strings.HasPrefix(s, "unix:") {
 		o.Addr = s
@@ -55,7 +54,7 @@ func ParseURL(s string) (o Options, err error) {
 	}
 	u, err := url.Parse(s)
 	if err != nil || u.Scheme != "redis" && u.Scheme != "rediss" || u.Hostname() == "" || u.RawQuery != "" {
-		return o, errors.New("is not redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH") // a URL has a password
+		return o, errors.New("is not redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH") // without the text: a URL may have a password
 	}
 	o.Addr = net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "6379"))
 	o.Username = u.User.Username()
@@ -71,7 +70,7 @@ func ParseURL(s string) (o Options, err error) {
 	return o, nil
 }
 
-// Validate returns everything that is wrong with o.
+// Validate returns an error with everything that is wrong with o.
 func (o Options) Validate() error {
 	var c options.Checks
 	_, _, err := net.SplitHostPort(o.Addr)
@@ -84,32 +83,32 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// maxAsks bounds the requests that wait for an answer; further requests are allowed at once.
+// maxAsks bounds the requests that wait for an answer of the server; further requests are allowed at once.
 const maxAsks = 1024
 
-// Limits counts requests. Its methods are safe for concurrent use.
+// Limits counts requests of keys. Its methods are safe for concurrent use.
 type Limits struct {
 	o    Options
-	self string // this proxy, in the server
+	self string // this proxy's name in the server
 	asks chan *ask
-	news chan struct{} // one token: a count changed
+	news chan struct{} // holds one token if a count has changed
 	stop context.CancelFunc
 	done chan struct{}
 
 	mu struct {
 		sync.Mutex
-		now     map[string]int  // requests in progress, by key; none is 0
-		changed map[string]bool // and not reported yet
+		now     map[string]int  // requests in progress, by key; no entry is 0
+		changed map[string]bool // keys whose count has changed and is not reported yet
 	}
 	n struct{ asked, refused, unknown atomic.Int64 }
 	// Owned by run.
 	conn  *resp.Conn
-	sha   string    // of the script at the server
-	rests time.Time // until then it is not asked
-	away  bool      // it did not answer the last time
+	sha   string    // hash of the script, as the server knows it
+	rests time.Time // the server is not asked before this time
+	away  bool      // the server did not answer the last time
 }
 
-// ask is one request that wants to begin.
+// ask is one request that waits for the right to begin.
 type ask struct {
 	Limit
 	wait time.Duration
@@ -117,15 +116,15 @@ type ask struct {
 	done chan struct{}
 }
 
-// Limit is what a key may do.
+// Limit is the limits of one key.
 type Limit struct {
-	Key    string  // its name in the server
-	Rate   float64 // requests per second; 0: any
-	Burst  float64 // at once after a pause
-	AtOnce int     // requests at a time; 0: any
+	Key    string  // name of the key in the server
+	Rate   float64 // requests per second; 0: no limit
+	Burst  float64 // requests at the same time after a pause
+	AtOnce int     // requests in progress at a time; 0: no limit
 }
 
-// New returns Limits. The server need not be there.
+// New returns Limits. The server need not be running yet.
 func New(o Options) (*Limits, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -142,20 +141,20 @@ func New(o Options) (*Limits, error) {
 	return l, nil
 }
 
-// Close takes this proxy's requests out of the counts and ends.
+// Close removes this proxy's requests from the server's counts and ends Limits.
 func (l *Limits) Close() {
 	l.stop()
 	<-l.done
 }
 
-// Stats is what Limits did.
+// Stats are the counters of Limits.
 type Stats struct {
 	Asked   int64 `counter:"kvasir_proxy_shared_limits_asked_total" help:"Requests that were counted together with other proxies."`
 	Refused int64 `counter:"kvasir_proxy_shared_limits_refused_total" help:"Of them beyond the limits of their key."`
 	Unknown int64 `counter:"kvasir_proxy_shared_limits_unknown_total" help:"Requests that only this proxy's own limits held for, since Redis did not answer."`
 }
 
-// Stats returns the figures; nil has none.
+// Stats returns the counters; those of a nil Limits are 0.
 func (l *Limits) Stats() Stats {
 	if l == nil {
 		return Stats{}
@@ -163,8 +162,8 @@ func (l *Limits) Stats() Stats {
 	return Stats{l.n.asked.Load(), l.n.refused.Load(), l.n.unknown.Load()}
 }
 
-// Begin asks to begin one more request. If the key may not, wait is the estimated time until it may. Each
-// Begin that is ok needs an End. It waits no longer than a few times Options.Timeout.
+// Begin asks for the right to begin one more request of the key. If the key must wait, ok is false and wait is the estimated time. Each
+// Begin with ok needs an End. Begin itself waits no longer than a few times Options.Timeout.
 func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 	a := &ask{Limit: what, done: make(chan struct{})}
 	select {
@@ -186,10 +185,10 @@ func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 	return 0, true
 }
 
-// End notes that a request has ended.
+// End records that a request has ended.
 func (l *Limits) End(what Limit) { l.add(what, -1, true) }
 
-// add adds n to the key's requests in progress. With tell, run reports the new count to the server.
+// add adds n to the key's requests in progress and returns the sum. With tell, run reports it to the server.
 func (l *Limits) add(what Limit, n int, tell bool) (now int) {
 	if what.AtOnce == 0 {
 		return 0

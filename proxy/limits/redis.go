@@ -16,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/resp"
 )
 
-// begin is the script that admits one more request of a key. ARGV: rate, burst, at once, proxy, its requests
-// with this one, life (ms). It answers 1 and 0, or 0 and how long to wait, ms.
+// begin is the script that admits one more request of a key. ARGV: rate, burst, requests at a time, name of the proxy, the proxy's
+// requests in progress including this one, life (ms). It answers 1 and 0, or 0 and how long to wait (ms).
 const begin = `local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local rate, burst, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -51,17 +51,17 @@ if most > 0 then
 end
 return {1, 0}`
 
-// note is the script that records how many requests of a key a proxy has. ARGV: proxy, requests, life (ms).
+// note is the script that records how many requests of a key a proxy has in progress. ARGV: name of the proxy, requests, life (ms).
 const note = `local t = redis.call('TIME')
 if tonumber(ARGV[2]) == 0 then return redis.call('HDEL', KEYS[1], ARGV[1]) end
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %.0f', ARGV[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[3]))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1`
 
-// maxBatch bounds the calls that are sent before an answer is read.
+// maxBatch bounds the calls that are sent before their answers are read.
 const maxBatch = 256
 
-// run owns the connection: calls of one proxy reach the server in the order in which it counts them.
+// run owns the connection, so that the calls of one proxy reach the server in the order in which the proxy counts.
 func (l *Limits) run(ctx context.Context) {
 	defer close(l.done)
 	defer l.disconnect()
@@ -82,7 +82,7 @@ func (l *Limits) run(ctx context.Context) {
 	}
 }
 
-// serve answers an ask and those that wait behind it, at most maxBatch.
+// serve answers the ask `first` and the asks that wait behind it, at most maxBatch together.
 func (l *Limits) serve(ctx context.Context, first *ask) {
 	batch := []*ask{first}
 	for len(batch) < maxBatch {
@@ -145,7 +145,7 @@ func answer(r resp.Reply, err error) (wait time.Duration, ok bool, _ error) {
 	return wait, r.List[0].Int == 1, nil
 }
 
-// reportAll marks all counts as changed, so that they are reported again.
+// reportAll marks all counts as changed, so that run reports them again.
 func (l *Limits) reportAll() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -157,7 +157,7 @@ func (l *Limits) reportAll() {
 
 // report sends the counts that have changed to the server.
 func (l *Limits) report(ctx context.Context) {
-	if time.Now().Before(l.rests) { // the next tick reports
+	if time.Now().Before(l.rests) { // the next tick reports the counts
 		return
 	}
 	type count struct {
@@ -205,7 +205,7 @@ func (l *Limits) report(ctx context.Context) {
 	l.settle(ctx, err)
 }
 
-// leave takes this proxy out of the server's counts, and allows the requests that wait.
+// leave removes this proxy from the server's counts, and allows the requests that wait.
 func (l *Limits) leave() {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.o.Timeout)
 	defer cancel()
@@ -229,7 +229,7 @@ func (l *Limits) leave() {
 
 var errRests = errors.New("the server did not answer a moment ago")
 
-// connect makes sure that there is a connection, and sets the deadline of the next calls.
+// connect makes sure that there is a connection to the server, and sets the deadline of the next calls.
 func (l *Limits) connect(ctx context.Context) error {
 	if time.Now().Before(l.rests) {
 		return errRests
@@ -292,8 +292,8 @@ func (l *Limits) disconnect() {
 	}
 }
 
-// settle records the result of a call. After a failure it does not ask the server for Options.Pause; after
-// recovery it reports all counts again.
+// settle records the result of a call. After a failure, the server is not asked for Options.Pause; when it answers again, all counts
+// are reported again.
 func (l *Limits) settle(ctx context.Context, err error) {
 	switch {
 	case errors.Is(err, errRests):

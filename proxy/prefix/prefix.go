@@ -4,8 +4,8 @@
 // of memory, and chooses engines for unseen beginnings so that several proxies agree.
 // It also remembers the prompts whose KV relays have.
 //
-// Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of
-// hashes at fixed offsets, which lie closer together at the start of a prompt.
+// Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of hashes at fixed offsets, which lie closer
+// together near the start of a prompt.
 package prefix
 
 import (
@@ -15,20 +15,20 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Mark is the hash of the first End bytes of a prompt, and of what the chain began with.
+// Mark is a hash of the first End bytes of a prompt and of the seed of the chain.
 type Mark struct {
 	Hash uint64
 	End  int
 }
 
-// step is how far the first marks are apart, bytes; from 16 steps on a sixteenth of the offset.
+// step is the distance between the first marks, in bytes. From 16 steps on, the distance is a sixteenth of the offset.
 const step = 512
 
-// next returns the offset of the mark behind one at off.
+// next returns the offset of the mark after the one at off.
 func next(off int) int { return off + max(step, off/16/step*step) }
 
-// Marks appends the marks of a prompt to dst: about 100 of a prompt of 1 MiB. seed separates
-// what never shares KV: models, salts. The last mark is the whole prompt.
+// Marks appends to dst the marks of a prompt: about 100 for a prompt of 1 MiB. seed separates prompts that never share KV, such as
+// those of different models or salts. The last mark covers the whole prompt.
 func Marks(dst []Mark, seed uint64, prompt []byte) []Mark {
 	h, at := seed, 0
 	for end := next(0); end < len(prompt); end = next(end) {
@@ -41,7 +41,7 @@ func Marks(dst []Mark, seed uint64, prompt []byte) []Mark {
 	return dst
 }
 
-// Seed is the start of a chain for some texts.
+// Seed returns the seed of a chain for some texts, for example model and salt.
 func Seed(texts ...string) uint64 {
 	h := uint64(0)
 	for _, t := range texts {
@@ -52,11 +52,11 @@ func Seed(texts ...string) uint64 {
 
 const (
 	shards = 64
-	ways   = 8 // engines and prefixes that share a row
+	ways   = 8 // entries of a row
 )
 
-// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries a new
-// entry replaces the least recently used one. Its methods are safe for concurrent use.
+// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries, a new entry replaces the least recently
+// used one. Its methods are safe for concurrent use.
 type Index struct {
 	clock  atomic.Uint32
 	rows   uint64
@@ -67,12 +67,12 @@ type Index struct {
 }
 
 type entry struct {
-	hash   uint64 // 0: none
+	hash   uint64 // 0: the entry is free
 	engine uint32
-	used   uint32 // clock
+	used   uint32 // Index.clock at the last use
 }
 
-// New returns an Index of that many entries of 16 bytes, rounded up to 512.
+// New returns an Index with room for that many entries of 16 bytes, rounded up to a multiple of 512.
 func New(entries int) *Index {
 	x := new(Index)
 	each := max(1, (entries+shards*ways-1)/(shards*ways))
@@ -83,17 +83,17 @@ func New(entries int) *Index {
 	return x
 }
 
-// Entries is how many entries there are.
+// Entries returns how many entries the Index has room for.
 func (x *Index) Entries() int { return int(x.rows) * shards * ways }
 
-// Seen is how many bytes of a prompt an engine has seen.
+// Seen says how many leading bytes of a prompt an engine has seen.
 type Seen struct {
 	Engine uint32
 	Bytes  int
 }
 
-// Lookup appends to dst each engine that has seen any of the marks, with the end of the last mark that
-// it has seen. It stops after two marks in a row that no engine has seen.
+// Lookup appends to dst, for each engine that has seen any of the marks, the end of the last mark that it has seen. It stops after two
+// marks in a row that no engine has seen.
 func (x *Index) Lookup(dst []Seen, marks []Mark) []Seen {
 	from, missed := len(dst), 0
 	for _, m := range marks {
@@ -125,7 +125,7 @@ func (x *Index) Lookup(dst []Seen, marks []Mark) []Seen {
 	return dst
 }
 
-// Add notes that an engine sees the marks.
+// Add records that an engine has seen the marks.
 func (x *Index) Add(marks []Mark, engine uint32) {
 	now := x.clock.Add(1)
 	for _, m := range marks {
@@ -147,6 +147,6 @@ func (x *Index) Add(marks []Mark, engine uint32) {
 	}
 }
 
-// Weight orders engines for a key: the engine with the highest weight is the key's home. All proxies with
-// the same engine names agree, and when an engine goes only its keys move (rendezvous hashing).
+// Weight returns the weight of an engine for a key. The engine with the highest weight is the key's home. All proxies with the same
+// engine names agree, and when an engine is removed, only its own keys move (rendezvous hashing).
 func Weight(key uint64, engine string) uint64 { return xxh3.HashStringSeed(engine, key) }

@@ -8,18 +8,18 @@ import (
 	"sync"
 )
 
-// RelayedKey is a hash of everything in a request that decides the KV of its prompt, and of whose prompt it is.
+// RelayedKey is a hash of everything in a request that determines the KV of its prompt, and of the client to whom the prompt belongs.
 type RelayedKey [sha256.Size]byte
 
 // RelayedKV names a prompt's KV that went from P to D through a relay. The relay may still have it.
 type RelayedKV struct {
 	Registry string // the relay's address
-	Engine   string // P, as the relay names it
-	Transfer string // the id under which P sent it
+	Engine   string // P, under the relay's name
+	Transfer string // id under which P sent the KV
 }
 
-// RelayedPrompts remembers which prompts relays have. It keeps two sets of at most 8,192, some 250 bytes for each prompt;
-// when the younger is full the older goes. The zero RelayedPrompts is empty. Methods are safe for concurrent use.
+// RelayedPrompts remembers the prompts whose KV relays have. It keeps two sets of at most 8,192 prompts, some 250 bytes each; when the
+// newer set is full, it drops the older one. The zero RelayedPrompts is empty. Its methods are safe for concurrent use.
 type RelayedPrompts struct {
 	mu struct {
 		sync.Mutex
@@ -28,9 +28,9 @@ type RelayedPrompts struct {
 	}
 }
 
-const maxRelayedPrompts = 8192 // of one set
+const maxRelayedPrompts = 8192 // per set
 
-// Add remembers a prompt.
+// Add remembers that r is the KV of the prompt k.
 func (s *RelayedPrompts) Add(k RelayedKey, r RelayedKV) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -47,7 +47,7 @@ func (s *RelayedPrompts) addLocked(k RelayedKey, r RelayedKV) {
 	s.mu.young[k] = r
 }
 
-// Find returns the KV of a prompt at a relay, and a transfer id under which D can get it once more.
+// Find returns where a relay has the KV of a prompt, and a transfer id under which D can get that KV once more.
 func (s *RelayedPrompts) Find(k RelayedKey) (r RelayedKV, id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

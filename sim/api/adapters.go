@@ -11,10 +11,10 @@ import (
 	"sync"
 )
 
-// maxAdapters bounds the LoRA adapters that are loaded.
+// maxAdapters is the largest number of LoRA adapters that can be loaded at a time.
 const maxAdapters = 256
 
-// adapters are the LoRA adapters that clients have loaded. They only have names: there is no model.
+// adapters holds the names of the LoRA adapters that clients have loaded. They are only names: there is no model.
 type adapters struct {
 	mu struct {
 		sync.Mutex
@@ -34,7 +34,7 @@ func (a *adapters) names() []string {
 	return slices.Sorted(maps.Keys(a.mu.loaded))
 }
 
-// salt keeps the prefix cache of an adapter from that of others.
+// salt returns the salt for a request. For an adapter it is extended so that the adapter has a prefix cache of its own.
 func (a *adapters) salt(model, salt string) string {
 	if a.has(model) {
 		return fmt.Sprintf("adapter %q %s", model, salt)

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// answer writes the answer to a request of completions or chat: whole at the end, or event by event.
+// answer writes the answer to a request of completions or chat: either whole at the end, or event by event.
 type answer struct {
 	a     *API
 	w     http.ResponseWriter
@@ -22,25 +22,25 @@ type answer struct {
 	chat  bool
 	start time.Time
 	seqs  []*sequence
-	ended int // of seqs
+	ended int // sequences that have ended
 
 	first   time.Time
 	last    time.Time
-	started bool // the stream
+	started bool // the stream has been opened
 	buf     []byte
-	armed   time.Time // when the limit on sending was set
+	armed   time.Time // when the write deadline was set last
 }
 
-// sequence is one prompt and one answer of a request.
+// sequence is one prompt with one answer, of a request.
 type sequence struct {
 	index  int
 	prompt []uint32
-	text   string // of prompt, where the client sent one
+	text   string // text of the prompt, if the client sent a text
 	tokens []uint32
 	end    *engine.End
 	stream *engine.Stream
 
-	// An event that has only text is written as before, the text, behind.
+	// The parts of an event with only text that stand before and behind the text.
 	before, behind []byte
 }
 
@@ -100,7 +100,7 @@ type response struct {
 	Params  *wire.KVTransferParams `json:"kv_transfer_params,omitempty"`
 }
 
-// usage sums up the sequences given; the prompt of several answers counts once.
+// usage returns the summed usage of the given sequences. A prompt with several answers counts once.
 func (n *answer) usage(seqs []*sequence) *usage {
 	u, cached := &usage{}, 0
 	for i, q := range seqs {
@@ -125,7 +125,7 @@ func (n *answer) response(object string) *response {
 	return &response{ID: n.id, Object: object, Created: n.start.Unix(), Model: n.a.e.Model(), Choices: []choice{}}
 }
 
-// take adds tokens of a sequence, and its end, to the answer; it reports whether more may come.
+// take adds tokens of a sequence, and its end, to the answer. It returns false if nothing more may come.
 func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	n.observe(more, end)
 	if now := time.Now(); now.Sub(n.armed) > sendTimeout/8 {
@@ -150,7 +150,7 @@ func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	if !n.started && !failed {
 		n.open()
 	}
-	// The reason of the end gets an event of its own if it comes after the last token.
+	// If the end comes after the last token, its reason gets an event of its own.
 	if ended := end != nil && !failed; (len(more) > 0 || ended) && !n.event(q, more, end) {
 		return false // the client has gone
 	}
@@ -161,7 +161,7 @@ func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	return false
 }
 
-// comment writes a comment, which keeps the connection, and reports whether the client is there.
+// comment writes a comment, which keeps the connection open. It returns false if the client is gone.
 func (n *answer) comment() bool {
 	if !n.started {
 		n.open()
@@ -170,7 +170,7 @@ func (n *answer) comment() bool {
 	return n.send()
 }
 
-// observe counts times as vLLM does.
+// observe counts the times of tokens as vLLM does.
 func (n *answer) observe(more []uint32, end *engine.End) {
 	now, s := time.Now(), n.a.stats
 	if len(more) > 0 {
@@ -224,7 +224,7 @@ func (n *answer) object() string {
 	return "text_completion"
 }
 
-// open begins a stream; a chat's first event has the role.
+// open begins a stream. The first event of a chat has the role.
 func (n *answer) open() {
 	n.started = true
 	h := n.w.Header()
@@ -242,7 +242,7 @@ func (n *answer) open() {
 	}
 }
 
-// event writes tokens; the last ones have the reason of the end.
+// event writes an event with tokens; the last event also has the reason of the end. It returns false if the client is gone.
 func (n *answer) event(q *sequence, more []uint32, end *engine.End) bool {
 	text := tokenText(more)
 	if end == nil && !n.body.rich() && plain(text) {
@@ -278,7 +278,7 @@ func (n *answer) event(q *sequence, more []uint32, end *engine.End) bool {
 	return n.write(r)
 }
 
-// plain reports whether text is the same in JSON.
+// plain reports whether text stays the same when it is encoded as JSON.
 func plain(text string) bool {
 	for i := range len(text) {
 		if c := text[i]; c < ' ' || c > '~' || c == '"' || c == '\\' || c == '<' || c == '>' || c == '&' {
@@ -288,7 +288,7 @@ func plain(text string) bool {
 	return true
 }
 
-// frame returns what stands before and behind the text of an event.
+// frame returns the parts of an event before and behind its text.
 func (n *answer) frame(index int) (before, behind []byte) {
 	const mark = "@text@"
 	text := mark
@@ -300,7 +300,7 @@ func (n *answer) frame(index int) (before, behind []byte) {
 	}
 	r := n.response(n.object())
 	r.Choices = []choice{c}
-	r.ID, r.Model = "", "" // may have the mark
+	r.ID, r.Model = "", "" // they may contain the mark
 	whole, err := json.Marshal(r)
 	if err != nil {
 		panic("BUG: api: " + err.Error())
@@ -315,7 +315,7 @@ func (n *answer) frame(index int) (before, behind []byte) {
 	return append([]byte("data: "), full[:at]...), append(bytes.Clone(full[at+len(mark):]), "\n\n"...)
 }
 
-// close ends a stream; end is that of the last sequence, or of one that failed.
+// close ends a stream. end is the end of the last sequence, or of a failed one.
 func (n *answer) close(end *engine.End) {
 	switch {
 	case end.Err != nil && !n.started:
@@ -333,7 +333,7 @@ func (n *answer) close(end *engine.End) {
 	}
 }
 
-// write writes one event and reports whether the client is there.
+// write writes one event. It returns false if the client is gone.
 func (n *answer) write(v any) bool {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -343,7 +343,7 @@ func (n *answer) write(v any) bool {
 	return n.send()
 }
 
-// send writes buf and reports whether the client is there.
+// send writes buf to the client. It returns false if the client is gone.
 func (n *answer) send() bool {
 	if _, err := n.w.Write(n.buf); err != nil {
 		return false

@@ -27,26 +27,26 @@ import (
 // Options configures an API. A zero field means its default.
 type Options struct {
 	Version string
-	// SameIDs keeps request ids as clients gave them, as vLLM 0.13 does: then P and D can
-	// pair by them. Later releases append random characters.
+	// SameIDs keeps request ids as clients sent them, as vLLM 0.13 does, so that P and D can pair by them. Later releases append random
+	// characters.
 	SameIDs bool
-	// Ranks is how many data-parallel ranks clients may name; default 1.
+	// Ranks is the number of data-parallel ranks that clients may name; default 1.
 	Ranks int
-	// KeepAlive is the time without an event after which a stream gets a comment: vLLM's --sse-keep-alive-interval; 0: never.
+	// KeepAlive is how long a stream may have no event before it gets a comment: vLLM's --sse-keep-alive-interval; 0: it gets none.
 	KeepAlive time.Duration
-	// Metrics adds figures of what stands in front of the engine; nil: none.
+	// Metrics adds figures to the registry of /metrics, of components other than the engine. nil: there are no such figures.
 	Metrics func(*metrics.Registry)
-	MaxBody int64        // bytes of a request; default 64 MiB
-	Log     *slog.Logger // nil discards
+	MaxBody int64        // longest request; default 64 MiB
+	Log     *slog.Logger // nil: nothing is logged
 }
 
 // Limits of one request.
 const (
-	maxID       = 1024             // bytes of an id that a client chose
-	sendTimeout = 60 * time.Second // for one event, or a whole answer, to a client that does not read
+	maxID       = 1024             // longest id that a client may choose, in bytes
+	sendTimeout = 60 * time.Second // limit for one event, or a whole answer, to a client that does not read
 )
 
-// API serves one engine.
+// API is the HTTP API of one engine.
 type API struct {
 	e       *engine.Engine
 	o       Options
@@ -58,7 +58,7 @@ type API struct {
 	responses responseStore
 }
 
-// New returns the API of an engine. The caller closes the engine.
+// New returns the API of an engine. The caller must close the engine.
 func New(e *engine.Engine, o Options) *API {
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
 	o.Ranks = max(o.Ranks, 1)
@@ -128,7 +128,7 @@ func (e *apiError) body() (b errorBody) {
 	return b
 }
 
-// json refuses other media types, as vLLM does.
+// json returns a handler that refuses other media types than application/json, as vLLM does.
 func (a *API) json(f http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
@@ -149,12 +149,12 @@ func (a *API) text(w http.ResponseWriter, r *http.Request) ([]byte, *apiError) {
 		}
 		return nil, badRequest("", "%v", err)
 	}
-	// The server's limit on reading ends with the body. Left on, its end would look like a client that leaves.
+	// The read deadline ends with the body. If it stayed, its passing would look as if the client had left.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return text, nil
 }
 
-// read decodes a request and checks its model.
+// read decodes the body of a request and checks the model in it.
 func (a *API) read(w http.ResponseWriter, r *http.Request) (*body, *apiError) {
 	text, bad := a.text(w, r)
 	if bad != nil {
@@ -167,7 +167,7 @@ func (a *API) read(w http.ResponseWriter, r *http.Request) (*body, *apiError) {
 	return b, bad
 }
 
-// known refuses a model that the engine does not have.
+// known returns an error for a model that the engine does not have.
 func (a *API) known(model string) *apiError {
 	if model != "" && model != a.e.Model() && !a.adapters.has(model) {
 		return &apiError{404, "NotFoundError", "model", fmt.Sprintf("The model `%.128s` does not exist.", model)}
@@ -207,7 +207,7 @@ func (a *API) chat(w http.ResponseWriter, r *http.Request) {
 	a.serve(w, r, b, [][]uint32{tokenize(chatText(b.Messages))}, nil, true)
 }
 
-// batch is a chat of several conversations, which have an answer each.
+// batch serves a chat of several conversations, each of which gets an answer.
 func (a *API) batch(w http.ResponseWriter, r *http.Request) {
 	text, bad := a.text(w, r)
 	var list struct {
@@ -220,7 +220,7 @@ func (a *API) batch(w http.ResponseWriter, r *http.Request) {
 	var b *body
 	if bad == nil {
 		delete(rest, "messages")
-		text, _ = json.Marshal(rest) // decoded just now
+		text, _ = json.Marshal(rest) // it has just been decoded
 		b, bad = decode(text)
 	}
 	var prompts [][]uint32
@@ -251,7 +251,7 @@ func (a *API) batch(w http.ResponseWriter, r *http.Request) {
 	a.serve(w, r, b, prompts, nil, true)
 }
 
-// ids returns the request's id for the client and for the engine.
+// ids returns the id of a request, as the client gets it and as the engine's ids begin with it.
 func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *apiError) {
 	id := cmp.Or(r.Header.Get("X-Request-Id"), b.RequestID, strings.ToLower(rand.Text()))
 	if len(id) > maxID { // logs and connectors repeat it
@@ -260,7 +260,7 @@ func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *a
 	return prefix + id, nil
 }
 
-// answerID returns the engine's id of an answer to a prompt of a request.
+// answerID returns the engine's id for one answer to one prompt of a request.
 func (a *API) answerID(shown string, chat bool, prompt, answer, answers int) string {
 	if !chat {
 		shown += fmt.Sprint("-", prompt)
@@ -276,7 +276,7 @@ func (a *API) answerID(shown string, chat bool, prompt, answer, answers int) str
 	return shown
 }
 
-// rank refuses a data-parallel rank that is not there. vLLM ignores what is no number.
+// rank returns an error for a data-parallel rank that does not exist. Like vLLM, it ignores a value that is not a number.
 func (a *API) rank(r *http.Request) *apiError {
 	if n, err := strconv.Atoi(r.Header.Get("X-Data-Parallel-Rank")); err == nil && (n < 0 || n >= a.o.Ranks) {
 		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", n, a.o.Ranks)
@@ -284,9 +284,10 @@ func (a *API) rank(r *http.Request) *apiError {
 	return nil
 }
 
-// begin gives the engine a request of some prompts, each with as many answers as the body wants. All of them end when ctx does.
+// begin submits a request with some prompts to the engine, each with as many answers as the body asks for. All of them end when ctx
+// ends.
 //
-// Each of them has the request's kv_transfer_params, as in vLLM: a transfer id is then that of several.
+// All of them get the request's kv_transfer_params, as in vLLM: one transfer id then belongs to several.
 func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]uint32, usual int, shown string, chat bool) ([]*sequence, *apiError) {
 	if bad := a.rank(r); bad != nil {
 		return nil, bad
@@ -334,14 +335,14 @@ func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]u
 	return seqs, nil
 }
 
-// follow calls take with the tokens and the end of each sequence as they come, until take reports that there is no more to come.
-// Between them it calls idle each Options.KeepAlive; nil: it does not.
+// follow calls take with the tokens and the end of each sequence as they come, until take returns false. In pauses of Options.KeepAlive
+// it calls idle; nil: it does not.
 func (a *API) follow(ctx context.Context, seqs []*sequence, idle func() bool, take func(q *sequence, more []uint32, end *engine.End) bool) {
 	if len(seqs) == 1 && (idle == nil || a.o.KeepAlive == 0) {
 		for {
 			more, end, err := seqs[0].stream.Next(ctx)
 			if err != nil || !take(seqs[0], more, end) {
-				return // the client has gone, or all is written
+				return // the client has gone, or everything is written
 			}
 		}
 	}
@@ -403,7 +404,7 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, prompts [][
 	}
 	shown, bad := a.ids(r, b, prefix)
 	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel() // a client that leaves ends its request
+	defer cancel() // when the client leaves, its request ends
 	start := time.Now()
 	var seqs []*sequence
 	if bad == nil {
@@ -426,7 +427,7 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, prompts [][
 	a.follow(r.Context(), seqs, idle, an.take)
 }
 
-// failure returns the error that a client gets for an engine's error.
+// failure returns the error that a client gets for an error of the engine.
 func failure(err error) *apiError {
 	switch {
 	case errors.Is(err, engine.ErrTooLong), errors.Is(err, engine.ErrEmpty):

@@ -13,10 +13,10 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// The APIs beside completions and chat: OpenAI's Responses, Anthropic's Messages, vLLM's token-in generate. Each has one prompt
-// and one answer.
+// The APIs besides completions and chat: OpenAI's Responses, Anthropic's Messages, vLLM's token-in generate. Each request has one
+// prompt and one answer.
 
-// eventStream writes the named events of an answer.
+// eventStream writes the named events of one answer.
 type eventStream struct {
 	w     http.ResponseWriter
 	rc    *http.ResponseController
@@ -35,7 +35,7 @@ func (s *eventStream) begin() {
 	s.open()
 }
 
-// event writes an event of a type and reports whether the client is there.
+// event writes an event of that kind. It returns false if the client is gone.
 func (s *eventStream) event(kind string, fields map[string]any) bool {
 	fields["type"] = kind
 	fields["sequence_number"] = s.n
@@ -59,7 +59,8 @@ func (s *eventStream) comment() bool {
 	return s.rc.Flush() == nil
 }
 
-// runSingle runs a request of one prompt and one answer. fail writes an error, delta a part of a stream, and whole the whole answer or its end.
+// runSingle runs a request of one prompt with one answer. It calls fail to write an error, delta to write a part of a stream, and whole
+// to write the whole answer or the end of a stream.
 func (a *API) runSingle(w http.ResponseWriter, r *http.Request, b *body, prompt []uint32, shown string, fail func(*apiError), s *eventStream, delta func(text string) bool, whole func(q *sequence)) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
@@ -93,10 +94,10 @@ func (a *API) runSingle(w http.ResponseWriter, r *http.Request, b *body, prompt 
 	})
 }
 
-// maxResponses bounds the answers of /v1/responses that are remembered; the oldest gives way.
+// maxResponses is how many answers of /v1/responses are remembered; beyond it, the oldest is forgotten.
 const maxResponses = 1024
 
-// responseStore has the last answers of /v1/responses: the answer, and the conversation behind it.
+// responseStore remembers the last answers of /v1/responses, each with its conversation.
 type responseStore struct {
 	mu struct {
 		sync.Mutex
@@ -137,7 +138,7 @@ func noResponse(id string) *apiError {
 	return &apiError{404, "invalid_request_error", "response_id", fmt.Sprintf("Response with id '%.128s' not found.", id)}
 }
 
-// response answers GET /v1/responses/ID and its cancel: what has ended stays as it is.
+// response answers GET /v1/responses/ID and the request to cancel it: an answer that has ended stays as it is.
 func (a *API) response(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
 	stored, ok := a.responses.find(id)
@@ -159,7 +160,7 @@ type responsesBody struct {
 	MaxOutput    laxInt          `json:"max_output_tokens"`
 	Previous     string          `json:"previous_response_id"`
 	Store        *bool           `json:"store"`
-	Tools        json.RawMessage `json:"tools"` // of another shape
+	Tools        json.RawMessage `json:"tools"` // their shape differs
 }
 
 func (a *API) respond(w http.ResponseWriter, r *http.Request) {
@@ -236,7 +237,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 		}
 		answer["kv_transfer_params"] = q.end.Params
 		if b.Store == nil || *b.Store {
-			content, _ := json.Marshal(said) // a text
+			content, _ := json.Marshal(said) // a string always encodes
 			a.responses.add(shown, storedResponse{answer, append(conversation, message{"assistant", content})})
 		}
 		if s == nil {
@@ -249,10 +250,10 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// conversation returns the messages of a request: those before it, its instructions and its input.
+// conversation returns the messages of a request: those of the response that it continues, its instructions, and its input.
 func (a *API) conversation(b *responsesBody) (list []message, bad *apiError) {
 	if b.Instructions != "" {
-		content, _ := json.Marshal(b.Instructions) // a text
+		content, _ := json.Marshal(b.Instructions) // a string always encodes
 		list = append(list, message{"system", content})
 	}
 	if b.Previous != "" {
@@ -278,10 +279,10 @@ func (a *API) conversation(b *responsesBody) (list []message, bad *apiError) {
 type messagesBody struct {
 	body
 	System json.RawMessage `json:"system"`
-	Tools  json.RawMessage `json:"tools"` // of another shape
+	Tools  json.RawMessage `json:"tools"` // their shape differs
 }
 
-// readMessages reads a request of Anthropic's Messages API.
+// readMessages decodes a request of Anthropic's Messages API.
 func (a *API) readMessages(w http.ResponseWriter, r *http.Request, count bool) (b messagesBody, prompt []uint32, bad *apiError) {
 	text, bad := a.text(w, r)
 	if bad != nil {
@@ -386,7 +387,7 @@ type generateBody struct {
 	} `json:"sampling_params"`
 }
 
-// generate takes and gives tokens, vLLM's /inference/v1/generate.
+// generate serves vLLM's /inference/v1/generate: token ids in, token ids out.
 func (a *API) generate(w http.ResponseWriter, r *http.Request) {
 	text, bad := a.text(w, r)
 	var b generateBody

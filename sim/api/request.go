@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// apiError is an error as vLLM answers it.
+// apiError is an error in the form of vLLM's error answers.
 type apiError struct {
 	status  int
 	kind    string // type
@@ -25,8 +25,8 @@ func badRequest(param, format string, args ...any) *apiError {
 	return &apiError{400, "BadRequestError", param, fmt.Sprintf(format, args...)}
 }
 
-// body is what the two completion requests have in common. Fields that only shape sampling
-// are taken and mean nothing here: there is no model.
+// body has the fields that requests of completions and of chat have in common. Fields that only shape sampling are accepted and
+// ignored: there is no model.
 type body struct {
 	Model       string  `json:"model"`
 	MaxTokens   laxInt  `json:"max_tokens"`
@@ -43,7 +43,7 @@ type body struct {
 	StopIDs        []uint32        `json:"stop_token_ids"`
 	Echo           bool            `json:"echo"`
 	Suffix         *string         `json:"suffix"`
-	Logprobs       json.RawMessage `json:"logprobs"` // a number of completions, a truth of chat
+	Logprobs       json.RawMessage `json:"logprobs"` // a number in completions, a boolean in chat
 	TopLogprobs    *int            `json:"top_logprobs"`
 	PromptLogprobs *int            `json:"prompt_logprobs"`
 	Tools          []tool          `json:"tools"`
@@ -59,27 +59,27 @@ type body struct {
 	Messages []message       `json:"messages"`
 }
 
-// message is one of a chat.
+// message is one message of a chat.
 type message struct {
 	Role    string          `json:"role"`
 	Content json.RawMessage `json:"content"`
 }
 
-// text returns the content: a text, or the texts of its parts.
+// text returns the content: a text, or the joined texts of its parts.
 func (m *message) text() string {
 	var s string
 	if json.Unmarshal(m.Content, &s) == nil {
 		return s
 	}
 	var parts []struct{ Text string }
-	_ = json.Unmarshal(m.Content, &parts) // checked by decode
+	_ = json.Unmarshal(m.Content, &parts) // decode has checked it
 	for _, p := range parts {
 		s += p.Text
 	}
 	return s
 }
 
-// decode reads a request.
+// decode decodes the body of a request.
 func decode(text []byte) (*body, *apiError) {
 	var b body
 	if err := json.Unmarshal(text, &b); err != nil {
@@ -113,7 +113,7 @@ func checkMessages(messages []message) *apiError {
 	return nil
 }
 
-// limit returns how many tokens are to be generated.
+// limit returns how many tokens the request may generate. usual is the number if the request does not say.
 func (b *body) limit(usual int) (int, *apiError) {
 	n := usual
 	for _, v := range []laxInt{b.MaxTokens, b.MaxNew} {

@@ -26,31 +26,33 @@ import (
 type SGLangOptions struct {
 	Version   string
 	Mode      string                  // prefill, decode or null; default null
-	Page      int                     // tokens of a page; default 16. A D that meets a P of another size ends its process
+	Page      int                     // tokens in a page of KV; default 16. A D that gets a P of another size ends its process
 	Bootstrap int                     // port of P's bootstrap server; default 8998
 	Timeout   time.Duration           // SGLang's bootstrap and waiting timeouts; default 300 s
 	Metrics   func(*metrics.Registry) // as in Options
-	Log       *slog.Logger            // nil discards
+	Log       *slog.Logger            // nil: nothing is logged
 }
 
-// SGLang is the API of a simulated engine as SGLang 0.5.23 serves it, with its P/D: a request to P or D has the address of P's bootstrap
-// server and a room. The bytes move as in a simulated vLLM: Boot stands for P's side channel, too, where D learns who P is.
+// SGLang is the API of a simulated engine, as SGLang 0.5.23 serves it, with SGLang's way of P and D: a request to P or D carries the
+// address of P's bootstrap server and a room. The KV bytes move as in a simulated vLLM: Boot also stands for the registry at which D
+// learns P's engine id.
 type SGLang struct {
 	a    *API
 	o    SGLangOptions
 	mux  *http.ServeMux
 	http *http.Client
-	dead atomic.Bool  // P's process has ended
-	bad  atomic.Int64 // rooms that no router may send
+	dead atomic.Bool  // P's process has ended, as far as clients can see
+	bad  atomic.Int64 // requests with a room that no router may send
 
 	mu struct {
 		sync.Mutex
-		running map[string]context.CancelFunc // by rid
+		running map[string]context.CancelFunc // by request id (rid)
 		queued  int                           // requests that wait for the other side
 	}
 }
 
-// NewSGLang returns the API of an engine. The caller closes the engine, whose MooncakeConnector must be kv_producer for prefill, kv_consumer for decode.
+// NewSGLang returns the API of an engine. The caller must close the engine. Its MooncakeConnector must be kv_producer for prefill,
+// kv_consumer for decode.
 func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	o.Mode = cmp.Or(o.Mode, "null")
 	o.Bootstrap = cmp.Or(o.Bootstrap, 8998)
@@ -84,7 +86,7 @@ func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	return s
 }
 
-// Close gives connections back.
+// Close closes idle connections.
 func (s *SGLang) Close() { s.http.CloseIdleConnections() }
 
 // ServeHTTP implements http.Handler.
@@ -95,7 +97,7 @@ func (s *SGLang) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.mux.ServeHTTP(w, r)
 }
 
-// BadRooms returns how many requests had a room that hangs D or ends P's process.
+// BadRooms returns how many requests had a room that would hang D or end P's process.
 func (s *SGLang) BadRooms() int64 { return s.bad.Load() }
 
 // Waiting returns how many requests wait for the other side.
@@ -144,7 +146,7 @@ func (s *SGLang) abort(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// endLocked ends all requests whose ids begin with an id, as SGLang does.
+// endLocked ends all requests whose ids begin with id, as SGLang does.
 func (s *SGLang) endLocked(id string) {
 	for rid, cancel := range s.mu.running {
 		if strings.HasPrefix(rid, id) {
@@ -153,7 +155,7 @@ func (s *SGLang) endLocked(id string) {
 	}
 }
 
-// sglangRequest is a request of any of the routes.
+// sglangRequest is the body of a request on any of SGLang's routes.
 type sglangRequest struct {
 	Text     json.RawMessage `json:"text"`
 	InputIDs json.RawMessage `json:"input_ids"`
@@ -178,7 +180,7 @@ type sglangRequest struct {
 	Room json.RawMessage `json:"bootstrap_room"`
 
 	ids   []uint32
-	list  bool // of one prompt
+	list  bool // the prompt came as a list of one
 	chat  bool
 	limit int
 }
@@ -229,7 +231,7 @@ func (s *SGLang) chat(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// prompt reads one prompt: a text, token ids, or a list of one of them.
+// prompt parses one prompt: a text, token ids, or a list with one of these.
 func (q *sglangRequest) prompt(raw json.RawMessage) string {
 	var text string
 	var list []json.RawMessage
@@ -246,7 +248,7 @@ func (q *sglangRequest) prompt(raw json.RawMessage) string {
 	return ""
 }
 
-// serve serves a request. check reads its prompt and says what is wrong with it.
+// serve serves a request. check parses the request's prompt and returns what is wrong with it; "": nothing.
 func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglangRequest) string) {
 	var q sglangRequest
 	text, bad := s.a.text(w, r)
@@ -294,7 +296,7 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 			s.endLocked(q.RID)
 		}
 	}()
-	if s.o.Mode != "null" && q.N > 1 { // all samples have one room
+	if s.o.Mode != "null" && q.N > 1 { // all samples would share one room
 		s.hang(ctx, w, r, room)
 		return
 	}
@@ -318,18 +320,18 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 	n.follow(ctx, stream)
 }
 
-// newRID returns an id with which no other one begins.
+// newRID returns an id such that no other id begins with it.
 func newRID() string { return fmt.Sprintf("%016x", lastRID.Add(1)) }
 
 var lastRID atomic.Int64
 
-// adapterOf returns the adapter that SGLang takes a model for: base:adapter.
+// adapterOf returns the adapter that SGLang reads from a model's name of the form base:adapter.
 func adapterOf(model string) string {
 	_, adapter, _ := strings.Cut(model, ":")
 	return adapter
 }
 
-// refuse tells the client what is wrong with a request; on a stream, in an event.
+// refuse tells the client what is wrong with its request; in a stream, as an event.
 func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest, text string) {
 	if !q.Stream {
 		s.fail(w, r, 400, text)
@@ -340,11 +342,11 @@ func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest
 	if r.URL.Path != "/generate" {
 		inner = map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}
 	}
-	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values
+	event, _ := json.Marshal(map[string]any{"error": inner}) // plain values always encode
 	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
 }
 
-// bootstrapRoom returns the request's room, and what is wrong with it.
+// bootstrapRoom returns the request's room. wrong says what is wrong with it; "": nothing.
 func (s *SGLang) bootstrapRoom(q *sglangRequest) (room, wrong string) {
 	if s.o.Mode == "null" {
 		return "", ""
@@ -365,7 +367,7 @@ func (s *SGLang) bootstrapRoom(q *sglangRequest) (room, wrong string) {
 	return room, ""
 }
 
-// hang waits as D does for KV that never comes.
+// hang waits, as D does, for KV that never comes.
 func (s *SGLang) hang(ctx context.Context, w http.ResponseWriter, r *http.Request, room string) {
 	s.waits(1)
 	defer s.waits(-1)
@@ -376,7 +378,7 @@ func (s *SGLang) hang(ctx context.Context, w http.ResponseWriter, r *http.Reques
 	}
 }
 
-// params returns the transfer of a request: D asks P's bootstrap server who P is.
+// params returns the transfer params of a request. D asks P's bootstrap server for P's engine id.
 func (s *SGLang) params(ctx context.Context, q *sglangRequest, room string) (*wire.KVTransferParams, error) {
 	transfer := "sglang-" + room
 	switch s.o.Mode {
@@ -422,7 +424,7 @@ func (s *SGLang) params(ctx context.Context, q *sglangRequest, room string) (*wi
 	return wire.RemotePrefill(side, d[0].ID, transfer), nil
 }
 
-// unlisted returns the element of a list of one.
+// unlisted returns the only element of a list of one; any other value unchanged.
 func unlisted(raw json.RawMessage) json.RawMessage {
 	var list []json.RawMessage
 	if json.Unmarshal(raw, &list) == nil && len(list) == 1 {

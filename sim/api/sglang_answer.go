@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// sglangAnswer writes the answer to a request, as SGLang does.
+// sglangAnswer writes the answer to a request in SGLang's form.
 type sglangAnswer struct {
 	s        *SGLang
 	w        http.ResponseWriter
@@ -20,14 +20,14 @@ type sglangAnswer struct {
 	rc       *http.ResponseController
 	q        *sglangRequest
 	room     string
-	released <-chan struct{} // closed when P needs the blocks no more
+	released <-chan struct{} // closed when P no longer needs the request's blocks
 
 	begun  bool
 	tokens []uint32
 	end    *engine.End
 }
 
-// follow writes the answer. P answers once D has the KV.
+// follow writes the answer. P answers only when D has got the KV.
 func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	n.s.waits(1)
 	waiting := true
@@ -38,7 +38,7 @@ func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	}()
 	for n.end == nil {
 		more, end, err := stream.Next(ctx)
-		if err != nil { // the client has gone, or the request is aborted
+		if err != nil { // the client has gone, or the request was aborted
 			if n.r.Context().Err() == nil {
 				n.failed(400, "Aborted by AbortReq.")
 			}
@@ -76,7 +76,7 @@ func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	n.whole()
 }
 
-// failed tells the client that the engine failed; on a stream, in an event.
+// failed tells the client that the engine failed; in a stream, as an event.
 func (n *sglangAnswer) failed(status int, text string) {
 	if !n.q.Stream {
 		n.s.fail(n.w, n.r, status, text)
@@ -102,7 +102,7 @@ func (n *sglangAnswer) beginStream() {
 }
 
 func (n *sglangAnswer) send(event any) bool {
-	data, _ := json.Marshal(event) // plain values
+	data, _ := json.Marshal(event) // plain values always encode
 	if _, err := fmt.Fprintf(n.w, "data: %s\n\n", data); err != nil {
 		return false
 	}
@@ -139,7 +139,7 @@ func (n *sglangAnswer) object(chunk bool, choices ...any) map[string]any {
 	return map[string]any{"id": n.q.RID, "object": kind, "created": time.Now().Unix(), "model": n.s.a.e.Model(), "choices": choices, "usage": nil}
 }
 
-// event writes tokens as they come and reports whether the client is there. Events of /generate repeat all tokens before.
+// event writes an event with new tokens. Events of /generate also repeat all earlier tokens. It returns false if the client is gone.
 func (n *sglangAnswer) event(more []uint32) bool {
 	n.beginStream()
 	if n.r.URL.Path == "/generate" {

@@ -14,28 +14,28 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// Boot is P's bootstrap server as SGLang 0.5.23 has it. It is the registry of the simulated P, too, so it names its own address as P's
+// Boot is P's bootstrap server, as in SGLang 0.5.23. It is also the registry of the simulated P, so it names its own address as P's
 // side channel.
 type Boot struct {
 	registry *bootstrap.Registry
 	page     int
-	ranks    int // that P has
+	ranks    int // number of ranks of P
 
 	mu struct {
 		sync.Mutex
-		puts  int                        // of ranks; they are counted, not compared
+		puts  int                        // ranks that have registered; they are only counted
 		rooms map[string]json.RawMessage // data-parallel rank by room
 	}
 }
 
-// NewBoot returns a bootstrap server that knows P once as many ranks have registered. The caller closes the registry.
+// NewBoot returns a bootstrap server that knows P once `ranks` ranks have registered. The caller must close the registry.
 func NewBoot(registry *bootstrap.Registry, page, ranks int) *Boot {
 	b := &Boot{registry: registry, page: page, ranks: ranks}
 	b.mu.rooms = make(map[string]json.RawMessage)
 	return b
 }
 
-// Register counts a rank, as its PUT does.
+// Register counts one rank, as a PUT request to the server does.
 func (b *Boot) Register() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -45,7 +45,7 @@ func (b *Boot) Register() {
 // Serve serves until ctx ends.
 func (b *Boot) Serve(ctx context.Context, l net.Listener) error {
 	web := httpserver.NewServer(b)
-	defer context.AfterFunc(ctx, func() { _ = web.Close() })() // it ends by Serve
+	defer context.AfterFunc(ctx, func() { _ = web.Close() })() // Serve returns its end
 	return web.Serve(l)
 }
 
@@ -126,7 +126,7 @@ func (b *Boot) route(w http.ResponseWriter, r *http.Request, text func(int, stri
 	case ranks[0] != 0 || ranks[1] != 0 || ranks[2] >= b.ranks || ranks[3] != 0:
 		text(404, "Bootstrap info not found")
 	default:
-		host, port, _ := net.SplitHostPort(r.Host) // as the client dialed
+		host, port, _ := net.SplitHostPort(r.Host) // as the client dialed it
 		n, _ := strconv.Atoi(port)
 		reply(w, 200, map[string]any{"rank_ip": host, "rank_port": n})
 	}

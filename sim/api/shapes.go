@@ -13,13 +13,13 @@ import (
 	"strings"
 )
 
-// laxInt is a whole number as Pydantic takes it: also 3.0, "3" and true.
+// laxInt is a whole number in any form that Pydantic accepts: also 3.0, "3" and true.
 type laxInt struct {
 	set bool
 	n   int
 }
 
-// laxBool is a truth as Pydantic takes it: also 1, "true" and "on".
+// laxBool is a boolean in any form that Pydantic accepts: also 1, "true" and "on".
 type laxBool bool
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -62,10 +62,10 @@ func (v *laxInt) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// maxAnswers bounds n. vLLM: VLLM_MAX_N_SEQUENCES.
+// maxAnswers is the largest n, the number of answers to a prompt. vLLM: VLLM_MAX_N_SEQUENCES.
 const maxAnswers = 16384
 
-// answers returns n.
+// answers returns n, the number of answers to each prompt; default 1.
 func (b *body) answers() int {
 	if !b.N.set {
 		return 1
@@ -73,7 +73,7 @@ func (b *body) answers() int {
 	return b.N.n
 }
 
-// tool is one that a model may call.
+// tool is a tool that the model may call.
 type tool struct {
 	Function struct {
 		Name string `json:"name"`
@@ -85,16 +85,16 @@ func (b *body) calls() bool {
 	return len(b.Tools) > 0 && (string(b.ToolChoice) == `"required"` || bytes.HasPrefix(b.ToolChoice, []byte("{")))
 }
 
-// call returns a call of the first tool.
+// call returns a call of the first tool, with text as its argument.
 func (b *body) call(index int, text string) []toolCall {
 	c := toolCall{Index: 0, ID: fmt.Sprintf("chatcmpl-tool-%d", index), Type: "function"}
 	c.Function.Name = b.Tools[0].Function.Name
-	arguments, _ := json.Marshal(map[string]string{"text": text}) // plain values
+	arguments, _ := json.Marshal(map[string]string{"text": text}) // plain values always encode
 	c.Function.Arguments = string(arguments)
 	return []toolCall{c}
 }
 
-// rich reports whether events have more than text.
+// rich reports whether the events of the answer contain more than text.
 func (b *body) rich() bool {
 	return b.ReturnTokenIDs || b.StreamUsage.Continuous || b.wantsProbs() || b.calls()
 }
@@ -103,7 +103,7 @@ func (b *body) wantsProbs() bool {
 	return len(b.Logprobs) > 0 && !slices.Contains([]string{"null", "false"}, string(b.Logprobs))
 }
 
-// check refuses what vLLM refuses, in its words.
+// check returns an error, with vLLM's text, if vLLM would refuse the values in the body.
 func (b *body) check(chat bool) *apiError {
 	if bad := b.checkAnswers(); bad != nil {
 		return bad
@@ -135,7 +135,7 @@ func (b *body) checkAnswers() *apiError {
 	return nil
 }
 
-// checkProbs checks what is asked of log-probabilities.
+// checkProbs checks the fields that ask for log probabilities.
 func (b *body) checkProbs(chat bool) *apiError {
 	var probs laxInt
 	if !chat && b.wantsProbs() {
@@ -156,7 +156,7 @@ func (b *body) checkProbs(chat bool) *apiError {
 	return nil
 }
 
-// probability is a made-up logarithm, the same for a token wherever it comes.
+// probability returns an invented log probability, always the same for the same token.
 func probability(token uint32) float64 { return -float64(token%1000) / 100 }
 
 type tokenProb struct {
@@ -166,8 +166,8 @@ type tokenProb struct {
 	Top     []any   `json:"top_logprobs"`
 }
 
-// probs returns the log probabilities of tokens of an answer; nil: they are not wanted. Those of an echoed prompt come with the
-// first of them.
+// probs returns the log probabilities of tokens of an answer; nil: the request does not ask for them. Those of an echoed prompt come
+// with the first tokens.
 func (b *body) probs(q *sequence, tokens []uint32, chat bool) any {
 	if !b.wantsProbs() {
 		return nil
@@ -191,20 +191,20 @@ func (b *body) probs(q *sequence, tokens []uint32, chat bool) any {
 	return map[string]any{"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": []any{}}
 }
 
-// promptProbs returns the log probabilities of the prompt's tokens; nil: they are not wanted.
+// promptProbs returns the log probabilities of the prompt's tokens; nil: the request does not ask for them.
 func (b *body) promptProbs(q *sequence) any {
 	if b.PromptLogprobs == nil {
 		return nil
 	}
-	list := []any{nil} // the first token has none
+	list := []any{nil} // the first token has no log probability
 	for _, t := range q.prompt[1:] {
 		list = append(list, map[string]any{strconv.FormatUint(uint64(t), 10): map[string]any{"logprob": probability(t), "rank": 1}})
 	}
 	return list
 }
 
-// prompts returns the prompts of a completion: a text, a list of token ids, or a list of several of one kind. texts has the text of
-// each prompt, with token ids as words.
+// prompts returns the prompts of a completion: a text, a list of token ids, or a list of several texts or of several lists. texts has
+// the text of each prompt, with token ids written as words.
 func (b *body) prompts() (prompts [][]uint32, texts []string, bad *apiError) {
 	raw := bytes.TrimSpace(b.Prompt)
 	if len(raw) == 0 || string(raw) == "null" {
@@ -222,7 +222,7 @@ func (b *body) prompts() (prompts [][]uint32, texts []string, bad *apiError) {
 	}
 	for _, item := range items {
 		var text string
-		var ids []*uint32 // null is no token
+		var ids []*uint32 // null is not a token
 		item = bytes.TrimSpace(item)
 		switch {
 		case item[0] != items[0][0]:

@@ -9,7 +9,7 @@ import (
 // stats are the API's own figures.
 type stats struct{ ttft, itl, e2e *histogram.Histogram }
 
-// Metrics are an engine's figures under vLLM's names.
+// Metrics has the figures of an engine under vLLM's metric names.
 type Metrics struct {
 	Running int     `gauge:"vllm:num_requests_running" help:"Requests in the steps of the engine."`
 	Waiting int     `gauge:"vllm:num_requests_waiting" help:"Requests that wait to be computed."`

@@ -12,15 +12,14 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// There is no model, so there is no vocabulary: text becomes tokens piece by piece. A piece is
-// a word with the blank before it, or one other character. Generated tokens are written as
-// words that name them, so that an answer which comes back in the next turn is the same
-// tokens again.
+// There is no model, and so no vocabulary: a text becomes tokens piece by piece. A piece is a word with the blank before it, or one
+// other character. Generated tokens are written as words that name the tokens, so that an answer that comes back in the next turn
+// becomes the same tokens again.
 
-// mark begins the word of a generated token: " ~" and its number in base 36.
+// mark begins the word of a generated token: " ~", then the token's number in base 36.
 const mark = " ~"
 
-// tokenText writes generated tokens.
+// tokenText returns the text of generated tokens.
 func tokenText(tokens []uint32) string {
 	var b strings.Builder
 	for _, t := range tokens {
@@ -30,7 +29,7 @@ func tokenText(tokens []uint32) string {
 	return b.String()
 }
 
-// tokenize makes tokens of a text.
+// tokenize returns the tokens of a text.
 func tokenize(text string) []uint32 {
 	var out []uint32
 	for len(text) > 0 {
@@ -43,7 +42,7 @@ func tokenize(text string) []uint32 {
 
 func wordRune(r rune) bool { return unicode.IsLetter(r) || unicode.IsDigit(r) }
 
-// pieceLen returns the bytes of the first piece of text, which is not empty.
+// pieceLen returns the length in bytes of the first piece of text, which must not be empty.
 func pieceLen(text string) int {
 	at := 0
 	if strings.HasPrefix(text, mark) {
@@ -75,8 +74,7 @@ func tokenOf(piece string) uint32 {
 	return h.Sum32() % workload.Vocabulary
 }
 
-// chatText is a conversation as the model reads it: roles, contents, and the beginning of
-// the answer.
+// chatText returns a conversation as the model gets it: roles, contents, and the beginning of the answer.
 func chatText(messages []message) string {
 	var b strings.Builder
 	for _, m := range messages {

@@ -9,20 +9,20 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// sequence is a request in an engine that prefills alone.
+// sequence is the state of a request in an engine that prefills alone.
 type sequence struct {
-	computed int // prompt tokens
-	tokens   int // generated
+	computed int // prompt tokens computed
+	tokens   int // tokens generated
 }
 
-// prefillFirst schedules as SGLang does by default: prompts run first and alone, in chunks of the
-// token budget; decoding goes on when no prompt waits.
+// prefillFirst schedules as SGLang does by default: prompts are computed first and alone, in chunks of at most the token budget.
+// Decoding goes on when no prompt waits.
 type prefillFirst struct {
 	e        *engine
 	waiting  []*request
 	running  []*request
-	step     []*request // whose token the step brings
-	reserved int        // tokens of KV
+	step     []*request // requests that get a token in the current step
+	reserved int        // tokens of KV that are reserved
 }
 
 func (a *prefillFirst) busy() bool { return len(a.waiting)+len(a.running) > 0 }

@@ -13,28 +13,26 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// Bytes gives the engines KV memory with real bytes, with as many layers and KV heads as the model
-// has. Steps write the KV of their tokens, and transfers copy blocks when they end. The engines
-// compare KV that arrives, KV with which a request begins, and all KV of a request at its end. The
-// schedule is the same as without bytes. The store is then the server's own (package store).
+// Bytes gives the engines KV memory with real bytes, with as many layers and KV heads as the model has. Steps write the KV of their
+// tokens, and transfers copy blocks when they end. The engines compare the KV that arrives, the KV with which a request begins, and all
+// KV of a request at its end, with what it should be. The schedule is the same as without bytes. The store is then the server's own
+// (package store).
 type Bytes struct {
-	// HeadBytes are K and V of one head and token: a multiple of 8. Default 8; models have
-	// hundreds.
+	// HeadBytes is the size of K and V of one head and token, in bytes; a multiple of 8. Default 8; real models have hundreds.
 	HeadBytes int
-	// Corrupt flips a bit of that block among those that arrive at an engine, counted from 1; 0
-	// is none.
+	// Corrupt is the number, counted from 1, of a block that arrives at an engine and in which one bit is flipped; 0: none.
 	Corrupt int
-	// Dir has the store's memory as a file, which has no name after the start. Default os.TempDir.
+	// Dir is the folder for the file with the store's memory; the file has no name after the start. Default os.TempDir.
 	Dir string
 }
 
-// maxBytes bounds the KV memory of a deployment.
+// maxBytes is the largest total KV memory of a deployment.
 const maxBytes = 2 << 30
 
-// ErrMemory means that the KV memory of a deployment with bytes passes 2 GiB.
+// ErrMemory means that the KV memory of a deployment with bytes would exceed 2 GiB.
 var ErrMemory = fmt.Errorf("%w: KV memory with bytes", ErrOptions)
 
-// geometry is the KV memory of one engine.
+// geometry returns the layout of the KV memory of one engine.
 func (o *Options) geometry() kvmem.Geometry {
 	p := o.Profile
 	g := kvmem.Geometry{Layers: p.Model.Layers, Heads: p.Model.KVHeads, HeadBytes: 8, BlockTokens: p.BlockTokens, Blocks: p.KVBlocks(), TPSize: 1}
@@ -44,14 +42,14 @@ func (o *Options) geometry() kvmem.Geometry {
 	return g
 }
 
-// memoryBytes is the KV memory of all engines and the store.
+// memoryBytes returns the size of the KV memory of all engines and the store.
 func (o *Options) memoryBytes() int64 {
 	g := o.geometry()
 	block := int64(g.TokenBytes()) * int64(g.BlockTokens)
 	return int64(o.Prefill+o.Decode)*int64(g.Blocks)*block + int64(o.Store.Blocks)*slotBytes(block)
 }
 
-// validateBytes adds what is wrong with a deployment that has bytes.
+// validateBytes reports through f everything that is wrong with a deployment with bytes.
 func (o *Options) validateBytes(f func(ok bool, format string, args ...any)) {
 	g := o.geometry()
 	if err := g.Validate(); err != nil {
@@ -62,7 +60,7 @@ func (o *Options) validateBytes(f func(ok bool, format string, args ...any)) {
 	f(o.Bytes.Corrupt >= 0, "block %d cannot get a wrong bit: its number is below 0", o.Bytes.Corrupt)
 }
 
-// checkMemory refuses more KV memory than a run may have.
+// checkMemory returns an error if a run would need more KV memory than allowed.
 func (o *Options) checkMemory() error {
 	n, g := o.memoryBytes(), o.geometry()
 	if n <= maxBytes {
@@ -72,23 +70,23 @@ func (o *Options) checkMemory() error {
 		ErrMemory, o.Prefill+o.Decode, g.Blocks, g.BlockTokens, o.Store.Blocks, kv.FormatBytes(n), kv.FormatBytes(maxBytes))
 }
 
-// Carried counts what a run did with bytes.
+// Carried counts what a run did with KV bytes.
 type Carried struct {
-	Memory  int64  `json:"memory_bytes"`   // of KV: all engines and the store
+	Memory  int64  `json:"memory_bytes"`   // size of the KV memory: all engines and the store
 	Moved   int64  `json:"moved_bytes"`    // from P to D
 	Stored  int64  `json:"stored_bytes"`   // to the store
 	Loaded  int64  `json:"loaded_bytes"`   // from the store
-	Checked int64  `json:"checked_bytes"`  // compared by readers, some several times
-	Wrong   int    `json:"wrong_requests"` // that were given wrong bytes
+	Checked int64  `json:"checked_bytes"`  // compared by readers; some bytes count several times
+	Wrong   int    `json:"wrong_requests"` // requests that got wrong bytes
 	CRC32C  uint32 `json:"crc32c"`         // of all bytes moved, stored and loaded, in their order
 
-	arrived int // blocks
+	arrived int // blocks that have arrived
 }
 
-// prepare makes the prompt of q.
+// prepare makes the tokens of q's prompt and what follows from them.
 func (q *request) prepare(blockTokens int, named bool) {
 	from := q.from
-	if len(from.Blocks) == 0 { // it has nothing in common with any other
+	if len(from.Blocks) == 0 { // it has nothing in common with any other request
 		from = &workload.Request{Input: q.Input, Blocks: []int64{-1 - int64(q.number)}, BlockTokens: q.Input}
 	}
 	tokens := from.Tokens()
@@ -98,10 +96,10 @@ func (q *request) prepare(blockTokens int, named bool) {
 	}
 }
 
-// forget drops the fields of q that only runs with bytes need.
+// forget drops those fields of q that only runs with bytes need.
 func (q *request) forget() { q.chain, q.names, q.pushed = nil, nil, nil }
 
-// generate makes the next token of q. It follows from the tokens before it.
+// generate makes the next token of q, which follows from the tokens before it.
 func (q *request) generate() {
 	if n := len(q.chain); n > 0 {
 		q.chain = q.chain.Append(uint32(q.chain[n-1]>>20) % workload.Vocabulary)
@@ -112,12 +110,12 @@ func (q *request) generate() {
 type memory struct {
 	run   *run
 	kv    *kvmem.Memory
-	group paged.Group // the same memory, as the code of the store's workers sees it
-	block int         // bytes, over all layers
+	group paged.Group // the same memory in the form that the store's workers use
+	block int         // bytes of a block over all layers
 
-	rows    []sched.Row // of the step
+	rows    []sched.Row // rows of the current step
 	writing map[sched.BlockID]struct{}
-	later   []span // to be compared when the step has ended
+	later   []span // KV to be compared when the step has ended
 }
 
 // span is a range of a request's tokens.
@@ -146,9 +144,8 @@ func newMemory(r *run) (*memory, error) {
 	return m, m.group.Check()
 }
 
-// begin is called when a step was decided. It compares the KV with which requests begin, and all
-// KV of requests that get their last token. It compares blocks that another row of the step still
-// writes at the step's end.
+// begin must be called when a step has been decided. It compares the KV with which requests begin, and all KV of requests that get
+// their last token. Blocks that another row of the step still writes are compared at the step's end.
 func (m *memory) begin(s *sched.Scheduler, rows []sched.Row) {
 	m.rows, m.later = rows, m.later[:0]
 	clear(m.writing)
@@ -172,7 +169,7 @@ func (m *memory) begin(s *sched.Scheduler, rows []sched.Row) {
 	}
 }
 
-// end makes the KV of the step's tokens.
+// end writes the KV of the step's tokens.
 func (m *memory) end() {
 	for i := range m.rows {
 		row := &m.rows[i]
@@ -184,8 +181,8 @@ func (m *memory) end() {
 	m.rows, m.later = nil, m.later[:0]
 }
 
-// check compares KV with what its tokens make. A request that has wrong KV goes on, and fails in
-// the end: so the schedule is that of a run without bytes.
+// check compares KV with what its tokens should give. A request with wrong KV goes on and fails only at its end, so that the schedule
+// is that of a run without bytes.
 func (m *memory) check(s span) {
 	m.run.carried.Checked += int64(s.to-s.from) * int64(m.kv.TokenBytes())
 	err := m.kv.Check([][]int32{s.table}, s.q.chain, s.from, s.to)
@@ -198,7 +195,7 @@ func (m *memory) check(s span) {
 	}
 }
 
-// read copies a block, layer after layer, to b.
+// read copies a block to b, layer after layer.
 func (m *memory) read(block sched.BlockID, b []byte) {
 	n := m.kv.BlockBytes()
 	for i, layer := range m.kv.RankLayers(0) {
@@ -206,7 +203,7 @@ func (m *memory) read(block sched.BlockID, b []byte) {
 	}
 }
 
-// write copies b to a block.
+// write copies b into a block, layer after layer.
 func (m *memory) write(block sched.BlockID, b []byte) {
 	n := m.kv.BlockBytes()
 	for i, layer := range m.kv.RankLayers(0) {
@@ -214,7 +211,7 @@ func (m *memory) write(block sched.BlockID, b []byte) {
 	}
 }
 
-// count counts bytes that were carried.
+// count adds the bytes b, which were carried, to counter and to the checksum.
 func (c *Carried) count(b []byte, counter *int64) {
 	c.CRC32C = crc32.Update(c.CRC32C, castagnoli, b)
 	*counter += int64(len(b))
@@ -222,8 +219,8 @@ func (c *Carried) count(b []byte, counter *int64) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// blockArrived counts a block that has arrived. If it is the block of Bytes.Corrupt, landed flips a bit
-// in the last layer and head of the block's first token.
+// blockArrived counts a block that has arrived. If it is the block that Bytes.Corrupt names, it flips a bit in the last layer and head
+// of the block's first token.
 func (m *memory) blockArrived(block sched.BlockID) {
 	c := &m.run.carried
 	if c.arrived++; c.arrived == m.run.o.Bytes.Corrupt {
@@ -232,7 +229,7 @@ func (m *memory) blockArrived(block sched.BlockID) {
 	}
 }
 
-// pull copies blocks of P to those of D.
+// pull copies blocks of P into blocks of D.
 func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	if r.buffer == nil {
 		r.buffer = make([]byte, p.memory.block)
@@ -245,7 +242,7 @@ func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	}
 }
 
-// push copies the prompt's KV out of P into q.pushed, D's buffer, because P gives its blocks to others.
+// push copies the prompt's KV from P into q.pushed, D's buffer, because P will give the blocks to other requests.
 func (m *memory) push(q *request, table []sched.BlockID) {
 	blocks := (q.Input + m.kv.BlockTokens - 1) / m.kv.BlockTokens
 	q.pushed = make([]byte, blocks*m.block)
@@ -256,7 +253,7 @@ func (m *memory) push(q *request, table []sched.BlockID) {
 	}
 }
 
-// receive puts tokens [from, to) of what was pushed into the blocks of q.
+// receive copies the KV of tokens [from, to) from D's buffer into the blocks of q.
 func (m *memory) receive(q *request, table []sched.BlockID, from, to int) {
 	size := m.kv.BlockTokens
 	for i := from / size; i*size < to; i++ {

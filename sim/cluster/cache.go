@@ -20,19 +20,18 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// realStore is the store of a run with bytes: the server's own store, without background work
-// or expiry, so that only calls change it. One chunk is one block of the
-// engines.
+// realStore is the store of a run with bytes: the server's own store, without background work and expiry, so that only calls change it.
+// One chunk is one block of the engines.
 type realStore struct {
 	run   *run
 	store *kvstore.Store
 	shard object.Shard
 }
 
-// maxLoad bounds the blocks that one load brings.
+// maxLoad is the largest number of blocks in one load.
 const maxLoad = 1 << 16
 
-// slotBytes is what a block takes in the store: a power of two, so that free places fit.
+// slotBytes returns how many bytes a block takes in the store: a power of two, so that free places fit.
 func slotBytes(block int64) int64 { return max(64, int64(1)<<bits.Len64(uint64(block-1))) }
 
 func newKept(r *run, blocks int) (_ *realStore, err error) {
@@ -50,7 +49,7 @@ func newKept(r *run, blocks int) (_ *realStore, err error) {
 	const forever = 1000 * time.Hour
 	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: maxOpen + 1, MaxHolds: 1 << 24})}
 	k.shard = object.Shard{Namespace: kv.NamespaceOf(r.o.Profile.Model.Name, "", "simulated"), World: 1, Groups: object.FullAttention(g.BlockTokens, block)}
-	if err := errors.Join(p.Remove(), os.Remove(dir)); err != nil { // what is mapped stays, whatever ends this process
+	if err := errors.Join(p.Remove(), os.Remove(dir)); err != nil { // the mapping stays, however this process ends
 		return nil, errors.Join(err, k.close())
 	}
 	return k, nil
@@ -60,8 +59,7 @@ func (k *realStore) close() error { return k.store.Close() }
 
 func session(q *request) []byte { return strconv.AppendInt(nil, int64(q.number), 10) }
 
-// hit returns how many leading blocks of q's prompt the store has, of limit at most. What it has
-// is not pinned: load looks again.
+// hit returns how many leading blocks of q's prompt, at most limit, the store has. It does not pin them: load looks them up again.
 func (k *realStore) hit(q *request, limit int) int {
 	id := session(q)
 	r := k.store.Lookup(id, k.shard, kvstore.Hashed(q.names[:limit]), 1)
@@ -69,8 +67,8 @@ func (k *realStore) hit(q *request, limit int) int {
 	return r.Hit
 }
 
-// load begins to read blocks [from, to) of q's prompt, and returns what copies them into table
-// when the load has ended.
+// load begins to read the blocks [from, to) of q's prompt. The caller must call land when the load has ended; land copies the blocks
+// into table.
 func (k *realStore) load(e *engine, q *request, table []int32, from, to int) (land func()) {
 	id, m := session(q), e.memory
 	r := k.store.Lookup(id, k.shard, kvstore.Hashed(q.names[:to]), 1)
@@ -95,7 +93,7 @@ func (k *realStore) load(e *engine, q *request, table []int32, from, to int) (la
 	}
 }
 
-// put keeps the full blocks of q's prompt, whose KV is in table.
+// put stores the full blocks of q's prompt, whose KV is in the blocks of table.
 func (k *realStore) put(e *engine, q *request, table []int32) {
 	n := len(q.names)
 	if n == 0 {

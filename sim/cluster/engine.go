@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// role is what an engine does.
+// role says what an engine computes: prompts, answers, or both.
 type role uint8
 
 const (
@@ -20,37 +20,37 @@ const (
 	decode
 )
 
-// engine is one engine. Its scheduler decides each step; the profile says how long it takes.
+// engine is one engine. Its scheduler decides each step; the profile says how long the step takes.
 type engine struct {
 	run    *run
 	role   role
 	number int
 	core   core
-	memory *memory // nil: no bytes
+	memory *memory // nil: a run without bytes
 	busy   bool    // a step is being computed
 
-	out   sched.Output  // the outcome of transfers since the last step's end
-	extra time.Duration // of the step that is being scheduled, by what its requests receive
-	link  time.Duration // its network is in use until then
+	out   sched.Output  // outcome of the transfers since the last step ended
+	extra time.Duration // time added to the step that is being scheduled, for KV that its requests receive
+	link  time.Duration // its network is in use until this time
 	met   map[*engine]bool
 
-	load      int // tokens of requests that it has or is to get
+	load      int // tokens of the requests that it has or will get
 	computing time.Duration
 	steps     int
 }
 
-// core decides what an engine's steps compute.
+// core decides what the steps of an engine compute.
 type core interface {
 	add(q *request) error
-	// begin starts a step. A step without tokens computes nothing, and its end only reports loads
-	// that arrived; again says that the next step may differ all the same.
+	// begin starts a step. A step without tokens computes nothing; its end only reports loads that have arrived. again means that even
+	// so the next step may differ.
 	begin() (w costmodel.Work, again bool)
-	// end ends the step and returns the requests that got a token and those that ended.
+	// end ends the step. It returns the requests that got a token and those that ended.
 	end(out sched.Output) (tokens, ended []*request)
 	busy() bool
 }
 
-// turn begins the next step if none is being computed.
+// turn begins the next step, unless a step is being computed.
 func (e *engine) turn() {
 	for !e.busy && e.core.busy() {
 		e.extra = 0
@@ -78,7 +78,7 @@ func (e *engine) turn() {
 	}
 }
 
-// sending returns how long P's step lasts beyond its work because it sends KV itself.
+// sending returns how long P's step lasts beyond its computing because P itself sends KV.
 func (e *engine) sending(w costmodel.Work, step time.Duration) (d time.Duration) {
 	p := e.run.o.Profile
 	if e.run.o.Transport == Push {
@@ -96,7 +96,7 @@ func (e *engine) sending(w costmodel.Work, step time.Duration) (d time.Duration)
 	return d
 }
 
-// end ends a step.
+// end ends a step and delivers its tokens.
 func (e *engine) end() {
 	out := e.out
 	e.out = sched.Output{}
@@ -109,11 +109,11 @@ func (e *engine) end() {
 	}
 }
 
-// vllm is vLLM's scheduler.
+// vllm is a core that uses vLLM's scheduler.
 type vllm struct {
 	e       *engine
 	s       *sched.Scheduler
-	sampled []*request // of the step
+	sampled []*request // requests that get a token in the current step
 }
 
 func newVLLM(e *engine) (*vllm, error) {
@@ -142,7 +142,7 @@ func (v *vllm) add(q *request) error {
 	case v.e.role == prefill:
 		limit = 1
 	case v.e.role == decode && v.e.run.o.FirstToken:
-		limit = max(limit-1, 1) // the first is P's
+		limit = max(limit-1, 1) // the first token is P's
 	}
 	if room := (p.KVBlocks() - 1) * p.BlockTokens; q.Input+limit > room || q.Input+limit > p.MaxModel {
 		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d, the model %d", q.Input, limit, room, p.MaxModel)
@@ -203,7 +203,7 @@ func (v *vllm) end(out sched.Output) (tokens, ended []*request) {
 func (v *vllm) Match(r *sched.Request, local int) (external int, async, ok bool) {
 	q, run := r.Data.(*request), v.e.run
 	switch {
-	case v.e.role == decode && q.pulled: // preempted: its KV is nowhere else any more
+	case v.e.role == decode && q.pulled: // it was preempted: its KV exists nowhere else any more
 		return 0, false, true
 	case v.e.role == decode && run.o.Transport == Pull:
 		return q.Input - local, true, true

@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/bench"
 )
 
-// Measure returns a run with Records and their Gaps as a client's benchmark has it, with the way from P to D in stages.
+// Measure returns the result in the form of a client's benchmark, with the time from P to D divided into stages. r must have Records
+// with their Gaps.
 func (r *Result) Measure(o bench.Options) *bench.Result {
 	samples := make([]bench.Sample, len(r.Records))
 	for i := range r.Records {
@@ -25,10 +26,10 @@ func (r *Result) Measure(o bench.Options) *bench.Result {
 	return out
 }
 
-// errUnfinished is the error of requests that had not ended when the run did.
+// errUnfinished is the error of a request that had not ended when the run ended.
 var errUnfinished = errors.New("the run ended before this request did")
 
-// sample is the request as its client saw it, without its ITL.
+// sample returns the request as its client measured it, without its ITL.
 func (q *Record) sample() bench.Sample {
 	s := bench.Sample{Start: q.Sent.Seconds(), Input: q.Input, Output: q.Output, Cached: q.Cached, Error: q.Error}
 	if q.Last == 0 && s.Error == "" {
@@ -41,13 +42,13 @@ func (q *Record) sample() bench.Sample {
 	return s
 }
 
-// Meets reports whether the request succeeded and met all limits.
+// Meets reports whether the request succeeded and met all SLOs.
 func (q *Record) Meets(slos []bench.SLO) bool {
 	s := q.sample()
 	return !s.Failed() && s.Meets(slos)
 }
 
-// stages are the means of what passes before the first token.
+// stages returns the mean durations of the stages before the first token.
 func (r *Result) stages() []bench.Stage {
 	list := []bench.Stage{{Name: "queue of P"}, {Name: "prefill"}, {Name: "hand-over to D"}, {Name: "queue of D"}, {Name: "transfer"}, {Name: "D's step in progress"}, {Name: "first decode"}}
 	n := 0

@@ -8,23 +8,23 @@ import (
 
 // Result is what a run measured.
 type Result struct {
-	Records []Record `json:"requests"` // of Stream: with Options.Records, without their Gaps
+	Records []Record `json:"requests"` // from Stream: only with Options.Records, and without their Gaps
 
-	Unfinished int `json:"-"` // requests that an interrupted run did not come to the end of, those that were not sent included (Options.Total)
+	Unfinished int `json:"-"` // requests that an interrupted run did not finish, including those not sent yet (Options.Total)
 
-	Duration    time.Duration `json:"-"` // first request sent to last token received
+	Duration    time.Duration `json:"-"` // from the first request sent to the last token received
 	Steps       int           `json:"steps"`
 	Preemptions int           `json:"preemptions"`
-	MovedBytes  int64         `json:"moved_bytes"`  // from P to D, as modelled
-	LoadedBytes int64         `json:"loaded_bytes"` // from the store, as modelled
-	PrefillBusy float64       `json:"prefill_busy"` // share of the time that P computes, mean
+	MovedBytes  int64         `json:"moved_bytes"`  // bytes from P to D in the model
+	LoadedBytes int64         `json:"loaded_bytes"` // bytes from the store in the model
+	PrefillBusy float64       `json:"prefill_busy"` // share of the time in which P computes, mean over all P
 	DecodeBusy  float64       `json:"decode_busy"`
-	Bytes       *Carried      `json:"bytes,omitempty"` // with Options.Bytes
+	Bytes       *Carried      `json:"bytes,omitempty"` // only with Options.Bytes
 
-	sums *sums // of Stream
+	sums *sums // from Stream
 }
 
-// result returns what the run measured, including the requests that have not ended.
+// result returns what the run measured; it includes the requests that have not ended.
 func (r *run) result() *Result {
 	for q := range r.open {
 		r.take(q)
@@ -78,10 +78,9 @@ func (r *run) take(q *request) {
 	}
 }
 
-// Figures are the figures of a run under the keys of vllm bench serve. Times are those of the
-// client.
+// Figures has the figures of a run under the keys of vllm bench serve. Times are as the client measured them.
 type Figures struct {
-	Duration  float64 `json:"duration"` // seconds
+	Duration  float64 `json:"duration"` // in seconds
 	Completed int     `json:"completed"`
 	Failed    int     `json:"failed"`
 
@@ -110,10 +109,9 @@ type Figures struct {
 	P99E2EL    float64 `json:"p99_e2el_ms"`
 }
 
-// Figures counts as vllm bench serve does. Time to first token: from the client's send. Time
-// per output token: of each request the time from first to last token by the tokens after the
-// first; requests of one token are left out. Inter-token latency: all gaps in one pool.
-// Percentiles are interpolated.
+// Figures returns the figures as vllm bench serve counts them. Time to first token is measured from the client's send. Time per output
+// token is, for each request, the time from the first to the last token divided by the number of tokens after the first; requests with
+// one token are left out. Inter-token latency is over all gaps of all requests. Percentiles are interpolated.
 func (r *Result) Figures() Figures {
 	t := r.sums
 	if t == nil {
@@ -147,7 +145,7 @@ func (r *Result) Cached() (n int64) {
 	return n
 }
 
-// sums are what figures are made of, without the requests.
+// sums are the sums and values from which Figures are made, without the requests.
 type sums struct {
 	completed, failed, input, output int
 	cached                           int64
@@ -175,12 +173,12 @@ func (t *sums) add(q *Record) {
 
 func ms(d time.Duration) float64 { return float64(d) / 1e6 }
 
-// Percentile interpolates linearly in sorted values, as numpy does; 0 of none.
+// Percentile returns a percentile of sorted values, interpolated linearly, as numpy does; 0 if there are no values.
 func Percentile(sorted []float64, percent float64) float64 {
 	return interpolate(len(sorted), func(i int) float64 { return sorted[i] }, percent)
 }
 
-// interpolate is Percentile of n values.
+// interpolate returns a percentile of n sorted values, of which value returns the i-th.
 func interpolate(n int, value func(i int) float64, percent float64) float64 {
 	if n == 0 {
 		return 0

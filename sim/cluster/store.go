@@ -9,20 +9,19 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// Store is a cache below the engines that compute prompts: one for all of them. A zero Blocks
-// is none.
+// Store configures a cache that all engines that compute prompts share. Zero Blocks means that there is none.
 type Store struct {
-	Blocks  int           // of the profile's block size; least recently used ones go
-	GBps    float64       // of the store's own network, shared by all loads
-	Latency time.Duration // of a load
+	Blocks  int           // capacity in blocks of the profile's block size; the least recently used ones are evicted
+	GBps    float64       // speed of the store's own network, which all loads share
+	Latency time.Duration // latency of a load
 }
 
 type store struct {
 	run   *run
 	o     Store
-	names *replay.Cache[sched.Hash] // without bytes
-	real  *realStore                // with bytes
-	link  time.Duration             // in use until then
+	names *replay.Cache[sched.Hash] // used without bytes
+	real  *realStore                // used with bytes
+	link  time.Duration             // the store's network is in use until this time
 }
 
 func newStore(r *run, o Store) (s *store, err error) {
@@ -42,8 +41,7 @@ func (s *store) close() error {
 	return s.real.close()
 }
 
-// match returns how many tokens beyond the local ones are in the store. One token at least is
-// left to compute.
+// match returns how many tokens, beyond the first `local` ones, the store has. At least one token is left to compute.
 func (s *store) match(q *request, local int) int {
 	size := s.run.o.Profile.BlockTokens
 	first, limit := local/size, (q.Input-1)/size
@@ -57,7 +55,7 @@ func (s *store) match(q *request, local int) int {
 	return (n - first) * size
 }
 
-// load brings external tokens of a request of e to the end of its blocks.
+// load brings the KV of `external` tokens of a request of e into the request's blocks.
 func (s *store) load(e *engine, r *sched.Request, external int) {
 	p := s.run.o.Profile
 	bytes := float64(external) * p.Model.KVBytes()
@@ -76,7 +74,7 @@ func (s *store) load(e *engine, r *sched.Request, external int) {
 	})
 }
 
-// put keeps the names of the full blocks of q's prompt. With bytes they were kept when the engine
+// put keeps the hashes of the full blocks of q's prompt. In a run with bytes it does nothing: the blocks were stored when the engine
 // still had them.
 func (s *store) put(q *request) {
 	if s.real != nil {

@@ -7,24 +7,25 @@ import (
 	"slices"
 )
 
-// Limits of values.
+// Limits of Values.
 const (
-	maxDifferent = 1 << 22 // 64 MiB
-	leastFresh   = 1 << 13 // are sorted together
+	maxDifferent = 1 << 22 // distinct numbers: 64 MiB
+	leastFresh   = 1 << 13 // fewest new numbers that are sorted together
 )
 
-// Values are numbers of at least 0. Each different number takes 16 bytes, however often it comes, and 16 more while they are counted. Up
-// to Most different numbers are exact; beyond, Values rounds the last bits of all away until at most half of Most differ.
+// Values counts numbers of at least 0. Each distinct number takes 16 bytes, however often it comes, and 16 more while numbers are
+// counted. Up to Most distinct numbers are exact. Beyond that, Values rounds away the last bits of all numbers until at most half of
+// Most distinct ones are left.
 type Values struct {
-	Most int // default 2^22
+	Most int // largest number of distinct numbers; default 2^22
 
 	list  []counted // sorted
 	spare []counted
-	fresh []float64 // not yet in list
-	bits  uint      // that are rounded away
+	fresh []float64 // numbers that are not yet in list
+	bits  uint      // number of last bits that are rounded away
 }
 
-// counted is a number and how often it came.
+// counted is a number, and how often it came.
 type counted struct {
 	value float64
 	n     int
@@ -38,7 +39,7 @@ func (v *Values) Add(x float64) {
 	v.fresh = append(v.fresh, v.round(x))
 }
 
-// round returns x without the bits that are rounded away. It keeps the order of numbers.
+// round returns x with its last bits rounded away. It keeps the order of numbers.
 func (v *Values) round(x float64) float64 {
 	if v.bits == 0 {
 		return x
@@ -47,7 +48,7 @@ func (v *Values) round(x float64) float64 {
 	return math.Float64frombits((math.Float64bits(x) + half) &^ (2*half - 1))
 }
 
-// merge counts what is fresh.
+// merge adds the new numbers to list.
 func (v *Values) merge() {
 	if v.Most == 0 {
 		v.Most = maxDifferent
@@ -87,7 +88,7 @@ func (v *Values) merge() {
 	}
 }
 
-// Len returns how many numbers there are.
+// Len returns how many numbers were added.
 func (v *Values) Len() (n int) {
 	v.merge()
 	for _, c := range v.list {
@@ -96,13 +97,13 @@ func (v *Values) Len() (n int) {
 	return n
 }
 
-// Summary returns the mean and percentiles, as Percentile has them; zeros of none.
+// Summary returns the mean and the percentiles, as Percentile computes them; zeros if there are no numbers.
 func (v *Values) Summary() (mean, median, p95, p99 float64) {
 	n := v.Len()
 	if n == 0 {
 		return 0, 0, 0, 0
 	}
-	for _, c := range v.list { // in the order and steps of a list of all numbers, to the last bit
+	for _, c := range v.list { // adds in the order of a list of all numbers, so that the sum is equal to the last bit
 		part := c.value / float64(n)
 		for range c.n {
 			mean += part
@@ -112,7 +113,7 @@ func (v *Values) Summary() (mean, median, p95, p99 float64) {
 	return mean, of(50), of(95), of(99)
 }
 
-// At returns the number at a place of the sorted ones, from 0. Numbers that were added since Len are not among them.
+// At returns the i-th of the sorted numbers, from 0. Numbers that were added after the last Len are not counted.
 func (v *Values) At(i int) float64 {
 	for _, c := range v.list {
 		if i -= c.n; i < 0 {

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cluster runs whole deployments in virtual time: prefill and decode engines, or
-// engines that do both, a cache below them, the network between them. Each engine has vLLM's
-// scheduler (package sim/sched) and its paged KV cache, without bytes or with (Options.Bytes);
-// package sim/costmodel says how long its steps and transfers take.
+// Package cluster runs whole deployments in virtual time: prefill and decode engines, or engines that do both, a cache that they share,
+// and the network between them. Each engine has vLLM's scheduler (package sim/sched) and its paged KV cache, without bytes or with
+// bytes (Options.Bytes). Package sim/costmodel says how long steps and transfers take.
 //
-// A run is an event loop in one goroutine. The same requests and options give the same result,
-// to the nanosecond. Memory: the names, block tables and 8 bytes for each generated token of the
-// requests that are open, 16 bytes for each different time of a figure, and a Record of each request where
-// these are asked for. With bytes in addition: the KV memory of the
-// engines and the store (Carried.Memory, 2 GiB at most), 8 bytes for each token of requests that
-// are open, and the prompts that were pushed and not received.
+// A run is an event loop in one goroutine. The same requests and options give the same result, to the nanosecond. Memory: for each open
+// request the hashes, the block tables, and 8 bytes per generated token; 16 bytes for each distinct time of a figure; and, if Records
+// are asked for, a Record per request. With bytes, in addition: the KV memory of the engines and the store (Carried.Memory, at most 2
+// GiB), 8 bytes for each token of the open requests, and the prompts that were pushed and not yet received.
 package cluster
 
 import (
@@ -27,59 +24,60 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Transport is how KV comes from P to D.
+// Transport says how KV gets from P to D.
 type Transport uint8
 
-// The transports.
+// The transports, which say how KV goes from P to D.
 const (
-	Pull Transport = iota // D asks, its request waits: MooncakeConnector
-	Push                  // P sends layer by layer and waits for the last: P2pNcclConnector
-	Pipe                  // P waits until all KV has gone: vLLM v0
+	Pull Transport = iota // D asks for the KV, and its request waits: MooncakeConnector
+	Push                  // P sends layer by layer, and waits for the last layer: P2pNcclConnector
+	Pipe                  // P waits until all KV has been sent: vLLM v0
 )
 
 // Options configure a deployment.
 type Options struct {
 	Profile *costmodel.Profile
 
-	// Prefill and Decode are the numbers of engines. Without Prefill, Decode engines do both.
+	// Prefill and Decode are the numbers of engines. If Prefill is 0, the Decode engines do both.
 	Prefill, Decode int
 
 	Transport Transport
-	// FirstToken: the client's first token is P's, delivered when D has the KV. Otherwise D
-	// computes the last prompt token again, and the first token is D's.
+	// FirstToken means that the client's first token comes from P, and is delivered when D has the KV. Otherwise D computes the last
+	// prompt token again, and the first token comes from D.
 	FirstToken bool
-	// PrefillAlone: engines that do both compute prompts first and alone, as SGLang does.
+	// PrefillAlone means that engines that do both compute prompts first and alone, as SGLang does.
 	PrefillAlone bool
-	// Concurrency is how many requests the client has open at a time; 0: as they arrive.
+	// Concurrency is how many requests the client has open at a time; 0: each is sent at its arrival time.
 	Concurrency int
 
 	NoPrefixCache bool
 	Store         Store
-	Bytes         *Bytes // nil: names and times alone
+	Bytes         *Bytes // nil: no KV bytes, only hashes and times
 
-	// Progress is called now and then with the number of finished requests; nil for none.
+	// Progress is called from time to time with the number of finished requests; nil: it is not called.
 	Progress func(done, total int)
 
-	// Of Stream:
-	Total   int  // requests that come, for Progress and an interrupted run; 0: not known
-	Records bool // keep the Record of each request, of 2^22 at most
+	// Only for Stream:
+	Total   int  // number of requests that will come, for Progress and an interrupted run; 0: unknown
+	Records bool // keep the Record of each request, of at most 2^22 requests
 
-	// Ended is called for each request that ended, and at the end of an interrupted run for those that were sent and did not. Requests are numbered
-	// from 0 in the order of their arrivals. The Record is lent for the call; nil: it is not called.
+	// Ended is called for each request that has ended, and, at the end of an interrupted run, for each request that was sent and has
+	// not ended. Requests are numbered from 0 in the order of their arrivals. The Record is valid only during the call. nil: it is not
+	// called.
 	Ended func(number int, q *Record)
 }
 
 // Limits of a run.
 const (
-	maxRecords    = 1 << 22 // of Stream, 160 bytes each
+	maxRecords    = 1 << 22 // from Stream, 160 bytes each
 	maxOpen       = 1 << 21 // requests that were sent and have not ended
-	maxOpenBlocks = 1 << 27 // names of their blocks: 1 GiB
+	maxOpenBlocks = 1 << 27 // hashes of the blocks of open requests: 1 GiB
 )
 
-// ErrOptions means that a deployment is impossible.
+// ErrOptions means that the options of a deployment are not valid.
 var ErrOptions = errors.New("cluster: invalid options")
 
-// maxEngines bounds a deployment.
+// maxEngines is the largest number of engines of a deployment.
 const maxEngines = 4096
 
 // Validate returns everything that is wrong with o.
@@ -112,10 +110,10 @@ func (o *Options) Validate() error {
 	return o.checkMemory()
 }
 
-// maxVirtual ends a run whose clock has run away.
+// maxVirtual ends a run whose virtual clock has passed it.
 const maxVirtual = time.Duration(math.MaxInt64 / 8)
 
-// run is one run.
+// run is one run of a deployment.
 type run struct {
 	o     Options
 	now   time.Duration
@@ -124,38 +122,37 @@ type run struct {
 	prefills, decodes []*engine
 	store             *store
 	source            source
-	next              *request // the next to arrive, without a limit on concurrency; nil: none
+	next              *request // the request that arrives next; nil: none; used only without a limit on concurrency
 	open              map[*request]struct{}
-	blocks            int           // names of the open requests' blocks
+	blocks            int           // number of block hashes of the open requests
 	lastArrival       time.Duration // when the last request reached its engine
 	sent, done        int
 	out               *Result
-	gaps              bool          // Records have them
-	first, last       time.Duration // first request sent, last token received; of those that received one
+	gaps              bool          // Records have Gaps
+	first, last       time.Duration // when the first request was sent, and when the last token was received
 
 	preemptions int
-	moved       int64 // modelled bytes from P to D
-	loaded      int64 // modelled bytes from the store
+	moved       int64 // bytes from P to D in the model
+	loaded      int64 // bytes from the store in the model
 
-	carried Carried // with bytes
-	buffer  []byte  // a block on its way
-	failed  error   // ends the run
+	carried Carried // only with bytes
+	buffer  []byte  // one block that is being copied
+	failed  error   // error that ends the run
 }
 
-// fail ends the run with the first error that is not nil.
+// fail ends the run with err, unless err is nil or the run has failed before.
 func (r *run) fail(err error) {
 	if r.failed == nil {
 		r.failed = err
 	}
 }
 
-// source gives the requests one after another, with their numbers; nil after the last one.
+// source returns the requests one after another, with their numbers, and nil after the last one.
 type source func() (number int, q *workload.Request, err error)
 
-// Run plays requests. When ctx ends before the last, the result so far is returned with its
-// error.
+// Run plays requests in a deployment. When ctx ends before the last request has ended, Run returns the result so far, with ctx's error.
 func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, error) {
-	// Without a limit on concurrency requests are sent in the order of their arrivals.
+	// Without a limit on concurrency, requests are sent in the order of their arrivals.
 	var order []int
 	if early := func(a, b workload.Request) int { return cmp.Compare(a.Arrival, b.Arrival) }; o.Concurrency == 0 && !slices.IsSortedFunc(requests, early) {
 		order = make([]int, len(requests))
@@ -183,8 +180,8 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, 
 	}})
 }
 
-// Stream is Run for requests that come one after another, in the order of their arrivals. It keeps none of them beyond its end, and their
-// Records only where Options ask for these. An error of the requests is the run's.
+// Stream plays requests that come one after another, in the order of their arrivals. It keeps no request after its end, and keeps
+// Records only if Options ask for them. An error in requests ends the run with that error.
 func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], o Options) (*Result, error) {
 	next, stop := iter.Pull2(requests)
 	defer stop()
@@ -209,7 +206,7 @@ func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], o 
 	}})
 }
 
-// play is one run.
+// play plays all requests of a run and returns the result.
 func play(ctx context.Context, r *run) (_ *Result, err error) {
 	o := r.o
 	if err := o.Validate(); err != nil {
@@ -242,7 +239,7 @@ func play(ctx context.Context, r *run) (_ *Result, err error) {
 	return r.result(), err
 }
 
-// addEngines makes the engines.
+// addEngines creates the engines.
 func (r *run) addEngines() error {
 	o := r.o
 	add := func(list *[]*engine, n int, as role) error {
@@ -274,7 +271,7 @@ func (r *run) addEngines() error {
 	return errors.Join(add(&r.prefills, o.Prefill, prefill), add(&r.decodes, o.Decode, as))
 }
 
-// fetch reads the next request.
+// fetch reads the next request from the source.
 func (r *run) fetch() error {
 	number, from, err := r.source()
 	if err != nil || from == nil {
@@ -298,7 +295,7 @@ func (r *run) loop(ctx context.Context) error {
 		if r.failed != nil {
 			return r.failed
 		}
-		// Of events at the same time, arrivals come first.
+		// Among events at the same time, arrivals come first.
 		arrival := r.next != nil && r.o.Concurrency == 0 && (len(r.queue.list) == 0 || r.next.from.Arrival <= r.queue.list[0].at)
 		if arrival {
 			r.now = r.next.from.Arrival
@@ -329,7 +326,7 @@ func (r *run) loop(ctx context.Context) error {
 	return nil
 }
 
-// total is how many requests there are, as far as that is known.
+// total returns the number of requests, as far as it is known.
 func (r *run) total() int { return max(r.o.Total, r.sent, 1) }
 
 func (r *run) progress() {
@@ -379,7 +376,7 @@ func (r *run) arrive(q *request) {
 	})
 }
 
-// least returns the engine with the fewest tokens to do.
+// least returns the engine with the smallest load in tokens.
 func least(engines []*engine) *engine {
 	best := engines[0]
 	for _, e := range engines[1:] {
@@ -399,7 +396,7 @@ func (r *run) add(e *engine, q *request) {
 	e.turn()
 }
 
-// begun notes that q's first tokens are being computed.
+// begun records that the computing of q's first tokens begins at e.
 func (r *run) begun(e *engine, q *request) {
 	if e.role != decode && q.Started == 0 {
 		q.Started = r.now
@@ -417,13 +414,13 @@ func (r *run) token(e *engine, q *request) {
 	if e.role == prefill {
 		return
 	}
-	if q.Output < q.limit { // with P's first token, D may make one more than is wanted
+	if q.Output < q.limit { // with P's first token, D may generate one token more than the request wants
 		q.Output++
 		r.deliver(q, r.now+r.o.Profile.Hop())
 	}
 }
 
-// deliver hands a token to the client.
+// deliver gives a token to the client.
 func (r *run) deliver(q *request, at time.Duration) {
 	if q.First == 0 {
 		q.First = at
@@ -452,7 +449,7 @@ func (r *run) ended(e *engine, q *request) {
 	})
 }
 
-// finished ends q for the client.
+// finished records that q has ended for the client.
 func (r *run) finished(q *request) {
 	r.done++
 	r.take(q)
@@ -465,7 +462,7 @@ func (r *run) finished(q *request) {
 	}
 }
 
-// hand brings the KV of external tokens of q to D, whose blocks are table.
+// hand brings the KV of `external` tokens of q to D, into the blocks of table.
 func (r *run) hand(d *engine, q *request, table []int32, external int) {
 	p := r.o.Profile
 	if r.o.Transport != Pull {
@@ -507,16 +504,16 @@ func (r *run) hand(d *engine, q *request, table []int32, external int) {
 	})
 }
 
-// event is something that happens.
+// event is a function to be called at a virtual time.
 type event struct {
 	at     time.Duration
-	number int // of those at one time, in order of push
+	number int // for events at the same time: order in which they were added
 	f      func()
 }
 
 func (e *event) before(o *event) bool { return e.at < o.at || e.at == o.at && e.number < o.number }
 
-// events is a heap.
+// events is a heap of events by time.
 type events struct {
 	list   []event
 	pushed int

@@ -8,7 +8,7 @@ import (
 	"text/tabwriter"
 )
 
-// List prints the profiles, a line each.
+// List prints the profiles, one per line.
 func List(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, name := range Names {
@@ -21,7 +21,7 @@ func List(w io.Writer) error {
 	return t.Flush()
 }
 
-// Print prints the constants, where each is from, and the arithmetic of capacity, steps and transfers.
+// Print prints the profile's constants with their sources, and the arithmetic of capacity, steps and transfers.
 func (p *Profile) Print(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	m, g := &p.Model, &p.GPU

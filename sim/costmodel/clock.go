@@ -3,10 +3,9 @@
 // Package costmodel says how long the steps and transfers of an engine take on GPUs: hardware
 // profiles, the terms of their cost, and the arithmetic behind each.
 //
-// A step takes the host's time, the operations of its tokens, the bytes of weights and KV that
-// it reads, and the all-reduces of its ranks. These are added: compute and memory do not
-// overlap. That explains published inter-token latencies, whose P99 is a fifth above the
-// median, where a maximum of both would have no such slope.
+// The time of a step is the sum of the host's time, the operations of its tokens, the reading of weights and KV, and the all-reduces of
+// its ranks. They are added because compute and memory do not overlap. That explains published inter-token latencies, whose P99 is a
+// fifth above the median; a maximum of both would not have such a slope.
 package costmodel
 
 import (
@@ -16,7 +15,7 @@ import (
 	"time"
 )
 
-// Profile is an engine on its hardware.
+// Profile is an engine together with its hardware.
 type Profile struct {
 	Name  string `json:"name"`
 	GPU   GPU    `json:"gpu"`
@@ -27,14 +26,14 @@ type Profile struct {
 	TokenBudget int `json:"max_num_batched_tokens"`
 	MaxSeqs     int `json:"max_num_seqs"`
 	MaxModel    int `json:"max_model_len"`
-	Blocks      int `json:"num_gpu_blocks,omitempty"` // 0: what the memory holds
+	Blocks      int `json:"num_gpu_blocks,omitempty"` // 0: as many as the memory holds
 
 	Constants Constants `json:"constants"`
-	// Calibrated says of each calibrated constant from which figure it is.
+	// Calibrated says, for each calibrated constant, from which figure it was derived.
 	Calibrated map[string]string `json:"calibrated,omitempty"`
 }
 
-// ErrProfile means that a profile is impossible.
+// ErrProfile means that a profile is not valid.
 var ErrProfile = errors.New("costmodel: profile")
 
 // Validate returns everything that is wrong with p.
@@ -76,7 +75,7 @@ func (p *Profile) Validate() error {
 	return errors.Join(errs...)
 }
 
-// KVBlocks returns how many blocks the KV cache has.
+// KVBlocks returns how many blocks fit into the KV cache.
 func (p *Profile) KVBlocks() int {
 	if p.Blocks > 0 {
 		return p.Blocks
@@ -86,7 +85,7 @@ func (p *Profile) KVBlocks() int {
 
 func (p *Profile) blockBytes() float64 { return p.Model.KVBytes() * float64(p.BlockTokens) }
 
-// kvBytes returns what is left for KV on all ranks.
+// kvBytes returns how many bytes of all ranks are left for KV.
 func (p *Profile) kvBytes() float64 {
 	each := p.GPU.MemoryGiB*p.Constants.MemoryUtilization - p.Constants.ActivationGiB
 	return each*float64(p.TP)*(1<<30) - p.Model.WeightBytes()
@@ -94,14 +93,15 @@ func (p *Profile) kvBytes() float64 {
 
 // Work is what one step computes.
 type Work struct {
-	Tokens    int   // prompt tokens and decoded ones
-	Context   int64 // sum over these tokens of the tokens that each looks at
-	KVTokens  int64 // sum over the sequences of the tokens whose KV is read
+	Tokens    int   // prompt tokens and decoded tokens
+	Context   int64 // sum over these tokens of the number of tokens that each attends to
+	KVTokens  int64 // sum over the sequences of the number of tokens whose KV is read
 	Sequences int
 	Sampled   int // sequences that get a token
 }
 
-// Add puts n tokens of a sequence into the step, of which before are computed.
+// Add adds n tokens of a sequence to the step; `before` tokens of the sequence are computed already. samples means that the sequence
+// gets a token.
 func (w *Work) Add(before, n int, samples bool) {
 	w.Tokens += n
 	w.Context += int64(n)*int64(before) + int64(n)*int64(n+1)/2
@@ -112,12 +112,12 @@ func (w *Work) Add(before, n int, samples bool) {
 	}
 }
 
-// Cost is the time of a step by its terms, in seconds.
+// Cost is the time of a step, divided into its terms, in seconds.
 type Cost struct {
 	Host, Linear, Attention, Head, Weights, KV, AllReduce float64
 }
 
-// Total returns the whole step.
+// Total returns the time of the whole step.
 func (c Cost) Total() time.Duration {
 	return duration(c.Host + c.Linear + c.Attention + c.Head + c.Weights + c.KV + c.AllReduce)
 }
@@ -130,7 +130,7 @@ func duration(seconds float64) time.Duration {
 	return time.Duration(ns)
 }
 
-// Cost returns what a step takes; without tokens, nothing.
+// Cost returns the cost of a step; without tokens, it is zero.
 func (p *Profile) Cost(w Work) Cost {
 	if w.Tokens == 0 {
 		return Cost{}
@@ -156,46 +156,46 @@ func (p *Profile) Cost(w Work) Cost {
 // Step returns how long a step takes.
 func (p *Profile) Step(w Work) time.Duration { return p.Cost(w).Total() }
 
-// Transfer returns what the KV of whole blocks takes from engine to engine, in runs of
-// contiguous blocks on both sides: link is the time that it occupies the network of both ends,
-// wait the time that passes besides. K and V of a layer are separate pieces.
+// Transfer returns how long it takes to transfer the KV of `blocks` blocks between two engines, in `runs` runs of blocks that are
+// contiguous on both sides. link is how long the network of both ends is occupied, wait is the time in addition. K and V of a layer are
+// separate pieces.
 func (p *Profile) Transfer(blocks, runs int) (link, wait time.Duration) {
 	c := &p.Constants
 	pieces := float64(runs * 2 * p.Model.Layers)
 	return duration(pieces*c.DescriptorUS/1e6 + float64(blocks)*p.blockBytes()/(c.TransferGBps*1e9)), duration(c.TransferMS / 1e3)
 }
 
-// TransferBytes returns the bytes of whole blocks.
+// TransferBytes returns the number of bytes of the KV of that many blocks.
 func (p *Profile) TransferBytes(blocks int) int64 { return int64(float64(blocks) * p.blockBytes()) }
 
-// Push returns how long P waits after a step of tokens tokens until the KV that it sends layer by
-// layer is sent: the last layer's KV, or more where the network is slower than the step.
+// Push returns how long P waits after a step of that many tokens until the KV that it sends layer by layer is sent: the last layer's
+// KV, or more if the network is slower than the step.
 func (p *Profile) Push(tokens int, step time.Duration) time.Duration {
 	c := &p.Constants
 	all := duration(float64(tokens) * p.Model.KVBytes() / (c.TransferGBps * 1e9))
 	return duration(c.TransferMS/1e3) + max(all/time.Duration(p.Model.Layers), all-step)
 }
 
-// Setup returns how long the first push between two engines takes in addition.
+// Setup returns how much longer the first push between two engines takes.
 func (p *Profile) Setup() time.Duration { return duration(p.Constants.SetupMS / 1e3) }
 
-// Receive returns by how much a pushed prompt lengthens the step of D that takes it in.
+// Receive returns by how much a step of D that takes in a pushed prompt is longer.
 func (p *Profile) Receive() time.Duration {
 	return duration(float64(p.Model.Layers) * p.Constants.ReceiveLayerUS / 1e6)
 }
 
-// Pipe returns how long P waits while the KV of a prompt goes through the pipe of vLLM v0.
+// Pipe returns how long P waits while the KV of a prompt of that many tokens goes through the pipe of vLLM v0.
 func (p *Profile) Pipe(tokens int) time.Duration {
 	return duration(float64(tokens) * p.Model.KVBytes() / float64(p.TP) / (p.Constants.PipeMBps * 1e6))
 }
 
-// Host returns how long an engine takes with a request before it can be scheduled.
+// Host returns how long the engine's host handles a request with that many tokens before it can be scheduled.
 func (p *Profile) Host(tokens int) time.Duration {
 	return duration(p.Constants.HostFixedMS/1e3 + float64(tokens)*p.Constants.HostTokenUS/1e6)
 }
 
-// Hop returns the time between two processes.
+// Hop returns how long a message between two processes takes.
 func (p *Profile) Hop() time.Duration { return duration(p.Constants.HopMS / 1e3) }
 
-// Spacing returns the time between two requests that a client sends at once.
+// Spacing returns the time between two requests that a client sends together.
 func (p *Profile) Spacing() time.Duration { return duration(p.Constants.SpacingMS / 1e3) }

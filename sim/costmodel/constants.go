@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Constants are what no data sheet says. All can be changed by name; Terms describes each.
+// Constants are the quantities that no data sheet names. Each can be changed by its name; Terms describes each.
 type Constants struct {
 	PrefillEfficiency   float64 `json:"prefill_efficiency"`
 	BandwidthEfficiency float64 `json:"bandwidth_efficiency"`
@@ -36,19 +36,19 @@ type Constants struct {
 	PipeMBps       float64 `json:"pipe_mbps"`
 }
 
-// Term is one constant: what it means, and in which range it can reasonably be.
+// Term describes one constant: its meaning, and the range in which it can reasonably be.
 type Term struct {
 	Name, Unit string
-	Low, High  float64 // the range that is run where the value is assumed; 0, 0: none
-	What       string  // and, of an assumed one, why this value
+	Low, High  float64 // range over which sim runs vary an assumed value; 0, 0: none
+	What       string  // meaning, and for an assumed constant the reason for its value
 
-	least, most float64 // that can be set
+	least, most float64 // limits of a value that can be set
 	at          func(*Constants) *float64
 }
 
 const most = 1e9
 
-// Terms are all constants, in the order of Constants.
+// Terms describes all constants, in the order of the fields of Constants.
 var Terms = []Term{
 	{"prefill_efficiency", "", 0, 0, "share of the peak operations that matrix products and attention reach", 0.001, 1, func(c *Constants) *float64 { return &c.PrefillEfficiency }},
 	{"bandwidth_efficiency", "", 0, 0, "share of the memory's bandwidth that reading weights and KV reaches", 0.001, 1, func(c *Constants) *float64 { return &c.BandwidthEfficiency }},
@@ -70,7 +70,7 @@ var Terms = []Term{
 	{"pipe_mbps", "MB/s", 0, 0, "of each rank's KV through the pipe of vLLM v0, while P waits", 0.001, most, func(c *Constants) *float64 { return &c.PipeMBps }},
 }
 
-// ErrConstant means that a constant is unknown, or that a value is impossible.
+// ErrConstant means that a constant is unknown, or that a value is not possible for it.
 var ErrConstant = errors.New("costmodel: constant")
 
 func term(name string) (*Term, error) {
@@ -85,7 +85,7 @@ func term(name string) (*Term, error) {
 	return &Terms[i], nil
 }
 
-// Set changes one constant by its name.
+// Set changes the constant with that name.
 func (c *Constants) Set(name string, value float64) error {
 	t, err := term(name)
 	if err != nil {
@@ -98,7 +98,7 @@ func (c *Constants) Set(name string, value float64) error {
 	return nil
 }
 
-// Get returns one constant by its name.
+// Get returns the constant with that name.
 func (c *Constants) Get(name string) (float64, error) {
 	t, err := term(name)
 	if err != nil {

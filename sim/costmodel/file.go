@@ -13,10 +13,10 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// maxFile bounds a profile's file, bytes.
+// maxFile is the largest file of a profile, in bytes.
 const maxFile = 1 << 20
 
-// Open returns a profile of Names, or of a file whose name ends with .json.
+// Open returns the profile of that name, one of Names, or reads it from a file whose name ends with .json.
 func Open(nameOrFile string) (*Profile, error) {
 	if !strings.HasSuffix(nameOrFile, ".json") {
 		return Get(nameOrFile)
@@ -33,7 +33,7 @@ func Open(nameOrFile string) (*Profile, error) {
 	return p, nil
 }
 
-// Read reads a profile as its JSON. Constants that it does not name are the assumed ones.
+// Read reads a profile as JSON. Constants that it does not name get the assumed values.
 func Read(r io.Reader) (*Profile, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxFile+1))
 	if err != nil {

@@ -2,12 +2,12 @@
 
 package costmodel
 
-// GPU is one accelerator, as its data sheet has it: dense bf16, no sparsity.
+// GPU is one accelerator, with the figures of its data sheet: dense bf16, no sparsity.
 type GPU struct {
 	Name      string  `json:"name"`
-	Bandwidth float64 `json:"bandwidth"`  // of its memory, bytes per second
+	Bandwidth float64 `json:"bandwidth"`  // bandwidth of its memory, in bytes per second
 	FLOPS     float64 `json:"flops"`      // bf16, dense
-	MemoryGiB float64 `json:"memory_gib"` // that CUDA sees
+	MemoryGiB float64 `json:"memory_gib"` // memory that CUDA sees
 }
 
 // Model is a dense transformer with grouped-query attention.
@@ -19,32 +19,32 @@ type Model struct {
 	KVHeads         int     `json:"kv_heads"`
 	HeadDim         int     `json:"head_dim"`
 	Vocabulary      int     `json:"vocabulary"`
-	Parameters      float64 `json:"parameters"`       // all
-	LayerParameters float64 `json:"layer_parameters"` // without embedding table and head
-	LayerBytes      float64 `json:"layer_bytes"`      // of a parameter of a layer: 2 in bf16
+	Parameters      float64 `json:"parameters"`       // number of all parameters
+	LayerParameters float64 `json:"layer_parameters"` // number of parameters without embedding table and head
+	LayerBytes      float64 `json:"layer_bytes"`      // bytes of one parameter of a layer: 2 in bf16
 }
 
-// KVBytes returns the KV of one token, over all layers and ranks.
+// KVBytes returns the bytes of KV of one token, over all layers and ranks.
 func (m *Model) KVBytes() float64 { return 2 * float64(m.Layers*m.KVHeads*m.HeadDim) * 2 }
 
-// head returns the parameters of the head; the embedding table has as many.
+// head returns the number of parameters of the head; the embedding table has the same number.
 func (m *Model) head() float64 { return float64(m.Vocabulary) * float64(m.Hidden) }
 
-// WeightBytes returns what the weights take in memory.
+// WeightBytes returns how many bytes the weights take in memory.
 func (m *Model) WeightBytes() float64 {
 	return m.LayerParameters*m.LayerBytes + (m.Parameters-m.LayerParameters)*2
 }
 
-// StepBytes returns the weights that one step reads: all layers and the head.
+// StepBytes returns how many bytes of weights one step reads: those of all layers and the head.
 func (m *Model) StepBytes() float64 { return m.LayerParameters*m.LayerBytes + m.head()*2 }
 
-// LinearFLOPs returns the operations of one token in the layers, attention apart.
+// LinearFLOPs returns the operations for one token in the layers, without attention.
 func (m *Model) LinearFLOPs() float64 { return 2 * m.LayerParameters }
 
-// AttentionFLOPs returns the operations of one token per token of its context.
+// AttentionFLOPs returns the operations of attention for one token, per token of its context.
 func (m *Model) AttentionFLOPs() float64 { return 4 * float64(m.Layers*m.Heads*m.HeadDim) }
 
-// HeadFLOPs returns the operations of one sampled token.
+// HeadFLOPs returns the operations of the head for one sampled token.
 func (m *Model) HeadFLOPs() float64 { return 2 * m.head() }
 
 // The GPUs of the profiles. Sources: NVIDIA's data sheets.
@@ -60,7 +60,7 @@ var (
 		Name: "Qwen2.5-7B-Instruct", Layers: 28, Hidden: 3584, Heads: 28, KVHeads: 4, HeadDim: 128, Vocabulary: 152064,
 		Parameters: 7_615_616_512, LayerParameters: 6_525_621_760, LayerBytes: 2,
 	}
-	// 4 bits and a 16-bit scale for each 128 parameters; embedding table and head stay in 16 bits.
+	// A parameter has 4 bits, and each 128 parameters a 16-bit scale; embedding table and head stay in 16 bits.
 	qwen25Int4 = Model{
 		Name: "Qwen2.5-7B-Instruct-GPTQ-Int4", Layers: 28, Hidden: 3584, Heads: 28, KVHeads: 4, HeadDim: 128, Vocabulary: 152064,
 		Parameters: 7_615_616_512, LayerParameters: 6_525_621_760, LayerBytes: 0.516,

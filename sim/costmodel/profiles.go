@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// assumed are the constants that no figure of a table decides, with the reasons in Terms.
+// assumed has the constants that no figure of a published table determines. Terms has the reasons for their values.
 var assumed = Constants{
 	HostStepMS: 2, HostSequenceMS: 0.02, HostTokenUS: 2.5, HopMS: 3, SpacingMS: 5,
 	AllReduceGBps: 16, AllReduceUS: 30,
@@ -16,7 +16,7 @@ var assumed = Constants{
 	PipeMBps: 340.9,
 }
 
-// Names of the profiles.
+// The names of the profiles.
 const (
 	A10Qwen     = "a10-qwen2.5-7b"
 	A10QwenInt4 = "a10-qwen2.5-7b-int4"
@@ -25,10 +25,10 @@ const (
 	H100Large   = "h100-70b-tp4"
 )
 
-// Names lists the profiles.
+// Names lists the names of the profiles.
 var Names = []string{A10Qwen, A10QwenInt4, H800Qwen3, H100Llama, H100Large}
 
-// Get returns a profile of Names.
+// Get returns the profile with that name.
 func Get(name string) (*Profile, error) {
 	p := &Profile{Name: name, TP: 1, BlockTokens: 16, MaxModel: 32768, Constants: assumed}
 	c := &p.Constants
@@ -37,7 +37,7 @@ func Get(name string) (*Profile, error) {
 		"prefill_efficiency":   "mean TTFT of the Mooncake row, 2,692.51 ms",
 		"bandwidth_efficiency": "mean ITL of the Mooncake row, 37.26 ms",
 	}
-	// vLLM's defaults of max_num_batched_tokens and max_num_seqs below 70 GiB, and from there on.
+	// vLLM's defaults of max_num_batched_tokens and max_num_seqs: below 70 GiB of memory, and from 70 GiB on.
 	small := func() { p.GPU, p.TokenBudget, p.MaxSeqs = a10, 2048, 256 }
 	large := func(g GPU) {
 		p.GPU, p.TokenBudget, p.MaxSeqs = g, 8192, 1024
@@ -55,7 +55,7 @@ func Get(name string) (*Profile, error) {
 		large(h800)
 		p.Model, p.TP = qwen3, 8
 		c.AllReduceGBps, c.AllReduceUS = 150, 15 // NVLink of 200 GB/s
-		c.DescriptorUS = 0                       // of RDMA writes in a batch; the rest of the cost is in the bandwidth
+		c.DescriptorUS = 0                       // for RDMA writes in a batch: the rest of the cost is in the bandwidth
 		c.TransferMS, c.TransferGBps, c.HostFixedMS, c.HostTokenUS = 0.3755, 143, 16.63, 3.985
 		p.Calibrated["host_fixed_ms"] = "T1, mean TTFT of 512 tokens, 59.91 ms"
 		p.Calibrated["host_token_us"] = "T1, mean TTFT of 8,192 tokens, 212.05 ms"
@@ -64,7 +64,7 @@ func Get(name string) (*Profile, error) {
 	case H100Llama:
 		large(h100)
 		p.Model, p.MaxModel = llama31, 131072
-		c.TransferGBps = 50 // a NIC of 400 Gbit/s for each GPU
+		c.TransferGBps = 50 // one 400 Gbit/s NIC per GPU
 	case H100Large:
 		large(h100)
 		p.Model, p.TP, p.MaxModel = llama70, 4, 131072
@@ -76,16 +76,14 @@ func Get(name string) (*Profile, error) {
 	return p, nil
 }
 
-// Constants calibrated on the first row of the original's table. These, those of the profiles
-// above and what is assumed were frozen before any held-out table was run; kvasir sim calibrate
-// fits them anew.
+// Constants calibrated on the first row of the original's table. They, those of the profiles above, and the assumed ones were frozen
+// before any held-out table was run. kvasir sim calibrate fits them again.
 const (
 	prefillEfficiency   = 0.6078
 	bandwidthEfficiency = 0.8956
 )
 
-// NCCL returns p with the transfers of the P2pNcclConnector: pushed layer by layer, P waits
-// for the last one.
+// NCCL returns p with the transfers of the P2pNcclConnector: KV is pushed layer by layer, and P waits for the last layer.
 func (p *Profile) NCCL() *Profile {
 	q := *p
 	q.Constants.SetupMS, q.Constants.ReceiveLayerUS = 250.4, 23.22

@@ -23,28 +23,28 @@ type PlayOptions struct {
 	URL      string // of the server
 	Model    string
 	Layout   kv.Layout
-	Workers  int // simulated engines, each with a connection of its own; default 2
+	Workers  int // number of simulated engines, each with its own connection; default 2
 	ShmDir   string
-	Requests int                   // that are to come, for Progress
-	Progress func(done, total int) // called now and then from one goroutine at a time
+	Requests int                   // number of requests that will come, for Progress
+	Progress func(done, total int) // called from time to time, from one goroutine at a time
 }
 
-// PlayReport is what a workload did.
+// PlayReport is the result of playing a workload.
 type PlayReport struct {
 	Requests     int
 	PromptTokens int64
 	HitTokens    int64
 	StoredBytes  int64
 	LoadedBytes  int64
-	StoreTime    time.Duration // sum over workers, copying included
+	StoreTime    time.Duration // sum over the workers, with the time for copying
 	LoadTime     time.Duration
 	Lookups      []time.Duration // sorted
 	WrongBytes   int64           // loaded bytes that differ from what was stored
-	FailedLoads  int             // hits that could not be read in time
+	FailedLoads  int             // hits whose chunks could not be read in time
 	Elapsed      time.Duration
 }
 
-// Quantile returns the q-quantile of the lookup times, 0 <= q <= 1.
+// Quantile returns the q-quantile of the lookup times, for 0 <= q <= 1.
 func (r *PlayReport) Quantile(q float64) time.Duration {
 	if len(r.Lookups) == 0 {
 		return 0
@@ -52,10 +52,10 @@ func (r *PlayReport) Quantile(q float64) time.Duration {
 	return r.Lookups[min(int(q*float64(len(r.Lookups))), len(r.Lookups)-1)]
 }
 
-// Play sends a workload's requests to a server, through simulated engines with real bytes in real shared memory: each looks a
-// prompt up, loads what is kept and checks every byte, "computes" the rest and
-// stores it. A request is read when an engine is free for it, and only its lookup time is kept. Play ends early when ctx does or the requests
-// have an error, with what was done so far.
+// Play sends the requests of a workload to a server, through simulated engines with real bytes in real shared memory. For each request
+// an engine looks up the prompt, loads the chunks that the server has and checks every byte, "computes" the rest and stores it. Play
+// reads a request when an engine is free for it, and keeps only its lookup time. When ctx ends, or the requests have an error, Play
+// ends early and returns the report so far.
 func Play(ctx context.Context, requests iter.Seq2[workload.Request, error], o PlayOptions) (*PlayReport, error) {
 	if o.Workers <= 0 {
 		o.Workers = 2
@@ -63,7 +63,7 @@ func Play(ctx context.Context, requests iter.Seq2[workload.Request, error], o Pl
 	started := time.Now()
 	var (
 		wg    sync.WaitGroup
-		mu    sync.Mutex // guards done, total, errs, the call of Progress
+		mu    sync.Mutex // guards done, total, errs, and the calls of Progress
 		done  int
 		total PlayReport
 		errs  []error
@@ -102,8 +102,8 @@ func Play(ctx context.Context, requests iter.Seq2[workload.Request, error], o Pl
 	return &total, errors.Join(errs...)
 }
 
-// pull returns take, with which several goroutines get the next request and its number, and stop, which ends the sequence. After the last request
-// and after an error there are no more.
+// pull returns two functions. Several goroutines may call take, which returns the next request and its number; stop ends the sequence.
+// After the last request, and after an error, take returns no more.
 func pull(requests iter.Seq2[workload.Request, error]) (take func() (at int, q workload.Request, more bool, err error), stop func()) {
 	var mu sync.Mutex
 	next, stop := iter.Pull2(requests)
@@ -204,8 +204,7 @@ func (e *worker) serve(ctx context.Context, n int, tokens []uint32) error {
 	return e.client.EndSession(ctx, k.RequestID)
 }
 
-// load reads and checks the chunks with the given hashes. It returns how many
-// were loaded: all or none.
+// load loads and checks the chunks with the given hashes. It returns how many it loaded: all or none.
 func (e *worker) load(ctx context.Context, k lmcache.Key, hashes []kv.Hash) (int, error) {
 	k.End = len(hashes) * e.chunkTokens
 	start := time.Now()
@@ -225,8 +224,8 @@ func (e *worker) load(ctx context.Context, k lmcache.Key, hashes []kv.Hash) (int
 	return len(hashes), nil
 }
 
-// The content of a simulated chunk follows from its hash: eight-byte words of a
-// multiplicative sequence that begins at the hash's first word.
+// The content of a simulated chunk follows from its hash: it is a multiplicative sequence of eight-byte words that begins with the
+// hash's first word.
 
 func fillChunk(b []byte, h kv.Hash) {
 	w := binary.LittleEndian.Uint64(h[:])

@@ -14,34 +14,33 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// kvConnector is one KV connector, both halves of it. The loop calls it; close comes after the
-// loop has ended.
+// kvConnector is one KV connector, both its scheduler's half and its workers' half. The engine's loop calls its methods; close is
+// called after the loop has ended.
 type kvConnector interface {
 	// begin admits a request.
 	begin(q *request)
-	// match says how many tokens beyond local ones can be loaded; ok is false while that is
-	// not known.
+	// match returns how many tokens, beyond the first `local` ones, the connector can load. async means that the request must wait for
+	// the load. ok is false while that is not known.
 	match(q *request, local int) (external int, async, ok bool)
-	// allocated says that q has blocks, and how many tokens this connector is to load.
+	// allocated tells the connector that q has got blocks, and that it shall load `external` tokens into them.
 	allocated(q *request, external int)
-	// settle waits until nothing reads blocks that the step gave to others. It comes before any
-	// connector's build.
+	// settle waits until no connector reads blocks any more that the step gave to other requests. It is called before build of any
+	// connector.
 	settle(step *sched.Step) error
-	// build gives the workers the decisions of a step, before the step is computed.
+	// build gives the decisions of a step to the workers, before the step is computed.
 	build(step *sched.Step) error
-	// computed tells the workers that the step is computed.
+	// computed tells the workers that the step has been computed.
 	computed(step *sched.Step)
-	// finish says that q ends; keep: its blocks stay until poll names it as sent.
+	// finish tells the connector that q has ended. If it returns true, q's blocks must stay until poll names q as sent.
 	finish(q *request, why sched.Reason) (keep bool)
-	// poll returns the outcome of transfers. ended are requests that ended before this step.
+	// poll returns the outcome of transfers. ended are the requests that ended before this step.
 	poll(ended []string) sched.Output
-	// collect adds the figures of both halves.
+	// collect adds the figures of both halves to reg.
 	collect(reg *metrics.Registry, labels map[string]string)
 	close(ctx context.Context) error
 }
 
-// Collect adds the figures of the engine's connectors to reg, with labels and the label connector:
-// the connector's index.
+// Collect adds the figures of the engine's connectors to reg, with labels, and with the label connector, the connector's index.
 func (e *Engine) Collect(reg *metrics.Registry, labels map[string]string) {
 	for i, c := range e.conns {
 		c.collect(reg, withLabel(labels, "connector", i))
@@ -57,7 +56,7 @@ func withLabel(labels map[string]string, name string, value int) map[string]stri
 	return out
 }
 
-// connect makes the connectors that the options name.
+// connect creates the connectors that the options name.
 func (e *Engine) connect() error {
 	for _, c := range e.o.Connectors {
 		var k kvConnector
@@ -80,8 +79,8 @@ func (e *Engine) connect() error {
 	return nil
 }
 
-// connectors are all connectors of an engine, as the scheduler sees them: the first that has KV
-// loads it, and all may keep blocks, as in vLLM's MultiConnector.
+// connectors presents all connectors of an engine to the scheduler as one. The first connector that has KV loads it, and each may keep
+// blocks, as in vLLM's MultiConnector.
 type connectors struct{ e *Engine }
 
 func (c connectors) Match(r *sched.Request, local int) (external int, async, ok bool) {
@@ -128,12 +127,12 @@ func (c connectors) Finish(r *sched.Request, why sched.Reason) bool {
 	return q.keeping > 0
 }
 
-// release notes that one connector needs an ended request's blocks no more; it reports
-// whether none does.
+// release records that one connector no longer needs the blocks of an ended request. It returns true if no connector needs them any
+// more.
 func (e *Engine) release(id string) bool {
 	q := e.keeps[id]
 	if q == nil {
-		return true // of a load: the scheduler knows
+		return true // the request was loading: the scheduler handles it
 	}
 	if q.keeping--; q.keeping > 0 {
 		return false

@@ -25,107 +25,105 @@ import (
 
 // Options configures an Engine. A zero field means its default.
 type Options struct {
-	Model string // its name; default "simulated"
+	Model string // name of the model; default "simulated"
 
-	// KV is the memory; BlockTokens, Blocks and TPSize go for the scheduler too.
+	// KV is the layout of the memory. BlockTokens, Blocks and TPSize also configure the scheduler.
 	KV kvmem.Geometry
 
-	// Groups are the KV cache groups of a hybrid model, each of KV.Layers layers; default one of
-	// full attention.
+	// Groups are the KV cache groups of a hybrid model, each with KV.Layers layers; default one group of full attention.
 	Groups []sched.Group
 
-	MaxSeqs     int // default 256
-	MaxTokens   int // in a step; default 8192
-	MaxModel    int // longest sequence, in tokens; default 32768, or what the KV memory holds
+	MaxSeqs     int // most sequences at a time; default 256
+	MaxTokens   int // most tokens in a step; default 8192
+	MaxModel    int // longest sequence, in tokens; default 32768, or less if the KV memory holds less
 	NoCache     bool
 	LongPrefill int
 
-	// Time of a step: what Clock says of its rows, StepTime, and the prompt tokens computed at
-	// PrefillRate per second.
-	Clock       *costmodel.Profile // nil: none
-	StepTime    time.Duration      // default none
-	PrefillRate float64            // default unbounded
+	// The time of a step is the sum of three: what Clock computes for its rows, StepTime, and its prompt tokens divided by PrefillRate
+	// (tokens per second).
+	Clock       *costmodel.Profile // nil: no time
+	StepTime    time.Duration      // default 0
+	PrefillRate float64            // default unlimited
 
 	Connectors []*kvconfig.Config
-	// Networks are those from which other engines may reach side channels, transfer ports and the registry; nil: any.
+	// Networks are the networks from which other engines may reach side channels, transfer ports and the registry; nil: any.
 	Networks *auth.Networks
-	// Secrets are those that the ends of transfers prove to have; nil: none is demanded.
+	// Secrets are the secrets of which both ends of a transfer must prove one; nil: no proof is demanded.
 	Secrets *auth.PeerSecrets
-	// Registry has the Token and TLS of a registry that is not P's own. D shows its certificate alone: requests say which registry D asks,
-	// and one that is not the operator's must not learn the token.
+	// Registry has Token and TLS for a registry that is not P's own. D uses only its certificate: a request names the registry that D
+	// asks, and a registry that is not the operator's must not learn the token.
 	Registry bootstrap.ClientOptions
-	// Cache says how a LMCacheMPConnector proves to its servers who it is.
+	// Cache says how an LMCacheMPConnector proves to its servers who it is.
 	Cache lmcache.ClientOptions
-	// Getenv is the environment of the connectors; default none but VLLM_HOST_IP=127.0.0.1.
+	// Getenv returns the environment variables for the connectors; by default there is only VLLM_HOST_IP=127.0.0.1.
 	Getenv func(string) (string, bool)
-	// First is the dialect of vLLM 0.13 for a MooncakeConnector: no transfer ids, no registry.
+	// First makes a MooncakeConnector use the protocol of vLLM 0.13: no transfer ids, no registry.
 	First bool
-	// StoreRelease is the release whose decisions and keys a MooncakeStoreConnector has; default ours, with
-	// the keys of vLLM 0.24 and later.
+	// StoreRelease is the vLLM release whose decisions and keys a MooncakeStoreConnector uses; by default our decisions, with the keys
+	// of vLLM 0.24 and later.
 	StoreRelease coordinator.Release
-	// PPSize is how many pipeline stages the layers are on, each with its ranks; default 1. An
-	// LMCacheMPConnector registers a worker for each; other connectors have one stage.
+	// PPSize is the number of pipeline stages over which the layers are distributed, each with its own ranks; default 1. An
+	// LMCacheMPConnector registers a worker for each stage; other connectors support only one stage.
 	PPSize int
-	// DPRank is the place of the engine among DPSize of its model, default 0 of 1. A
-	// MooncakeConnector registers it.
+	// DPRank is the data-parallel rank of the engine, among DPSize engines; default 0 of 1. A MooncakeConnector registers it.
 	DPRank, DPSize int
-	// Retention thins what a MooncakeStoreConnector keeps of window groups: one tail per this number of tokens,
-	// and the tail of the prompt; 0: only the tail of the prompt; nil: all.
+	// Retention limits what a MooncakeStoreConnector stores of window groups: one tail per that many tokens, and the tail of the
+	// prompt; 0: only the tail of the prompt; nil: everything.
 	Retention *int
-	// Unnegotiated makes an LMCacheMPConnector use the protocol of lmcache 0.5.6, also with a server of a
-	// later release: it accepts the server's chunk size as it is.
+	// Unnegotiated makes an LMCacheMPConnector use the protocol of lmcache 0.5.6 even with a server of a later release: it accepts the
+	// server's chunk size without negotiation.
 	Unnegotiated bool
-	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
+	// ShmDir is the folder in which cache servers on this host have their pools; default shm.Dir.
 	ShmDir string
 
-	// OnEvents gets the KV events of each step that has some, as vLLM publishes them, on the loop's
-	// goroutine; it must not wait. nil for none.
+	// OnEvents gets the KV events of each step that has any, as vLLM publishes them. It runs on the loop's goroutine and must not wait.
+	// nil: it is not called.
 	OnEvents func([]event.Event)
 
-	Log *slog.Logger // nil discards
+	Log *slog.Logger // nil: nothing is logged
 }
 
-// Request is what an engine is asked for.
+// Request is one request to an engine.
 type Request struct {
-	ID        string // of the engine's own; no two at a time
+	ID        string // the engine's own id; no two requests may have the same at a time
 	Tokens    []uint32
 	MaxTokens int
 	Priority  int
 	Salt      string   // cache_salt
-	SkipCache bool     // does not read the prefix cache
-	Stop      []uint32 // tokens that end it
+	SkipCache bool     // it does not read the prefix cache
+	Stop      []uint32 // tokens that end the answer
 	Params    *wire.KVTransferParams
-	// Released is called when the request has ended and no connector needs its blocks, on the loop's goroutine; it must not wait. nil for
-	// nothing.
+	// Released is called when the request has ended and no connector needs its blocks any more. It runs on the loop's goroutine and
+	// must not wait. nil: it is not called.
 	Released func()
 }
 
 // The errors of a request.
 var (
-	// ErrTooLong means that prompt and output do not fit the model.
+	// ErrTooLong means that prompt and output together are longer than the model allows.
 	ErrTooLong = errors.New("engine: the request does not fit")
 	// ErrEmpty means a request without a prompt or without a token to generate.
 	ErrEmpty = errors.New("engine: the request needs at least one prompt token and one token to generate")
-	// ErrInUse means that a request of this id runs, or has blocks that a connector needs.
+	// ErrInUse means that a request with this id is running, or has blocks that a connector still needs.
 	ErrInUse = errors.New("engine: a request of this id is already running")
-	// ErrClosed means that the engine has stopped.
+	// ErrClosed means that the engine is closed.
 	ErrClosed = errors.New("engine: closed")
-	// ErrWrongBytes means that KV which the request was given is not its tokens'.
+	// ErrWrongBytes means that the request got KV that does not belong to its tokens.
 	ErrWrongBytes = errors.New("engine: wrong KV bytes")
-	// ErrLoad means that KV could not be loaded, and that the policy is to fail then.
+	// ErrLoad means that KV could not be loaded, and that the connector's policy is to fail the request then.
 	ErrLoad = errors.New("engine: KV could not be loaded")
 )
 
-// Engine is one engine. Its methods are safe for concurrent use.
+// Engine is one simulated engine. Its methods are safe for concurrent use.
 type Engine struct {
 	o     Options
 	log   *slog.Logger
 	mem   *kvmem.Memory
-	sched *sched.Scheduler // the loop's
-	conns []kvConnector    // the loop's
+	sched *sched.Scheduler // owned by the loop
+	conns []kvConnector    // owned by the loop
 
-	segments [][]string   // of the memory, by rank and layer; nil: it is not lent
-	free     func() error // of the memory
+	segments [][]string   // names of the memory's segments, by rank and layer; nil: the memory is not lent
+	free     func() error // frees the memory
 
 	wake chan struct{}
 	done chan struct{} // closed when run has returned
@@ -137,13 +135,13 @@ type Engine struct {
 		commands []func()
 		closed   bool
 	}
-	by    map[string]*request // the loop's: not ended
-	keeps map[string]*request // the loop's: ended, their blocks are in a connector's use
+	by    map[string]*request // owned by the loop: requests that have not ended
+	keeps map[string]*request // owned by the loop: ended requests whose blocks a connector still uses
 	n     counters
 }
 
-// Open makes an engine and its memory, registers it where its connectors say, and starts its
-// steps. When ctx ends before that is done, so does Open; later it means nothing.
+// Open creates an engine and its memory, registers it where its connectors demand it, and starts its steps. ctx matters only until Open
+// returns: if it ends before, Open fails.
 func Open(ctx context.Context, o Options) (*Engine, error) {
 	o.Model = cmp.Or(o.Model, "simulated")
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
@@ -209,7 +207,7 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 	return e, nil
 }
 
-// checkRanks refuses ranks that cannot be.
+// checkRanks returns an error for ranks that are not possible.
 func (o *Options) checkRanks() error {
 	if o.DPRank < 0 || o.DPRank >= o.DPSize || o.DPSize > maxRanks {
 		return fmt.Errorf("engine: data-parallel rank %d of %d: the rank must be below the size, and the size at most %d", o.DPRank, o.DPSize, maxRanks)
@@ -231,7 +229,7 @@ func (o *Options) checkRanks() error {
 	return nil
 }
 
-// maxRanks bounds data-parallel ranks and pipeline stages.
+// maxRanks is the largest number of data-parallel ranks, and of pipeline stages.
 const maxRanks = 1024
 
 // Model returns the model's name.
@@ -240,10 +238,10 @@ func (e *Engine) Model() string { return e.o.Model }
 // MaxModel returns the longest sequence, in tokens.
 func (e *Engine) MaxModel() int { return e.o.MaxModel }
 
-// endTimeout bounds the wait for stores in progress when an engine ends.
+// endTimeout limits the wait for stores in progress when an engine is closed.
 const endTimeout = 5 * time.Second
 
-// Close aborts what runs, waits for stores in progress, stops the connectors and gives the memory back.
+// Close aborts the running requests, waits for stores in progress, stops the connectors and frees the memory.
 func (e *Engine) Close() error {
 	e.stop()
 	<-e.done
@@ -261,7 +259,7 @@ func (e *Engine) closeConnectors() error {
 	return errors.Join(errs...)
 }
 
-// do runs f on the loop's goroutine. It reports false after the end.
+// do runs f on the loop's goroutine, without waiting. It returns false if the engine has ended.
 func (e *Engine) do(f func()) bool {
 	e.mu.Lock()
 	if e.mu.closed {
@@ -281,7 +279,7 @@ func (e *Engine) poke() {
 	}
 }
 
-// call runs f on the loop's goroutine and waits for it.
+// call runs f on the loop's goroutine and waits until f has returned.
 func (e *Engine) call(f func()) error {
 	ended := make(chan struct{})
 	if !e.do(func() { f(); close(ended) }) {
@@ -295,8 +293,7 @@ func (e *Engine) call(f func()) error {
 	}
 }
 
-// Submit starts a request; the Stream has its tokens and its end. The request ends when ctx
-// does.
+// Submit starts a request. The returned Stream delivers its tokens and its end. When ctx ends, the request ends.
 func (e *Engine) Submit(ctx context.Context, r Request) (*Stream, error) {
 	if err := e.check(&r); err != nil {
 		return nil, err
@@ -325,7 +322,7 @@ func (e *Engine) check(r *Request) error {
 }
 
 func (e *Engine) add(q *request) error {
-	if e.sched.Known(q.r.ID) { // before the connectors get the request
+	if e.sched.Known(q.r.ID) { // checked before the connectors get the request
 		return fmt.Errorf("%w: %.128q", ErrInUse, q.r.ID)
 	}
 	for _, c := range e.conns {
@@ -338,7 +335,7 @@ func (e *Engine) add(q *request) error {
 	return nil
 }
 
-// Abort ends a request, if it has not ended.
+// Abort ends the request with that id, if it has not ended yet.
 func (e *Engine) Abort(id string) {
 	e.do(func() {
 		if q := e.by[id]; q != nil {
@@ -349,7 +346,7 @@ func (e *Engine) Abort(id string) {
 
 // AbortAll ends all requests.
 func (e *Engine) AbortAll() {
-	_ = e.call(func() { // an engine that has ended has none
+	_ = e.call(func() { // an engine that has ended has no requests
 		for _, q := range e.by {
 			e.abort(q)
 		}
@@ -363,14 +360,14 @@ func (e *Engine) abort(q *request) {
 	}
 }
 
-// ResetPrefixCache empties the prefix cache. It works only while no request has blocks,
-// unless running preempts all of them.
+// ResetPrefixCache empties the prefix cache. It returns false if requests have blocks, unless running is true: then it preempts all of
+// them.
 func (e *Engine) ResetPrefixCache(running bool) (ok bool) {
-	_ = e.call(func() { _, ok = e.sched.Reset(running) }) // false after the end
+	_ = e.call(func() { _, ok = e.sched.Reset(running) }) // ok stays false after the engine's end
 	return ok
 }
 
-// run is the loop.
+// run is the loop of the engine's goroutine. It executes commands and steps until the engine ends.
 func (e *Engine) run() {
 	defer close(e.done)
 	for e.ctx.Err() == nil {
@@ -395,7 +392,7 @@ func (e *Engine) run() {
 	}
 }
 
-// wait waits for something to do, at most d; 0 is for ever.
+// wait waits until there is something to do, at most d; 0 means without limit.
 func (e *Engine) wait(d time.Duration) {
 	var after <-chan time.Time
 	if d > 0 {
@@ -410,13 +407,13 @@ func (e *Engine) wait(d time.Duration) {
 	}
 }
 
-// Intervals at which transfers are looked after while no request runs.
+// How often the outcome of transfers is checked while no request runs.
 const (
 	loadPoll = time.Millisecond
 	keptPoll = 10 * time.Millisecond
 )
 
-// turn is one step of the engine: decide, compute, process the outcome of transfers.
+// turn is one step of the engine: it decides the step, computes it, and handles the outcome of transfers.
 func (e *Engine) turn() {
 	step := e.sched.Schedule()
 	for _, h := range step.Hits {
@@ -425,7 +422,7 @@ func (e *Engine) turn() {
 			q.cached = h.Tokens
 		}
 		if h.Request.Preemptions() > 0 {
-			continue // counted when it began
+			continue // it was counted when it began
 		}
 		e.n.queries.Add(int64(len(q.r.Tokens)))
 		e.n.hits.Add(int64(h.Tokens))
@@ -480,7 +477,7 @@ func (e *Engine) turn() {
 	}
 }
 
-// compute makes the KV of a step's tokens, after comparing what the requests begin with.
+// compute writes the KV of a step's tokens. Before that it compares the KV with which requests begin.
 func (e *Engine) compute(step *sched.Step) {
 	began, prompt := time.Now(), 0
 	var work costmodel.Work
@@ -494,7 +491,7 @@ func (e *Engine) compute(step *sched.Step) {
 		if row.Kind != sched.RowRunning {
 			q.begun(time.Now())
 		}
-		if row.Kind != sched.RowRunning || e.sched.Last(row) { // compare at its begin and at its end
+		if row.Kind != sched.RowRunning || e.sched.Last(row) { // a request's KV is compared at its begin and at its end
 			e.inspect(row)
 		}
 		e.mem.Write(row.Request.Tables(), q.chain, row.Before, row.Before+row.Tokens)
@@ -504,7 +501,7 @@ func (e *Engine) compute(step *sched.Step) {
 		d += time.Duration(float64(prompt) / e.o.PrefillRate * float64(time.Second))
 	}
 	if e.o.Clock != nil {
-		d += e.o.Clock.Step(work) - time.Since(began) // the bytes above are made within the step
+		d += e.o.Clock.Step(work) - time.Since(began) // the writing of bytes above counts as a part of the step
 	}
 	if d > 0 {
 		t := time.NewTimer(d)
@@ -522,8 +519,8 @@ func (e *Engine) compute(step *sched.Step) {
 	}
 }
 
-// inspect compares all KV that a row's request has before the step. Of a request with wrong
-// bytes nothing is found, sent or stored any more.
+// inspect compares all KV that the request of a row has before the step. If it is wrong, no KV of that request is found, sent or stored
+// any more.
 func (e *Engine) inspect(row *sched.Row) {
 	q := of(row.Request)
 	err := e.mem.Check(row.Request.Tables(), q.chain, 0, row.Before)
@@ -536,7 +533,7 @@ func (e *Engine) inspect(row *sched.Row) {
 	e.sched.Forget(row.Request)
 }
 
-// finish ends the client's stream.
+// finish ends the client's stream of a request.
 func (e *Engine) finish(q *request, why sched.Reason, err error) {
 	if e.by[q.r.ID] != q {
 		return

@@ -9,13 +9,13 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// maxEvents bounds the events of a worker that wait for a step.
+// maxEvents is the largest number of events of a worker that wait for a step.
 const maxEvents = 1 << 16
 
-// publishes reports whether events are wanted.
+// publishes reports whether somebody wants the KV events.
 func (e *Engine) publishes() bool { return e.o.OnEvents != nil }
 
-// maxEvents is how many events each worker of a connector keeps for a step.
+// maxEvents returns how many events each worker of a connector may keep for a step.
 func (e *Engine) maxEvents() int {
 	if !e.publishes() {
 		return 0
@@ -23,7 +23,7 @@ func (e *Engine) maxEvents() int {
 	return maxEvents
 }
 
-// events publishes what a step has stored, removed and cleared, and what connectors have stored.
+// events publishes which blocks a step has stored, removed and cleared, and what connectors have stored.
 func (e *Engine) events(scheduled []sched.Event) {
 	if !e.publishes() {
 		return
@@ -42,7 +42,7 @@ func (e *Engine) events(scheduled []sched.Event) {
 	}
 }
 
-// blockEvent is what happened to blocks of the engine's own memory.
+// blockEvent returns the event for blocks of the engine's own memory.
 func (e *Engine) blockEvent(s *sched.Event) event.Event {
 	out := event.Event{Kind: event.Cleared}
 	if s.Kind == sched.Cleared {
@@ -69,17 +69,17 @@ func (e *Engine) blockEvent(s *sched.Event) event.Event {
 	return out
 }
 
-// chunkEvents are the chunks of a cache server that were announced.
+// chunkEvents holds the chunks of a cache server that were announced by events.
 type chunkEvents struct {
-	stored map[kv.Hash]int // workers that have stored it
-	of     int             // workers that store
+	stored map[kv.Hash]int // number of workers that have stored the chunk
+	of     int             // number of workers that store
 }
 
-// maxChunks bounds the chunks that are announced; others are not.
+// maxChunks is the largest number of announced chunks; further ones are not announced.
 const maxChunks = 1 << 20
 
-// events appends the events of the workers. It announces a chunk when every worker that stores has stored it. When a
-// worker registers again, the server may be a new one, so events withdraws all announced chunks.
+// events appends the events of the workers. It announces a chunk when every worker that stores has stored it. When a worker registers
+// again, the server may be another one, so events withdraws all announced chunks.
 func (k *lmcacheConn) events(list []event.Event) []event.Event {
 	for _, w := range k.workers {
 		reported, _ := w.Events()
@@ -106,7 +106,7 @@ func (c *chunkEvents) add(list []event.Event, e *connector.Event) []event.Event 
 	}
 	n := c.stored[e.Hash]
 	if n >= c.of || n == 0 && len(c.stored) >= maxChunks {
-		return list // it is announced already: it was evicted and stored again
+		return list // the chunk is announced already: it was evicted and stored again
 	}
 	if c.stored[e.Hash] = n + 1; n+1 < c.of {
 		return list

@@ -18,27 +18,27 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and a worker for each rank. Several
-// servers share the workers equally, in the order of ranks.
+// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and one worker per rank. Several servers share the workers equally, in
+// the order of ranks.
 type lmcacheConn struct {
 	e        *Engine
-	clients  []*lmcache.Client        // of each server
-	caches   []*connector.ServerCache // of each server
+	clients  []*lmcache.Client        // one per server
+	caches   []*connector.ServerCache // one per server
 	all      *connector.Servers
 	sched    *connector.Scheduler
 	workers  []*connector.Worker
 	requests map[string]*connector.Request
-	ops      []lmcache.LoadStore // of the step
-	leaves   bool                // blocks of requests that go on are given up: they leave a window
+	ops      []lmcache.LoadStore // loads and stores of the current step
+	leaves   bool                // running requests give up blocks that leave a window
 	chunks   chunkEvents
-	arrived  map[string]int    // ranks whose load has ended
-	freed    map[string][]bool // of requests that have ended: ranks that need the blocks no more
+	arrived  map[string]int    // number of ranks whose load has ended
+	freed    map[string][]bool // for ended requests: the ranks that need the blocks no more
 }
 
-// lmcacheDriven is the mode in which the server copies.
+// lmcacheDriven is the mode in which the server copies the bytes.
 const lmcacheDriven = "lmcache_driven"
 
-// startTimeout bounds the calls with which an engine begins.
+// startTimeout limits the calls to servers while an engine starts.
 const startTimeout = 30 * time.Second
 
 func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
@@ -123,7 +123,7 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	return k, nil
 }
 
-// dial connects to the servers, and returns the size of their chunks.
+// dial connects to the servers, and returns the size of their chunks in tokens.
 func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, err error) {
 	for i, url := range servers {
 		client, err := lmcache.OpenClient(url, k.e.o.Cache)
@@ -153,7 +153,7 @@ func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, er
 	return chunk, nil
 }
 
-// chunkTokens asks a server for the size of its chunks, a multiple of the engine's blocks.
+// chunkTokens asks a server for the size of its chunks, which must be a multiple of the engine's block size.
 func (k *lmcacheConn) chunkTokens(ctx context.Context, client *lmcache.Client) (int, error) {
 	if k.e.o.Unnegotiated {
 		return client.ChunkTokens(ctx)
@@ -168,7 +168,7 @@ func (k *lmcacheConn) begin(q *request) {
 	}
 }
 
-// update shows the connector what is known of a request.
+// update tells the connector the current state of a request.
 func (k *lmcacheConn) update(q *request) *connector.Request {
 	r := k.requests[q.r.ID]
 	r.Tokens, r.Hashes = q.tokens, len(q.tokens)/q.block
@@ -195,7 +195,7 @@ func (k *lmcacheConn) settle(step *sched.Step) error {
 	if !k.leaves && len(step.Preempted)+len(step.Reset) == 0 {
 		return nil
 	}
-	for _, w := range k.workers { // each store ends by its own timeout
+	for _, w := range k.workers { // each store ends after its own timeout
 		if err := w.Flush(k.e.ctx); err != nil {
 			return err
 		}
@@ -220,7 +220,7 @@ func (k *lmcacheConn) build(step *sched.Step) error {
 			s.Cached = append(s.Cached, connector.CachedRequest{ID: q.r.ID, Resumed: true, Computed: row.Before})
 		default:
 			c := connector.CachedRequest{ID: q.r.ID, Computed: row.Before}
-			if len(row.Blocks[0]) > 0 { // every group gets as many
+			if len(row.Blocks[0]) > 0 { // every group gets the same number
 				c.NewBlocks = ids(row.Blocks, 0)
 			}
 			s.Cached = append(s.Cached, c)
@@ -238,7 +238,7 @@ func (k *lmcacheConn) build(step *sched.Step) error {
 }
 
 func (k *lmcacheConn) computed(*sched.Step) {
-	ops := slices.DeleteFunc(k.ops, func(op lmcache.LoadStore) bool { return k.requests[op.RequestID] == nil }) // ended by wrong bytes
+	ops := slices.DeleteFunc(k.ops, func(op lmcache.LoadStore) bool { return k.requests[op.RequestID] == nil }) // they ended because of wrong bytes
 	for _, w := range k.workers {
 		w.Save(ops)
 	}
@@ -275,7 +275,7 @@ func (k *lmcacheConn) poll(ended []string) (out sched.Output) {
 				delete(k.arrived, id)
 				out.Arrived = append(out.Arrived, id)
 			}
-			if k.requests[id] == nil { // it ended during its load: this rank says no more of it
+			if k.requests[id] == nil { // it ended during its load, about which this rank reports no more
 				out.Sent = k.free(id, rank, out.Sent)
 			}
 		}
@@ -286,8 +286,7 @@ func (k *lmcacheConn) poll(ended []string) (out sched.Output) {
 	return out
 }
 
-// free notes that a rank needs an ended request's blocks no more; it appends the id to list when
-// none does.
+// free records that a rank no longer needs the blocks of an ended request. If no rank needs them any more, it appends the id to list.
 func (k *lmcacheConn) free(id string, rank int, list []string) []string {
 	if k.freed[id] == nil {
 		k.freed[id] = make([]bool, len(k.workers))
@@ -318,7 +317,7 @@ func (k *lmcacheConn) collect(reg *metrics.Registry, labels map[string]string) {
 	}
 }
 
-// close ends the connector. What was computed is stored before, for at most endTimeout.
+// close ends the connector. Before that, it waits at most endTimeout until the computed blocks are stored.
 func (k *lmcacheConn) close(ctx context.Context) error {
 	var errs []error
 	storing, cancel := context.WithTimeout(ctx, endTimeout)
@@ -337,7 +336,7 @@ func (k *lmcacheConn) close(ctx context.Context) error {
 		k.e.log.Debug("the connector's scheduler ends", "requests", k.sched.Len())
 	}
 	if k.all != nil {
-		_ = k.all.Flush(ctx) // ends of sessions; a server that is gone needs none
+		_ = k.all.Flush(ctx) // it ends sessions; a server that is gone needs that not
 	}
 	for _, cache := range k.caches {
 		cache.Close()

@@ -30,13 +30,12 @@ func (o *Options) lends() bool {
 	return false
 }
 
-// usualModel is the longest sequence of a model that does not say.
+// usualModel is the longest sequence of a model for which the options do not set it.
 const usualModel = 32768
 
-// checkMemory refuses what does not fit, before anything is allocated: a model whose longest
-// sequence the KV memory cannot hold, and a KV memory that this machine cannot hold. Go ends a
-// process that gets no memory. Where the kernel does not tell, nothing is refused. It sets the
-// longest sequence of a model that does not say.
+// checkMemory returns an error for what does not fit, before anything is allocated: a model whose longest sequence does not fit into
+// the KV memory, and a KV memory that this machine does not have. (Go ends a process that gets no memory.) If the free memory is
+// unknown, it refuses nothing. It sets the longest sequence if the options do not.
 func checkMemory(o *Options, c *sched.Config) error {
 	if err := errors.Join(o.KV.Validate(), c.Validate()); err != nil {
 		return err
@@ -63,8 +62,7 @@ func checkMemory(o *Options, c *sched.Config) error {
 	return nil
 }
 
-// newMemory makes an engine's KV memory; names are the segments of each rank's layers if it
-// is lent, and free gives it back.
+// newMemory creates an engine's KV memory. If the memory is lent, names are the segments of each rank's layers. free frees the memory.
 func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error, err error) {
 	if !o.lends() {
 		m, err = kvmem.New(o.KV, func(_, _ int, n int64) ([]byte, error) { return make([]byte, n), nil })
@@ -79,7 +77,7 @@ func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error
 		}
 		return errors.Join(errs...)
 	}
-	// The form of names that lmcache lends: a server takes no other, and sweeps what dead engines leave.
+	// Names in the form that lmcache lends: a server accepts no other, and removes those that dead engines leave.
 	prefix := fmt.Sprintf("lmcache_kv_%d_%s", os.Getpid(), strings.ToLower(rand.Text()[:8]))
 	names = make([][]string, o.KV.TPSize)
 	m, err = kvmem.New(o.KV, func(rank, layer int, n int64) ([]byte, error) {
@@ -93,7 +91,7 @@ func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error
 			return nil, err
 		}
 		segments, paths, names[rank] = append(segments, s), append(paths, path), append(names[rank], name)
-		if err := s.Populate(0, n, true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // else a /dev/shm that others fill ends the engine
+		if err := s.Populate(0, n, true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // otherwise a /dev/shm that others fill would end the engine
 			return nil, fmt.Errorf("engine: KV memory of %s: %w", kv.FormatBytes(n), err)
 		}
 		return s.Bytes(0, n), nil

@@ -27,7 +27,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// sender is a worker of P, of either dialect.
+// sender is a worker of P, of vLLM 0.13 or of later releases.
 type sender interface {
 	Start(ctx context.Context) error
 	Addr() string
@@ -37,18 +37,18 @@ type sender interface {
 	Close() error
 }
 
-// mooncakeConn is vLLM's MooncakeConnector: one scheduler, and a worker for each rank.
+// mooncakeConn is vLLM's MooncakeConnector: one scheduler, and one worker per rank.
 type mooncakeConn struct {
 	e         *Engine
 	sched     *scheduler.Scheduler
-	metrics   *mooncake.Metrics // of all workers
+	metrics   *mooncake.Metrics // shared by all workers
 	senders   []sender
 	receivers []*mooncake.Receiver
 	targets   []*transfer.Target
 	client    *transfer.Client
 	boot      *bootstrap.Client
-	registry  func() // stops P's own registry; nil for none
-	states    bool   // a group has recurrent states: the last prompt token is left to D
+	registry  func() // stops P's own registry; nil: it has none
+	states    bool   // a group has recurrent states, so the last prompt token is left to D
 	requests  map[string]*scheduler.Request
 }
 
@@ -57,7 +57,7 @@ func newMooncake(e *Engine, c *kvconfig.Config) (_ *mooncakeConn, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if e.o.DPSize > 1 { // as vLLM names the engine of a rank
+	if e.o.DPSize > 1 { // the name that vLLM gives to the engine of a rank
 		o.EngineID = fmt.Sprintf("%s_dp%d", o.EngineID, e.o.DPRank)
 	}
 	if e.o.KV.Layout.Split() && !e.o.First {
@@ -98,14 +98,14 @@ func newMooncake(e *Engine, c *kvconfig.Config) (_ *mooncakeConn, err error) {
 	return k, err
 }
 
-// cache publishes one rank's memory.
+// cache returns the description of one rank's memory.
 func (k *mooncakeConn) cache(rank int) (*mooncake.Cache, error) {
 	g := &k.e.o.KV
 	layers := k.e.mem.RankLayers(rank)
 	var tensors []mooncake.Tensor
 	c := mooncake.Cache{KVHeads: g.Heads}
 	if g.Layout == kvmem.MLA {
-		c.KVHeads = 0 // every rank has all
+		c.KVHeads = 0 // every rank has all heads
 	}
 	for group, sg := range k.e.o.Groups {
 		kind := mooncake.Attention
@@ -123,7 +123,7 @@ func (k *mooncakeConn) cache(rank int) (*mooncake.Cache, error) {
 	return mooncake.NewCache(layers, tensors, c)
 }
 
-// tensor is one layer as the connector registers it.
+// tensor returns one layer in the form in which the connector registers it.
 func (k *mooncakeConn) tensor(group, i int, state bool) mooncake.Tensor {
 	g := &k.e.o.KV
 	n := group*g.Layers + i
@@ -140,7 +140,7 @@ func (k *mooncakeConn) tensor(group, i int, state bool) mooncake.Tensor {
 		t.Layer, t.Kind, t.HeadAxis = fmt.Sprintf("model.layers.%d.mixer", n), mooncake.MambaTensor, 0
 	case g.Layout == kvmem.MLA:
 		t.Kind, t.HeadAxis = mooncake.MLATensor, 0
-	case k.e.o.First && g.Layout == kvmem.Fused: // whole blocks, as MLA's: 0.13 knows no heads
+	case k.e.o.First && g.Layout == kvmem.Fused: // whole blocks, as with MLA: 0.13 knows no heads
 		t.Kind, t.HeadAxis = mooncake.MLATensor, 0
 	case k.e.o.First:
 		t.HeadAxis = 0
@@ -189,10 +189,10 @@ func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
 	return nil
 }
 
-// register finds the registry, or makes P's own.
+// register finds the registry, or starts P's own.
 func (k *mooncakeConn) register(o *kvconfig.Mooncake) (err error) {
 	url := o.Registry
-	if url == "" && k.e.o.DPRank > 0 { // rank 0 has the registry
+	if url == "" && k.e.o.DPRank > 0 { // the registry is at rank 0
 		url = "http://" + net.JoinHostPort(o.Host, strconv.Itoa(o.BasePort))
 	}
 	if url == "" {
@@ -211,7 +211,7 @@ func (k *mooncakeConn) register(o *kvconfig.Mooncake) (err error) {
 				k.e.log.Error("P's own registry ended", "err", err)
 			}
 		})
-		k.registry = func() { stop(); wg.Wait(); _ = r.Close() } // nothing is kept
+		k.registry = func() { stop(); wg.Wait(); _ = r.Close() } // the registry keeps nothing
 		url = "http://" + l.Addr().String()
 	}
 	var co bootstrap.ClientOptions
@@ -275,7 +275,7 @@ func (k *mooncakeConn) match(q *request, local int) (external int, async, ok boo
 	return m.Tokens, m.Async, true
 }
 
-// ids returns the block ids of each group from one block on.
+// ids returns the block ids of each group, beginning with block `from`.
 func ids(tables [][]sched.BlockID, from int) [][]int {
 	out := make([][]int, len(tables))
 	for g, table := range tables {
@@ -298,7 +298,7 @@ func (k *mooncakeConn) allocated(q *request, external int) {
 	}
 }
 
-// settle has nothing to wait for: blocks that are sent stay with their request.
+// settle does nothing: blocks that are being sent stay with their request.
 func (k *mooncakeConn) settle(*sched.Step) error { return nil }
 
 func (k *mooncakeConn) build(*sched.Step) error {
@@ -362,7 +362,7 @@ func (k *mooncakeConn) poll([]string) (out sched.Output) {
 		}
 		out.Arrived = append(append(out.Arrived, u.Loaded...), u.Failed...)
 		out.Failed = append(out.Failed, u.Failed...)
-		out.Arrived = append(out.Arrived, u.Freed...) // of those that ended during their load
+		out.Arrived = append(out.Arrived, u.Freed...) // the blocks of requests that ended during their load
 		out.Sent = append(out.Sent, u.Freed...)
 	}
 	return out

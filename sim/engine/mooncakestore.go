@@ -20,11 +20,11 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// storeConn is vLLM's MooncakeStoreConnector: one scheduler, and a worker for each rank.
+// storeConn is vLLM's MooncakeStoreConnector: one scheduler, and one worker per rank.
 //
-// Loads go straight into the request's blocks, which stay its own until poll has reported the end of
-// the load. The connector copies blocks to be stored when they are computed, since the engine may give
-// them to other requests before they are stored.
+// Loads go directly into the request's blocks, which belong to the request until poll has reported the end of the load. The connector
+// copies the blocks that it will store when they are computed, because the engine may give them to other requests before they are
+// stored.
 type storeConn struct {
 	e       *Engine
 	o       *kvconfig.MooncakeStore
@@ -33,46 +33,46 @@ type storeConn struct {
 	master  *store.Master
 	te      *transfer.Client
 	n       storeCounters
-	loads   []chan struct{} // by rank; as many places as loads go on at a time
+	loads   []chan struct{} // one per rank; capacity: loads at a time
 
 	ctx   context.Context
 	stop  context.CancelFunc
 	going sync.WaitGroup
 
-	requests map[string]*storeRequest // the loop's
+	requests map[string]*storeRequest // owned by the loop
 
 	mu struct {
 		sync.Mutex
 		arrived, failed []string
 	}
 	saves   chan save      // closed at the end
-	saving  sync.WaitGroup // of the goroutine that takes them
-	waiting atomic.Int64   // bytes of saves
+	saving  sync.WaitGroup // the goroutine that stores saves
+	waiting atomic.Int64   // bytes of the saves that wait
 }
 
-// storeRequest is a request as the connector sees it. The loop owns it, but for hit.
+// storeRequest is the connector's state of a request. The loop owns it, except hit.
 type storeRequest struct {
 	prompt connector.Prompt
-	saved  int // tokens that were decided on
-	end    int // of the prefill
+	saved  int // tokens about which it is decided whether to store them
+	end    int // number of tokens at which the prefill ends
 	lookup *lookup
-	cancel context.CancelFunc // of its load; nil: none goes on
-	failed bool               // a load failed: the store is not asked again, since it would find the same objects
+	cancel context.CancelFunc // cancels its load; nil: it is not loading
+	failed bool               // a load failed: the store is not asked again, because it would find the same objects
 }
 
-// lookup is a lookup of the store, in progress or answered.
+// lookup is a question to the store, in progress or answered.
 type lookup struct {
 	tokens  int
-	done    chan struct{} // closed with the answer
+	done    chan struct{} // closed when the answer is there
 	hit     int
-	expires time.Time // end of the lease of what was found
+	expires time.Time // when the lease of the objects found ends
 }
 
 // save is a copy of computed blocks that wait to be stored.
 type save struct {
 	prompt connector.Prompt
 	blocks []connector.Block
-	parts  [][][][]byte // by rank and block
+	parts  [][][][]byte // by rank, then by block
 	bytes  int64
 }
 
@@ -81,10 +81,10 @@ const (
 	loadTimeout   = 30 * time.Second
 	saveTimeout   = 30 * time.Second
 
-	// A hit whose request got no blocks in this time is looked up again: leases end after 5 s or 10 s.
+	// A hit whose request has got no blocks after this time is looked up again: leases end after 5 s or 10 s.
 	hitLife = 3 * time.Second
 
-	// maxSaves bounds the bytes that wait to be stored; what comes beyond is not stored.
+	// maxSaves bounds the bytes that wait to be stored; blocks beyond that are not stored.
 	maxSaves = 256 << 20
 )
 
@@ -156,7 +156,7 @@ func (k *storeConn) begin(q *request) {
 	k.requests[q.r.ID] = &storeRequest{end: len(q.r.Tokens)}
 }
 
-// see shows a request's tokens to the connector.
+// see tells the connector the current tokens of a request.
 func (k *storeConn) see(q *request) *storeRequest {
 	r := k.requests[q.r.ID]
 	r.prompt.Tokens, r.prompt.Size = len(q.tokens), len(sched.Hash{})
@@ -168,7 +168,7 @@ func (k *storeConn) see(q *request) *storeRequest {
 }
 
 func (k *storeConn) match(q *request, local int) (external int, async, ok bool) {
-	if !k.o.Lookup { // a producer looks up, too, as in vLLM
+	if !k.o.Lookup { // a producer also looks up, as in vLLM
 		return 0, false, true
 	}
 	r := k.see(q)
@@ -193,7 +193,7 @@ func (l *lookup) answered() bool {
 	}
 }
 
-// look asks the store for a request's longest prefix.
+// look asks the store how long a prefix of the request it has.
 func (k *storeConn) look(r *storeRequest, tokens int) *lookup {
 	l := &lookup{tokens: tokens, done: make(chan struct{})}
 	prompt := r.prompt
@@ -230,7 +230,7 @@ func (k *storeConn) allocated(q *request, external int) {
 	}
 	parts := make([][][][]byte, len(k.workers))
 	tables := q.s.Tables()
-	blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 }) // the null block
+	blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 }) // block 0 is the null block
 	for rank := range parts {
 		for _, b := range blocks {
 			parts[rank] = append(parts[rank], k.memory(rank, tables[b.Group][b.Index]))
@@ -262,7 +262,7 @@ func (k *storeConn) allocated(q *request, external int) {
 	})
 }
 
-// load reads blocks of one rank, once it is its turn.
+// load reads blocks of one rank. First it waits until fewer loads run on that rank.
 func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt, blocks []connector.Block, parts [][][]byte) error {
 	k.n.queued.Add(1)
 	select {
@@ -278,7 +278,7 @@ func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt
 	return errors.Join(k.workers[rank].Load(ctx, prompt, blocks, parts)...)
 }
 
-// memory returns the pieces of a block of one rank, layer after layer.
+// memory returns the pieces of memory of a block of one rank, layer after layer.
 func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
 	var parts [][]byte
 	for _, layer := range k.e.mem.RankLayers(rank) {
@@ -287,12 +287,12 @@ func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
 	return parts
 }
 
-// settle has nothing to wait for: what is stored was copied, and loads have blocks of their own.
+// settle does nothing: blocks to be stored were copied, and loads have blocks of their own.
 func (k *storeConn) settle(*sched.Step) error { return nil }
 
 func (k *storeConn) build(*sched.Step) error { return nil }
 
-// computed copies the blocks of prompts that the step has completed, and those that came from the prefix cache.
+// computed copies the prompt blocks that the step has completed, and those that came from the prefix cache.
 func (k *storeConn) computed(step *sched.Step) {
 	if k.o.Role == wire.Consumer && !k.o.SaveDecode {
 		return
@@ -301,10 +301,10 @@ func (k *storeConn) computed(step *sched.Step) {
 		row := &step.Rows[i]
 		q := of(row.Request)
 		if k.requests[q.r.ID] == nil {
-			continue // it ended by wrong bytes
+			continue // it ended because of wrong bytes
 		}
 		r := k.see(q)
-		if row.Kind != sched.RowRunning { // it begins, perhaps anew
+		if row.Kind != sched.RowRunning { // it begins, or begins again
 			r.saved, r.end = 0, row.Request.Tokens()
 		}
 		end := r.end
@@ -325,7 +325,7 @@ func (k *storeConn) computed(step *sched.Step) {
 	}
 }
 
-// offer queues blocks to be stored, unless too much waits.
+// offer queues blocks to be stored, unless too many bytes wait.
 func (k *storeConn) offer(r *storeRequest, tables [][]sched.BlockID, blocks []connector.Block) {
 	g := &k.e.o.KV
 	n := int64(len(blocks) * len(k.workers) * g.Layers * g.BlockBytes())
@@ -348,7 +348,7 @@ func (k *storeConn) offer(r *storeRequest, tables [][]sched.BlockID, blocks []co
 	}
 }
 
-// save stores what was offered, until the connector is closed and nothing is left.
+// save stores the queued blocks, until the connector is closed and the queue is empty.
 func (k *storeConn) save() {
 	for {
 		select {
@@ -384,7 +384,7 @@ func (k *storeConn) poll([]string) (out sched.Output) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	out.Arrived = k.mu.arrived
-	out.Failed = slices.DeleteFunc(k.mu.failed, func(id string) bool { return k.requests[id] == nil }) // it has ended
+	out.Failed = slices.DeleteFunc(k.mu.failed, func(id string) bool { return k.requests[id] == nil }) // those requests have ended
 	k.mu.arrived, k.mu.failed = nil, nil
 	for _, id := range out.Failed {
 		k.requests[id].failed = true
@@ -408,7 +408,7 @@ func (k *storeConn) collect(reg *metrics.Registry, labels map[string]string) {
 	}
 }
 
-// close ends the connector. What was computed is stored before, for at most endTimeout.
+// close ends the connector. Before that, it waits at most endTimeout until the computed blocks are stored.
 func (k *storeConn) close(ctx context.Context) error {
 	close(k.saves)
 	storing, cancel := context.WithTimeout(ctx, endTimeout)

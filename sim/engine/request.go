@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// request is a request inside the engine. The loop owns it, but for stream.
+// request is a request inside the engine. The loop owns it, except stream.
 type request struct {
 	r      Request
 	s      sched.Request
@@ -26,16 +26,16 @@ type request struct {
 	salt   uint64
 	block  int
 
-	loader  kvConnector // that loads for it; nil: none, or none asked yet
-	local   int         // tokens of the last lookup's own hit
-	keeping int         // connectors that keep its blocks after its end
+	loader  kvConnector // the connector that loads for it; nil: none does, or none was asked yet
+	local   int         // tokens that the prefix cache had at the last lookup
+	keeping int         // number of connectors that keep its blocks after its end
 	params  *wire.KVTransferParams
 	wrong   error
 
 	arrived, started, first, last time.Time
-	loading                       time.Time // since when KV is being loaded
-	cached                        int       // prompt tokens of the prefix cache
-	external                      int       // prompt tokens that were loaded
+	loading                       time.Time // since when its KV is being loaded
+	cached                        int       // prompt tokens that came from the prefix cache
+	external                      int       // prompt tokens that connectors loaded
 	stop                          func() bool
 	stream                        Stream
 }
@@ -55,7 +55,7 @@ func newRequest(e *Engine, r Request) *request {
 	return q
 }
 
-// shorten leaves the end of the prompt to another engine, before the request begins.
+// shorten leaves the end of the prompt to another engine. It must be called before the request begins.
 func (q *request) shorten(prompt, maxTokens int) {
 	q.r.Tokens, q.r.MaxTokens = q.r.Tokens[:prompt], maxTokens
 	q.tokens, q.chain = q.tokens[:prompt], q.chain[:prompt]
@@ -64,14 +64,14 @@ func (q *request) shorten(prompt, maxTokens int) {
 
 func of(r *sched.Request) *request { return r.Data.(*request) }
 
-// hash names block i: what its last token depends on, and the salt.
+// hash returns the hash of block i. It follows from the state after the block's last token, and from the salt.
 func (q *request) hash(i int) (h sched.Hash) {
 	binary.LittleEndian.PutUint64(h[:8], q.chain[(i+1)*q.block-1])
 	binary.LittleEndian.PutUint64(h[8:], q.salt)
 	return h
 }
 
-// next is the token that follows, the same whenever it is computed.
+// next returns the token that follows; it is always the same for the same tokens.
 func (q *request) next() uint32 {
 	return uint32(q.chain[len(q.chain)-1]>>20) % workload.Vocabulary
 }
@@ -93,19 +93,19 @@ func (q *request) begun(now time.Time) {
 	}
 }
 
-// notComputed returns how many prompt tokens came from the prefix cache or a connector.
+// notComputed returns how many prompt tokens came from the prefix cache or from a connector.
 func (q *request) notComputed() int { return min(q.cached+q.external, len(q.r.Tokens)) }
 
 // End is how a request ended.
 type End struct {
 	Reason string // length, stop, abort or error
-	Err    error  // of error, or ErrClosed
-	// Params are the kv_transfer_params of the response; nil for none.
+	Err    error  // set if Reason is error; also ErrClosed
+	// Params are the kv_transfer_params of the response; nil: none.
 	Params *wire.KVTransferParams
 	Cached int // prompt tokens that were not computed
 }
 
-// Stream has a request's tokens as they come. One goroutine reads it.
+// Stream delivers the tokens of a request as they come. Only one goroutine may read it.
 type Stream struct {
 	wake chan struct{}
 	mu   struct {
@@ -136,8 +136,8 @@ func (s *Stream) poke() {
 	}
 }
 
-// Next waits for tokens, or the end: then end is not nil, and tokens are the last ones. A
-// context that ends is an error; the request goes on.
+// Next waits for tokens or the end. If end is not nil, tokens are the last ones. If ctx ends, Next returns its error; the request goes
+// on.
 func (s *Stream) Next(ctx context.Context) (tokens []uint32, end *End, err error) {
 	for {
 		s.mu.Lock()
@@ -155,7 +155,7 @@ func (s *Stream) Next(ctx context.Context) (tokens []uint32, end *End, err error
 	}
 }
 
-// Wait reads the whole stream.
+// Wait reads the stream to its end.
 func (s *Stream) Wait(ctx context.Context) (tokens []uint32, end *End, err error) {
 	for {
 		more, end, err := s.Next(ctx)
@@ -166,8 +166,8 @@ func (s *Stream) Wait(ctx context.Context) (tokens []uint32, end *End, err error
 	}
 }
 
-// Digests returns the hashes under which engines of this package keep the full blocks of a
-// prompt: size bytes each, one after the other.
+// Digests returns the hashes under which engines of this package store the full blocks of a prompt: size bytes each, one after the
+// other.
 func Digests(tokens []uint32, block int, salt string) (digests []byte, size int) {
 	q := &request{block: block, chain: kvmem.Chain{}.Append(tokens...)}
 	if salt != "" {

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// counters are written by the loop; any goroutine may read them.
+// counters are the counters of an engine. Only the loop changes them; any goroutine may read them.
 type counters struct {
 	steps, promptTokens, generated    atomic.Int64
 	queries, hits, asked, preemptions atomic.Int64
@@ -27,7 +27,7 @@ func (n *counters) open() {
 	}
 }
 
-// began counts a prompt, when its first token is there.
+// began counts a prompt when its first token has been generated.
 func (n *counters) began(q *request) {
 	n.queue.Took(q.started.Sub(q.arrived))
 	n.prefill.Took(q.first.Sub(q.started))
@@ -46,35 +46,35 @@ func (n *counters) ended(q *request, why sched.Reason, err error) {
 	}
 }
 
-// Stats is what an engine did, and does now.
+// Stats has the counters and the current state of an engine.
 type Stats struct {
-	Running, Waiting int // requests
-	Kept             int // ended requests whose blocks a connector needs
-	Blocks, Free     int // of the KV memory
+	Running, Waiting int // numbers of requests
+	Kept             int // ended requests whose blocks a connector still needs
+	Blocks, Free     int // blocks of the KV memory
 
 	Queries         int64 // prompt tokens looked up in the prefix cache
 	Hits            int64 // prompt tokens found there
-	ExternalQueries int64 // prompt tokens that connectors were asked for
+	ExternalQueries int64 // prompt tokens for which connectors were asked
 	Preemptions     int64
 
 	Steps        int64
-	PromptTokens int64 // of requests that have a token
-	CachedTokens int64 // of them not computed
-	LoadedTokens int64 // of those, from other engines or a cache server
+	PromptTokens int64 // of the requests that got a first token
+	CachedTokens int64 // those of PromptTokens that were not computed
+	LoadedTokens int64 // those of CachedTokens that came from other engines or a cache server
 	Generated    int64
-	Finished     int64 // requests that ended at their length, or a stop token
+	Finished     int64 // requests that ended at their length, or at a stop token
 	Aborted      int64
 	Failed       int64
-	FailedLoads  int64 // requests that ended because their KV did not come
-	WrongBytes   int64 // requests that were given KV that is not theirs
+	FailedLoads  int64 // requests that ended because their KV did not arrive
+	WrongBytes   int64 // requests that got KV that does not belong to their tokens
 
-	Queue   histogram.Counts // from a request's arrival to its first step, loads included
-	Prefill histogram.Counts // from there to the first token
-	Decode  histogram.Counts // from there to the last token
-	Load    histogram.Counts // of KV from elsewhere: from having blocks to the KV's arrival
+	Queue   histogram.Counts // time from a request's arrival to its first step, loads included
+	Prefill histogram.Counts // time from its first step to its first token
+	Decode  histogram.Counts // time from its first token to its last
+	Load    histogram.Counts // time from the allocation of blocks to the arrival of their KV
 }
 
-// Stats returns the figures. It waits for the step that is being computed.
+// Stats returns the figures. It waits until the step that is being computed has ended.
 func (e *Engine) Stats() Stats {
 	n := &e.n
 	var s Stats

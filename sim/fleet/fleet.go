@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fleet plays requests in virtual time on a fleet of nodes over one store. It measures how
-// much of the prompts RAM and store have, how many bytes pass between them, and where the store's
-// bandwidth binds.
+// Package fleet plays requests in virtual time on a fleet of nodes with one shared store. It measures how much of the prompts RAM and
+// store have, how many bytes pass between them, and from which size of the fleet on the store's bandwidth limits the hits.
 //
-// A node is a pool of blocks (it evicts the least recently used) below an engine that computes
-// one prompt after the other. It loads and writes as package store does: Lookups ask in batches.
-// Reads go head first, at most as many at a time as the server allows. Blocks that come after
-// the timeout stay, but their prompt was computed. Blocks that were evicted before their write
-// are not written. Decoding is left out.
+// A node is a pool of blocks, which evicts the least recently used ones, below an engine that computes one prompt after the other. It
+// loads and writes as package store does: lookups ask in batches; reads begin at the head of the prompt, at most as many at a time as
+// the server allows. Blocks that arrive after the timeout stay in RAM, but their prompt was computed. Blocks that were evicted before
+// their write are not written. Decoding is left out.
 package fleet
 
 import (
@@ -26,47 +24,47 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
-// Route says which node a request goes to.
+// Route says to which node a request is sent.
 type Route string
 
-// Routes.
+// The routes, which say to which node a request goes.
 const (
 	// Even sends each request to the next node.
 	Even Route = "even"
-	// Sticky sends a request to the node that had the longest beginning of its prompt last,
-	// unless that has a quarter more requests than the mean; then to the one with the fewest.
+	// Sticky sends a request to the node that last had the longest beginning of its prompt. If that node has got a quarter more
+	// requests than the mean, it sends the request to the node with the fewest requests.
 	Sticky Route = "sticky"
 )
 
-// Store is the store that all nodes share. A zero bandwidth is unlimited.
+// Store configures the store that all nodes share. A bandwidth of zero means unlimited.
 type Store struct {
-	Blocks    int           // that it keeps; least recently used ones go; 0: all
-	ReadGBps  float64       // 10^9 bytes a second, of all nodes together
-	WriteGBps float64       // the same towards the store
-	Latency   time.Duration // of each request
+	Blocks    int           // capacity in blocks; the least recently used ones are evicted; 0: unlimited
+	ReadGBps  float64       // read bandwidth of all nodes together, in 10^9 bytes per second
+	WriteGBps float64       // write bandwidth of all nodes together
+	Latency   time.Duration // latency of each request
 }
 
-// Options describe the runs: one for every number of nodes.
+// Options describes the runs: one for each number of nodes.
 type Options struct {
-	Profile  *costmodel.Profile // BlockTokens are those of the requests
+	Profile  *costmodel.Profile // its BlockTokens must equal those of the requests
 	Nodes    []int              // ascending
-	Pool     int                // blocks of a node's RAM
-	NodeGBps float64            // network of a node, each direction; 0: unlimited
-	Timeout  time.Duration      // that a lookup waits for the store; default 2 s
+	Pool     int                // blocks in the RAM of a node
+	NodeGBps float64            // network bandwidth of a node, in each direction; 0: unlimited
+	Timeout  time.Duration      // how long a lookup waits for the store; default 2 s
 	Route    Route              // default Even
 	Store    Store
 
-	// Requests returns the requests for a fleet of nodes nodes, in the order of their arrivals. They are asked for three times, and none is
-	// kept, so a trace may be read from a file each time.
+	// Requests returns the requests for a fleet of that many nodes, in the order of their arrivals. It is called three times, and no
+	// request is kept, so a trace may be read from a file each time.
 	Requests func(nodes int) iter.Seq2[workload.Request, error]
 
-	Progress func(done, total int) // nil for none
+	Progress func(done, total int) // called with the progress; nil: not called
 }
 
-// ErrOptions means that a fleet is impossible.
+// ErrOptions means that the options of a fleet are not valid.
 var ErrOptions = errors.New("fleet: invalid options")
 
-// MaxNodes bounds a fleet.
+// MaxNodes is the largest number of nodes.
 const MaxNodes = 4096
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -90,7 +88,7 @@ func (o *Options) Validate() error {
 	return c.Err()
 }
 
-// Point is one fleet and what it measured. Blocks are full blocks of prompts.
+// Point is the result for one fleet. Blocks are full blocks of prompts.
 type Point struct {
 	Nodes    int     `json:"nodes"`
 	Requests int     `json:"requests"`
@@ -99,34 +97,34 @@ type Point struct {
 
 	RAMBlocks   int `json:"ram_blocks"`   // hits in the node's RAM
 	StoreBlocks int `json:"store_blocks"` // hits that came from the store in time
-	LateBlocks  int `json:"late_blocks"`  // that the store had, and that were computed again
+	LateBlocks  int `json:"late_blocks"`  // blocks that the store had, but that came too late and were computed again
 
-	Hit     float64 `json:"hit"`     // share of blocks that are hits
-	Alone   float64 `json:"alone"`   // the same fleet without the store
-	Ceiling float64 `json:"ceiling"` // the same requests with one RAM that has room for all
+	Hit     float64 `json:"hit"`     // share of the blocks that are hits
+	Alone   float64 `json:"alone"`   // Hit of the same fleet without the store
+	Ceiling float64 `json:"ceiling"` // Hit with a single RAM that has room for all blocks
 
-	Stats   int `json:"stats"`   // keys that lookups asked for
+	Stats   int `json:"stats"`   // keys that lookups asked the store for
 	Gets    int `json:"gets"`    // objects read
-	Heads   int `json:"heads"`   // asked for before a write
+	Heads   int `json:"heads"`   // keys asked for before a write
 	Puts    int `json:"puts"`    // objects written
-	Doubled int `json:"doubled"` // of these, what another node wrote at the same time
-	Skipped int `json:"skipped"` // evicted from RAM before they could be written
-	Spared  int `json:"spared"`  // lookups that did without the store, because its reads took too long
+	Doubled int `json:"doubled"` // those of Puts that another node wrote at the same time
+	Skipped int `json:"skipped"` // blocks evicted from RAM before they could be written
+	Spared  int `json:"spared"`  // lookups that did not use the store, because its reads took too long
 
 	ReadGBps   float64 `json:"read_gbps"`  // of all nodes together
 	WriteGBps  float64 `json:"write_gbps"` //
-	ReadBusy   float64 `json:"read_busy"`  // share of the store's bandwidth in use until the last arrival
+	ReadBusy   float64 `json:"read_busy"`  // share of the time until the last arrival in which the store's read bandwidth was in use
 	WriteBusy  float64 `json:"write_busy"`
-	EngineBusy float64 `json:"engine_busy"` // mean of the engines, until their last prompt
+	EngineBusy float64 `json:"engine_busy"` // the same for the engines until their last prompt, mean over the engines
 	MeanTTFT   float64 `json:"mean_ttft_ms"`
 	P99TTFT    float64 `json:"p99_ttft_ms"`
 
-	// Binds names the directions in which the store's bandwidth is in use for 90 % of the
-	// time until the last arrival or more: "reads", "writes", "reads and writes", or nothing.
+	// Binds names the directions in which the store's bandwidth was in use for at least 90 % of the time until the last arrival:
+	// "reads", "writes", "reads and writes", or "".
 	Binds string `json:"binds,omitempty"`
 }
 
-// Run plays all fleets. When ctx ends, the points so far are returned with its error.
+// Run plays all fleets. When ctx ends first, it returns the points so far with ctx's error.
 func Run(ctx context.Context, o Options) ([]Point, error) {
 	if err := o.Validate(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrOptions, err)
@@ -163,13 +161,13 @@ func (o *Options) measure(ctx context.Context, nodes int) (p Point, err error) {
 	return p, err
 }
 
-// Bounds of a run: requests have 8 bytes each, and names of blocks some 40.
+// Limits of a run: a request takes 8 bytes, and the name of a block some 40 bytes.
 const (
 	maxRequests = 1 << 24
 	maxNames    = 1 << 26
 )
 
-// check is an error for a request that cannot be played after n others.
+// check returns an error for a request that cannot be played after n others.
 func (o *Options) check(q *workload.Request, n int) error {
 	switch {
 	case q.BlockTokens != o.Profile.BlockTokens:
@@ -180,7 +178,7 @@ func (o *Options) check(q *workload.Request, n int) error {
 	return nil
 }
 
-// bounded is an error where there are too many names.
+// bounded returns an error if there are too many names of blocks.
 func bounded(names int) error {
 	if names > maxNames {
 		return fmt.Errorf("%w: there are more than %d different blocks: play a part of the trace, or bound the store", ErrOptions, maxNames)
@@ -188,7 +186,7 @@ func bounded(names int) error {
 	return nil
 }
 
-// ceiling is the share of full blocks that one cache with room for all would have.
+// ceiling returns the share of full blocks that would be hits in one cache with room for all.
 func ceiling(ctx context.Context, requests iter.Seq2[workload.Request, error]) (float64, error) {
 	c, blocks, hits, n := replay.NewCache[int64](0), 0, 0, 0
 	for q, err := range requests {
@@ -209,18 +207,18 @@ func ceiling(ctx context.Context, requests iter.Seq2[workload.Request, error]) (
 	return share(hits, blocks), nil
 }
 
-// hitLimit is how many blocks of a prompt may be hits: one token at least is computed.
+// hitLimit returns how many blocks of a prompt can be hits: at least one token must be computed.
 func hitLimit(q *workload.Request) int { return min(len(q.Blocks), (q.Input-1)/q.BlockTokens) }
 
 func share(n, of int) float64 { return float64(n) / float64(max(of, 1)) }
 
-// Span says how many requests there are, and when they come.
+// Span says how many requests there are, and when the first and the last one arrive.
 type Span struct {
 	Requests    int
 	First, Last time.Duration
 }
 
-// SpanOf reads requests for their Span. Errors: theirs, ErrOptions for too many, that of ctx.
+// SpanOf reads requests and returns their Span. The error is one of the requests, ErrOptions if there are too many, or ctx's.
 func SpanOf(ctx context.Context, requests iter.Seq2[workload.Request, error]) (s Span, err error) {
 	for q, err := range requests {
 		switch {
@@ -238,13 +236,12 @@ func SpanOf(ctx context.Context, requests iter.Seq2[workload.Request, error]) (s
 	return s, nil
 }
 
-// AtRate returns requests of a Span that come at a rate per second, on average, in the rhythm that they
-// have.
+// AtRate returns the requests of a Span with new arrival times: on average `rate` requests per second, with the same rhythm as before.
 func AtRate(requests iter.Seq2[workload.Request, error], s Span, rate float64) iter.Seq2[workload.Request, error] {
 	return func(yield func(workload.Request, error) bool) {
 		i, span := 0, s.Last-s.First
 		for q, err := range requests {
-			at := float64(i) / float64(max(s.Requests, 1)) // of a trace without times
+			at := float64(i) / float64(max(s.Requests, 1)) // for a trace without times
 			if span > 0 {
 				at = float64(q.Arrival-s.First) / float64(span)
 			}

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/plot"
 )
 
-// Print prints the points as a table, and from how many nodes on the store binds.
+// Print prints the points as a table, and from which number of nodes on the store's bandwidth binds.
 func Print(w io.Writer, points []Point) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "nodes\trequests\thits\tRAM\tstore\tlate\talone\tceiling\tread GB/s\twritten\tbusy\tkeys asked\tGETs\tPUTs a request\tTTFT mean\tP99 ms\tengines busy")
@@ -38,7 +38,7 @@ func Print(w io.Writer, points []Point) error {
 func (p *Point) of(blocks int) float64 { return share(blocks, p.Blocks) }
 func (p *Point) each(n int) float64    { return share(n, p.Requests) }
 
-// WriteCSV writes the points with a line of names.
+// WriteCSV writes the points as CSV, with a first line of column names.
 func WriteCSV(w io.Writer, points []Point) error {
 	c := csv.NewWriter(w)
 	rows := [][]string{{
@@ -58,13 +58,13 @@ func WriteCSV(w io.Writer, points []Point) error {
 	return c.WriteAll(rows)
 }
 
-// curve is a line of a panel.
+// curve is one line of a panel.
 type curve struct {
 	name string
 	of   func(*Point) float64
 }
 
-// WriteSVG draws shares of hits, and what passes between fleet and store, over the nodes.
+// WriteSVG draws, by the number of nodes, the shares of hits, and what passes between fleet and store.
 func WriteSVG(w io.Writer, points []Point) error {
 	return plot.Write(w,
 		panel("hits, % of the prompts' blocks", points, []curve{

@@ -16,29 +16,29 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
-// Limits of a server. One engine is one peer, which may use half of what other peers leave
-// (store/below.go; probe.go and writeback.go of store/tiering).
+// Limits that a kvasir server has. One engine is one peer, which may use half of what other peers leave (store/below.go; probe.go and
+// writeback.go of store/tiering).
 const (
 	maxReads            = 16
 	maxReadBytes        = 512 << 20
 	maxWrites           = 8
 	firstStat, mostStat = 16, 256
-	slowCalls           = 8 // reads that take longer than the timeout; then lookups do without
+	slowCalls           = 8 // when so many reads take longer than the timeout, lookups do not use the store
 )
 
-// run is one fleet over one workload.
+// run is one fleet with one workload.
 type run struct {
 	o      *Options
 	bytes  float64 // of a block
-	window int     // reads of a node at once
+	window int     // reads of a node at a time
 	nodes  []*node
-	store  *replay.Cache[int64] // nil for none
-	lastOn map[int64]*node      // which node had a block last, for Sticky
-	order  int                  // of the next request
+	store  *replay.Cache[int64] // nil: there is no store
+	lastOn map[int64]*node      // node that had a block last, for Sticky
+	order  int                  // number of the next request
 
-	happened int // events
+	happened int // number of events so far
 	now      time.Duration
-	end      time.Duration // when something moved last
+	end      time.Duration // when the last byte moved
 	events   events
 	read     link
 	wrote    link
@@ -47,28 +47,27 @@ type run struct {
 	ttft []time.Duration
 }
 
-// never is a time at which nothing comes any more, 36 years: sums of such times are still times.
+// never is a time after which nothing comes, 36 years: sums of such times still fit into a time.
 const never = 1 << 60
 
-// link is a network that transfers one block after the other.
+// link is a network that transfers one block after another.
 type link struct {
 	gbps float64
-	free time.Duration // in use until then
-	busy time.Duration // in all
+	free time.Duration // in use until that time
+	busy time.Duration // total time in use
 }
 
-// share returns the part of the time until then in which the link was in use. Nothing came to it
-// since.
+// share returns the part of the time until `until` in which the link was in use. Nothing may have been sent over it since.
 func (l *link) share(until time.Duration) float64 {
 	return float64(l.busy-max(0, l.free-until)) / float64(max(until, 1))
 }
 
-// pass returns when bytes that come at begin have passed.
+// pass returns when `bytes` bytes that come to the link at the time `begin` have passed it.
 func (l *link) pass(begin time.Duration, bytes float64) time.Duration {
 	if l.gbps == 0 {
 		return begin
 	}
-	takes := time.Duration(min(bytes/l.gbps, never)) // bytes ÷ (GB/s) are nanoseconds
+	takes := time.Duration(min(bytes/l.gbps, never)) // bytes ÷ (GB/s) gives nanoseconds
 	l.busy = min(l.busy+takes, never)
 	l.free = min(max(l.free, begin)+takes, never)
 	return l.free
@@ -78,16 +77,16 @@ type node struct {
 	ram      *replay.Cache[int64]
 	in, out  link
 	loading  map[int64]*load
-	queue    []*load         // to be read, in order
-	begun    []time.Duration // of the reads that go on, oldest first
+	queue    []*load         // loads to be read, in order
+	begun    []time.Duration // when each running read began, oldest first
 	outbox   []int64
 	writing  int
-	engine   time.Duration // in use until then
+	engine   time.Duration // the engine is in use until that time
 	busy     time.Duration
 	requests int
 }
 
-// load is a block on its way from the store to one node.
+// load is a block that is being loaded from the store to one node.
 type load struct {
 	block   int64
 	waiters []waiter
@@ -95,22 +94,22 @@ type load struct {
 
 type waiter struct {
 	q  *request
-	at int // block of the prompt
+	at int // index of the block in the prompt
 }
 
 type request struct {
 	*workload.Request
 	node    *node
-	hits    []bool // blocks of the prompt that may be hits
-	ram     int    // in RAM at the arrival, in a row
-	found   int    // in RAM and store together, in a row
-	pending int    // on their way
+	hits    []bool // for each block of the prompt that can be a hit: whether it is one
+	ram     int    // leading blocks in RAM at the arrival
+	found   int    // leading blocks in RAM and store together
+	pending int    // number of blocks that are being loaded
 	settled bool
 }
 
 func (q *request) full() []int64 { return q.Blocks[:min(len(q.Blocks), q.Input/q.BlockTokens)] }
 
-// play plays the requests. A request is read once nothing else happens before it.
+// play plays the requests in virtual time. It reads a request when nothing else happens before its arrival.
 func play(ctx context.Context, o *Options, nodes int, withStore bool) (*run, error) {
 	r := &run{o: o, bytes: o.Profile.Model.KVBytes() * float64(o.Profile.BlockTokens), lastOn: make(map[int64]*node)}
 	r.window = max(1, min(maxReads, int(maxReadBytes/r.bytes)))
@@ -138,7 +137,7 @@ func play(ctx context.Context, o *Options, nodes int, withStore bool) (*run, err
 	return r, r.advanceTo(ctx, math.MaxInt64)
 }
 
-// advanceTo lets everything happen that comes before a moment.
+// advanceTo handles all events before the time moment.
 func (r *run) advanceTo(ctx context.Context, moment time.Duration) error {
 	for len(r.events.list) > 0 && r.events.list[0].at < moment {
 		if r.happened++; r.happened%1024 == 0 && ctx.Err() != nil {
@@ -151,7 +150,7 @@ func (r *run) advanceTo(ctx context.Context, moment time.Duration) error {
 	return ctx.Err()
 }
 
-// bounded is an error where the run keeps too many names of blocks.
+// bounded returns an error if the run keeps too many names of blocks.
 func (r *run) bounded() error {
 	if r.p.Requests%1024 > 0 {
 		return nil
@@ -163,7 +162,7 @@ func (r *run) bounded() error {
 	return bounded(names)
 }
 
-// arrive looks a prompt up and begins to load what the store has of it.
+// arrive looks up a prompt, and begins to load the blocks that the store has.
 func (r *run) arrive(w *workload.Request) {
 	q := &request{Request: w, node: r.route(w), hits: make([]bool, hitLimit(w))}
 	n := q.node
@@ -189,7 +188,7 @@ func (r *run) arrive(w *workload.Request) {
 	r.at(r.now+time.Duration(calls)*r.o.Store.Latency, func() { r.fetch(q) })
 }
 
-// slow reports whether a node leaves the store alone, because reads take too long.
+// slow reports whether lookups of the node do not use the store, because its reads take too long.
 func (r *run) slow(n *node) bool {
 	slow := 0
 	for slow < len(n.begun) && r.now-n.begun[slow] > r.o.Timeout {
@@ -198,8 +197,7 @@ func (r *run) slow(n *node) bool {
 	return slow >= slowCalls || slow > 0 && float64(slow)*r.bytes >= maxReadBytes
 }
 
-// ask finds what node and store have together, in batches, and returns how many calls of the
-// store that took.
+// ask finds, in batches, how many leading blocks node and store have together. It returns how many calls of the store that took.
 func (r *run) ask(q *request) (calls int) {
 	n := q.node
 	for from, step := 0, firstStat; from < len(q.hits); {
@@ -226,7 +224,7 @@ func (r *run) ask(q *request) (calls int) {
 	return calls
 }
 
-// fetch queues the blocks to load, head first. It ends at the deadline.
+// fetch queues the blocks to be loaded, from the head of the prompt on. The loads of the request end at its deadline.
 func (r *run) fetch(q *request) {
 	n := q.node
 	for i := q.ram; i < q.found; i++ {
@@ -252,8 +250,7 @@ func (r *run) fetch(q *request) {
 	r.readNext(n)
 }
 
-// readNext begins reads while there is room for them. A block without a waiting request is not
-// read.
+// readNext begins queued reads as long as more may run. It skips a block for which no request waits any more.
 func (r *run) readNext(n *node) {
 	for len(n.queue) > 0 && len(n.begun) < r.window {
 		l := n.queue[0]
@@ -262,7 +259,7 @@ func (r *run) readNext(n *node) {
 			delete(n.loading, l.block)
 			continue
 		}
-		if !r.store.Has(l.block) { // it went since the lookup
+		if !r.store.Has(l.block) { // it was evicted after the lookup
 			delete(n.loading, l.block)
 			r.endLoad(l, false)
 			continue
@@ -282,7 +279,7 @@ func (r *run) readNext(n *node) {
 	}
 }
 
-// endLoad lets the requests that wait for a block go on: it is there, or will not come.
+// endLoad ends the load of a block for the requests that wait for it; ok says whether the block has come.
 func (r *run) endLoad(l *load, ok bool) {
 	for _, w := range l.waiters {
 		w.q.hits[w.at] = ok
@@ -292,7 +289,7 @@ func (r *run) endLoad(l *load, ok bool) {
 	}
 }
 
-// settle counts what a prompt's hit is and computes the rest.
+// settle counts the hit of a prompt, and begins to compute the rest.
 func (r *run) settle(q *request) {
 	if q.settled {
 		return
@@ -312,7 +309,7 @@ func (r *run) settle(q *request) {
 	r.at(n.engine, func() { r.computed(q, hit) })
 }
 
-// prefill is how long an engine computes the tokens [from, to) of a prompt.
+// prefill returns how long an engine computes the tokens [from, to) of a prompt.
 func prefill(p *costmodel.Profile, from, to int) (total time.Duration) {
 	for from < to {
 		k := min(p.TokenBudget, to-from)
@@ -324,7 +321,7 @@ func prefill(p *costmodel.Profile, from, to int) (total time.Duration) {
 	return total
 }
 
-// computed stores a prompt in RAM, and offers what is new to the store.
+// computed stores the blocks of a computed prompt in RAM, and queues the new ones for writing to the store.
 func (r *run) computed(q *request, hit int) {
 	r.ttft, r.end = append(r.ttft, r.now-q.Arrival), r.now
 	n, full := q.node, q.full()
@@ -356,7 +353,7 @@ func (r *run) writeNext(n *node) {
 	}
 }
 
-// write writes a block unless it is there by now.
+// write writes a block to the store, unless the store has it by now.
 func (r *run) write(n *node, b int64) {
 	if r.store.Has(b) {
 		n.writing--
@@ -376,7 +373,7 @@ func (r *run) write(n *node, b int64) {
 	})
 }
 
-// route picks the node of the next request.
+// route returns the node for the next request.
 func (r *run) route(q *workload.Request) *node {
 	r.order++
 	n := r.nodes[(r.order-1)%len(r.nodes)]
@@ -403,10 +400,10 @@ func (r *run) sticky(q *workload.Request) *node {
 	return slices.MinFunc(r.nodes, func(a, b *node) int { return a.requests - b.requests })
 }
 
-// bound is the share of time in use from which a bandwidth binds: at peaks it binds already below it.
+// bound is the share of time in use from which a bandwidth counts as binding: at peaks it binds even below that.
 const bound = 0.9
 
-// point is what the run measured.
+// point returns the result of the run.
 func (r *run) point() Point {
 	p := r.p
 	p.Seconds = r.end.Seconds()
@@ -442,7 +439,7 @@ func (r *run) at(t time.Duration, do func()) {
 	heap.Push(&r.events, event{t, r.events.next, do})
 }
 
-// events are a heap by time; of equal times the one that was made first comes first.
+// events is a heap of events by time; of events at the same time, the one that was added first comes first.
 type events struct {
 	list []event
 	next uint64

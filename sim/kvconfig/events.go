@@ -8,19 +8,19 @@ import (
 
 // Events is the configuration of the KV events that an engine publishes.
 type Events struct {
-	Endpoint string // tcp://host:port or ipc://path, "*" and "0.0.0.0" for all interfaces; default tcp://*:5557
-	Replay   string // of the socket that sends messages again; empty: none
+	Endpoint string // tcp://host:port or ipc://path; the hosts "*" and "0.0.0.0" mean all interfaces; default tcp://*:5557
+	Replay   string // address of the socket that repeats messages; empty: none
 	Topic    string
-	Buffer   int // messages kept for Replay; default 10,000
+	Buffer   int // number of messages kept for Replay; default 10,000
 }
 
 var (
 	eventKeys = []string{"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "buffer_steps"}
-	eventMoot = []string{"hwm", "max_queue_size"} // of vLLM's queues
+	eventMoot = []string{"hwm", "max_queue_size"} // they concern vLLM's queues
 )
 
-// ParseEvents reads the JSON of --kv-events-config, as vLLM takes it; nil: no events are published. The error lists
-// everything that is wrong.
+// ParseEvents parses the JSON of vLLM's --kv-events-config. It returns nil if no events are to be published. The error lists everything
+// that is wrong.
 func ParseEvents(text []byte) (*Events, error) {
 	const at = "kv-events-config"
 	var p problems
@@ -58,8 +58,8 @@ func ParseEvents(text []byte) (*Events, error) {
 	return e, nil
 }
 
-// listenURL checks an address to listen on. vLLM's "*" is all interfaces. The engine also listens on an address
-// that names a host; vLLM would connect to a subscriber there.
+// listenURL checks the address of a listener. vLLM's "*" means all interfaces. The engine also listens if the address names a host;
+// vLLM would connect to a subscriber there.
 func (p *problems) listenURL(key, s string) string {
 	kind, rest, found := strings.Cut(s, "://")
 	if s != "" && (!found || kind != "tcp" && kind != "ipc" || rest == "") {

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kvconfig reads an engine's configuration of KV transfers, as vLLM takes it: the
-// JSON of --kv-transfer-config and the environment.
+// Package kvconfig reads an engine's configuration of KV transfers in vLLM's form: the JSON of --kv-transfer-config, and the
+// environment.
 //
-// A configuration names one connector, or a MultiConnector with several. Keys that vLLM
-// does not know and values that cannot be are errors here, all of them at once; vLLM
-// ignores unknown keys of kv_connector_extra_config.
+// A configuration names one connector, or a MultiConnector with several. Unknown keys and values that are not possible are errors here,
+// all reported together; vLLM ignores unknown keys in kv_connector_extra_config.
 //
 // Source: vllm/config/kv_transfer.py of 0.13.0 to 0.33.0; the connectors' own keys from
 // MooncakeConnector and lmcache's LMCacheMPConnector of 0.5.6.
@@ -26,7 +25,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// The connectors that are known here.
+// The connectors that this package knows.
 const (
 	MooncakeConnector  = "MooncakeConnector"
 	LMCacheMPConnector = "LMCacheMPConnector"
@@ -37,9 +36,9 @@ const (
 
 var connectors = []string{MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, multiConnector}
 
-// Policies of kv_load_failure_policy.
+// The values of kv_load_failure_policy.
 const (
-	Recompute = "recompute" // blocks that did not arrive are computed
+	Recompute = "recompute" // blocks that did not arrive are computed again
 	Fail      = "fail"      // the request ends with an error; vLLM's default
 )
 
@@ -47,7 +46,7 @@ const (
 type Config struct {
 	Connector         string
 	Role              wire.Role
-	EngineID          string // random where none is given
+	EngineID          string // random if the configuration gives none
 	LoadFailurePolicy string // Recompute or Fail
 
 	extra map[string]json.RawMessage // kv_connector_extra_config
@@ -59,8 +58,8 @@ const (
 	maxConnectors = 16
 )
 
-// Keys of the JSON. Those of the second list concern devices, ports and processes of
-// other connectors: they are not checked here and mean nothing.
+// The keys of the JSON. Those in the second list concern devices, ports and processes of other connectors: they are accepted, but not
+// checked and not used.
 var (
 	keys = []string{"kv_connector", "engine_id", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"}
 	moot = []string{
@@ -69,8 +68,8 @@ var (
 	}
 )
 
-// Parse reads the JSON of --kv-transfer-config, at most 1 MiB, and returns its connectors: one,
-// or those of a MultiConnector in order. The error lists everything that is wrong.
+// Parse parses the JSON of --kv-transfer-config, at most 1 MiB. It returns the one connector, or those of a MultiConnector in order.
+// The error lists everything that is wrong.
 func Parse(text []byte) ([]*Config, error) {
 	if len(text) > maxBytes {
 		return nil, fmt.Errorf("kv-transfer-config: %d bytes; %d at most", len(text), maxBytes)
@@ -83,7 +82,7 @@ func Parse(text []byte) ([]*Config, error) {
 	return list, nil
 }
 
-// problems collects what is wrong.
+// problems collects texts that say what is wrong.
 type problems []string
 
 func (p *problems) add(format string, args ...any) { *p = append(*p, fmt.Sprintf(format, args...)) }
@@ -148,7 +147,7 @@ func (p *problems) connectors(text []byte, at, engineID string) []*Config {
 	return list
 }
 
-// object reads one JSON object; nil after a problem.
+// object parses one JSON object. After a problem it returns nil.
 func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	var m map[string]json.RawMessage
@@ -168,7 +167,7 @@ func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
 	return m
 }
 
-// unknown names the keys of m that are not known.
+// unknown adds a problem for each key of m that is not in known.
 func (p *problems) unknown(m map[string]json.RawMessage, at string, known []string) {
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		if !slices.Contains(known, key) {
@@ -177,21 +176,21 @@ func (p *problems) unknown(m map[string]json.RawMessage, at string, known []stri
 	}
 }
 
-// text reads a string; absent and null leave to as it is.
+// text reads the string at key into *to. If the key is absent or null, *to stays unchanged.
 func (p *problems) text(m map[string]json.RawMessage, at, key string, to *string) {
 	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
 		p.add("%s%s must be a text, not %.64s", at, key, raw)
 	}
 }
 
-// flag reads a boolean.
+// flag reads the boolean at key into *to.
 func (p *problems) flag(m map[string]json.RawMessage, key string, to *bool) {
 	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
 		p.add("%s must be true or false, not %.64s", key, raw)
 	}
 }
 
-// number reads a number between low and high.
+// number reads the number at key, which must lie between low and high, into *to.
 func (p *problems) number(m map[string]json.RawMessage, key string, low, high float64, to *float64) {
 	raw, ok := m[key]
 	if !ok || string(raw) == "null" {

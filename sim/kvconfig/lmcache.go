@@ -20,17 +20,16 @@ type LMCache struct {
 	EngineID string
 	Servers  []string // tcp://host:port or ipc://path, at least one; default tcp://localhost:5555
 
-	// Mode is lmcache.mp.mp_transfer_mode: auto, engine_driven, lmcache_driven.
+	// Mode is lmcache.mp.mp_transfer_mode: auto, engine_driven or lmcache_driven.
 	Mode      string
 	Timeout   time.Duration // lmcache.mp.mq_timeout; 0: the client's default
 	Heartbeat time.Duration // lmcache.mp.heartbeat_interval; 0: the client's default
 
-	SaveDecode bool // lmcache.mp.save_decode_cache: chunks with generated tokens are stored too
-	Eager      bool // lmcache.mp.eager_prefetch: lookups begin when a request begins to wait
+	SaveDecode bool // lmcache.mp.save_decode_cache: chunks with generated tokens are stored, too
+	Eager      bool // lmcache.mp.eager_prefetch: the lookup begins when the request begins to wait
 }
 
-// Keys of LMCacheMPConnector of 0.4.6 to 0.5.6 that are served, and those that are known but
-// not supported.
+// The keys of LMCacheMPConnector 0.4.6 to 0.5.6 that are supported, and the keys that are known but not supported.
 var (
 	lmcacheKeys = []string{
 		"lmcache.mp.server_urls", "lmcache.mp.host", "lmcache.mp.port", "lmcache.mp.mp_transfer_mode", "lmcache.mp.mq_timeout",
@@ -42,11 +41,11 @@ var (
 	}
 	lmcacheModes = map[string]string{
 		"auto": "auto", "engine_driven": "engine_driven", "lmcache_driven": "lmcache_driven",
-		"data": "engine_driven", "handle": "lmcache_driven", // names of 0.4.7
+		"data": "engine_driven", "handle": "lmcache_driven", // their names in 0.4.7
 	}
 )
 
-// LMCache reads the keys of an LMCacheMPConnector. The error lists everything that is wrong.
+// LMCache returns the configuration of an LMCacheMPConnector. The error lists everything that is wrong.
 func (c *Config) LMCache() (*LMCache, error) {
 	var p problems
 	if c.Connector != LMCacheMPConnector {
@@ -78,7 +77,7 @@ func (c *Config) LMCache() (*LMCache, error) {
 	return out, nil
 }
 
-// servers reads a list, a text with commas, or host and port.
+// servers reads the addresses of the servers from a list, from a text with commas, or from the keys for host and port.
 func (p *problems) servers(m map[string]json.RawMessage) (list []string) {
 	const key = "lmcache.mp.server_urls"
 	if raw, ok := m[key]; ok && string(raw) != "null" {
@@ -93,7 +92,7 @@ func (p *problems) servers(m map[string]json.RawMessage) (list []string) {
 	} else {
 		host, port := "tcp://localhost", 5555.0
 		p.text(m, "", "lmcache.mp.host", &host)
-		if raw := m["lmcache.mp.port"]; len(raw) > 1 && raw[0] == '"' { // a text is taken as well
+		if raw := m["lmcache.mp.port"]; len(raw) > 1 && raw[0] == '"' { // a text is accepted, too
 			m["lmcache.mp.port"] = raw[1 : len(raw)-1]
 		}
 		p.number(m, "lmcache.mp.port", 1, 65535, &port)

@@ -20,28 +20,24 @@ type Mooncake struct {
 	EngineID string
 	Workers  int // num_workers: pushes at a time to one worker of D; default 10
 
-	// Host is the address that peers dial: VLLM_HOST_IP, else that of the interface that
-	// leads out.
+	// Host is the address that peers dial: VLLM_HOST_IP, or else the address of the interface that leads to the internet.
 	Host string
-	// BasePort is VLLM_MOONCAKE_BOOTSTRAP_PORT, default 8998: where P's own registry listens
-	// when Registry is empty, and in 0.13 the first port of the side channels.
+	// BasePort is VLLM_MOONCAKE_BOOTSTRAP_PORT, default 8998. P's own registry listens there if Registry is empty; in 0.13 it is the
+	// first port of the side channels.
 	BasePort int
-	// Registry is where P registers: bootstrap_server_address as http://host:port; empty: in a
-	// registry of its own.
+	// Registry is where P registers: bootstrap_server_address as http://host:port. Empty means that P has a registry of its own.
 	Registry string
 
-	// AbortTimeout is VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, default 480 s: how long P keeps
-	// blocks that no D pulls.
+	// AbortTimeout is how long P keeps blocks that no D pulls: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, default 480 s.
 	AbortTimeout time.Duration
-	// ConnectTimeout is VLLM_MOONCAKE_CONNECTOR_TIMEOUT, default 30 s: how long registries
-	// are waited for.
+	// ConnectTimeout limits the wait for registries: VLLM_MOONCAKE_CONNECTOR_TIMEOUT, default 30 s.
 	ConnectTimeout time.Duration
 }
 
 var mooncakeKeys = []string{"num_workers", "mooncake_protocol", "device_name", "bootstrap_server_address"}
 
-// Mooncake reads the keys of a MooncakeConnector and the environment, which getenv
-// returns as os.LookupEnv does. The error lists everything that is wrong.
+// Mooncake returns the configuration of a MooncakeConnector, from its keys and from the environment; getenv works like os.LookupEnv.
+// The error lists everything that is wrong.
 func (c *Config) Mooncake(getenv func(string) (string, bool)) (*Mooncake, error) {
 	var p problems
 	if c.Connector != MooncakeConnector {
@@ -79,7 +75,7 @@ func (c *Config) Mooncake(getenv func(string) (string, bool)) (*Mooncake, error)
 
 func seconds(n float64) time.Duration { return time.Duration(n * float64(time.Second)) }
 
-// registryURL reads host:port, or http(s)://host:port.
+// registryURL turns host:port, or http(s)://host:port, into a URL.
 func registryURL(s string) (string, error) {
 	if s == "" {
 		return "", nil
@@ -94,7 +90,7 @@ func registryURL(s string) (string, error) {
 	return u.Scheme + "://" + u.Host, nil
 }
 
-// env reads a number of the environment; an empty variable counts as unset.
+// env returns a number from the environment, or value if the variable is unset or empty.
 func (p *problems) env(getenv func(string) (string, bool), name string, value, low, high float64) float64 {
 	s, ok := getenv(name)
 	if s = strings.TrimSpace(s); !ok || s == "" {
@@ -108,9 +104,9 @@ func (p *problems) env(getenv func(string) (string, bool), name string, value, l
 	return n
 }
 
-// Host returns the address under which other hosts reach this one, as vLLM finds it:
-// VLLM_HOST_IP, else the source address of a route to the internet, IPv4 before IPv6. Nothing
-// is sent. A host without either is an error, where vLLM takes 0.0.0.0, which no peer can dial.
+// Host returns the address at which other hosts reach this one. As in vLLM, that is VLLM_HOST_IP, or else the source address of a route
+// to the internet, IPv4 before IPv6; nothing is sent for that. If there is neither, Host returns an error; vLLM then takes 0.0.0.0,
+// which no peer can dial.
 func Host(getenv func(string) (string, bool)) (string, error) {
 	if ip, _ := getenv("VLLM_HOST_IP"); ip != "" {
 		return ip, nil

@@ -14,29 +14,29 @@ import (
 // MooncakeStore is the configuration of a MooncakeStoreConnector.
 type MooncakeStore struct {
 	Role       wire.Role
-	Masters    []string // host:port; of several one leads
-	Tenant     string   // empty: the default one
+	Masters    []string // addresses host:port of the masters, one of which leads
+	Tenant     string   // empty: the default tenant
 	Prefix     string   // cache_prefix of all keys
-	Segment    string   // preferred_segment for what is put, else MOONCAKE_PREFERRED_SEGMENT
+	Segment    string   // preferred_segment for puts, or else MOONCAKE_PREFERRED_SEGMENT
 	Loads      int      // VLLM_MOONCAKE_LOAD_RECV_THREADS: loads at a time of one rank; default 1
 	Lookup     bool     // enable_lookup; default true
-	SaveDecode bool     // save_decode_cache: blocks with generated tokens are stored too
+	SaveDecode bool     // save_decode_cache: blocks with generated tokens are stored, too
 
-	// Moot are the variables of the environment that are set, that vLLM reads and that change nothing here.
+	// Moot lists the environment variables that are set and that vLLM reads, but that have no effect here.
 	Moot []string
 }
 
-// Keys of MooncakeStoreConnector of 0.23 to 0.33 that are served, those that change nothing here, and those that
-// are known but not supported.
+// The keys of MooncakeStoreConnector 0.23 to 0.33: those that are supported, those that have no effect here, and those that are known
+// but not supported.
 var (
 	storeKeys  = []string{"enable_lookup", "save_decode_cache", "cache_prefix", "preferred_segment"}
 	storeMoot  = []string{"load_async", "lookup_async", "lookup_rpc_port", "enable_group_semantics", "custom_mem_pool"}
 	storeOther = []string{"store_tp_size", "prefill_tp_sizes", "enable_store_tp_lcm", "enable_cross_layers_blocks"}
 
-	// Variables for memory and disks that an engine here does not lend to the store.
+	// Variables for memory and disks; an engine here lends neither to the store.
 	storeMootEnv = []string{"MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_MOONCAKE_STORE_TIER_LOG", "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO"}
 
-	// Keys of the file that MOONCAKE_CONFIG_PATH names.
+	// The keys of the file that MOONCAKE_CONFIG_PATH names.
 	storeFileKeys = []string{
 		"metadata_server", "master_server_address", "protocol", "tenant_id",
 		"mode", "device_name", "global_segment_size", "local_buffer_size", "enable_offload",
@@ -45,8 +45,8 @@ var (
 
 const peerToPeer = "P2PHANDSHAKE"
 
-// MooncakeStore reads the keys of a MooncakeStoreConnector and the file that MOONCAKE_CONFIG_PATH names; getenv
-// returns the environment as os.LookupEnv does. The error lists everything that is wrong.
+// MooncakeStore returns the configuration of a MooncakeStoreConnector, from its keys and from the file that MOONCAKE_CONFIG_PATH names;
+// getenv works like os.LookupEnv. The error lists everything that is wrong.
 func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeStore, error) {
 	var p problems
 	if c.Connector != MooncakeStoreConnector {
@@ -83,7 +83,7 @@ func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeSto
 	return m, nil
 }
 
-// segment reads the preferred segment: the key wins over the environment, and is not blank.
+// segment reads the preferred segment. The key takes precedence over the environment, and must not be blank.
 func (p *problems) segment(extra map[string]json.RawMessage, getenv func(string) (string, bool), m *MooncakeStore) {
 	const key = "preferred_segment"
 	p.text(extra, "", key, &m.Segment)
@@ -98,7 +98,7 @@ func (p *problems) segment(extra map[string]json.RawMessage, getenv func(string)
 	m.Segment = strings.TrimSpace(v)
 }
 
-// storeFile reads where the cluster is.
+// storeFile reads from the file where the cluster is.
 func (p *problems) storeFile(getenv func(string) (string, bool), m *MooncakeStore) {
 	path, _ := getenv("MOONCAKE_CONFIG_PATH")
 	if path == "" {

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kvmem is the KV memory of a simulated engine: real bytes in the layout of a real
-// engine, whose values follow from the tokens.
+// Package kvmem is the KV memory of a simulated engine: real bytes in the layout of a real engine, whose values follow from the tokens.
 //
-// The KV of a token is a function of all tokens up to it, of the layer and of the KV head.
-// So the tokens decide every byte of a block, wherever the block came from: Check finds a wrong
-// byte in any layer, head or token.
+// The KV of a token is a function of all tokens up to it, of the layer and of the KV head. So the tokens determine every byte of a
+// block, wherever the block came from, and Check finds a wrong byte in any layer, head or token.
 package kvmem
 
 import (
@@ -14,30 +12,30 @@ import (
 	"fmt"
 )
 
-// Geometry is an engine's KV cache.
+// Geometry is the layout of an engine's KV cache.
 type Geometry struct {
 	Layers      int
 	Heads       int // KV heads of the model, over all ranks
-	HeadBytes   int // of K and V of one head and token: a multiple of 8
+	HeadBytes   int // bytes of K and V of one head and token: a multiple of 8
 	BlockTokens int
-	Blocks      int // block 0 included
-	TPSize      int // ranks, each with Heads/TPSize heads; of MLA each with the one KV
+	Blocks      int // number of blocks, block 0 included
+	TPSize      int // number of ranks, each with Heads/TPSize heads; with MLA, each with the only KV
 
 	Layout Layout // default Fused
 
-	// Groups are the KV cache groups; default one of attention. Each has Layers layers, and
-	// layer i of every group lies in the same memory: a block belongs to one group at a time.
+	// Groups are the KV cache groups; default one of attention. Each group has Layers layers. Layer i of every group lies in the same
+	// memory: a block belongs to one group at a time.
 	Groups []Group
 }
 
 // Group is one KV cache group.
 type Group struct {
-	State bool // recurrent: a block holds the state after its last token, not the tokens' KV
+	State bool // recurrent: a block holds the state after its last token, not the KV of its tokens
 }
 
 func (g *Geometry) state(group int) bool { return group < len(g.Groups) && g.Groups[group].State }
 
-// ErrGeometry means that sizes do not fit each other.
+// ErrGeometry means that the sizes of a Geometry do not fit each other.
 var ErrGeometry = errors.New("kvmem: geometry")
 
 // Validate returns everything that is wrong with g.
@@ -70,7 +68,7 @@ func (g *Geometry) Validate() error {
 	return errors.Join(errs...)
 }
 
-// RankHeads returns the KV heads of one rank.
+// RankHeads returns the number of KV heads of one rank.
 func (g *Geometry) RankHeads() int {
 	if g.Layout == MLA {
 		return g.Heads
@@ -78,23 +76,23 @@ func (g *Geometry) RankHeads() int {
 	return g.Heads / g.TPSize
 }
 
-// BlockBytes returns the bytes of a block in one layer of one rank.
+// BlockBytes returns the size in bytes of a block in one layer of one rank.
 func (g *Geometry) BlockBytes() int { return g.RankHeads() * g.BlockTokens * g.HeadBytes }
 
-// LayerBytes returns the bytes of one layer of one rank.
+// LayerBytes returns the size in bytes of one layer of one rank.
 func (g *Geometry) LayerBytes() int64 { return int64(g.Blocks) * int64(g.BlockBytes()) }
 
-// TokenBytes returns the KV of one token over all layers and ranks, of one group.
+// TokenBytes returns the size in bytes of the KV of one token in one group, over all layers and ranks.
 func (g *Geometry) TokenBytes() int { return g.Layers * g.TPSize * g.RankHeads() * g.HeadBytes }
 
-// Memory is the KV of all ranks of an engine. A layer of a rank lies as the geometry's Layout says,
-// without gaps. Calls that touch different blocks may run at once.
+// Memory is the KV memory of all ranks of an engine. A layer of a rank lies in memory without gaps, in the order that Layout says.
+// Concurrent calls must touch different blocks.
 type Memory struct {
 	Geometry
 	ranks [][][]byte // by rank and layer
 }
 
-// New makes memory; alloc returns the bytes of one layer of one rank, zero at first.
+// New creates the memory. alloc returns the bytes of one layer of one rank, which must be zero.
 func New(g Geometry, alloc func(rank, layer int, bytes int64) ([]byte, error)) (*Memory, error) {
 	if err := g.Validate(); err != nil {
 		return nil, err
@@ -112,14 +110,13 @@ func New(g Geometry, alloc func(rank, layer int, bytes int64) ([]byte, error)) (
 	return m, nil
 }
 
-// RankLayers returns the memory of a rank's layers.
+// RankLayers returns the memory of each layer of a rank.
 func (m *Memory) RankLayers(rank int) [][]byte { return m.ranks[rank] }
 
-// Chain is what the KV of a request's tokens follows from: a state per token, which depends
-// on all tokens up to it.
+// Chain determines the KV of a request's tokens: it has one state per token, which depends on all tokens up to that one.
 type Chain []uint64
 
-// Append adds tokens.
+// Append returns the chain extended by tokens.
 func (c Chain) Append(tokens ...uint32) Chain {
 	last := uint64(0)
 	if len(c) > 0 {
@@ -144,7 +141,7 @@ func seed(state uint64, layer, head int) uint64 {
 	return mix(state ^ uint64(layer)<<32 ^ uint64(head)<<48)
 }
 
-// WrongBytesError says where KV is not what its tokens make.
+// WrongBytesError says where KV differs from what its tokens determine.
 type WrongBytesError struct {
 	Token, Group, Layer, Head, Rank int
 	Block                           int32
@@ -154,11 +151,11 @@ func (e *WrongBytesError) Error() string {
 	return fmt.Sprintf("kvmem: wrong bytes: token %d, group %d, layer %d, KV head %d (rank %d), block %d", e.Token, e.Group, e.Layer, e.Head, e.Rank, e.Block)
 }
 
-// piece is how many bytes Write and Check take at a time. Both work on a copy: the race detector notes one access to the
-// memory for a piece, and not one for each word.
+// piece is how many bytes Write and Check handle at a time. Both work on a copy, because the race detector then sees one access to the
+// memory per piece, and not one per word.
 const piece = 512
 
-// fill writes what bytes with the seed s hold; len(b) is a multiple of 8.
+// fill writes into b the bytes that follow from the seed s; len(b) must be a multiple of 8.
 //
 //go:norace
 func fill(b []byte, s uint64) {
@@ -167,7 +164,7 @@ func fill(b []byte, s uint64) {
 	}
 }
 
-// filled reports whether b is as fill leaves it.
+// filled reports whether b has the bytes that fill would write.
 //
 //go:norace
 func filled(b []byte, s uint64) bool {
@@ -179,8 +176,7 @@ func filled(b []byte, s uint64) bool {
 	return true
 }
 
-// Write computes the KV of tokens [from, to) of a request into the blocks of its tables, one
-// for each group.
+// Write writes the KV of a request's tokens [from, to) into the blocks of its tables, one table per group.
 func (m *Memory) Write(tables [][]int32, c Chain, from, to int) {
 	for g, table := range tables {
 		m.each(g, table, c, from, to, func(b []byte, s uint64, _ place) bool {
@@ -195,8 +191,8 @@ func (m *Memory) Write(tables [][]int32, c Chain, from, to int) {
 	}
 }
 
-// Check returns a *WrongBytesError unless the blocks of the tables hold the KV of tokens
-// [from, to). Tokens of block 0 hold nothing and are not looked at.
+// Check compares the blocks of the tables with the KV of the tokens [from, to), and returns a *WrongBytesError if they differ. Tokens
+// in block 0 have no KV and are not compared.
 func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
 	var wrong error
 	for g, table := range tables {
@@ -218,12 +214,12 @@ func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
 	return wrong
 }
 
-// place is the token, rank, layer and head whose KV some bytes are.
+// place says to which token, rank, layer and head some bytes of KV belong.
 type place struct{ token, rank, layer, head int }
 
-// each calls f with the bytes of each token, layer and head of a group, one plane after the other, and with the seed of
-// their contents, until f returns false. A recurrent state is that of the last token of its block, and fills the block.
-// It reads only the geometry, which never changes, so the race detector leaves it out.
+// each calls f with the bytes of each token, layer and head of a group, one plane after the other, and with the seed from which their
+// content follows, until f returns false. A recurrent state belongs to the last token of its block, and fills the block. each reads
+// only the geometry, which never changes, so the race detector ignores it.
 //
 //go:norace
 func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, at place) bool) {
@@ -238,7 +234,7 @@ func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []by
 			slot, n = 0, int64(m.BlockTokens*m.HeadBytes)
 		}
 		for rank, layers := range m.ranks {
-			first := rank * heads // of the rank's heads, among the model's
+			first := rank * heads // index, among the model's heads, of the rank's first head
 			if m.Layout == MLA {
 				first = 0
 			}

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/paged"
 )
 
-// Layout is how the KV of a layer lies in its memory.
+// Layout is the order in which the KV of a layer lies in memory.
 type Layout uint8
 
 // The layouts, under the names of vLLM's backends.
@@ -18,14 +18,14 @@ const (
 	NHD                      // [2, blocks, tokens, heads, size]: all K, then all V
 	HND                      // [2, blocks, heads, tokens, size]
 	FlashInfer               // [blocks, 2, tokens, heads, size]
-	MLA                      // [blocks, tokens, size]: one KV for all heads, whole on every rank
+	MLA                      // [blocks, tokens, size]: one KV for all heads, the same on every rank
 )
 
 var layoutNames = []string{"fused", "nhd", "hnd", "flashinfer", "mla"}
 
 func (l Layout) String() string { return layoutNames[l] }
 
-// ParseLayout reads the name of a layout.
+// ParseLayout returns the layout of that name.
 func ParseLayout(name string) (Layout, error) {
 	for i, known := range layoutNames {
 		if name == known {
@@ -35,12 +35,12 @@ func ParseLayout(name string) (Layout, error) {
 	return 0, fmt.Errorf("%w: layout %.64q: one of %s", ErrGeometry, name, strings.Join(layoutNames, ", "))
 }
 
-// Form is the layout as package paged names it.
+// Form returns the layout under the name that package paged has for it.
 func (l Layout) Form() paged.Form {
 	return []paged.Form{Fused: paged.FusedHND, NHD: paged.PlanesNHD, HND: paged.PlanesHND, FlashInfer: paged.BlocksNHD, MLA: paged.MLA}[l]
 }
 
-// Planes returns in how many pieces K and V of a head and token lie.
+// Planes returns into how many pieces the K and V of a head and token are divided.
 func (l Layout) Planes() int {
 	if l == Fused || l == MLA {
 		return 1
@@ -48,13 +48,13 @@ func (l Layout) Planes() int {
 	return 2
 }
 
-// Split reports whether all K lie before all V, so that a block is two pieces of memory.
+// Split reports whether all K lie before all V, so that a block consists of two pieces of memory.
 func (l Layout) Split() bool { return l == NHD || l == HND }
 
-// Row returns the bytes of one head and token in one plane.
+// Row returns the size in bytes of one head and token in one plane.
 func (g *Geometry) Row() int { return g.HeadBytes / g.Layout.Planes() }
 
-// Shape returns the dimensions of a rank's layer, in bytes, in the order in which they lie.
+// Shape returns the dimensions of a rank's layer in the order in which they lie in memory; the last one is in bytes.
 func (g *Geometry) Shape() []int {
 	blocks, tokens, heads, row := g.Blocks, g.BlockTokens, g.RankHeads(), g.Row()
 	switch g.Layout {
@@ -70,7 +70,7 @@ func (g *Geometry) Shape() []int {
 	return []int{blocks, heads, tokens, row}
 }
 
-// at returns where one plane of a head and token lies in a layer.
+// at returns the offset, in a layer, of one plane of a head and token.
 //
 //go:norace
 func (g *Geometry) at(plane, block, head, slot int) int64 {
@@ -89,7 +89,7 @@ func (g *Geometry) at(plane, block, head, slot int) int64 {
 	return int64(block)*size + at
 }
 
-// BlockParts appends the pieces of a block in one layer.
+// BlockParts appends to parts the pieces of memory of a block in one layer.
 func (g *Geometry) BlockParts(parts [][]byte, layer []byte, block int) [][]byte {
 	n := int64(g.BlockBytes())
 	if !g.Layout.Split() {

@@ -11,17 +11,16 @@ import (
 	"github.com/kvasir-kv/kvasir/store/hitcurve"
 )
 
-// CurveOptions says for which pool EstimateCurve estimates.
+// CurveOptions describes the pool for which EstimateCurve estimates.
 type CurveOptions struct {
-	Policy   string // of evict.Names; default evict.Default
-	Capacity int    // blocks of the pool
+	Policy   string // one of evict.Names; default evict.Default
+	Capacity int    // size of the pool in blocks
 	Tiers    []hitcurve.Tier
-	Bytes    int64 // of a block; default 1
+	Bytes    int64 // bytes of a block; default 1
 }
 
-// EstimateCurve plays a trace in a pool, with the estimator that a server has, and returns what it says at the end. The sizes of
-// the result are bytes. after is called after each request; it may be nil.
-// Errors: ErrOptions, that of ctx.
+// EstimateCurve plays a trace in a pool, together with the estimator of hit rates that a server has. It returns the estimate at the
+// end; the sizes in it are bytes. If after is not nil, it is called after each request. The error is ErrOptions, or ctx's.
 func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOptions, after func(request int, c *hitcurve.Curves)) (hitcurve.Window, error) {
 	p, err := numberPrompts(ctx, workload.Each(requests), maxHeldWords, maxDifferent)
 	if err != nil {

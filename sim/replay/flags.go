@@ -24,7 +24,7 @@ type PolicyFlags struct {
 	SVG        string          `name:"plot" aliases:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
 }
 
-// Help is shown by kvasir sim evict --help.
+// Help returns the text of kvasir sim evict --help.
 func (PolicyFlags) Help() string {
 	return `What a store of each size would have had of a trace under each eviction policy, and what the optimum would have had, which
 knows the future. Only full blocks count; a hit is a run of them from a prompt's start. JSON: rows of policy, capacity_blocks,
@@ -40,8 +40,7 @@ Examples:
   kvasir sim evict --trace conversation_trace.jsonl --policies lru,leaf-hazard --csv rates.csv --plot rates.svg`
 }
 
-// Play reads the trace and plays the policies. Errors are ErrOptions, workload.ErrTrace, that of ctx
-// and those of files.
+// Play reads the trace and plays the policies. The error is ErrOptions, workload.ErrTrace, ctx's, or one of files.
 func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 	o := PolicyOptions{Policies: f.Policies, Capacities: f.Capacities}
 	if err := o.check(); err != nil {
@@ -53,7 +52,7 @@ func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 	return CompareStream(ctx, workload.Stream(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests, Format: f.Format}), o)
 }
 
-// Files writes the files that were asked for.
+// Files writes the output files for which the flags ask.
 func (f *PolicyFlags) Files(r *PolicyResult) error {
 	return errors.Join(writeFile(f.CSV, r.WriteCSV), writeFile(f.SVG, r.WriteSVG))
 }

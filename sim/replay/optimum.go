@@ -8,16 +8,15 @@ import (
 	"slices"
 )
 
-// optimum counts the hits of the best possible policy, which knows all requests to come. After each request
-// it keeps those blocks, of the cache and of the request, that are used again soonest. A block is never used
-// later than the blocks that continue it, and of equals the deeper goes first, so an evicted block is always
-// a leaf of the prefix tree. The optimum may refuse new blocks at once, which a server that must store them
-// first cannot do: so it is an upper bound for all policies.
+// optimum counts the hits of the best possible policy, which knows all requests to come. After each request it keeps those blocks, of
+// the cache and of the request, whose next use is soonest. A block is never used later than the blocks that continue it, and of blocks
+// with the same next use the deeper one is evicted first; so an evicted block is always a leaf of the prefix tree. The optimum may
+// refuse to store new blocks, which a server that must store them first cannot: so it is an upper bound for all policies.
 //
-// next has the next use of each block of the tape. A heap has the blocks that are there and stale entries; it is made anew before the stale
-// entries are more than half.
+// next has the next use of each block of the tape. A heap holds the blocks in the cache, and also stale entries; it is rebuilt before
+// more than half of its entries are stale.
 func optimum(ctx context.Context, p *prompts, next *words, capacity int) (hits int64, err error) {
-	kept := make([]future, p.blocks+1) // zero: not there
+	kept := make([]future, p.blocks+1) // zero: the block is not in the cache
 	var order futures
 	size := 0
 	err = p.play(ctx, next, func(_ int, blocks, uses []uint32) bool {
@@ -51,12 +50,12 @@ func optimum(ctx context.Context, p *prompts, next *words, capacity int) (hits i
 
 // future says when a block is used next.
 type future struct {
-	next  uint32 // request, from 1
+	next  uint32 // number of the request, from 1
 	depth uint32
 	block uint32
 }
 
-// futures is a heap: the block whose next use is the latest is on top.
+// futures is a heap; on top is the block whose next use is the latest.
 type futures []future
 
 func (f futures) Len() int { return len(f) }

@@ -15,42 +15,42 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
-// ErrOptions means that the options cannot be played.
+// ErrOptions means that options are not valid.
 var ErrOptions = errors.New("replay: invalid options")
 
-// Optimum names the rows of the policy that knows the future.
+// Optimum is the name, in rows, of the policy that knows the future.
 const Optimum = "optimum"
 
-// MaxCapacity bounds a size, in blocks.
+// MaxCapacity is the largest size, in blocks.
 const MaxCapacity = 1 << 30
 
-// PolicyOptions says what to play. A zero field means its default.
+// PolicyOptions says which policies to play, at which sizes. A zero field means its default.
 type PolicyOptions struct {
-	Policies   []string // default all of evict.Names; Optimum is always played
-	Capacities []int    // sizes in blocks
+	Policies   []string // default all of evict.Names; Optimum is always played, too
+	Capacities []int    // sizes of the cache in blocks
 
-	held      int // words of a tape in memory; default maxHeldWords
-	different int // blocks; default maxDifferent
+	held      int // words of a tape that stay in memory; default maxHeldWords
+	different int // most distinct blocks; default maxDifferent
 }
 
-// PolicyRow is one policy at one size.
+// PolicyRow is the result of one policy at one size.
 type PolicyRow struct {
 	Policy   string  `json:"policy"`
 	Capacity int     `json:"capacity_blocks"`
-	BlockHit float64 `json:"block_hit"` // of the full blocks of all prompts, those in a row from a prompt's start that were there
-	TokenHit float64 `json:"token_hit"` // the tokens of these blocks, of all tokens of the prompts
+	BlockHit float64 `json:"block_hit"` // hits: share of the full blocks of all prompts that were in the cache, counted in a row from a prompt's start
+	TokenHit float64 `json:"token_hit"` // share of all prompt tokens that lie in these blocks
 
 	HitBlocks int64   `json:"hit_blocks"`
-	Gap       float64 `json:"gap"` // part of the way from lru to the optimum; 0 where there is none
+	Gap       float64 `json:"gap"` // how much of the way from lru to the optimum the policy achieves; 0 if lru is the optimum
 }
 
-// PolicyResult is the outcome of CompareStream.
+// PolicyResult is the result of CompareStream.
 type PolicyResult struct {
 	Default  string      `json:"default"` // a server's default policy
 	Requests int         `json:"requests"`
-	Blocks   int64       `json:"blocks"` // full ones
+	Blocks   int64       `json:"blocks"` // full blocks of all prompts
 	Tokens   int64       `json:"tokens"`
-	Best     int64       `json:"hit_blocks_unlimited"` // with room for all
+	Best     int64       `json:"hit_blocks_unlimited"` // hits with room for all blocks
 	Rows     []PolicyRow `json:"rows"`
 }
 
@@ -71,19 +71,18 @@ func (o *PolicyOptions) check() error {
 	return nil
 }
 
-// ComparePolicies is CompareStream for requests that are in memory.
+// ComparePolicies does what CompareStream does, for requests that are in memory.
 func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyOptions) (*PolicyResult, error) {
 	return CompareStream(ctx, workload.Each(requests), o)
 }
 
-// CompareStream plays eviction policies against a trace: it counts what a store of a given size would have had of the
-// prompts under each policy, and what the best one, which knows the future, would have had. It plays every policy at every
-// size. When ctx ends, the rows so far are returned with its error.
+// CompareStream plays eviction policies against a trace: it counts how many blocks of the prompts a store of a given size would have
+// had under each policy, and under the best policy, which knows the future. It plays every policy at every size. When ctx ends first,
+// it returns the rows so far with ctx's error.
 //
-// It reads the requests once, and keeps 8 bytes for each full block of each prompt: of 2^26 of these in memory, of others in temporary files
-// without a name in os.TempDir. Besides it takes about 100 bytes for each different block.
-// Errors: those of the requests, ErrOptions, workload.ErrTrace for more than 2^26 different blocks, those of temporary files, that of
-// evict.New, that of ctx.
+// It reads the requests once, and keeps 8 bytes for each full block of each prompt: 2^26 of them in memory, the others in temporary
+// files without a name in os.TempDir. In addition it takes about 100 bytes for each distinct block. The error is one of the requests,
+// ErrOptions, workload.ErrTrace if there are more than 2^26 distinct blocks, one of temporary files, of evict.New, or ctx's.
 func CompareStream(ctx context.Context, requests iter.Seq2[workload.Request, error], o PolicyOptions) (*PolicyResult, error) {
 	if err := o.check(); err != nil {
 		return nil, err
@@ -136,7 +135,7 @@ func CompareStream(ctx context.Context, requests iter.Seq2[workload.Request, err
 	return r, nil
 }
 
-// playPolicy counts the hits of a policy.
+// playPolicy counts the hits of one policy at one size.
 func playPolicy(ctx context.Context, p *prompts, policy string, capacity int) (hits int64, err error) {
 	e, err := evict.New(policy, int64(capacity))
 	if err != nil {
@@ -151,26 +150,26 @@ func playPolicy(ctx context.Context, p *prompts, policy string, capacity int) (h
 	return hits, err
 }
 
-// player is a cache of blocks under a policy. It calls the policy as a store does: the blocks of a prompt that are there are busy while it
-// stores the rest, head first; then it adds the new blocks and uses the others, tail first.
+// player is a cache of blocks under a policy. It calls the policy in the same order as a store does: the blocks of a prompt that are in
+// the cache are busy while the rest is stored, head first. Then it adds the new blocks and marks the others as used, tail first.
 type player struct {
 	policy   evict.Policy
 	capacity int
-	at       []uint32 // the slot of each block
-	holds    []uint32 // the block of each slot
-	busyIn   []int    // by slot: the last request, from 1, that it was part of
-	isNew    []bool   // of a request's blocks
+	at       []uint32 // slot of each block
+	holds    []uint32 // block in each slot
+	busyIn   []int    // by slot: number, from 1, of the last request of which its block was a part
+	isNew    []bool   // for each block of the current request: it is new
 	requests int
 }
 
-// absent is the slot of a block that is not there.
+// absent is the slot of a block that is not in the cache.
 const absent = ^uint32(0)
 
 func newPlayer(policy evict.Policy, capacity, blocks int) *player {
 	return &player{policy: policy, capacity: capacity, at: slices.Repeat([]uint32{absent}, blocks+1)}
 }
 
-// find returns how many blocks of a prompt are there, in a row from its start.
+// find returns how many leading blocks of a prompt are in the cache.
 func (c *player) find(blocks []uint32) (hits int) {
 	for hits < len(blocks) && c.at[blocks[hits]] != absent {
 		hits++
@@ -178,7 +177,7 @@ func (c *player) find(blocks []uint32) (hits int) {
 	return hits
 }
 
-// store stores a prompt.
+// store stores the blocks of a prompt.
 func (c *player) store(blocks []uint32) {
 	c.requests++
 	for _, b := range blocks {
@@ -193,7 +192,7 @@ func (c *player) store(blocks []uint32) {
 		}
 		slot, ok := c.take()
 		if !ok {
-			break // the prompt's tail finds no room
+			break // there is no room for the rest of the prompt
 		}
 		c.holds[slot], c.at[b], c.busyIn[slot], c.isNew[k] = b, slot, c.requests, true
 	}
@@ -211,7 +210,7 @@ func (c *player) store(blocks []uint32) {
 	}
 }
 
-// take returns a free slot, evicting where there is none.
+// take returns a free slot. If there is none, it evicts a block.
 func (c *player) take() (slot uint32, ok bool) {
 	if len(c.holds) < c.capacity {
 		c.holds, c.busyIn = append(c.holds, 0), append(c.busyIn, 0)
@@ -224,7 +223,7 @@ func (c *player) take() (slot uint32, ok bool) {
 	return slot, ok
 }
 
-// nameOf returns the name of a block: uniform bits, as those of a hash are (the finalizer of splitmix64).
+// nameOf returns a name for a block with uniform bits, as a hash has (the finalizer of splitmix64).
 func nameOf(block uint32) uint64 {
 	x := uint64(block) * 0x9e3779b97f4a7c15
 	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/plot"
 )
 
-// Print writes the result as a table: block hit rate, token hit rate and the part of the gap between
-// lru and the optimum.
+// Print writes the result as a table: block hit rate, token hit rate, and the part of the gap between lru and the optimum that a policy
+// closes.
 func (r *PolicyResult) Print(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(t, "capacity\tpolicy\tblocks hit\ttokens hit\tof the gap\t\n")
@@ -35,7 +35,7 @@ func (r *PolicyResult) Print(w io.Writer) error {
 	return err
 }
 
-// WriteCSV writes the rows.
+// WriteCSV writes the rows as CSV.
 func (r *PolicyResult) WriteCSV(w io.Writer) error {
 	c := csv.NewWriter(w)
 	_ = c.Write([]string{"policy", "capacity_blocks", "block_hit", "token_hit", "hit_blocks", "gap"}) // Flush keeps the error
@@ -47,7 +47,7 @@ func (r *PolicyResult) WriteCSV(w io.Writer) error {
 	return c.Error()
 }
 
-// WriteSVG draws the block hit rate of each policy by size.
+// WriteSVG draws the block hit rate of each policy by the size of the cache.
 func (r *PolicyResult) WriteSVG(w io.Writer) error {
 	p := plot.Panel{Title: "blocks hit, %", XLabel: "capacity in blocks"}
 	at := make(map[string]int)

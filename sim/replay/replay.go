@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package replay counts what a prefix cache of a given size would have had of a trace: no
-// engine, no time, only names of blocks. ComparePolicies does it for eviction policies.
+// Package replay counts which blocks of a trace's prompts a prefix cache of a given size would have had. It has no engine and no time,
+// only names of blocks. ComparePolicies does that for eviction policies.
 package replay
 
 import (
@@ -14,28 +14,27 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Cache is a least-recently-used set of block names. The zero capacity is unlimited.
+// Cache is a set of block names that evicts the least recently used one. Capacity zero means unlimited.
 type Cache[K comparable] struct {
 	capacity int
-	at       map[K]*list.Element // nil elements when unlimited
-	order    list.List           // front: next to go
+	at       map[K]*list.Element // the elements are nil if the capacity is unlimited
+	order    list.List           // the front is evicted next
 	evicted  int
 }
 
-// NewCache returns an empty cache of capacity blocks; 0 is unlimited.
+// NewCache returns an empty cache for capacity blocks; 0 means unlimited.
 func NewCache[K comparable](capacity int) *Cache[K] {
 	return &Cache[K]{capacity: capacity, at: make(map[K]*list.Element)}
 }
 
-// Has reports whether a block is there.
+// Has reports whether a block is in the cache.
 func (c *Cache[K]) Has(k K) bool {
 	_, ok := c.at[k]
 	return ok
 }
 
-// PutRun makes the n blocks of a prompt the most recently used ones, the first of them most of
-// all, so that a prompt's end goes before its start. It does not evict blocks of the prompt
-// to make room for others of it.
+// PutRun makes the n blocks of a prompt the most recently used ones, its first block the most of all, so that a prompt's end is evicted
+// before its start. It does not evict blocks of the prompt to make room for other blocks of the prompt.
 func (c *Cache[K]) PutRun(n int, name func(i int) K) {
 	if c.capacity > 0 {
 		for i := range n {
@@ -65,49 +64,49 @@ func (c *Cache[K]) put(k K) {
 	}
 }
 
-// Len returns how many blocks are there.
+// Len returns how many blocks are in the cache.
 func (c *Cache[K]) Len() int { return len(c.at) }
 
-// Evicted returns how many blocks had to go.
+// Evicted returns how many blocks were evicted.
 func (c *Cache[K]) Evicted() int { return c.evicted }
 
-// Result is what a cache had of a trace.
+// Result says how many blocks of a trace's prompts a cache had.
 type Result struct {
 	Requests  int   `json:"requests"`
-	Blocks    int   `json:"blocks"`     // that the prompts have
-	HitBlocks int   `json:"hit_blocks"` // in a row from a prompt's start, that were there
-	Tokens    int64 `json:"tokens"`     // of the prompts
+	Blocks    int   `json:"blocks"`     // blocks of the prompts
+	HitBlocks int   `json:"hit_blocks"` // leading blocks of prompts that were in the cache
+	Tokens    int64 `json:"tokens"`     // tokens of the prompts
 	HitTokens int64 `json:"hit_tokens"`
 
 	Capacity int           `json:"capacity_blocks"` // 0: unlimited
-	Kept     int           `json:"kept_blocks"`     // at the end
+	Kept     int           `json:"kept_blocks"`     // blocks in the cache at the end
 	Evicted  int           `json:"evicted_blocks"`
-	Span     time.Duration `json:"-"` // of the arrivals
+	Span     time.Duration `json:"-"` // time from the first to the last arrival
 
-	Parts []Part `json:"-"` // of the trace, MostParts of equal length in time
+	Parts []Part `json:"-"` // parts of the trace, MostParts of equal length in time
 }
 
-// Part is a part of a trace.
+// Part is the result for a part of a trace.
 type Part struct {
-	To                time.Duration // its end
+	To                time.Duration // end of the part
 	Blocks, HitBlocks int
 }
 
-// MostParts is into how many parts a trace is divided.
+// MostParts is the number of parts into which a trace is divided.
 const MostParts = 60
 
-// Run looks every prompt up in a cache of capacity blocks and puts all its blocks there. When
-// ctx ends, the result so far is returned with its error.
+// Run looks up every prompt in a cache of capacity blocks, and then puts all blocks of the prompt there. When ctx ends first, it
+// returns the result so far with ctx's error.
 func Run(ctx context.Context, requests []workload.Request, capacity int) (Result, error) {
 	return Stream(ctx, workload.Each(requests), capacity)
 }
 
-// maxNames bounds the names of an unlimited cache, of which each takes some 40 bytes.
+// maxNames is the largest number of names in an unlimited cache; each takes some 40 bytes.
 const maxNames = 1 << 26
 
-// Stream is Run for requests that come one after another. It keeps none of them: its memory is that of the cache.
-// Errors: that of the requests, workload.ErrTrace where an unlimited cache would have to hold more than 2^26 blocks, and that of ctx with the
-// result so far.
+// Stream does what Run does, for requests that come one after another. It keeps none of them: it takes only the memory of the cache.
+// The error is one of the requests, workload.ErrTrace if an unlimited cache would need more than 2^26 blocks, or ctx's, with the result
+// so far.
 func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], capacity int) (r Result, err error) {
 	r.Capacity = capacity
 	c := NewCache[int64](capacity)
@@ -139,15 +138,15 @@ func Stream(ctx context.Context, requests iter.Seq2[workload.Request, error], ca
 	return r, nil
 }
 
-// history has the blocks and hits of a trace over time: one Part for each request, up to 65,536. For more requests, each Part is the sum of
-// as many consecutive requests as necessary.
+// history records the blocks and hits of a trace over time: one Part per request, for up to 65,536 requests. For more requests, each
+// Part is the sum over as many consecutive requests as necessary.
 type history struct {
 	list  []Part
-	each  int // requests of one sum
-	added int // to the last
+	each  int // requests that one Part sums up
+	added int // requests added to the last Part
 }
 
-// maxHistory bounds a history.
+// maxHistory is the largest number of Parts of a history.
 const maxHistory = 1 << 16
 
 func (h *history) add(p Part) {
@@ -167,7 +166,7 @@ func (h *history) add(p Part) {
 	h.list, h.added = append(h.list, p), 1
 }
 
-// parts divides the history into MostParts parts of equal length in time; nil without requests.
+// parts divides the history into MostParts parts of equal length in time; nil if there are no requests.
 func (h *history) parts(span time.Duration) []Part {
 	if len(h.list) == 0 {
 		return nil

@@ -13,24 +13,24 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Limits of a trace whose policies are compared.
+// Limits of a trace for which policies are compared.
 const (
-	maxHeldWords = 1 << 26 // of a tape in memory, 256 MiB; what is beyond is in a temporary file
-	maxDifferent = 1 << 26 // blocks
+	maxHeldWords = 1 << 26 // words of a tape in memory: 256 MiB; the rest is in a temporary file
+	maxDifferent = 1 << 26 // distinct blocks
 	maxPrompts   = math.MaxUint32 - 1
 )
 
-// pageWords are read and written together.
+// pageWords is how many words are read and written at a time.
 const pageWords = 1 << 16
 
-// words is a list of numbers, 4 bytes each. Beyond its limit it is in a temporary file that has no name. It is read page by page.
+// words is a list of numbers of 4 bytes. What exceeds its limit is in a temporary file without a name. It is read page by page.
 type words struct {
-	pages [][]uint32 // nil: the page is in the file
+	pages [][]uint32 // nil: that page is in the file
 	n     int
 	held  int // pages in memory
-	most  int // the same, at most
+	most  int // most pages in memory
 	file  *os.File
-	bytes []byte   // of a page on its way
+	bytes []byte   // buffer for a page that is read or written
 	read  []uint32 // the page that was read last
 }
 
@@ -49,7 +49,7 @@ func (w *words) add(v uint32) error {
 	return nil
 }
 
-// end is called when a page is full. It writes the page to the file if memory has as many pages as it may.
+// end must be called when a page is full. If memory has as many pages as allowed, it writes the page to the file.
 func (w *words) end(page int) (err error) {
 	if page < 0 || w.held < w.most {
 		return nil
@@ -73,7 +73,7 @@ func (w *words) end(page int) (err error) {
 	return nil
 }
 
-// page returns a page, which is the caller's until the next call.
+// page returns a page; the caller may use it until the next call.
 func (w *words) page(page int) ([]uint32, error) {
 	if p := w.pages[page]; p != nil {
 		return p, nil
@@ -92,26 +92,26 @@ func (w *words) page(page int) ([]uint32, error) {
 
 func (w *words) close() {
 	if w != nil && w.file != nil {
-		_ = w.file.Close() // it has no name: nothing of it is left
+		_ = w.file.Close() // the file has no name, so nothing of it is left
 	}
 }
 
-// prompts are the full blocks of a trace's prompts, numbered from 1; 0 is no block. close removes the temporary file.
+// prompts holds the full blocks of a trace's prompts, numbered from 1; 0 means no block. close removes the temporary file.
 type prompts struct {
-	tape     words // of each prompt its blocks, the first one with begin; begin alone for a prompt without a full block
+	tape     words // the blocks of each prompt, the first one with the mark begin; only begin for a prompt without a full block
 	requests int
-	blocks   int   // distinct
-	all      int64 // in all
+	blocks   int   // distinct blocks
+	all      int64 // all blocks
 	tokens   int64
-	size     int // tokens of a block
+	size     int // tokens in a block
 }
 
-// begin marks the first block of a prompt.
+// begin is the bit that marks the first block of a prompt.
 const begin = 1 << 31
 
-// numberPrompts gives the full blocks of the requests numbers. A block's name and all names before it identify it: the same name
-// after two different beginnings is two blocks. held is how many words of a tape stay in memory, different how many
-// different blocks there may be.
+// numberPrompts gives numbers to the full blocks of the requests. A block is identified by its name and all names before it: the same
+// name after two different beginnings means two blocks. held is how many words of a tape stay in memory, and different is the largest
+// number of distinct blocks.
 func numberPrompts(ctx context.Context, requests iter.Seq2[workload.Request, error], held, different int) (p *prompts, err error) {
 	type step struct {
 		before uint32
@@ -165,8 +165,8 @@ func numberPrompts(ctx context.Context, requests iter.Seq2[workload.Request, err
 
 func (p *prompts) close() { p.tape.close() }
 
-// play calls f for each prompt, with its blocks and the words of with at the same places, until f returns false or ctx ends. f may use the
-// slices until it returns. with may be nil.
+// play calls f for each prompt until f returns false or ctx ends. f gets the prompt's blocks, and the words of `with` at the same
+// places; with may be nil. f must not use the slices after it has returned.
 func (p *prompts) play(ctx context.Context, with *words, f func(request int, blocks, also []uint32) bool) error {
 	var blocks, also, page, other []uint32
 	request := -1
@@ -207,7 +207,7 @@ func (p *prompts) play(ctx context.Context, with *words, f func(request int, blo
 // never is the next use of a block that is not used again.
 const never = math.MaxUint32
 
-// nextUses returns, for each word of the tape, the request, from 1, that uses the block next.
+// nextUses returns, for each word of the tape, the number (from 1) of the request that uses the block next.
 func (p *prompts) nextUses(ctx context.Context) (next *words, err error) {
 	next = &words{n: p.tape.n, most: p.tape.most, pages: make([][]uint32, len(p.tape.pages))}
 	defer func() {

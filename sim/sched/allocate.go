@@ -4,17 +4,17 @@ package sched
 
 import "slices"
 
-// blocksFor returns how many blocks n tokens take.
+// blocksFor returns how many blocks are needed for n tokens.
 func (s *Scheduler) blocksFor(n int) int { return (n + s.c.BlockTokens - 1) / s.c.BlockTokens }
 
-// groupHash is the name of a block of a group: two groups hold different KV of equal tokens.
+// groupHash returns the hash of a block in one group: groups hold different KV for the same tokens.
 func groupHash(h Hash, group int) Hash {
 	h[len(h)-1] ^= byte(group)
 	return h
 }
 
-// hit returns the longest prefix of r that every group has, in tokens, and its blocks: 0 for
-// those that no layer reads. At least one token is left to compute.
+// hit returns the longest prefix of r that every group has in the cache, in tokens, and its blocks; block 0 stands for blocks that no
+// layer reads. At least one token is left to compute.
 func (s *Scheduler) hit(r *Request) (blocks [][]BlockID, tokens int) {
 	for g := range s.hits {
 		s.hits[g] = s.hits[g][:0]
@@ -49,8 +49,8 @@ func (s *Scheduler) hit(r *Request) (blocks [][]BlockID, tokens int) {
 	return s.hits, n * s.c.BlockTokens
 }
 
-// tailHit looks from block n to the left for as many known blocks in a row as a hit of the
-// group needs, fewer only at the very start. It returns where they end.
+// tailHit looks for a hit of a window or state group: from block n to the left, it looks for as many cached blocks in a row as a hit of
+// the group needs, or fewer only at the very start. It returns the end of that run.
 func (s *Scheduler) tailHit(r *Request, g, tail, n int) int {
 	list := slices.Grow(s.hits[g][:0], n)[:n]
 	clear(list)
@@ -71,8 +71,8 @@ func (s *Scheduler) tailHit(r *Request, g, tail, n int) int {
 	return run
 }
 
-// need returns how many free blocks r takes to hold x tokens with a hit, when total tokens
-// of it exist. bounded says that what leaves a window meanwhile is counted as freed.
+// need returns how many free blocks r needs to hold x tokens together with a hit, if it will have total tokens. bounded means that
+// blocks that leave a window meanwhile count as freed.
 func (s *Scheduler) need(r *Request, x, total int, hit [][]BlockID, bounded bool) (n int) {
 	for g, group := range s.c.Groups {
 		var own []BlockID
@@ -102,21 +102,21 @@ func (s *Scheduler) groupNeed(table []BlockID, group Group, x, total int, hit []
 	n := max(0, blocks-have)
 	for i := from; i < len(hit); i++ {
 		if b := hit[i]; b != 0 && s.pool.blocks[b].users == 0 {
-			n++ // it leaves the free queue, too
+			n++ // it also leaves the free queue
 		}
 	}
 	return n
 }
 
-// allocate gives r blocks for n more tokens, after a hit of local tokens and external tokens
-// that are loaded. admission says that r waits. An asynchronous load has n 0, and its blocks
-// cannot be found yet. If allocate fails, it has only freed blocks that left a window.
+// allocate gives r the blocks for n more tokens, after a hit of `local` tokens and `external` tokens that are loaded. admission means
+// that r is waiting. For an asynchronous load, n is 0, and the blocks cannot be found in the cache yet. If allocate returns false, it
+// has only freed blocks that left a window.
 func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external int, admission, async bool) bool {
 	total := min(r.done+local+external, s.c.MaxModel)
 	upto := min(total+n, s.c.MaxModel)
-	looks := total // position of the next token to compute: tokens that it does not look at take no blocks
+	looks := total // position of the next token to compute: tokens that it does not attend to need no blocks
 	if async && total == r.tokens {
-		looks-- // the last token is computed all the same
+		looks-- // the last token is computed in any case
 	}
 	mark, reserved := 0, 0
 	if admission {
@@ -144,7 +144,7 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 			s.adopt(r, g, hit[g], out)
 		}
 		for len(r.tables[g]) < min(out, s.blocksFor(total)) {
-			r.tables[g] = append(r.tables[g], 0) // no layer reads it: it is not loaded
+			r.tables[g] = append(r.tables[g], 0) // no layer reads this block, so it is not loaded
 		}
 	}
 	for _, tokens := range []int{total, upto} {
@@ -158,14 +158,14 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 	return true
 }
 
-// onlyReservationsBlock reports whether only reservations keep r from loading, r's own among them, and nothing is in progress that would
-// end one. vLLM 0.32 leaves a request whose load failed among the prefills in flight: the request must fit beside its own
-// reservation, and if it does not fit, it stays at the head of the queue for ever.
+// onlyReservationsBlock reports whether only reservations, r's own among them, keep r from loading, while nothing is in progress that
+// would end one. vLLM 0.32 counts a request whose load failed as a prefill in flight: the request must fit in beside its own
+// reservation, and if it does not, it stays at the head of the queue for ever.
 func (s *Scheduler) onlyReservationsBlock(r *Request) bool {
 	if !r.prefill || len(s.running) > 0 || len(s.late) > 0 {
 		return false
 	}
-	for _, o := range s.requests { // those that this pass has skipped are in no queue
+	for _, o := range s.requests { // requests that this pass has skipped are in no queue
 		if o.status == Loading && !o.arrived {
 			return false
 		}
@@ -173,7 +173,7 @@ func (s *Scheduler) onlyReservationsBlock(r *Request) bool {
 	return true
 }
 
-// adopt puts the blocks of a hit into r's table, except the first out blocks.
+// adopt puts the blocks of a hit into r's table, except the first `out` blocks, for which it puts 0.
 func (s *Scheduler) adopt(r *Request, g int, hit []BlockID, out int) {
 	for i, b := range hit {
 		if i < out {
@@ -187,7 +187,7 @@ func (s *Scheduler) adopt(r *Request, g int, hit []BlockID, out int) {
 	r.cached[g] = len(r.tables[g])
 }
 
-// leaveWindow frees the blocks of r that no token from position total on looks at.
+// leaveWindow frees those blocks of r to which no token from position total on attends.
 func (s *Scheduler) leaveWindow(r *Request, g, total int) {
 	var list []BlockID
 	table := r.tables[g]
@@ -200,8 +200,7 @@ func (s *Scheduler) leaveWindow(r *Request, g, total int) {
 	}
 }
 
-// commit makes the full blocks of r's first n tokens findable. Their KV may not be there yet:
-// a step or a load promises it.
+// commit makes the full blocks of r's first n tokens findable in the cache. Their KV may not exist yet: a step or a load will write it.
 func (s *Scheduler) commit(r *Request, n int) {
 	full := n / s.c.BlockTokens
 	if s.c.NoPrefixCache {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sched decides like vLLM's scheduler: which requests run in a step and how many
-// tokens of each, which blocks of the paged KV cache they get, who is preempted, what hits
-// the prefix cache, what waits for remote KV.
+// Package sched makes the same decisions as vLLM's scheduler: which requests run in a step and with how many tokens, which blocks of
+// the paged KV cache they get, which request is preempted, what hits the prefix cache, and what waits for remote KV.
 //
-// It is a state machine without a clock, a goroutine or tokens: a request has the hash of
-// each of its blocks, an engine reports the outcome of each step. One goroutine calls it.
+// It is a state machine without a clock, goroutines or tokens: a request gives the hash of each of its blocks, and the engine reports
+// the outcome of each step. Only one goroutine may call it.
 //
-// An engine turns like this; under Config.Async two steps may be in flight:
+// An engine uses it like this; under Config.Async two steps may be in flight:
 //
 //	step := s.Schedule()              // rows to compute, blocks to use
 //	result := s.Process(sched.Output{}) // the oldest step is done

@@ -6,9 +6,9 @@ import "slices"
 
 // Output is what became of a step, beside its tokens.
 type Output struct {
-	Arrived []string  // requests whose load has ended, failed ones too
-	Sent    []string  // ended requests whose blocks have no reader any more
-	Bad     []BlockID // that a load did not fill
+	Arrived []string  // requests whose load has ended, failed ones included
+	Sent    []string  // ended requests whose blocks no connector reads any more
+	Bad     []BlockID // blocks that a load did not fill
 	Failed  []string  // requests whose load failed as a whole
 }
 
@@ -18,7 +18,7 @@ type End struct {
 	Reason  Reason
 }
 
-// EventKind is what happened to blocks.
+// EventKind says what happened to blocks of the prefix cache.
 type EventKind uint8
 
 // The kinds of an Event.
@@ -28,25 +28,25 @@ const (
 	Cleared
 )
 
-// Event says which blocks can be found. A hash that was stored twice is removed twice.
+// Event says which blocks have become findable in the prefix cache, or are no longer. A hash that was stored twice is removed twice.
 type Event struct {
 	Kind   EventKind
 	Hashes []Hash
-	// Request and Block say of stored ones whose they are, and the index of the first; the one
-	// before it is their parent.
+	// Request and Block belong to a Stored event: whose blocks they are, and the index of the first one. The block before it is their
+	// parent.
 	Request *Request
 	Block   int
 	Group   int
 }
 
-// Result is what follows from a step's output.
+// Result is what follows from the Output of a step.
 type Result struct {
-	Tokens []*Request // requests that have one more token
+	Tokens []*Request // requests that got one more token
 	Ended  []End
-	Events []Event // since the last Result
+	Events []Event // events since the last Result
 }
 
-// Process takes in the output of the oldest step in flight.
+// Process handles the output of the oldest step in flight.
 func (s *Scheduler) Process(o Output) Result {
 	step := s.flight[0]
 	s.flight = slices.Delete(s.flight, 0, 1)
@@ -89,7 +89,7 @@ func (s *Scheduler) Process(o Output) Result {
 	return out
 }
 
-// freeLate frees the late blocks to which no step in flight writes any more.
+// freeLate frees those late blocks to which no step in flight writes any more.
 func (s *Scheduler) freeLate() {
 	for len(s.late) > 0 && s.late[0].step <= s.processed {
 		s.pool.release(s.late[0].blocks)
@@ -97,7 +97,7 @@ func (s *Scheduler) freeLate() {
 	}
 }
 
-// output takes one row's token in.
+// output handles the token of one row.
 func (s *Scheduler) output(row *Row, out *Result) {
 	r := row.Request
 	r.inFlight -= row.Tokens
@@ -116,7 +116,7 @@ func (s *Scheduler) output(row *Row, out *Result) {
 	if s.c.Async && r.status == Running {
 		s.commit(r, r.done-r.placeholders)
 	}
-	if r.Stops != nil && r.Stops() { // before the length, as vLLM's check_stop
+	if r.Stops != nil && r.Stops() { // before the length is checked, as in vLLM's check_stop
 		s.end(r, Stop)
 		out.Ended = append(out.Ended, End{r, Stop})
 		return
@@ -127,8 +127,7 @@ func (s *Scheduler) output(row *Row, out *Result) {
 	}
 }
 
-// loadErrors takes back the tokens that a failed load did not bring. It returns the requests
-// that end because of it.
+// loadErrors takes back the tokens that a failed load did not bring. It returns the requests that end because of that.
 func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	if len(o.Bad) == 0 && len(o.Failed) == 0 {
 		return nil
@@ -159,7 +158,7 @@ func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	for _, r := range s.running {
 		before := r.done
 		if i := slices.IndexFunc(step.Rows, func(row Row) bool { return row.Request == r }); i >= 0 {
-			before = max(0, before-step.Rows[i].Tokens) // it may have been preempted, and begun again, since this step
+			before = max(0, before-step.Rows[i].Tokens) // the request may have been preempted and begun again since this step
 		}
 		if first, hit := s.firstBad(r, before, bad, whole, mark); hit {
 			ended = s.fail(r, first, before, ended)
@@ -168,8 +167,9 @@ func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	return ended
 }
 
-// firstBad looks for bad blocks among those of r's first n tokens. first is the index of the
-// first that no request before r has marked, or -1.
+// firstBad looks for bad blocks among the blocks of r's first n tokens. first is the index of the first bad block that no request
+// before r has marked; -1: there is none. affected is true if r has a bad block, marked or not. If whole names r, the results are 0 and
+// true.
 func (s *Scheduler) firstBad(r *Request, n int, bad map[BlockID]bool, whole map[string]bool, mark map[BlockID]bool) (first int, affected bool) {
 	first = -1
 	if whole[r.ID] {
@@ -197,7 +197,7 @@ func (s *Scheduler) firstBad(r *Request, n int, bad map[BlockID]bool, whole map[
 	return first, affected
 }
 
-// fail sends r back to its first bad block, or to where it was, or ends it.
+// fail sets r back to its first bad block, or to where it was before, or ends it.
 func (s *Scheduler) fail(r *Request, first, before int, ended []*Request) []*Request {
 	if !s.c.Recompute {
 		if r.status == Running && first >= 0 {
@@ -229,8 +229,8 @@ func (s *Scheduler) fail(r *Request, first, before int, ended []*Request) []*Req
 	return ended
 }
 
-// complete reports whether r has all blocks that the token after its first n looks at. A group
-// with a window or states has no blocks that the token at the end of the load does not look at.
+// complete reports whether r has all blocks to which the token after its first n attends. A group with a window or states has only
+// blocks to which the token at the end of the load attends.
 func (s *Scheduler) complete(r *Request, n int) bool {
 	for g, group := range s.c.Groups {
 		if slices.Contains(r.tables[g][group.outside(n, s.c.BlockTokens):s.blocksFor(n)], 0) {

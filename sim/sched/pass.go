@@ -4,47 +4,46 @@ package sched
 
 import "slices"
 
-// RowKind says how a request came into a step.
+// RowKind says how a request came to be in a step.
 type RowKind uint8
 
-// The kinds of a row.
+// The kinds of rows.
 const (
-	RowRunning RowKind = iota // it was running
+	RowRunning RowKind = iota // it was running before
 	RowNew
-	RowResumed // after a preemption
+	RowResumed // it runs again after a preemption
 )
 
-// Row is one request of a step.
+// Row is the part of one request in a step.
 type Row struct {
 	Request *Request
-	Tokens  int // to compute
+	Tokens  int // tokens to compute
 	Before  int // tokens that have KV already
 	Kind    RowKind
-	// Blocks are, by group, the new ones of a continued request, the whole table of another.
+	// Blocks are, by group, the new blocks of a request that goes on, or the whole table of any other.
 	Blocks [][]BlockID
-	// Samples says that the step yields the request's next token.
+	// Samples means that the step produces the request's next token.
 	Samples bool
 }
 
-// Hit is a request whose prefix was in the cache.
+// Hit is a request with the number of its tokens that were in the prefix cache.
 type Hit struct {
 	Request *Request
 	Tokens  int
 }
 
-// Step is what the worker is to compute.
+// Step says what the worker must compute.
 type Step struct {
 	Rows      []Row
-	Hits      []Hit      // of requests that were admitted, or began to load; 0 tokens too
-	Preempted []*Request // victims in order
-	Reset     []*Request // preempted by resets since the last step
-	Ended     []*Request // since the last step
+	Hits      []Hit      // requests that were admitted, or began to load; also those with 0 tokens
+	Preempted []*Request // victims, in the order of their preemption
+	Reset     []*Request // requests that resets have preempted since the last step
+	Ended     []*Request // requests that have ended since the last step
 
-	number int64 // of those with tokens; 0 without
+	number int64 // counts the steps with tokens; 0: the step has none
 }
 
-// Schedule decides the next step. A step without rows may still list ended requests, and its
-// output can report loads.
+// Schedule decides the next step. A step without rows may still list ended requests, and its Output may report loads.
 func (s *Scheduler) Schedule() *Step {
 	p := pass{Scheduler: s, step: &Step{}, budget: s.c.MaxTokens, cap: s.c.MaxTokens}
 	if n := len(s.running) + s.waiting.n + s.holding.n; n > 1 && s.c.LongPrefill > 0 {
@@ -75,7 +74,7 @@ func (s *Scheduler) Schedule() *Step {
 	return step
 }
 
-// scheduled notes that a row's tokens are being computed.
+// scheduled records that the tokens of a row are being computed.
 func (s *Scheduler) scheduled(row *Row) {
 	r := row.Request
 	r.done += row.Tokens
@@ -89,13 +88,13 @@ func (s *Scheduler) scheduled(row *Row) {
 	}
 }
 
-// pass is one call of Schedule.
+// pass is the state of one call of Schedule.
 type pass struct {
 	*Scheduler
 	step     *Step
 	admitted []Row
 	budget   int
-	cap      int // tokens of one request
+	cap      int // most tokens of one request
 }
 
 func (p *pass) continueRunning() {
@@ -135,7 +134,7 @@ func (p *pass) continueRunning() {
 	}
 }
 
-// copyTables copies the tables from one block on; all groups have as many blocks.
+// copyTables copies the tables, beginning with block `from`; all groups have the same number of blocks.
 func copyTables(tables [][]BlockID, from int) [][]BlockID {
 	out := make([][]BlockID, len(tables))
 	for g := range tables {
@@ -144,7 +143,7 @@ func copyTables(tables [][]BlockID, from int) [][]BlockID {
 	return out
 }
 
-// victim returns the running request to preempt.
+// victim returns the running request that shall be preempted next.
 func (s *Scheduler) victim() *Request {
 	v := s.running[len(s.running)-1]
 	if s.c.Priority {
@@ -187,8 +186,8 @@ func (p *pass) admitWaiting() {
 	}
 }
 
-// admit admits the request at the head of the queue, or lets it begin to load. skip: the
-// request waits, and those behind it may overtake it; not ok: this step admits no more.
+// admit admits the request at the head of the queue, or lets it begin to load. skip means that the request waits, and requests behind
+// it may overtake it. If ok is false, this step admits no more requests.
 func (p *pass) admit(r *Request) (skip, ok bool) {
 	s := p.Scheduler
 	if r.status == Loading {
@@ -202,12 +201,12 @@ func (p *pass) admit(r *Request) (skip, ok bool) {
 	}
 	var hit [][]BlockID
 	local, external, async := 0, 0, false
-	if r.done == 0 && len(r.tables[0]) == 0 { // a prompt of one token may be loaded, and nothing computed
+	if r.done == 0 && len(r.tables[0]) == 0 { // a prompt of one token may be loaded although nothing is computed
 		hit, local = s.hit(r)
 		if s.c.Connector != nil {
 			n, later, known := s.c.Connector.Match(r, local)
 			switch {
-			case r.SkipCache: // it is asked all the same
+			case r.SkipCache: // the connector is asked even so
 			case !known:
 				return true, true
 			default:
@@ -260,13 +259,13 @@ func (s *Scheduler) join(r *Request) {
 	s.prefills[r] = struct{}{}
 }
 
-// endLoad ends r's load: what came counts as computed.
+// endLoad ends r's load: the tokens that came count as computed.
 func (s *Scheduler) endLoad(r *Request) {
 	switch {
 	case !r.broken:
 		s.commit(r, r.done)
 		if r.done == r.tokens {
-			r.done-- // one token is always computed
+			r.done-- // at least one token must be computed
 		}
 	case r.done > 0:
 		s.commit(r, r.done)

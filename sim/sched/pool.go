@@ -2,29 +2,27 @@
 
 package sched
 
-// BlockID is a block's number. Block 0 is a placeholder: it holds nothing and is never given
-// out.
+// BlockID is the number of a block. Block 0 is a placeholder: it holds nothing and is never allocated.
 type BlockID = int32
 
-// Hash names the content of a full block: its tokens, all tokens before it, and what else
-// decides its KV (salt, adapter).
+// Hash identifies the content of a full block: its tokens, all tokens before it, and what else determines its KV (salt, adapter).
 type Hash [16]byte
 
-// block is one block of the pool. Blocks without a user are in the free queue.
+// block is one block of the pool. Blocks without users are in the free queue.
 type block struct {
 	users      int32
 	hashed     bool
 	hash       Hash
-	prev, next BlockID // free queue; 0 is its end
-	twin       BlockID // the next block of the same hash, in order of registration; 0 is none
+	prev, next BlockID // in the free queue; 0 is its end
+	twin       BlockID // the block that was registered next with the same hash; 0: none
 }
 
-// pool is the paged KV cache: users of each block, the free queue in order of eviction, and
-// what each hash is found at.
+// pool is the paged KV cache: how many users each block has, the free queue in the order of eviction, and at which block each hash is
+// found.
 type pool struct {
-	blocks  []block // blocks[0] is the end of the free queue on both sides
+	blocks  []block // blocks[0] is both ends of the free queue
 	free    int
-	byHash  map[Hash]BlockID // the block that was registered first
+	byHash  map[Hash]BlockID // of several blocks, the one registered first
 	caching bool
 	removed func(Hash)
 }
@@ -37,7 +35,7 @@ func newPool(n int, caching bool, removed func(Hash)) *pool {
 	return p
 }
 
-// insert puts b into the free queue behind another block; 0 is the front.
+// insert puts b into the free queue after the block `behind`; 0 means the front.
 func (p *pool) insert(b, behind BlockID) {
 	next := p.blocks[behind].next
 	p.blocks[b].prev, p.blocks[b].next = behind, next
@@ -51,8 +49,7 @@ func (p *pool) unlink(b BlockID) {
 	p.free--
 }
 
-// take gives out n blocks from the front of the free queue, which has them. What they
-// held is forgotten.
+// take appends n blocks from the front of the free queue, which must have them, to table. Their old content is forgotten.
 func (p *pool) take(n int, table []BlockID) []BlockID {
 	for range n {
 		b := p.blocks[0].next
@@ -75,9 +72,8 @@ func (p *pool) use(b BlockID) {
 	p.blocks[b].users++
 }
 
-// release ends one use of each block of list. Of those without a user then, the ones that
-// cannot be found go to the front of the free queue and the others to its back, each in the
-// order of list.
+// release ends one use of each block of list. Of the blocks that then have no user, those that cannot be found in the cache go to the
+// front of the free queue and the others to its back, both in the order of list.
 func (p *pool) release(list []BlockID) {
 	front := BlockID(0)
 	for _, b := range list {
@@ -100,7 +96,7 @@ func (p *pool) release(list []BlockID) {
 	}
 }
 
-// register makes b findable.
+// register makes b findable under h.
 func (p *pool) register(b BlockID, h Hash) {
 	x := &p.blocks[b]
 	x.hashed, x.hash, x.twin = true, h, 0
@@ -115,7 +111,7 @@ func (p *pool) register(b BlockID, h Hash) {
 	p.blocks[first].twin = b
 }
 
-// forget makes b unfindable.
+// forget makes b no longer findable.
 func (p *pool) forget(b BlockID) {
 	x := &p.blocks[b]
 	if !x.hashed {
@@ -136,13 +132,13 @@ func (p *pool) forget(b BlockID) {
 	p.removed(x.hash)
 }
 
-// find returns the block that holds what h names.
+// find returns the block with the content that h identifies.
 func (p *pool) find(h Hash) (BlockID, bool) {
 	b, ok := p.byHash[h]
 	return b, ok
 }
 
-// clear forgets everything; the free queue keeps its order.
+// clear makes all blocks unfindable. The free queue keeps its order.
 func (p *pool) clear() {
 	clear(p.byHash)
 	for i := range p.blocks {
@@ -150,7 +146,7 @@ func (p *pool) clear() {
 	}
 }
 
-// queue lists the free blocks in order of eviction.
+// queue returns the free blocks in the order of eviction.
 func (p *pool) queue() (list []BlockID) {
 	for b := p.blocks[0].next; b != 0; b = p.blocks[b].next {
 		list = append(list, b)

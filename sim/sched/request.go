@@ -4,24 +4,24 @@ package sched
 
 import "cmp"
 
-// Status is where a request stands.
+// Status says how far a request has come.
 type Status uint8
 
 // The states of a request.
 const (
 	Waiting   Status = iota
-	Loading          // its KV comes from elsewhere
+	Loading          // its KV is being loaded from elsewhere
 	Running          // computed in steps
 	Preempted        // waits to be computed again
 	Ended
 )
 
-// Reason is why a request ended.
+// Reason says why a request ended.
 type Reason uint8
 
-// The ends of a request, as vLLM names them.
+// The reasons for the end of a request, under vLLM's names.
 const (
-	Length Reason = iota // max_tokens, or the longest that the model takes
+	Length Reason = iota // it reached max_tokens, or the longest sequence of the model
 	Abort
 	Error // its KV could not be loaded
 	Stop  // a stop token
@@ -29,69 +29,68 @@ const (
 
 func (r Reason) String() string { return [...]string{"length", "abort", "error", "stop"}[r] }
 
-// Request is one request. The caller sets the first fields; they stay as they are.
+// Request is one request. The caller sets the exported fields; they must not change afterwards.
 type Request struct {
 	ID        string
-	Prompt    int // tokens, at least 1
-	MaxTokens int // to generate, at least 1
-	Priority  int // smaller is first, under Config.Priority
-	// SkipCache keeps it from reading the prefix cache; it is written all the same.
+	Prompt    int // number of prompt tokens, at least 1
+	MaxTokens int // most tokens to generate, at least 1
+	Priority  int // the smallest comes first, under Config.Priority
+	// SkipCache means that it does not read the prefix cache; its blocks are still put there.
 	SkipCache bool
-	// Stops reports whether the token that has just come ends the request; nil: none does.
+	// Stops reports whether the token that has just come ends the request; nil: no token does.
 	Stops func() bool
-	// Hash names block i of prompt and outputs. Outputs are asked for once they are known.
+	// Hash returns the hash of block i of prompt and outputs. It is called for a block of outputs only when its tokens are known.
 	Hash func(i int) Hash
-	// Data is the caller's.
+	// Data belongs to the caller.
 	Data any
 
 	arrival int64
 	status  Status
 	tokens  int         // prompt and outputs
-	done    int         // tokens whose KV exists or is being made
-	tables  [][]BlockID // by group; 0 where nothing is kept
-	cached  []int       // blocks of each table that can be found
+	done    int         // tokens whose KV exists or is being computed
+	tables  [][]BlockID // by group; 0 where no block is kept
+	cached  []int       // by group: leading blocks that are findable in the cache
 
 	preemptions int
 
-	// Of steps in flight.
-	placeholders int // tokens being sampled
-	inFlight     int // scheduled tokens whose step is not processed
-	stale        int // of them, those scheduled before a preemption
+	// About steps in flight:
+	placeholders int // tokens that are being sampled
+	inFlight     int // scheduled tokens whose step is not processed yet
+	stale        int // those of inFlight that were scheduled before a preemption
 	dropStale    bool
 	lastStep     int64
 
-	prefill    bool // among the prefills in flight
+	prefill    bool // it counts as a prefill in flight
 	arrived    bool // its load has ended
-	broken     bool // its load has failed, in part at least
-	lost       bool // this step's token, to a failed load
-	written    bool // ended, a load may still write to its blocks
-	held       bool // ended, the connector reads its blocks
+	broken     bool // its load has failed, at least in part
+	lost       bool // a failed load made this step's token invalid
+	written    bool // it has ended, but a load may still write to its blocks
+	held       bool // it has ended, but the connector still reads its blocks
 	queued     *queue
 	prev, next *Request
 }
 
-// Status returns where the request stands.
+// Status returns how far the request has come.
 func (r *Request) Status() Status { return r.status }
 
-// Tokens returns how many tokens it has, outputs included.
+// Tokens returns how many tokens the request has, outputs included.
 func (r *Request) Tokens() int { return r.tokens }
 
-// Computed returns how many tokens have KV, or get it in steps in flight.
+// Computed returns how many tokens have KV, or will get it in steps in flight.
 func (r *Request) Computed() int { return r.done }
 
-// Tables returns its block table of each group, 0 where nothing is kept. The caller does not
-// keep them.
+// Tables returns the request's block table of each group; 0 stands where no block is kept. The caller must not keep the result.
 func (r *Request) Tables() [][]BlockID { return r.tables }
 
-// Preemptions returns how often it was preempted.
+// Preemptions returns how often the request was preempted.
 func (r *Request) Preemptions() int { return r.preemptions }
 
-// before is the order of priorities.
+// before reports whether r comes before o in the order of priorities.
 func (r *Request) before(o *Request) bool {
 	return cmp.Or(cmp.Compare(r.Priority, o.Priority), cmp.Compare(r.arrival, o.arrival), cmp.Compare(r.ID, o.ID)) < 0
 }
 
-// queue is a list of requests: first come first served, or by priority.
+// queue is a list of requests in the order of arrival, or by priority.
 type queue struct {
 	priority    bool
 	first, last *Request
@@ -113,7 +112,7 @@ func (q *queue) insert(r, behind *Request) {
 	q.n++
 }
 
-// pushBack puts r at the end, or where its priority says.
+// pushBack puts r at the end of the queue, or at the place for its priority.
 func (q *queue) pushBack(r *Request) {
 	at := q.last
 	for q.priority && at != nil && r.before(at) {
@@ -122,7 +121,7 @@ func (q *queue) pushBack(r *Request) {
 	q.insert(r, at)
 }
 
-// pushFront puts r at the front, or where its priority says.
+// pushFront puts r at the front of the queue, or at the place for its priority.
 func (q *queue) pushFront(r *Request) {
 	if q.priority {
 		q.pushBack(r)

@@ -10,47 +10,45 @@ import (
 	"sort"
 )
 
-// Config are vLLM's settings of a scheduler. A zero field means its default.
+// Config has the settings of a vLLM scheduler. A zero field means its default.
 type Config struct {
 	BlockTokens int // block_size; default 16
-	Blocks      int // of the KV cache, block 0 included: num_gpu_blocks
+	Blocks      int // num_gpu_blocks: number of blocks of the KV cache, block 0 included
 
 	MaxSeqs   int // max_num_seqs; default 256
 	MaxActive int // max_num_active_seqs; default MaxSeqs
-	MaxTokens int // max_num_batched_tokens, of one step; default 8192
+	MaxTokens int // max_num_batched_tokens: most tokens in one step; default 8192
 	MaxModel  int // max_model_len, in tokens; default 32768
 
-	// Groups are the KV cache groups: layers whose blocks go by one table. Default one of full
-	// attention.
+	// Groups are the KV cache groups: sets of layers that share a block table. Default one of full attention.
 	Groups []Group
 
 	NoPrefixCache bool
-	Priority      bool // scheduling policy priority instead of fcfs
-	NoChunks      bool // prefills are not divided: enable_chunked_prefill=false
+	Priority      bool // scheduling policy "priority" instead of "fcfs"
+	NoChunks      bool // enable_chunked_prefill=false: prefills are not divided
 	LongPrefill   int  // long_prefill_token_threshold; default none
-	Adaptive      bool // LongPrefill is at least an equal share of MaxTokens
+	Adaptive      bool // LongPrefill is at least an equal share of MaxTokens for each request
 	Watermark     float64
-	NoReserve     bool // admission does not look at the whole prompt: scheduler_reserve_full_isl=false
+	NoReserve     bool // scheduler_reserve_full_isl=false: admission does not consider the whole prompt
 	Async         bool // async scheduling: two steps may be in flight
 
-	// Connector is asked for KV that is elsewhere; nil for none.
+	// Connector is asked for KV that is elsewhere; nil: none.
 	Connector Connector
 	Sends     bool // the connector's role is producer or both
-	Receives  bool // consumer or both
+	Receives  bool // the connector's role is consumer or both
 	Recompute bool // kv_load_failure_policy is recompute; default fail
 
-	// Events makes a Result tell which blocks were stored and removed.
+	// Events makes a Result list the blocks that were stored and removed.
 	Events bool
 }
 
-// Group is one KV cache group. All groups take blocks of one size from one pool.
+// Group is one KV cache group. All groups take blocks of the same size from one pool.
 type Group struct {
-	Window int  // tokens that a layer looks back, 2 or more; 0: all (full attention)
-	State  bool // recurrent: a block holds the state after its last token, earlier ones are not read
+	Window int  // tokens to which a layer attends, 2 or more; 0: all (full attention)
+	State  bool // recurrent: a block holds the state after its last token, and earlier blocks are not read
 }
 
-// outside returns how many leading blocks of block tokens the token at position total does not
-// look at.
+// outside returns how many leading blocks (of `block` tokens) the token at position total does not attend to.
 func (g Group) outside(total, block int) int {
 	switch {
 	case g.State:
@@ -61,7 +59,7 @@ func (g Group) outside(total, block int) int {
 	return 0
 }
 
-// tail returns how many blocks before a position a hit there needs; 0 is all of them.
+// tail returns how many blocks before a position a hit at that position needs; 0 means all of them.
 func (g Group) tail(block int) int {
 	switch {
 	case g.State:
@@ -72,14 +70,14 @@ func (g Group) tail(block int) int {
 	return 0
 }
 
-// Connector is the scheduler's side of KV transfer.
+// Connector is the scheduler's half of a KV connector.
 type Connector interface {
-	// Match says how many tokens beyond the local ones are elsewhere. async: they are
-	// loaded while the request waits. ok is false while that is not known.
+	// Match returns how many tokens, beyond the first `local` ones, can be loaded from elsewhere. async means that they are loaded
+	// while the request waits. ok is false while that is not known.
 	Match(r *Request, local int) (external int, async, ok bool)
-	// Allocated says that r has its blocks, of which external tokens are to be loaded.
+	// Allocated tells the connector that r has got its blocks, and that `external` tokens shall be loaded into them.
 	Allocated(r *Request, external int)
-	// Finish says that r has ended; keep: its blocks stay until Output.Sent names it.
+	// Finish tells the connector that r has ended. If it returns true, r's blocks stay until Output.Sent names r.
 	Finish(r *Request, why Reason) (keep bool)
 }
 
@@ -111,8 +109,8 @@ func (c *Config) Validate() error {
 	return errors.Join(errs...)
 }
 
-// Longest returns the longest sequence that the KV cache holds while nothing else runs, in tokens:
-// at most limit. Blocks that leave a window in between count as free.
+// Longest returns the longest sequence, in tokens and at most limit, that fits into the KV cache while nothing else runs. Blocks that
+// leave a window meanwhile count as free.
 func (c *Config) Longest(limit int) int {
 	s := Scheduler{c: *c}
 	s.c.setDefaults()
@@ -125,26 +123,26 @@ func (c *Config) Longest(limit int) int {
 	})
 }
 
-// Scheduler is one engine's scheduler. One goroutine calls its methods.
+// Scheduler is the scheduler of one engine. Only one goroutine may call its methods.
 type Scheduler struct {
 	c    Config
 	pool *pool
 
 	running           []*Request
-	waiting, holding  queue // holding: those that have blocks
+	waiting, holding  queue // holding has those that wait and have blocks
 	prefills          map[*Request]struct{}
-	requests          map[string]*Request // not ended, or with blocks
+	requests          map[string]*Request // requests that have not ended, or still have blocks
 	arrivals          int64
-	ended             []*Request // since the last step
+	ended             []*Request // requests that have ended since the last step
 	events            []Event
-	flight            []*Step // not processed
-	newest, processed int64   // numbers of steps with tokens
+	flight            []*Step // steps that are not processed yet
+	newest, processed int64   // numbers of the newest and of the last processed step with tokens
 	late              []lateFree
-	resets            []*Request  // preempted by a reset since the last step
+	resets            []*Request  // requests that a reset has preempted since the last step
 	hits              [][]BlockID // by group; reused between lookups
 }
 
-// lateFree are blocks that a step in flight may still write to.
+// lateFree holds blocks to which a step in flight may still write.
 type lateFree struct {
 	step   int64
 	blocks []BlockID
@@ -177,7 +175,7 @@ func New(c Config) (*Scheduler, error) {
 	return s, nil
 }
 
-// Add adds a request to the waiting ones. Its prompt must be shorter than the model's longest sequence.
+// Add adds a request, which then waits. Its prompt must be shorter than the model's longest sequence.
 func (s *Scheduler) Add(r *Request) error {
 	switch {
 	case r.Prompt < 1 || r.Prompt >= s.c.MaxModel || r.MaxTokens < 1:
@@ -193,17 +191,17 @@ func (s *Scheduler) Add(r *Request) error {
 	return nil
 }
 
-// Known reports whether a request of this id has not ended, or has blocks: Add refuses another.
+// Known reports whether a request with that id has not ended, or still has blocks; Add refuses another request with that id.
 func (s *Scheduler) Known(id string) bool { return s.requests[id] != nil }
 
-// Abort ends a request. One that has ended, or is unknown, is left alone.
+// Abort ends a request. It does nothing for a request that has ended or is unknown.
 func (s *Scheduler) Abort(id string) {
 	if r := s.requests[id]; r != nil && r.status != Ended {
 		s.end(r, Abort)
 	}
 }
 
-// end ends r and frees its blocks, unless they still have a user.
+// end ends r and frees its blocks, unless a load or the connector still uses them.
 func (s *Scheduler) end(r *Request, why Reason) {
 	r.written = r.status == Loading && !r.arrived
 	switch {
@@ -219,7 +217,7 @@ func (s *Scheduler) end(r *Request, why Reason) {
 	s.drop(r)
 }
 
-// drop forgets an ended request whose blocks have no user any more.
+// drop forgets an ended request once neither a load nor the connector uses its blocks any more.
 func (s *Scheduler) drop(r *Request) {
 	if r.written || r.held {
 		return
@@ -228,14 +226,13 @@ func (s *Scheduler) drop(r *Request) {
 	delete(s.requests, r.ID)
 }
 
-// mustWait says that a step in flight may still write to r's blocks, and that a load could
-// overwrite them if they were given out.
+// mustWait reports whether a step in flight may still write to r's blocks, so that it could overwrite KV that is loaded into them if
+// they were allocated again.
 func (s *Scheduler) mustWait(r *Request) bool {
 	return s.c.Async && s.c.Receives && r.lastStep > s.processed
 }
 
-// free gives r's blocks back, the last first, so that the tail of a prefix is evicted before
-// its head.
+// free frees r's blocks, the last one first, so that the tail of a prefix is evicted before its head.
 func (s *Scheduler) free(r *Request) {
 	for g, table := range r.tables {
 		list := slices.Clone(table)
@@ -263,8 +260,8 @@ func (s *Scheduler) preempt(r *Request, reset bool) {
 	s.waiting.pushFront(r)
 }
 
-// Reset empties the prefix cache, which works only while no block is in use; running
-// preempts all running requests first. It returns those.
+// Reset empties the prefix cache. That works only while no block is in use. With running, it first preempts all running requests, and
+// returns them.
 func (s *Scheduler) Reset(running bool) (preempted []*Request, ok bool) {
 	if running {
 		for i := len(s.running) - 1; i >= 0; i-- {
@@ -285,8 +282,8 @@ func (s *Scheduler) Reset(running bool) (preempted []*Request, ok bool) {
 	return preempted, true
 }
 
-// Forget makes all blocks unfindable that hold KV of r's tokens, its own and others: their
-// content is not to be used. Nothing of r is findable later.
+// Forget makes all blocks unfindable that have the same content as a block of r, r's own and others, because their KV is wrong. No
+// block of r becomes findable later.
 func (s *Scheduler) Forget(r *Request) {
 	for g, table := range r.tables {
 		for i := range r.tokens / s.c.BlockTokens {
@@ -299,24 +296,24 @@ func (s *Scheduler) Forget(r *Request) {
 	}
 }
 
-// Last reports whether a row of a scheduled step yields its request's last token.
+// Last reports whether a row of a scheduled step produces its request's last token.
 func (s *Scheduler) Last(row *Row) bool {
 	r := row.Request
 	return row.Samples && (r.tokens+1 >= s.c.MaxModel || r.tokens+1-r.Prompt >= r.MaxTokens)
 }
 
-// FreeBlocks returns how many blocks have no user.
+// FreeBlocks returns how many blocks have no users.
 func (s *Scheduler) FreeBlocks() int { return s.pool.free }
 
-// Running returns the running requests in their order. The caller does not keep it.
+// Running returns the running requests in their order. The caller must not keep the slice.
 func (s *Scheduler) Running() []*Request { return s.running }
 
 // Waits returns how many requests wait, and how many of them have blocks.
 func (s *Scheduler) Waits() (all, holding int) { return s.waiting.n + s.holding.n, s.holding.n }
 
-// InFlight returns how many steps are not processed.
+// InFlight returns how many steps are not processed yet.
 func (s *Scheduler) InFlight() int { return len(s.flight) }
 
-// Busy says that the engine must go on turning: a request is not ended or has blocks, or
-// the worker does not know yet that one has ended.
+// Busy reports whether the engine must call Schedule again: a request has not ended or has blocks, or the worker does not know yet that
+// a request has ended.
 func (s *Scheduler) Busy() bool { return len(s.requests) > 0 || len(s.ended) > 0 || len(s.flight) > 0 }

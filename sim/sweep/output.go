@@ -33,7 +33,7 @@ func (p *Point) rate() string {
 	return strconv.FormatFloat(p.Rate, 'g', -1, 64)
 }
 
-// WriteCSV writes the points with a line of names.
+// WriteCSV writes the points as CSV, with a first line of column names.
 func WriteCSV(w io.Writer, points []Point) error {
 	c := csv.NewWriter(w)
 	rows := [][]string{{
@@ -55,13 +55,13 @@ func WriteCSV(w io.Writer, points []Point) error {
 	return c.WriteAll(rows)
 }
 
-// series are the points that differ in one quantity alone, which lies on the x axis.
+// series holds points that differ in one quantity only, which is drawn on the x axis.
 type series struct {
 	name   string
 	points []*Point
 }
 
-// axis is a quantity that was swept.
+// axis is a quantity that is varied.
 type axis struct {
 	name string
 	of   func(*Point) float64
@@ -76,7 +76,7 @@ var axes = []axis{
 	{"engines that prefill", func(p *Point) float64 { return float64(p.Prefill) }, func(p *Point) string { return p.Engines }},
 }
 
-// split makes series over the axis with the most values.
+// split returns the quantity with the most values as the axis, and the points as series along it.
 func split(points []Point) (axis, []*series) {
 	best, most, varies := 0, 0, make([]bool, len(axes))
 	for i, a := range axes {
@@ -108,8 +108,8 @@ func split(points []Point) (axis, []*series) {
 	return axes[best], list
 }
 
-// WriteSVG draws mean TTFT, mean TPOT and goodput over the quantity with the most values, a
-// line for each combination of the others.
+// WriteSVG draws mean TTFT, mean TPOT and goodput, by the quantity with the most values, with one line for each combination of the
+// others.
 func WriteSVG(w io.Writer, points []Point) error {
 	x, list := split(points)
 	panels := []struct {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sweep runs one workload over many deployments in virtual time: how many engines
-// prefill and decode, how large the cache below them is, how fast their network, how many
-// tokens a step has, how many requests come in a second.
+// Package sweep runs one workload on many deployments in virtual time. It varies the number of engines that prefill and decode, the
+// size of the cache that they share, the speed of their network, the tokens of a step, and the requests per second.
 package sweep
 
 import (
@@ -19,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Engines are how many engines prefill and decode; without Prefill, Decode engines do both.
+// Engines says how many engines prefill and how many decode; if Prefill is 0, the Decode engines do both.
 type Engines struct{ Prefill, Decode int }
 
 func (e Engines) String() string {
@@ -29,30 +28,29 @@ func (e Engines) String() string {
 	return fmt.Sprintf("%dP%dD", e.Prefill, e.Decode)
 }
 
-// Options describe the runs: one for every combination. An empty list is one of the profile's
-// own value, or none.
+// Options describes the runs: one for every combination of the lists. An empty list means the profile's own value, or none.
 type Options struct {
 	Profile *costmodel.Profile
 
 	Engines []Engines // default 1P1D
-	Cache   []int     // blocks of a store below the engines that prefill; 0: none
-	Link    []float64 // GB/s between engines, and of the store
-	Budget  []int     // tokens of a step
-	Rate    []float64 // requests per second, Poisson; 0: as the requests have it
+	Cache   []int     // blocks of a cache that the engines that prefill share; 0: none
+	Link    []float64 // GB/s between engines, and of the cache
+	Budget  []int     // most tokens of a step
+	Rate    []float64 // requests per second, Poisson arrivals; 0: the arrivals of the requests
 
-	// Requests are asked for once before the first run and once for each, in the order of their arrivals. None is kept, so a trace may be
+	// Requests is read once before the first run and once for each run, in the order of arrivals. No request is kept, so a trace may be
 	// read from a file each time.
 	Requests iter.Seq2[workload.Request, error]
-	Seed     uint64 // of arrivals
+	Seed     uint64 // seed of random arrivals
 	SLOs     []bench.SLO
 
-	Progress func(done, total int) // nil for none
+	Progress func(done, total int) // called with the progress; nil: not called
 }
 
-// ErrOptions means that a sweep is impossible.
+// ErrOptions means that the options of a sweep are not valid.
 var ErrOptions = errors.New("sweep: invalid options")
 
-// maxPoints bounds a sweep.
+// maxPoints is the largest number of runs of a sweep.
 const maxPoints = 10000
 
 func (o *Options) defaults() {
@@ -101,7 +99,7 @@ func (o *Options) Validate() error {
 	return errors.Join(errs...)
 }
 
-// Point is one deployment and what it measured.
+// Point is one deployment with its results.
 type Point struct {
 	Engines string  `json:"engines"`
 	Prefill int     `json:"prefill"`
@@ -109,20 +107,20 @@ type Point struct {
 	Cache   int     `json:"cache_blocks"`
 	Link    float64 `json:"link_gbps"`
 	Budget  int     `json:"max_num_batched_tokens"`
-	Rate    float64 `json:"request_rate"` // 0: as the requests have it
+	Rate    float64 `json:"request_rate"` // 0: the arrivals of the requests
 
-	Goodput     float64 `json:"request_goodput"` // requests per second that keep the limits
+	Goodput     float64 `json:"request_goodput"` // requests per second that met all SLOs
 	GoodPerGPU  float64 `json:"goodput_per_gpu"`
 	Throughput  float64 `json:"output_throughput"`
-	Failed      int     `json:"failed"` // that fit nowhere
-	Cached      float64 `json:"cached"` // share of prompt tokens not computed
+	Failed      int     `json:"failed"` // requests that fit into no engine
+	Cached      float64 `json:"cached"` // share of prompt tokens that were not computed
 	PrefillBusy float64 `json:"prefill_busy"`
 	DecodeBusy  float64 `json:"decode_busy"`
 
 	Figures cluster.Figures `json:"figures"`
 }
 
-// Run runs all deployments. When ctx ends, the points so far are returned with its error.
+// Run runs all deployments. When ctx ends first, it returns the points so far with ctx's error.
 func Run(ctx context.Context, o Options) ([]Point, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -160,7 +158,7 @@ func Run(ctx context.Context, o Options) ([]Point, error) {
 	return done, nil
 }
 
-// measure runs a deployment with n requests.
+// measure runs the deployment p with n requests, and stores the results in p.
 func (o *Options) measure(ctx context.Context, n int, p *Point) error {
 	profile := *o.Profile
 	profile.TokenBudget, profile.Constants.TransferGBps = p.Budget, p.Link
@@ -192,10 +190,10 @@ func (o *Options) measure(ctx context.Context, n int, p *Point) error {
 	return nil
 }
 
-// arriving are the requests at a rate per second.
+// arriving returns the requests with random arrivals at that rate per second.
 func (o *Options) arriving(rate float64) iter.Seq2[workload.Request, error] {
 	return func(yield func(workload.Request, error) bool) {
-		failed := error(nil) // of the requests themselves
+		failed := error(nil) // error of the requests themselves
 		list := func(yield func(workload.Request, error) bool) {
 			for q, err := range o.Requests {
 				if failed = err; !yield(q, err) {

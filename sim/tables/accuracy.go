@@ -13,16 +13,16 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Markers of the part of docs/measured/accuracy-tables.md that WriteAccuracy makes.
+// The lines between which WriteAccuracy writes its part of docs/measured/accuracy-tables.md.
 const (
 	accuracyBegin = "<!-- tables: begin -->\n"
 	accuracyEnd   = "<!-- tables: end -->\n"
 )
 
-// ErrMarkers means that a document has no place for the tables.
+// ErrMarkers means that a document lacks the lines that mark the place for the tables.
 var ErrMarkers = errors.New("tables: a document needs the lines " + strings.TrimSpace(accuracyBegin) + " and " + strings.TrimSpace(accuracyEnd))
 
-// WriteAccuracy returns a document with the tables between its markers made anew.
+// WriteAccuracy returns the document with the tables between its markers computed anew.
 func WriteAccuracy(ctx context.Context, document []byte) ([]byte, error) {
 	head, rest, ok := bytes.Cut(document, []byte(accuracyBegin))
 	_, tail, ended := bytes.Cut(rest, []byte(accuracyEnd))
@@ -40,11 +40,10 @@ func WriteAccuracy(ctx context.Context, document []byte) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// accuracySeeds are the generated workloads of the document.
+// accuracySeeds is the number of generated workloads for the document.
 const accuracySeeds = 50
 
-// Accuracy plays all tables, with spreads and ranges, and prints them as Markdown, each part when it
-// is played.
+// Accuracy plays all tables, with spreads and ranges, and prints each part as Markdown as soon as it is played.
 func Accuracy(ctx context.Context, w io.Writer) error {
 	refit := NewRefit()
 	t, err := Play(ctx, Options{Seeds: accuracySeeds})
@@ -65,7 +64,7 @@ func Accuracy(ctx context.Context, w io.Writer) error {
 	for _, name := range []string{"T6", "T1", "T5", "T3"} {
 		o := CheckOptions{Ranges: Assumed, Refit: refit}
 		if name == "T3" {
-			o.Ranges = nil // its rows are printed, not judged
+			o.Ranges = nil // its rows are only printed, without limits
 		}
 		c, err := RunCheck(ctx, name, o)
 		if err != nil {
@@ -125,7 +124,7 @@ func markdownConstants(b *strings.Builder) error {
 	return nil
 }
 
-// Lines returns the table as lines of Markdown: both rows and their difference.
+// Lines returns the table as lines of Markdown: both rows, and their difference.
 func (t *Table) Lines() (out []string) {
 	at := func(rows []Row, row, figure string) (r Row) {
 		for _, r = range rows {

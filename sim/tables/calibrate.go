@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Calibration is how the constants of one profile follow from named figures.
+// Calibration says from which figures the constants of one profile are derived.
 type Calibration struct {
 	Name    string
 	Targets []Target
@@ -19,7 +19,7 @@ type Calibration struct {
 	play    func(context.Context, *costmodel.Profile) (map[string]float64, error)
 }
 
-// Calibrated is a constant as it follows from its figure, beside the one in the profile.
+// Calibrated is a constant as derived from its figure, beside its value in the profile.
 type Calibrated struct {
 	Calibration string  `json:"calibration"`
 	Constant    string  `json:"constant"`
@@ -27,10 +27,10 @@ type Calibrated struct {
 	Want        float64 `json:"want"`
 	Got         float64 `json:"got"`
 	Value       float64 `json:"value"`
-	Stored      float64 `json:"stored"` // in the profile
+	Stored      float64 `json:"stored"` // value in the profile
 }
 
-// Calibrations are all that the profiles have.
+// Calibrations returns the calibrations of all profiles.
 func Calibrations() []Calibration {
 	named := func(name string) func() (*costmodel.Profile, error) {
 		return func() (*costmodel.Profile, error) { return costmodel.Get(name) }
@@ -83,7 +83,7 @@ func Calibrations() []Calibration {
 	}
 }
 
-// playDifference returns the figures of the second row less those of the first.
+// playDifference returns the figures of the second row minus those of the first.
 func playDifference(ctx context.Context, p *costmodel.Profile) (map[string]float64, error) {
 	first, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
@@ -103,7 +103,7 @@ func playDifference(ctx context.Context, p *costmodel.Profile) (map[string]float
 	return b, nil
 }
 
-// Recalibrate fits the constants of a calibration anew.
+// Recalibrate derives the constants of a calibration again.
 func (c *Calibration) Recalibrate(ctx context.Context) ([]Calibrated, error) {
 	p, err := c.profile()
 	if err != nil {

@@ -13,19 +13,19 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Check is a held-out table, played with the constants as they are.
+// Check is the result of playing a held-out table with the constants unchanged.
 type Check struct {
 	Table  string  `json:"table"`
 	Source string  `json:"source"`
-	Rows   []Row   `json:"rows"` // Use: judged, ratio, calibrated or printed
+	Rows   []Row   `json:"rows"` // Use is judged, ratio, calibrated or printed
 	Limits []Limit `json:"limits"`
-	Terms  []Terms `json:"terms,omitempty"` // of T1's TTFT
-	// Ranges is how the judged figures move with what is assumed.
+	Terms  []Terms `json:"terms,omitempty"` // terms of the TTFT in T1
+	// Ranges says how the judged figures change with the assumed constants.
 	Ranges []Range  `json:"ranges,omitempty"`
 	Notes  []string `json:"notes,omitempty"`
 }
 
-// Limit is what a table is asked to keep.
+// Limit is a limit that a table must keep, and whether it does.
 type Limit struct {
 	What  string  `json:"what"`
 	Value float64 `json:"value"`
@@ -33,35 +33,34 @@ type Limit struct {
 	Kept  bool    `json:"kept"`
 }
 
-// Range is one end of the range of an assumed constant. Calibrated constants are fitted anew
-// for it, since the assumption goes into them.
+// Range is the result for one end of the range of an assumed constant. The calibrated constants are derived again for it, because they
+// depend on the assumption.
 type Range struct {
 	Constant string  `json:"constant"`
 	Value    float64 `json:"value"`
-	MAPE     float64 `json:"mape"` // of the judged figures
+	MAPE     float64 `json:"mape"` // mean absolute error of the judged figures
 	Worst    string  `json:"worst_figure"`
-	Problem  string  `json:"problem,omitempty"` // why it cannot be
+	Problem  string  `json:"problem,omitempty"` // why that end could not be played
 }
 
-// Assumed lists the constants that are assumed and that all tables depend on: those of hosts and
-// of all-reduces.
+// Assumed lists the assumed constants on which all tables depend: those of hosts and of all-reduces.
 var Assumed = []string{"host_step_ms", "host_sequence_ms", "host_token_us", "hop_ms", "spacing_ms", "all_reduce_gbps", "all_reduce_us"}
 
-// ErrTable means that there is no such table.
+// ErrTable means that there is no table of that name.
 var ErrTable = errors.New("tables: unknown table")
 
-// CheckNames lists the held-out tables.
+// CheckNames lists the names of the held-out tables.
 var CheckNames = []string{"T1", "T3", "T5", "T6"}
 
-// CheckOptions change how a held-out table is played.
+// CheckOptions says how a held-out table is played.
 type CheckOptions struct {
 	Options
-	Ranges []string // run both ends of these assumed constants
-	Refit  Refit    // fits the calibrated ones for them; default NewRefit
+	Ranges []string // assumed constants for which both ends of the range are played
+	Refit  Refit    // derives the calibrated constants for these ends; default NewRefit
 }
 
-// RunCheck plays a held-out table of CheckNames. Options.Seeds is how many orders of arrivals
-// the medians are over; default 20. When ctx ends, the rows so far are returned with its error.
+// RunCheck plays the held-out table of that name, one of CheckNames. Options.Seeds is the number of orders of arrivals over which
+// medians are taken; default 20. When ctx ends first, it returns the rows so far with ctx's error.
 func RunCheck(ctx context.Context, name string, o CheckOptions) (*Check, error) {
 	check, ok := map[string]func(context.Context, *Options) (*Check, error){"T1": checkLengths, "T3": checkKnee, "T5": checkShared, "T6": checkLong}[strings.ToUpper(name)]
 	if !ok {
@@ -110,7 +109,7 @@ func (c *Check) add(row, figure string, original, ours float64, use string) {
 	c.Rows = append(c.Rows, Row{Row: row, Figure: figure, Original: original, Ours: ours, Error: ours/original - 1, Use: use})
 }
 
-// judged returns the rows whose errors count.
+// judged returns the rows whose errors are judged.
 func (c *Check) judged() []Row {
 	return c.filter(func(r *Row) bool { return r.Use == "judged" })
 }
@@ -124,7 +123,7 @@ func (c *Check) filter(f func(*Row) bool) (out []Row) {
 	return out
 }
 
-// limit records whether the largest absolute error of rows keeps a limit.
+// limit records whether the largest absolute error of rows is at most `most`.
 func (c *Check) limit(what string, rows []Row, most float64) {
 	worst := 0.0
 	for _, r := range rows {
@@ -133,7 +132,7 @@ func (c *Check) limit(what string, rows []Row, most float64) {
 	c.Limits = append(c.Limits, Limit{what, worst, most, worst <= most})
 }
 
-// limitMAPE is limit for the mean of the absolute errors.
+// limitMAPE records whether the mean absolute error of rows is at most `most`.
 func (c *Check) limitMAPE(what string, rows []Row, most float64) {
 	mape, _ := MAPE(rows)
 	c.Limits = append(c.Limits, Limit{what, mape, most, mape <= most})

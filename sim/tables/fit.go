@@ -10,21 +10,21 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Target is a figure that a constant is to be calibrated from.
+// Target is a figure from which a constant is derived.
 type Target struct {
 	Constant  string
 	Figure    string
 	Want      float64
-	Low, High float64 // where the constant is looked for
+	Low, High float64 // range in which the constant is searched
 }
 
 const (
 	fitRounds = 8
-	near      = 2e-4 // of a figure, relative
+	near      = 2e-4 // relative error of a figure that is near enough
 )
 
-// Fit changes the constants of p so that play gives the figures that the targets want: one
-// constant for each, in turns until all agree.
+// Fit changes the constants of p until play returns the figures that the targets want. Each target sets one constant; Fit solves them
+// in turns until all figures agree.
 func Fit(ctx context.Context, p *costmodel.Profile, targets []Target, play func(*costmodel.Profile) (map[string]float64, error)) error {
 	at := func(t Target, value float64) (float64, error) {
 		if err := ctx.Err(); err != nil {
@@ -66,11 +66,10 @@ func Fit(ctx context.Context, p *costmodel.Profile, targets []Target, play func(
 			return nil
 		}
 	}
-	return nil // as near as a schedule allows, which changes in steps
+	return nil // as near as possible: a schedule changes in steps
 }
 
-// solve finds where a figure is right between two ends. A schedule changes in steps, so that it may
-// jump over the figure.
+// solve finds the value between two ends at which a figure is right. A schedule changes in steps, so it may jump over the figure.
 func solve(t Target, at func(Target, float64) (float64, error)) (float64, error) {
 	low, high := t.Low, t.High
 	atLow, err := at(t, low)
@@ -85,7 +84,7 @@ func solve(t Target, at func(Target, float64) (float64, error)) (float64, error)
 		return 0, fmt.Errorf("tables: no %s from %v to %v makes %s %v: it is from %.4g to %.4g", t.Constant, low, high, t.Figure, t.Want, t.Want*(1+atLow), t.Want*(1+atHigh))
 	}
 	for range 20 {
-		// Where the line between both ends is right, but not nearer to an end than a tenth.
+		// Next, the value at which the line between both ends is right, but at least a tenth of the way from each end.
 		share := min(max(atLow/(atLow-atHigh), 0.1), 0.9)
 		mid := low + share*(high-low)
 		v, err := at(t, mid)

@@ -11,15 +11,15 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// kneeSource is where T3 is from.
+// kneeSource names the source of T3.
 const kneeSource = "Mooncake, git history of docs/source/performance/vllm-benchmark-results-v0.2.md: Qwen2.5-7B-Instruct-GPTQ-Int4, 1P1D on two A10 servers, vLLM v0 connector, 200 requests, output 6, Poisson"
 
-// kneeRow is a row of T3: times in milliseconds.
+// kneeRow is a row of T3, with times in milliseconds.
 type kneeRow struct {
 	tp, tokens   int
 	rate         float64
 	reached      float64
-	mean, median float64 // TTFT
+	mean, median float64 // of TTFT
 }
 
 var kneeTable = []kneeRow{
@@ -34,8 +34,7 @@ var kneeTable = []kneeRow{
 	{4, 8192, 2, 0.81, 75783.36, 79331.60},
 }
 
-// kneeBudget is vLLM v0's max_num_batched_tokens, without chunked prefill: the longest sequence
-// that the source's command lines set.
+// kneeBudget is max_num_batched_tokens of vLLM v0 without chunked prefill: the longest sequence that the source's command lines allow.
 const kneeBudget = 10000
 
 func kneeProfile(tp int) (*costmodel.Profile, error) {
@@ -47,10 +46,10 @@ func kneeProfile(tp int) (*costmodel.Profile, error) {
 	return p, nil
 }
 
-// arrivalSeeds is how many random orders of arrivals are played for a table whose own order is unknown.
+// arrivalSeeds is the number of random orders of arrivals that are played for a table whose own order is unknown.
 const arrivalSeeds = 20
 
-// playKnee returns medians over arrival seeds.
+// playKnee returns the medians of the figures over random arrivals.
 func playKnee(ctx context.Context, p *costmodel.Profile, row kneeRow) (map[string]float64, error) {
 	return playKneeSeeds(ctx, p, row, arrivalSeeds)
 }
@@ -69,11 +68,11 @@ func playKneeSeeds(ctx context.Context, p *costmodel.Profile, row kneeRow, seeds
 	})
 }
 
-// saturated is the share of the asked rate below which a row has passed the knee. Runs of 200
-// requests that keep up reach it or a little more.
+// saturated is the share of the requested rate below which a row has passed the knee. Runs of 200 requests that keep up reach the rate,
+// or a little more.
 const saturated = 0.97
 
-// checkKnee plays T3 for its shape: in which rows P is saturated, and the order of the mean TTFTs.
+// checkKnee plays T3 and checks its shape: in which rows P is saturated, and the order of the mean TTFTs.
 func checkKnee(ctx context.Context, o *Options) (*Check, error) {
 	c := &Check{Table: "T3", Source: kneeSource}
 	var ours []float64

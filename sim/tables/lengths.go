@@ -19,14 +19,14 @@ import (
 //go:embed reference.csv
 var reference string
 
-// Length is a request's: prompt tokens, the limit on its output, and how many tokens it
-// generated in each row of the original's table.
+// Length has the lengths of one request: prompt tokens, the limit of its output, and how many tokens it generated in each row of the
+// original's table.
 type Length struct {
 	Prompt, Limit int
 	Output        [2]int
 }
 
-// The totals of the original's table.
+// The totals of the original's table. Generate scales a workload to them.
 const (
 	prompts      = 100
 	inputTokens  = 23260
@@ -35,13 +35,13 @@ const (
 	output2      = 21881
 	stopped1     = 8 // requests that stop before their limit
 	stopped2     = 3
-	longestLow   = 710 // the longest output, from duration, TTFT and ITL of the table
+	longestLow   = 710 // the longest output lies between these, according to duration, TTFT and ITL of the table
 	longestHigh  = 840
 	maxListBytes = 1 << 20
 )
 
-// Reference returns the fixed list, in the order of sending. It is drawn from ShareGPT's
-// lengths and scaled to the table's totals; it is not vLLM's sample itself.
+// Reference returns the fixed list of lengths, in the order of sending. It is drawn from the lengths of ShareGPT and scaled to the
+// table's totals; it is not vLLM's own sample.
 func Reference() []Length {
 	list, err := ReadLengths(strings.NewReader(reference))
 	if err != nil {
@@ -50,11 +50,11 @@ func Reference() []Length {
 	return list
 }
 
-// ErrLengths means that a list of lengths cannot be read.
+// ErrLengths means that a list of lengths cannot be parsed.
 var ErrLengths = errors.New("tables: list of lengths")
 
-// ReadLengths reads lines of prompt,limit,output or prompt,limit,output,output for the second
-// row. A first line of words is skipped. Errors name the line.
+// ReadLengths parses lines of prompt,limit,output or prompt,limit,output,output; the last is for the second row. It skips a first line
+// of words. Errors name the line.
 func ReadLengths(r io.Reader) ([]Length, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxListBytes+1))
 	if err != nil || len(text) > maxListBytes {
@@ -90,9 +90,9 @@ func ReadLengths(r io.Reader) ([]Length, error) {
 	return out, nil
 }
 
-// percents are those of the quantiles below, which are the lengths in tokens of Qwen's
-// tokenizer of 15,460 conversations of ShareGPT_V3 that vllm bench serve accepts. The first
-// turn is a human's in 64 % of them. The ends are vLLM's limits, or beyond the last quantile.
+// percents are the percentages of the quantiles below: lengths, in tokens of Qwen's tokenizer, of the 15,460 conversations of
+// ShareGPT_V3 that vllm bench serve accepts. In 64 % of them a human has the first turn. The first and the last quantile are vLLM's
+// limits, or beyond the last measured one.
 var percents = []float64{0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100}
 
 var quantiles = [2][2][]float64{
@@ -118,8 +118,8 @@ func draw(rnd *rand.Rand, q []float64) int {
 	return int(math.Round(q[i-1] + share*(q[i]-q[i-1])))
 }
 
-// Generate draws a workload from the quantiles of ShareGPT's lengths, scaled to the totals of
-// the table. Under condition the longest output has a length that agrees with the table.
+// Generate draws a workload from the quantiles of ShareGPT's lengths, scaled to the totals of the table. With condition, the longest
+// output has a length that agrees with the table.
 func Generate(seed uint64, condition bool) []Length {
 	rnd := rand.New(rand.NewPCG(seed, 5))
 	for {
@@ -151,7 +151,7 @@ func Generate(seed uint64, condition bool) []Length {
 	}
 }
 
-// scale multiplies one length of all so that they sum to total, none below 4 or above most.
+// scale multiplies one length of all requests by a factor, so that they sum to total; none becomes less than 4 or more than most.
 func scale(list []Length, of func(*Length) *int, total, most int) {
 	for range 64 {
 		sum := 0
@@ -174,7 +174,7 @@ func scale(list []Length, of func(*Length) *int, total, most int) {
 	for i := range list {
 		sum += *of(&list[i])
 	}
-	for i := 0; sum != total; i = (i + 1) % len(list) { // what rounding left
+	for i := 0; sum != total; i = (i + 1) % len(list) { // what rounding left over
 		p := of(&list[i])
 		switch {
 		case sum < total && *p < most && *p >= 20:
@@ -187,7 +187,7 @@ func scale(list []Length, of func(*Length) *int, total, most int) {
 	}
 }
 
-// stop ends n requests of a row early, tokens in all: at the end of the sequence.
+// stop makes n requests of a row end early, by `tokens` tokens in all, as if their sequence had ended.
 func stop(rnd *rand.Rand, list []Length, row, n, tokens int) {
 	order := rnd.Perm(len(list))
 	room := 0
@@ -210,7 +210,7 @@ func stop(rnd *rand.Rand, list []Length, row, n, tokens int) {
 	}
 }
 
-// requests returns a list as a workload: all at once, one row's outputs.
+// requests returns a list of lengths as a workload: all requests arrive at the same time, with the outputs of one row.
 func requests(list []Length, row int) []workload.Request {
 	out := make([]workload.Request, len(list))
 	for i, l := range list {

@@ -11,10 +11,10 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// lengthSource is where T1 is from.
+// lengthSource names the source of T1.
 const lengthSource = "Mooncake, docs/source/performance/vllm/vllm-v1-pd-performance.md: Qwen3-8B, TP 8, two nodes of 8 H800, 8 x ConnectX-7, vLLM 0.11.2.dev358, one request at a time"
 
-// lengthTable is T1: mean TTFT and transfer by prompt length, milliseconds.
+// lengthTable is T1: mean TTFT and transfer time by prompt length, in milliseconds.
 var lengthTable = []struct {
 	tokens         int
 	ttft, transfer float64
@@ -30,11 +30,11 @@ var lengthTable = []struct {
 	{32768, 749.62, 31.65},
 }
 
-// chatTokens is the number of tokens that the chat template adds: the table's bytes are those of
-// prompts longer by this, in whole blocks.
+// chatTokens is the number of tokens that the chat template adds: the table's bytes are those of prompts that are longer by that
+// number, in whole blocks.
 const chatTokens = 8
 
-// playLengths returns "LENGTH mean_ttft_ms" and "LENGTH transfer_ms" of prompts of such lengths.
+// playLengths returns the figures "LENGTH mean_ttft_ms" and "LENGTH transfer_ms" for prompts of these lengths.
 func playLengths(ctx context.Context, p *costmodel.Profile, lengths ...int) (map[string]float64, error) {
 	out := make(map[string]float64)
 	q := *p
@@ -62,20 +62,20 @@ func playLengths(ctx context.Context, p *costmodel.Profile, lengths ...int) (map
 	return out, nil
 }
 
-// Terms are what the modelled TTFT of one prompt length consists of, milliseconds.
+// Terms are the parts of the modelled TTFT of one prompt length, in milliseconds.
 type Terms struct {
 	Tokens    int     `json:"tokens"`
 	Hops      float64 `json:"hops"`
-	Host      float64 `json:"host"` // of the request at P and D, the steps of both
+	Host      float64 `json:"host"` // host time of the request at P and D, and of the steps of both
 	Linear    float64 `json:"linear"`
 	Attention float64 `json:"attention"`
-	Weights   float64 `json:"weights"` // and KV, of P's steps and D's
+	Weights   float64 `json:"weights"` // reading of weights and KV, in the steps of P and D
 	AllReduce float64 `json:"all_reduce"`
 	Transfer  float64 `json:"transfer"`
-	Rest      float64 `json:"rest"` // of the original, that nothing explains
+	Rest      float64 `json:"rest"` // part of the original's TTFT that nothing explains
 }
 
-// checkLengths plays T1 with the constants of rows 512 and 8,192 of the profile.
+// checkLengths plays T1 with the profile, whose constants come from the rows 512 and 8,192.
 func checkLengths(ctx context.Context, o *Options) (*Check, error) {
 	p, err := costmodel.Get(costmodel.H800Qwen3)
 	if err != nil {
@@ -109,7 +109,7 @@ func checkLengths(ctx context.Context, o *Options) (*Check, error) {
 	return c, nil
 }
 
-// lengthTerms adds a TTFT up, by hand: it needs no run.
+// lengthTerms adds up the terms of a TTFT directly, without a run.
 func lengthTerms(p *costmodel.Profile, tokens int, transfer, original float64) Terms {
 	n := tokens + chatTokens
 	t := Terms{Tokens: tokens, Hops: 3 * p.Hop().Seconds() * 1e3, Host: 2 * p.Host(n).Seconds() * 1e3, Transfer: transfer}

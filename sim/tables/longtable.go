@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// longSource is where T6 is from.
+// longSource names the source of T6.
 const longSource = "vllm-project/vllm#18242, comment of 2025-06-16: Llama-3.1-8B, 1P1D over P2P NCCL on H100 (TP 1 taken), 200 prompts of 8,000 tokens, output 200, 3.6 requests per second, burstiness 100"
 
 var longTable = []struct {
@@ -25,7 +25,7 @@ var longTable = []struct {
 	{"p95_tpot_ms", 11.34},
 }
 
-// checkLong plays T6: only GPU, model and token budget differ from the original's table.
+// checkLong plays T6. Only GPU, model and token budget differ from the original's table.
 func checkLong(ctx context.Context, o *Options) (*Check, error) {
 	p, err := costmodel.Get(costmodel.H100Llama)
 	if err != nil {

@@ -74,7 +74,7 @@ func (t *Table) Print(w io.Writer) error {
 	return out.Flush()
 }
 
-// PrintShort prints both rows beside the original's, a line for each figure.
+// PrintShort prints both rows beside those of the original, one line per figure.
 func (t *Table) PrintShort(w io.Writer) error {
 	out := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(out, "\t%s\tours\t%s\tours\n", headings[Mooncake], headings[P2pNccl])
@@ -89,7 +89,7 @@ func (t *Table) PrintShort(w io.Writer) error {
 	return out.Flush()
 }
 
-// PrintCalibrated prints constants beside those of the profiles.
+// PrintCalibrated prints derived constants beside those of the profiles.
 func PrintCalibrated(w io.Writer, list []Calibrated) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "calibration\tconstant\tvalue\tin the profile\tfrom the figure\twanted\tgot")

@@ -15,13 +15,13 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// ErrResult means that a result of a benchmark cannot be calibrated from.
+// ErrResult means that constants cannot be derived from a benchmark's result.
 var ErrResult = errors.New("tables: result")
 
 // maxResultRequests bounds the requests of one result.
 const maxResultRequests = 100000
 
-// measured is a result and the requests that it is of.
+// measured is a benchmark's result with the requests that it measured.
 type measured struct {
 	name        string
 	list        []workload.Request
@@ -29,8 +29,7 @@ type measured struct {
 	ttft, itl   float64 // means, ms
 }
 
-// newMeasured takes lengths and times of sending from a result's details, or its mean lengths
-// and its rate.
+// newMeasured takes the lengths and send times of the requests from a result's details, or else its mean lengths and its rate.
 func newMeasured(name string, r *bench.Result) (m measured, err error) {
 	m.name = name
 	if r.Completed < 1 || r.Completed > maxResultRequests || r.TTFT == nil || !(r.TTFT.Mean > 0) || r.TotalInput < r.Completed || r.TotalOutput < r.Completed {
@@ -66,9 +65,9 @@ func newMeasured(name string, r *bench.Result) (m measured, err error) {
 	return m, nil
 }
 
-// FitResults fits the two efficiencies of a profile so that mean TTFT and mean ITL are those of
-// the results, on average over them. They are of one deployment. Results of one token a
-// request say nothing of the ITL: then the bandwidth stays.
+// FitResults derives the two efficiencies of a profile so that mean TTFT and mean ITL equal those of the results, on average over them.
+// All results must come from the same deployment. Results with one token per request tell nothing about the ITL: then the bandwidth
+// efficiency stays.
 func FitResults(ctx context.Context, p *costmodel.Profile, deployment cluster.Options, names []string, results []*bench.Result) ([]Calibrated, error) {
 	var all []measured
 	targets := []Target{{"prefill_efficiency", "mean_ttft_ms", 1, 0.01, 1}}

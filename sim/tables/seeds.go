@@ -29,7 +29,7 @@ func medians(n int, play func(seed uint64) (map[string]float64, error)) (map[str
 	return out, nil
 }
 
-// fixed returns n requests of one length.
+// fixed returns n requests with the same lengths.
 func fixed(n, input, output int) []workload.Request {
 	out := make([]workload.Request, n)
 	for i := range out {

@@ -9,16 +9,16 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Moved is the Mooncake row of the original's table under another constant or token budget.
+// Moved is the result for the Mooncake row of the original's table with one constant, or the token budget, changed.
 type Moved struct {
 	What  string  `json:"what"`
-	Refit bool    `json:"refit"` // calibrated constants were fitted anew
+	Refit bool    `json:"refit"` // calibrated constants were derived again
 	MAPE  float64 `json:"mape"`
 	Worst string  `json:"worst_figure"`
 }
 
-// Sensitivity moves each calibrated constant by a tenth, each assumed one to the ends of its
-// range, as it is and with the calibrated ones fitted anew, and the token budget.
+// Sensitivity plays the row with each calibrated constant changed by a tenth; with each assumed constant at the ends of its range, once
+// with the calibrated ones unchanged and once with them derived again; and with other token budgets.
 func Sensitivity(ctx context.Context, refit Refit) (out []Moved, err error) {
 	move := func(what string, refit bool, o Options) error {
 		ours, err := o.playRow(ctx, Mooncake, Reference())
@@ -74,7 +74,7 @@ func Sensitivity(ctx context.Context, refit Refit) (out []Moved, err error) {
 	return out, nil
 }
 
-// against returns a row's figures beside the original's, without the token totals.
+// against returns the figures of a row beside the original's, without the token totals.
 func against(row string, ours map[string]float64) (out []Row) {
 	for _, figure := range figureOrder {
 		if !tokenTotals(figure) {
@@ -85,10 +85,10 @@ func against(row string, ours map[string]float64) (out []Row) {
 	return out
 }
 
-// Refit returns an assumption and the constants of the A10 profile fitted anew under it.
+// Refit returns an assumption together with the constants of the A10 profile derived again under it.
 type Refit func(context.Context, Setting) ([]Setting, error)
 
-// NewRefit returns a Refit that remembers. One goroutine calls it.
+// NewRefit returns a Refit that remembers its results. Only one goroutine may call it.
 func NewRefit() Refit {
 	type result struct {
 		set []Setting

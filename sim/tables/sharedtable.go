@@ -11,13 +11,13 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// sharedSource is where T5 is from.
+// sharedSource names the source of T5.
 const sharedSource = "Mooncake, docs/source/performance/sglang/sglang-benchmark-results-v1.md at 41cbeeb: Qwen2.5-7B-Instruct-GPTQ-Int4 on two A10 servers, SGLang, Poisson arrivals; nominal lengths taken"
 
-// sharedFigures are those of T5; the first four are judged.
+// sharedFigures are the figures of T5; the first four are judged.
 var sharedFigures = []string{"mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms", "mean_e2el_ms", "output_throughput", "total_token_throughput"}
 
-// sharedTable is T5: by load, and in it by deployment, in the order of sharedFigures.
+// sharedTable is T5: by load, and within a load by deployment, with the figures in the order of sharedFigures.
 var sharedTable = []struct {
 	name                     string
 	tp, input, output, count int
@@ -36,7 +36,7 @@ var sharedTable = []struct {
 	},
 }
 
-// checkShared plays T5: one P and one D against two engines that do both, as SGLang schedules.
+// checkShared plays T5: one P and one D against two engines that do both, with SGLang's scheduling.
 func checkShared(ctx context.Context, o *Options) (*Check, error) {
 	c := &Check{Table: "T5", Source: sharedSource}
 	type key struct{ row, figure string }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tables plays published measurements of vLLM and SGLang, prefill and decode apart or
-// not, in virtual time, and compares figure by figure.
+// Package tables plays published measurements of vLLM and SGLang, with and without separate prefill and decode, in virtual time, and
+// compares each figure.
 //
-// Constants are calibrated on the original's table (Original); all other tables are held out
-// and printed whatever their errors are.
+// Constants are calibrated on the original's table (Original). All other tables are held out: they are printed whatever their errors
+// are.
 package tables
 
 import (
@@ -20,7 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Names of the rows of the original's table.
+// The names of the rows of the original's table.
 const (
 	Mooncake = "mooncake"
 	P2pNccl  = "p2pnccl"
@@ -29,7 +29,7 @@ const (
 // Names lists the rows, in the order of Length.Output.
 var Names = []string{Mooncake, P2pNccl}
 
-// OriginalSource is where the table is from.
+// OriginalSource names the source of the original's table.
 const OriginalSource = "vLLM's pull request that introduces the MooncakeConnector (2025-09-12): Qwen2.5-7B-Instruct, 1P1D on 2 A10 servers, vllm bench serve, 100 prompts of ShareGPT, all at once"
 
 // figureOrder is the order of the figures, under the keys of vllm bench serve.
@@ -38,12 +38,12 @@ var figureOrder = []string{
 	"mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "median_itl_ms", "p99_itl_ms",
 }
 
-// tokenTotals are given, not predicted: no error is counted for them.
+// tokenTotals reports whether a figure is a total of tokens, which is given and not predicted: its error does not count.
 func tokenTotals(figure string) bool {
 	return figure == "total_input_tokens" || figure == "total_output_tokens"
 }
 
-// original is the table, in the order of figureOrder.
+// original is the original's table, with the figures in the order of figureOrder.
 var original = map[string][]float64{
 	Mooncake: {30.93, 23260, 21350, 3.23, 690.19, 1442.12, 2692.51, 2662.22, 4799.88, 37.64, 37.76, 42.77, 37.26, 37.34, 43.69},
 	P2pNccl:  {31.97, 23260, 21881, 3.13, 684.44, 1412.02, 2934.43, 3148.52, 5053.23, 38.22, 38.10, 43.22, 37.47, 37.59, 46.06},
@@ -58,68 +58,68 @@ func Original(row, figure string) float64 {
 	return original[row][i]
 }
 
-// Row is one figure beside the original's.
+// Row is one figure beside the original's figure.
 type Row struct {
 	Row      string  `json:"row"`
 	Figure   string  `json:"figure"`
 	Original float64 `json:"original"`
 	Ours     float64 `json:"ours"`
 	Error    float64 `json:"error"` // ours ÷ original − 1
-	// Use is what the figure is for: calibrated (a constant is from it), predicted, or given.
+	// Use says what the figure is used for: calibrated (a constant was derived from it), predicted, or given.
 	Use string `json:"use"`
 }
 
-// Spread is one figure over generated workloads.
+// Spread is the spread of one figure over generated workloads.
 type Spread struct {
 	Row       string  `json:"row"`
 	Figure    string  `json:"figure"`
-	Condition bool    `json:"condition"` // the longest output is where the table says
-	Seeds     int     `json:"seeds"`     // that were played
+	Condition bool    `json:"condition"` // the longest output is as long as the table implies
+	Seeds     int     `json:"seeds"`     // number of workloads played
 	Original  float64 `json:"original"`
 	P5        float64 `json:"p5"`
 	Median    float64 `json:"median"`
 	P95       float64 `json:"p95"`
-	Error     float64 `json:"error"` // of the median
+	Error     float64 `json:"error"` // error of the median
 }
 
-// Table is the original's table, played.
+// Table is the original's table together with our results.
 type Table struct {
 	Source      string             `json:"source"`
 	Profile     *costmodel.Profile `json:"profile"`
 	Rows        []Row              `json:"rows"`
-	Differences []Row              `json:"differences"` // P2pNccl less Mooncake
+	Differences []Row              `json:"differences"` // P2pNccl minus Mooncake
 	Seeds       int                `json:"seeds,omitempty"`
 	Spread      []Spread           `json:"spread,omitempty"`
 	MAPE        []RowMAPE          `json:"mape"`
 	Sensitivity []Moved            `json:"sensitivity,omitempty"`
 
-	// Results are the rows as a client's benchmark has them, in the order of Names.
+	// Results are our rows in the form of a client's benchmark, in the order of Names.
 	Results []*bench.Result `json:"-"`
 }
 
-// RowMAPE is the mean absolute error of a row's figures, token totals apart.
+// RowMAPE is the mean absolute error of a row's figures, without token totals.
 type RowMAPE struct {
 	Row   string  `json:"row"`
 	MAPE  float64 `json:"mape"`
 	Worst string  `json:"worst_figure"`
 }
 
-// Options change how the original's table is played.
+// Options says how the original's table is played.
 type Options struct {
 	Lengths     []Length // default Reference
-	Seeds       int      // generated workloads in addition
-	TokenBudget int      // of a step; default the profile's
+	Seeds       int      // number of generated workloads to play in addition
+	TokenBudget int      // most tokens of a step; default the profile's
 	Set         []Setting
-	Sensitivity bool // move every constant, and the token budget
+	Sensitivity bool // also play with every constant, and the token budget, changed
 }
 
-// Setting is a constant's value.
+// Setting gives one constant of a profile another value.
 type Setting struct {
 	Name  string
 	Value float64
 }
 
-// Profile returns a profile, or one of a file (costmodel.Open), with the changes that o has.
+// Profile returns the profile of that name, or of a file (costmodel.Open), with the changes in o.
 func Profile(name string, o Options) (*costmodel.Profile, error) {
 	p, err := costmodel.Open(name)
 	if err != nil {
@@ -128,7 +128,7 @@ func Profile(name string, o Options) (*costmodel.Profile, error) {
 	return p, o.Apply(p)
 }
 
-// Apply changes a profile as o says.
+// Apply makes the changes in o to a profile.
 func (o *Options) Apply(p *costmodel.Profile) error {
 	for _, s := range o.Set {
 		if err := p.Constants.Set(s.Name, s.Value); err != nil {
@@ -139,7 +139,7 @@ func (o *Options) Apply(p *costmodel.Profile) error {
 	return p.Validate()
 }
 
-// rowProfile returns the profile and transport of a row.
+// rowProfile returns the profile and the transport of a row.
 func (o *Options) rowProfile(row string) (*costmodel.Profile, cluster.Transport, error) {
 	p, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
@@ -152,7 +152,7 @@ func (o *Options) rowProfile(row string) (*costmodel.Profile, cluster.Transport,
 	return p, transport, o.Apply(p)
 }
 
-// playRow returns the figures of one row.
+// playRow plays one row and returns its figures.
 func (o *Options) playRow(ctx context.Context, row string, list []Length) (map[string]float64, error) {
 	r, err := o.runRow(ctx, row, list)
 	if err != nil {
@@ -181,7 +181,7 @@ func runList(ctx context.Context, p *costmodel.Profile, transport cluster.Transp
 	return cluster.Run(ctx, requests(list, output), cluster.Options{Profile: p, Prefill: 1, Decode: 1, Transport: transport})
 }
 
-// values returns figures by their keys.
+// values returns the figures of a run by their keys.
 func values(r *cluster.Result) (map[string]float64, error) {
 	f := r.Figures()
 	if f.Failed > 0 {
@@ -265,7 +265,7 @@ func use(figure string) string {
 	return "predicted"
 }
 
-// MAPE is the mean of the absolute errors, and the figure with the largest.
+// MAPE returns the mean of the absolute errors of rows, and the name of the figure with the largest.
 func MAPE(rows []Row) (mean float64, worst string) {
 	most := -1.0
 	for _, r := range rows {
@@ -278,12 +278,12 @@ func MAPE(rows []Row) (mean float64, worst string) {
 	return mean, worst
 }
 
-// spread plays generated workloads, with and without the condition on the longest output. When
-// ctx ends, the spread is over those that were played in both rows.
+// spread plays generated workloads, with and without the condition on the longest output. When ctx ends first, the spread is over the
+// workloads that were played in both rows.
 func (t *Table) spread(ctx context.Context, o *Options) error {
 	t.Seeds = o.Seeds
 	for _, condition := range []bool{true, false} {
-		played, all := 0, make(map[[2]string][]float64) // by row and figure
+		played, all := 0, make(map[[2]string][]float64) // all is by row and figure
 		var err error
 		for ; played < o.Seeds && err == nil; played++ {
 			list := Generate(uint64(played)+1, condition)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command chart renders the chart of cmd/kvasir/packaging as helm template does, so that other programs can check the objects.
+// Command chart renders the Helm chart in cmd/kvasir/packaging as helm template does, so that other programs can check the objects.
 //
 //	chart CHART FOLDER VALUES.yaml ...   writes FOLDER/VALUES-FORM-KIND.yaml for both forms
 package main
@@ -49,13 +49,13 @@ func writeAll(chart, folder string, files []string) error {
 	return nil
 }
 
-// A document is one object that the chart makes.
+// A document is one object that the chart creates.
 type document struct {
 	Kind string
 	text []byte
 }
 
-// render returns the objects of a chart for the values of a file, in one form.
+// render returns the objects of a chart in one form, with the values in a file.
 func render(chart, file, form string) (documents []document, err error) {
 	c, err := loader.Load(chart)
 	if err != nil {

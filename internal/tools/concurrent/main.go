@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command concurrent prints the packages whose tests can have a data race: those whose test binary links code of this module, other
-// than internal/testkit, that starts a goroutine. Code that runs in one goroutine cannot race, and the race
-// detector makes it ten times slower.
+// than internal/testkit, that starts a goroutine. Code that runs in one goroutine cannot race, and the race detector makes it ten times
+// slower.
 package main
 
 import (
@@ -21,7 +21,8 @@ import (
 	"strings"
 )
 
-// starters are the names of functions that start a goroutine, or make another package call a function of this module in one.
+// starters are the names of functions that start a goroutine, or that make another package call a function of this module in a
+// goroutine.
 var starters = []string{"Go", "AfterFunc", "Parallel", "RunParallel", "Serve", "ServeTLS", "ListenAndServe", "ListenAndServeTLS", "NewServer", "NewUnstartedServer", "NewTLSServer", "HandleFunc"}
 
 type pkg struct {
@@ -45,7 +46,7 @@ func run(out io.Writer, patterns []string) error {
 	if err != nil {
 		return fmt.Errorf("go list: %w", err)
 	}
-	own := map[string]bool{} // by package of this module, test packages included: whether it starts goroutines
+	own := map[string]bool{} // by package of this module, test packages included: it starts goroutines
 	var tests []pkg
 	for d := json.NewDecoder(bytes.NewReader(text)); ; {
 		var p pkg

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command docs writes the generated part of the reference, docs/reference/commands: flags from the command line itself, HTTP routes,
-// metrics and environment variables from the code; and the sample of a trace in docs/examples. With -check it writes nothing and reports what is missing or wrong,
-// including shell blocks with a wrong mark; with -v it also reports which shell blocks no test types, and why.
+// Command docs writes the generated part of the reference, docs/reference/commands: flags from the command line itself; HTTP routes,
+// metrics and environment variables from the code; and the sample trace in docs/examples. With -check it writes nothing, but reports
+// what is missing or wrong, including shell blocks with a wrong mark. With -v it also reports which shell blocks no test types, and
+// why.
 package main
 
 import (
@@ -46,7 +47,7 @@ func main() {
 	}
 }
 
-// run writes the pages, or with check returns the faults. It writes to notTyped which shell blocks no test types.
+// run writes the pages; with check, it only returns the faults. It writes to notTyped which shell blocks no test types.
 func run(check bool, kvasir string, notTyped io.Writer) (faults []string, err error) {
 	if _, err := os.Stat("go.mod"); err != nil {
 		return nil, errors.New("run it in the root of the repository")
@@ -77,7 +78,7 @@ func run(check bool, kvasir string, notTyped io.Writer) (faults []string, err er
 	return append(faults, stale(written)...), nil
 }
 
-// commandPages returns the pages about flags, which a kvasir binary writes.
+// commandPages returns the pages about flags, which the kvasir binary itself writes.
 func commandPages(kvasir string) (map[string]string, error) {
 	dir, err := os.MkdirTemp("", "kvasir-docs-")
 	if err != nil {
@@ -106,8 +107,8 @@ func commandPages(kvasir string) (map[string]string, error) {
 	return pages, nil
 }
 
-// blocks returns what is wrong with the blocks of pages and the marks before them. TestPagesAsTyped in cmd/kvasir/internal/cli types each
-// shell block without the mark "not typed"; blocks lists the others.
+// blocks returns what is wrong with the blocks of hand-written pages and with the marks before them. TestPagesAsTyped in
+// cmd/kvasir/internal/cli types each shell block without the mark "not typed"; blocks lists the others in notTyped.
 func blocks(hand map[string]string, notTyped io.Writer) (faults []string) {
 	typed, all := 0, 0
 	for _, name := range slices.Sorted(maps.Keys(hand)) {
@@ -132,7 +133,7 @@ func blocks(hand map[string]string, notTyped io.Writer) (faults []string) {
 	return faults
 }
 
-// leaves returns the commands without subcommands.
+// leaves returns the commands that have no subcommands.
 func leaves(pages map[string]string) (commands []string) {
 	for name, text := range pages {
 		if name == "README.md" {
@@ -169,7 +170,7 @@ func write(pages map[string]string) error {
 	return nil
 }
 
-// stale returns the pages whose file differs from the new text.
+// stale returns a fault for each page whose file differs from its new text.
 func stale(pages map[string]string) (faults []string) {
 	const remedy = ": run go run ./internal/tools/docs"
 	for _, name := range slices.Sorted(maps.Keys(pages)) {

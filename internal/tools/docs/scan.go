@@ -19,8 +19,8 @@ import (
 type code struct {
 	metrics   []metric
 	routes    []route
-	variables []string     // of the environment, by name
-	tests     [][][]string // by test file: the words of the literals of each call and list
+	variables []string     // environment variables, sorted by name
+	tests     [][][]string // by test file: the words of the string literals in each call and list
 }
 
 // A metric is a field with a tag of package internal/metrics.
@@ -37,10 +37,10 @@ var (
 	variable  = regexp.MustCompile(`^(?:(?:KVASIR|LMCACHE|VLLM|AWS|OPENAI|MOONCAKE|XDG|OTEL|NO|NOTIFY|SOURCE)_[A-Z0-9_]*[A-Z0-9]|TERM)$`)
 )
 
-// notProduct are folders without code of the product.
+// notProduct are the folders whose code does not belong to the product.
 var notProduct = []string{"interop", "internal/tools", "internal/testkit", "internal/arch", "docs"}
 
-// scan reads the Go files below root.
+// scan reads the Go files in root and below.
 func scan(root string) (*code, error) {
 	c := &code{}
 	err := filepath.WalkDir(root, func(name string, d fs.DirEntry, err error) error {
@@ -58,7 +58,7 @@ func scan(root string) (*code, error) {
 			}
 			return nil
 		}
-		if !strings.HasSuffix(rel, ".go") || strings.HasSuffix(rel, "crash_on.go") { // only in a test build
+		if !strings.HasSuffix(rel, ".go") || strings.HasSuffix(rel, "crash_on.go") { // that file is only in a test build
 			return nil
 		}
 		f, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
@@ -78,7 +78,7 @@ func scan(root string) (*code, error) {
 	return c, err
 }
 
-// source is a file of the product.
+// source is a source file of the product.
 type source struct {
 	*code
 	file string
@@ -117,7 +117,7 @@ func valueOf(n *ast.ValueSpec, i int) ast.Expr {
 	return nil
 }
 
-// tag records a field with the tag of a metric.
+// tag records a field that has the tag of a metric.
 func (s *source) tag(f *ast.Field) {
 	if f.Tag == nil {
 		return
@@ -140,7 +140,7 @@ func (s *source) tag(f *ast.Field) {
 	}
 }
 
-// callName returns the last name of the called function.
+// callName returns the last part of the name of the called function.
 func callName(n *ast.CallExpr) string {
 	switch f := n.Fun.(type) {
 	case *ast.Ident:
@@ -197,7 +197,7 @@ func (s *source) list(l *ast.CompositeLit) {
 	}
 }
 
-// choices records the routes of a switch over a request's path. Its cases are paths, or comparisons with paths.
+// choices records the routes of a switch over a request's path, whose cases are paths or comparisons with paths.
 func (s *source) choices(n *ast.SwitchStmt) {
 	ofPath := func(e ast.Node) (found bool) {
 		ast.Inspect(e, func(n ast.Node) bool {
@@ -237,7 +237,7 @@ func comparesPath(e ast.Expr) bool {
 	return path && method
 }
 
-// choice records the paths of a case, with the method that the case compares.
+// choice records the paths of a case, with the method with which the case compares.
 func (s *source) choice(e ast.Expr) {
 	var paths []string
 	method := ""
@@ -274,7 +274,7 @@ func literal(e ast.Expr) (string, bool) {
 	return text, err == nil
 }
 
-// commandLines returns the words of the literals of each call and of each list.
+// commandLines returns the words of the string literals in each call and each list.
 func commandLines(f *ast.File) (lines [][]string) {
 	ast.Inspect(f, func(n ast.Node) bool {
 		var args []ast.Expr
@@ -298,8 +298,8 @@ func commandLines(f *ast.File) (lines [][]string) {
 	return lines
 }
 
-// untested returns the commands that no test file runs. A file runs a command if a line has the words of the command, or if one line, in a
-// helper, has the first word and another line the rest. A line that asks for help does not count.
+// untested returns the commands that no test file runs. A file runs a command if a line has all words of the command, or if one line,
+// in a helper, has the first word and another line has the rest. A line that asks for help does not count.
 func untested(commands []string, files [][][]string) (missing []string) {
 	for _, command := range commands {
 		first, rest, below := strings.Cut(command, " ")
@@ -315,7 +315,7 @@ func untested(commands []string, files [][][]string) (missing []string) {
 	return missing
 }
 
-// follows reports whether a line contains the words one after the other.
+// follows reports whether a line contains the words directly one after the other.
 func follows(line, words []string) bool {
 	for i := range len(line) - len(words) + 1 {
 		if slices.Equal(line[i:i+len(words)], words) {

@@ -9,14 +9,14 @@ import (
 	"strings"
 )
 
-// tracePath is the sample of a trace, in Mooncake's format.
+// tracePath is the sample trace, in Mooncake's format.
 const tracePath = "docs/examples/trace.jsonl"
 
-const traceBlock = 512 // tokens of a hash id
+const traceBlock = 512 // tokens per hash id
 
-// trace returns requests of made-up conversations. Two thirds of the requests are turns of 60 conversations that begin with one of
-// three system prompts; the prompt of a turn contains the prompt and the answer of the turn before. The other requests have a prompt of
-// their own. Each call returns the same trace.
+// trace returns requests of invented conversations. Two thirds of the requests are turns of 60 conversations that begin with one of
+// three system prompts; the prompt of a turn contains the prompt and the answer of the turn before it. The other requests have prompts
+// of their own. Each call returns the same trace.
 func trace() []byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	type conversation struct {

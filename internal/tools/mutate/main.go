@@ -5,11 +5,10 @@
 //
 //	go run ./internal/tools/mutate -seed 1 -n 300 -judges ./server/admin,./server/workers ./store ./store/pool ./server
 //
-// A mutant is judged by the tests of its package, then by the tests of those judges and
-// given packages that import it, directly or not, or whose tests do. Tests that run much longer than
-// without the change have noticed it. Sources stay unchanged: the compiler
-// gets the changed file as an overlay. Mutants that do not compile do not count, and neither
-// do those that equivalent.txt names with a reason why no test can notice them.
+// A mutant is judged by the tests of its package, and then by the tests of those packages, among the judges and the given packages,
+// that import it, directly or not, or whose tests do. Tests that run much longer than without the change count as having noticed it.
+// The source files stay unchanged: the compiler gets the changed file as an overlay. Mutants that do not compile do not count, nor do
+// those that equivalent.txt lists with a reason why no test can notice them.
 package main
 
 import (
@@ -31,20 +30,20 @@ import (
 	"time"
 )
 
-// mutant is one change: bytes [from, to) of a file become text.
+// mutant is one change: the bytes [from, to) of a file are replaced by text.
 type mutant struct {
 	dir, path string
 	src       []byte
 	line      int
-	code      string // the function's name and the line
+	code      string // name of the function, and the line
 	from, to  int
 	text      string
-	what      string // with " #2" for the second such change of a line
+	what      string // what changes, with " #2" for the second such change of a line
 }
 
 func (m *mutant) name() string { return fmt.Sprintf("%s:%d:%s", m.path, m.line, m.what) }
 
-// key names a mutant in equivalent.txt.
+// key returns the name of the mutant in equivalent.txt.
 func (m *mutant) key() string { return m.path + " " + m.code + ": " + m.what }
 
 func main() {
@@ -57,7 +56,7 @@ func main() {
 	workers := flag.Int("j", 1, "mutants that are judged at the same time")
 	judges := flag.String("judges", "", "further packages whose tests judge what they import, with commas between")
 	flag.Parse()
-	// A mutant that allocates without end must not take the machine's memory.
+	// A mutant that allocates without end must not take all memory of the machine.
 	_ = syscall.Setrlimit(syscall.RLIMIT_DATA, &syscall.Rlimit{Cur: maxData, Max: maxData})
 	t := tool{limit: *limit, only: *only, left: *n, least: *least, workers: *workers}
 	if *judges != "" {
@@ -73,25 +72,25 @@ func main() {
 	}
 }
 
-// maxData is how much memory a process of the tests may have, in bytes.
+// maxData is the largest memory of a process of the tests, in bytes.
 const maxData = 8 << 30
 
-// tool is one run.
+// tool is one run of this command.
 type tool struct {
 	limit      time.Duration
 	only       string
 	workers    int
-	least      int // number of mutants of each package that are tried before the rest of the sample
+	least      int // how many mutants of each package are tried before the rest of the sample
 	judges     []string
-	equivalent map[string]string        // reasons by FILE FUNCTION: LINE: WHAT
-	took       map[string]time.Duration // duration of a package's tests without a change
+	equivalent map[string]string        // reasons, by FILE FUNCTION: LINE: WHAT
+	took       map[string]time.Duration // how long a package's tests take without a change
 
 	mu   sync.Mutex
-	left int // mutants to try
+	left int // number of mutants that are still to be tried
 	err  error
 }
 
-// score counts the mutants of a package.
+// score counts the mutants of one package.
 type score struct{ tried, noticed, equivalent int }
 
 func (s score) String() string {
@@ -164,7 +163,7 @@ func (t *tool) run(seed uint64, dirs []string) error {
 	return nil
 }
 
-// inTurn moves the first least mutants of each package to the front: one of each package, then the second of each.
+// inTurn moves the first `least` mutants of each package to the front: first one of each package, then the second of each, and so on.
 func inTurn(all []mutant, least int) {
 	seen := map[string]int{}
 	turn := make(map[*mutant]int, len(all))
@@ -182,7 +181,7 @@ func inTurn(all []mutant, least int) {
 	copy(all, out)
 }
 
-// next takes the next mutant out of the sample, nil when enough are judged.
+// next removes the next mutant from the sample and returns it; nil when enough mutants are judged.
 func (t *tool) next(sample *[]*mutant, scores map[string]*score) *mutant {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -198,7 +197,7 @@ func (t *tool) next(sample *[]*mutant, scores map[string]*score) *mutant {
 	return nil
 }
 
-// settle counts a verdict.
+// settle counts the verdict about a mutant.
 func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -206,7 +205,7 @@ func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	case err != nil:
 		t.err = err
 		return
-	case verdict == "": // it does not compile: try another one instead
+	case verdict == "": // the mutant does not compile: another one is tried instead
 		t.left++
 		return
 	case verdict != "SURVIVED":
@@ -216,8 +215,8 @@ func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	fmt.Printf("%-9s %s\n", verdict, m.name())
 }
 
-// readEquivalent reads the mutants that no test can notice: a line "FILE FUNCTION: LINE", and
-// below it, indented, "WHAT: REASON" for each of its mutants.
+// readEquivalent reads the list of mutants that no test can notice: a line "FILE FUNCTION: LINE", and below it, indented, a line "WHAT:
+// REASON" for each of its mutants.
 func (t *tool) readEquivalent(path string) error {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -242,7 +241,7 @@ func (t *tool) readEquivalent(path string) error {
 	return nil
 }
 
-// checkEquivalent fails if equivalent.txt names a mutant that the packages do not have.
+// checkEquivalent returns an error if equivalent.txt lists a mutant that the packages do not have.
 func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 	there := map[string]bool{}
 	for i := range all {
@@ -257,14 +256,14 @@ func (t *tool) checkEquivalent(all []mutant, dirs []string) error {
 	return nil
 }
 
-// importers returns for each directory the directories whose tests judge it: its
-// own, then its importers, and those whose tests import it.
+// importers returns, for each directory, the directories whose tests judge it: first its own, then those of its importers, and those
+// whose tests import it.
 func importers(dirs, judges []string) (map[string][]string, error) {
 	out := map[string][]string{}
 	deps := map[string][]string{}
 	paths := map[string]string{}
 	for _, dir := range judges {
-		list, err := exec.Command("go", "list", "-test", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output() // the package first, then its tests
+		list, err := exec.Command("go", "list", "-test", "-f", "{{.ImportPath}} {{join .Deps \" \"}}", dir).Output() // the package first, then its test packages
 		if err != nil {
 			return nil, fmt.Errorf("go list %s: %w", dir, err)
 		}
@@ -282,7 +281,7 @@ func importers(dirs, judges []string) (map[string][]string, error) {
 	return out, nil
 }
 
-// judge returns KILLED, TIMEOUT or SURVIVED, or "" for a mutant that does not compile.
+// judge runs the tests against a mutant. It returns KILLED, TIMEOUT or SURVIVED, or "" for a mutant that does not compile.
 func (t *tool) judge(tmp string, m *mutant, dirs []string) (string, error) {
 	if err := os.MkdirAll(tmp, 0o700); err != nil {
 		return "", err
@@ -310,7 +309,7 @@ func (t *tool) judge(tmp string, m *mutant, dirs []string) (string, error) {
 	for _, dir := range dirs {
 		limit := min(t.limit, 30*time.Second+5*t.took[dir])
 		out, err := test(overlay, dir, limit).CombinedOutput()
-		_ = os.RemoveAll(filepath.Join(dir, "testdata", "rapid")) // rapid would repeat a failed case for the next mutant
+		_ = os.RemoveAll(filepath.Join(dir, "testdata", "rapid")) // otherwise rapid would repeat a failed case with the next mutant
 		if err == nil {
 			continue
 		}
@@ -322,7 +321,7 @@ func (t *tool) judge(tmp string, m *mutant, dirs []string) (string, error) {
 	return "SURVIVED", nil
 }
 
-// test is the command that runs a package's tests.
+// test returns the command that runs the tests of a package.
 func test(overlay, dir string, limit time.Duration) *exec.Cmd {
 	args := []string{"test", "-vet=off", "-ldflags=-s -w", "-count=1", "-failfast", "-timeout", limit.String()}
 	if overlay != "" {
@@ -331,7 +330,7 @@ func test(overlay, dir string, limit time.Duration) *exec.Cmd {
 	return exec.Command("go", append(args, dir)...)
 }
 
-// mutants lists the changes that are possible in a directory's code.
+// mutants returns all changes that are possible in the code of a directory.
 func mutants(dir string) (out []mutant, err error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*.go"))
 	if err != nil {
@@ -363,7 +362,7 @@ func mutants(dir string) (out []mutant, err error) {
 	return out, nil
 }
 
-// funcAt returns the name of the function around a position, "" if there is none.
+// funcAt returns the name of the function that contains a position; "": there is none.
 func funcAt(f *ast.File, at token.Pos) string {
 	for _, d := range f.Decls {
 		if d, ok := d.(*ast.FuncDecl); ok && d.Pos() <= at && at < d.End() {
@@ -373,7 +372,7 @@ func funcAt(f *ast.File, at token.Pos) string {
 	return ""
 }
 
-// numbered numbers equal changes of one line, from left to right.
+// numbered numbers the equal changes of one line, from left to right.
 func numbered(found []mutant) []mutant {
 	slices.SortStableFunc(found, func(a, b mutant) int { return a.from - b.from })
 	seen := map[string]int{}
@@ -392,7 +391,7 @@ var swapped = map[token.Token]string{
 	token.LAND: "||", token.LOR: "&&", token.ADD: "-", token.SUB: "+", token.MUL: "+", token.QUO: "*", token.AND: "|", token.OR: "&",
 }
 
-// droppable reports whether a mutation may leave out a call of that function. It is false for logs, locks and panics.
+// droppable reports whether a mutant may leave out a call of that function. It is false for logs, locks and panics.
 func droppable(function string) bool {
 	return !strings.Contains(strings.ToLower(function), "log.") && function != "panic" && !strings.HasSuffix(function, "lock") &&
 		!strings.HasSuffix(function, "Lock") && !strings.HasPrefix(function, "crashPoint") && !strings.Contains(function, ".say")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package pages reads the commands that the reader of a Markdown page should type: shell blocks, the marks before them, and the output that
-// the reader should see after them. A mark is a comment on a line of its own:
+// Package pages reads from a Markdown page the commands that its reader should type: shell blocks, the marks before them, and the
+// output that the reader should see after them. A mark is a comment on a line of its own:
 //
 //	<!-- not typed: REASON -->   the next shell block is not typed by a test
 //	<!-- terminal: NAME -->      it is typed in a terminal of that name, where it goes on
@@ -12,8 +12,8 @@
 //	<!-- before: COMMAND -->     it is typed before the page, which takes it for granted, as one of an each block
 //	<!-- ctrl-c: NAME -->        stands alone: Ctrl-C in that terminal
 //
-// Shell blocks without a mark are typed one after the other. A block of the language text after one, under the same
-// heading, is what the reader should see.
+// Shell blocks without a mark are typed one after the other. A block of the language text after a shell block, under the same heading,
+// is what the reader should see.
 package pages
 
 import (
@@ -28,22 +28,22 @@ import (
 
 // Step is a shell block of a page, or a Ctrl-C.
 type Step struct {
-	Line      int    // of the page, from 1
+	Line      int    // line of the page, from 1
 	Text      string // the commands
-	NotTyped  string // why no test types them; "": a test does
-	Terminal  string // terminal in which they keep running; "": they end
-	Host      string // "": the first
-	Soon      bool   // they are typed again until Shown is seen
-	Each      bool   // each has a terminal of its own, and goes on if it serves
-	Shown     string // what the reader should see; "…" stands for anything
-	Interrupt string // the terminal that gets Ctrl-C; there is no Text
+	NotTyped  string // reason why no test types them; "": a test does
+	Terminal  string // terminal in which the commands keep running; "": they end
+	Host      string // host on which they are typed; "": the first
+	Soon      bool   // the commands are typed again until Shown is seen
+	Each      bool   // each command has a terminal of its own, and keeps running if it serves
+	Shown     string // what the reader should see; "…" stands for any text
+	Interrupt string // terminal that gets Ctrl-C; then Text is empty
 }
 
-// Page has the steps that the reader of a page should do.
+// Page has the steps that the reader of a page should carry out.
 type Page struct {
 	Steps  []Step
-	Needs  []string // programs
-	Before []string // commands that the page takes for granted
+	Needs  []string // programs that must be installed
+	Before []string // commands that must be running before the page is typed
 }
 
 // Typed reports whether a test types anything of the page.
@@ -51,19 +51,19 @@ func (p *Page) Typed() bool {
 	return slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Text != "" && s.NotTyped == "" })
 }
 
-// languages are the languages of blocks that are not typed; blocks of "sh" are commands.
+// languages are the languages of blocks that are not typed. Blocks of "sh" are commands.
 var languages = []string{"text", "go", "python", "yaml", "ini", "json"}
 
 var mark = regexp.MustCompile(`^<!-- (not typed|terminal|host|soon|each|needs|before|ctrl-c)(?:: (.*))? -->$`)
 
 var blanks = regexp.MustCompile(` +`)
 
-// indented matches the first line of commands in an indented block. Such a block is a fault, since it cannot have marks.
+// indented matches the first line of commands in an indented block. Such a block is a fault, because it cannot have marks.
 var indented = regexp.MustCompile(`^ {4,}(?:\$ )?(?:[A-Z_]+=\S* )*(?:kvasir|vllm|curl|python|docker|helm|kubectl|sudo|make|go|bin/kvasir) `)
 
-// Read returns the steps of a page, and what is wrong with its blocks and marks.
+// Read returns the steps of a page, and texts that say what is wrong with its blocks and marks.
 func Read(text string) (p Page, faults []string) {
-	var next Step // what the marks say of the next shell block
+	var next Step // what the marks say about the next shell block
 	marked, language, begin, typed, blank := 0, "", 0, -1, true
 	var block strings.Builder
 	wrong := func(line int, format string, args ...any) {
@@ -73,7 +73,7 @@ func Read(text string) (p Page, faults []string) {
 	for line := range strings.Lines(text) {
 		n++
 		line = strings.TrimRight(line, "\r\n")
-		if begin > 0 { // in a block
+		if begin > 0 { // inside a block
 			if line != "```" {
 				block.WriteString(line + "\n")
 				continue
@@ -129,7 +129,7 @@ func Read(text string) (p Page, faults []string) {
 	return p, faults
 }
 
-// note records a mark of line n, for the next shell block or for the page. It reports whether the mark stands alone.
+// note records the mark in line n, for the next shell block or for the page. It returns true if the mark stands alone.
 func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
 	switch mark {
 	case "not typed":
@@ -155,9 +155,9 @@ func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
 	return false
 }
 
-// Missing returns the first line of shown that output does not have, in the order of shown; "" if it has all. "…" stands for any text
-// within a line, and alone for any lines. Blanks stand for any number of blanks, because the width of a table's columns
-// depends on its other rows.
+// Missing returns the first line of shown that is missing in output, where lines must come in the order of shown; "": none is missing.
+// "…" stands for any text within a line, and, alone in a line, for any lines. Blanks match any number of blanks, because the width of a
+// table's columns depends on its other rows.
 func Missing(shown, output string) string {
 	lines := strings.Split(output, "\n")
 	for want := range strings.Lines(shown) {
@@ -179,10 +179,10 @@ func Missing(shown, output string) string {
 	return ""
 }
 
-// Generated is the folder of the pages that are written from the code: what they show is the text of --help.
+// Generated is the folder of the pages that are generated from the code: they show the text of --help.
 const Generated = "docs/reference/commands"
 
-// All returns the text of the pages for users in the repository at root, by their path from there, the generated ones left out.
+// All returns the text of the pages for users in the repository at root, without the generated ones, by their path from root.
 func All(root string) (map[string]string, error) {
 	out := map[string]string{}
 	for _, top := range []string{"README.md", "docs"} {

@@ -17,12 +17,12 @@ import (
 	"time"
 )
 
-// writeArchive writes kvasir-VERSION-OS-ARCH.tar.gz, with one folder of that name.
+// writeArchive writes kvasir-VERSION-OS-ARCH.tar.gz, which contains one folder of that name.
 func writeArchive(b *build, out string) (string, error) {
 	return pack(fmt.Sprintf("kvasir-%s-%s-%s", b.version, b.system, b.arch), b.files, b.date, out)
 }
 
-// writeSite writes kvasir-VERSION-site.tar.gz: the pages as a site.
+// writeSite writes kvasir-VERSION-site.tar.gz with the pages as a web site.
 func writeSite(work, version string, date time.Time, out string) (string, error) {
 	tool, dir := filepath.Join(work, "site-tool"), filepath.Join(work, "site")
 	for _, args := range [][]string{{"go", "build", "-C", "internal/tools/site", "-o", tool, "."}, {tool, "-out", dir}} {
@@ -47,14 +47,14 @@ func writeSite(work, version string, date time.Time, out string) (string, error)
 	return pack(fmt.Sprintf("kvasir-%s-site", version), files, date, out)
 }
 
-// pack writes FOLDER.tar.gz, with the files in that folder.
+// pack writes FOLDER.tar.gz, which contains the files in a folder of that name.
 func pack(folder string, files []file, date time.Time, out string) (string, error) {
 	files = slices.Clone(files)
 	for i := range files {
 		files[i].path = folder + "/" + files[i].path
 	}
 	var packed bytes.Buffer
-	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // without a name or a time
+	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // the header has neither a name nor a time
 	if err != nil {
 		return "", err
 	}
@@ -68,7 +68,7 @@ func pack(folder string, files []file, date time.Time, out string) (string, erro
 	return name, os.WriteFile(filepath.Join(out, name), packed.Bytes(), 0o644)
 }
 
-// writeTar writes files of root, in their order.
+// writeTar writes the files, owned by root, in their order.
 func writeTar(w io.Writer, files []file, date time.Time) error {
 	t := tar.NewWriter(w)
 	for _, f := range files {

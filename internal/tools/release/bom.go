@@ -16,7 +16,7 @@ import (
 	cdx "github.com/CycloneDX/cyclonedx-go"
 )
 
-// writeBOM writes the modules of the binary (go version -m) as a CycloneDX list. Its serial number follows from the binary.
+// writeBOM writes the modules in the binary (go version -m) as a CycloneDX list. Its serial number is derived from the binary.
 func writeBOM(b *build, out string) (string, error) {
 	text, err := os.ReadFile(b.binary)
 	if err != nil {
@@ -59,7 +59,7 @@ func writeBOM(b *build, out string) (string, error) {
 	return name, os.WriteFile(filepath.Join(out, name), packed.Bytes(), 0o644)
 }
 
-// uuid makes a version 8 UUID (RFC 9562: the bits are the application's) of a checksum.
+// uuid returns a version 8 UUID (RFC 9562: its bits are chosen by the application) that is derived from a checksum.
 func uuid(sum [32]byte) string {
 	u := sum
 	u[6], u[8] = u[6]&0x0f|0x80, u[8]&0x3f|0x80

@@ -15,8 +15,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// writeImage writes an image from scratch for docker load and podman load: the binary, the license and a user. It has
-// no certificates; a volume must bring them. It runs as user 65532; beside engines it must run as their user.
+// writeImage writes an image without a base image, for docker load and podman load: the binary, the license and a user. It has no
+// certificates; a volume must provide them. It runs as user 65532; beside engines it must run as their user.
 func writeImage(b *build, out string) (string, error) {
 	files := []file{{"etc/", nil, 0o40755}, {"etc/passwd", []byte("root:x:0:0:root:/:/sbin/nologin\nkvasir:x:65532:65532:kvasir:/:/sbin/nologin\n"), 0o644}, {"tmp/", nil, 0o41777}, {"usr/", nil, 0o40755}, {"usr/bin/", nil, 0o40755}}
 	for _, f := range b.files {

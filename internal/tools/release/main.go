@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command release builds what a release consists of: for each platform a static binary with manual, completions, units and
-// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX); the pages as a site; and checksums of all of
-// them. It runs in the root of the repository, and says what it wrote. Two runs from one commit write equal bytes, wherever and
-// whenever they run: all times are that of the commit, or SOURCE_DATE_EPOCH.
+// Command release builds all parts of a release: for each platform a static binary with manual, completions, units and configurations
+// as an archive, a deb and an rpm, an OCI image without a base image, and a list of modules (CycloneDX); the pages as a web site; and
+// checksums of all of them. It must run in the root of the repository, and prints what it has written. Two runs from one commit write
+// equal bytes, wherever and whenever they run: all times are that of the commit, or SOURCE_DATE_EPOCH.
 package main
 
 import (
@@ -33,20 +33,20 @@ func main() {
 	}
 }
 
-// build has the inputs of one platform's artefacts.
+// build has the inputs for the artefacts of one platform.
 type build struct {
 	version string // 0.1.0
 	system  string // linux or darwin
-	arch    string // as Go calls it
+	arch    string // in Go's form
 	date    time.Time
-	binary  string // its path
+	binary  string // path of the binary
 	info    *buildinfo.BuildInfo
-	files   []file // of the archive, sorted by path
+	files   []file // files of the archive, sorted by path
 }
 
 // file is a file in an artefact.
 type file struct {
-	path string // in the archive
+	path string // path in the archive
 	text []byte
 	mode int64
 }
@@ -104,8 +104,8 @@ func run(out string, systems, archs []string) error {
 	return writeSums(out, names)
 }
 
-// platform writes the artefacts of a platform. macOS gets no units and no packages, because commands that need shared memory do not run
-// there.
+// platform writes the artefacts of one platform. macOS gets no units and no packages, because commands that need shared memory do not
+// run there.
 func platform(b *build, common []file, out string) (names []string, err error) {
 	if err := compile(b.binary, b.system, b.arch); err != nil {
 		return nil, err
@@ -137,7 +137,7 @@ func platform(b *build, common []file, out string) (names []string, err error) {
 	return names, nil
 }
 
-// compile builds the command, with the commit in it.
+// compile builds the kvasir command, with the commit recorded in it.
 func compile(path, system, arch string) error {
 	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=true", "-ldflags", "-s -w", "-o", path, "./cmd/kvasir")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS="+system, "GOARCH="+arch, "GOFLAGS=", "GOAMD64=v1", "GOARM64=v8.0", "GOTOOLCHAIN=local")
@@ -145,7 +145,8 @@ func compile(path, system, arch string) error {
 	return cmd.Run()
 }
 
-// commitDate returns the time for all files: SOURCE_DATE_EPOCH, else the time of the commit. It fails for a tree with changes.
+// commitDate returns the time for all files: SOURCE_DATE_EPOCH, or else the time of the commit. It fails if the tree has uncommitted
+// changes.
 func commitDate() (time.Time, error) {
 	status, err := exec.Command("git", "status", "--porcelain").Output()
 	if err != nil {
@@ -169,8 +170,8 @@ func commitDate() (time.Time, error) {
 	return time.Unix(seconds, 0).UTC(), nil
 }
 
-// commonFiles returns the files of all platforms and the version. The host's binary writes the manual and the completions, and prints the
-// version.
+// commonFiles returns the files that all platforms have, and the version. host is the binary for this machine: it writes the manual and
+// the completions, and prints the version.
 func commonFiles(host, work string, date time.Time) (files []file, version string, err error) {
 	ask := func(args ...string) ([]byte, error) {
 		cmd := exec.Command(host, args...)
@@ -215,7 +216,7 @@ func commonFiles(host, work string, date time.Time) (files []file, version strin
 	return files, version, errors.Join(errs...)
 }
 
-// writeSums writes the checksums in the form of sha256sum(1).
+// writeSums writes the checksums of the artefacts in the form of sha256sum(1).
 func writeSums(out string, names []string) error {
 	slices.Sort(names)
 	var b strings.Builder

@@ -19,7 +19,7 @@ import (
 func writeDeb(b *build, out string) (string, error) { return writePackage(b, out, "deb") }
 func writeRPM(b *build, out string) (string, error) { return writePackage(b, out, "rpm") }
 
-// places says where the files of the archive are in a package; "": nowhere.
+// places says to which path of a package each file of the archive goes; "": it is not installed.
 var places = []struct{ from, to string }{
 	{"kvasir", "/usr/bin/kvasir"},
 	{"README.md", "/usr/share/doc/kvasir/README.md"},
@@ -29,20 +29,21 @@ var places = []struct{ from, to string }{
 	{"completions/kvasir.bash", "/usr/share/bash-completion/completions/kvasir"},
 	{"completions/_kvasir", "/usr/share/zsh/vendor-completions/_kvasir"},
 	{"completions/kvasir.fish", "/usr/share/fish/vendor_completions.d/kvasir.fish"},
-	{"scripts/", ""},   // scripts of the package itself, not installed files
+	{"scripts/", ""},   // the package runs these scripts, but does not install them
 	{"install.sh", ""}, // only in the archive
 	{"systemd/kvasir.sysusers", "/usr/lib/sysusers.d/kvasir.conf"},
 	{"systemd/", "/usr/lib/systemd/system/"},
 	{"config/", "/etc/kvasir/"},
 }
 
-// placesOfRPM are the places that differ in a rpm.
+// placesOfRPM are the paths that differ in an rpm.
 var placesOfRPM = map[string]string{
-	"completions/_kvasir":   "/usr/share/zsh/site-functions/_kvasir", // where Fedora's and SUSE's zsh looks
+	"completions/_kvasir":   "/usr/share/zsh/site-functions/_kvasir", // zsh looks there on Fedora and SUSE
 	"scripts/postremove.sh": "/usr/share/kvasir/postremove.sh",       // rpm has no purge: docs/operate/install.md
 }
 
-// placeOf returns the path of an archive's file in a package, "" if it is not in it. It reports false if places has no row for it.
+// placeOf returns the path in a package for a file of the archive; "": the package does not install it. It returns false if places has
+// no row for the file.
 func placeOf(name, format string) (string, bool) {
 	if to, ok := placesOfRPM[name]; ok && format == "rpm" {
 		return to, true

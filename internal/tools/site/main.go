@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command site makes a static site of the repository's pages. It runs in the root of the repository. The site needs no server and loads
-// nothing from other hosts: a browser can open its index.html from a disk. Two runs over equal pages write equal bytes. A broken link is an
-// error.
+// Command site makes a static web site of the repository's pages. It must run in the root of the repository. The site needs no server
+// and loads nothing from other hosts: a browser can open its index.html from a disk. Two runs over equal pages write equal bytes. A
+// broken link is an error.
 package main
 
 import (
@@ -35,13 +35,13 @@ func main() {
 //go:embed assets
 var assets embed.FS
 
-// site is the site of a repository.
+// site is the web site of a repository.
 type site struct {
 	root     string
-	pages    map[string]*page // by the path of their Markdown
+	pages    map[string]*page // by the path of the Markdown file
 	order    []*page          // in the order of the index
-	sections []section        // of the index
-	files    map[string]bool  // other files that pages link to, by path
+	sections []section        // sections of the index
+	files    map[string]bool  // other files to which pages link, by path
 	version  string
 }
 
@@ -53,10 +53,10 @@ type section struct {
 
 const index = "docs/README.md"
 
-// top are pages outside docs.
+// top are the pages outside of docs.
 var top = []string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", ".github/SECURITY.md", ".github/GOVERNANCE.md", ".github/CODE_OF_CONDUCT.md"}
 
-// build makes the site of the repository at root.
+// build makes the site of the repository at root and writes it to out.
 func build(root, out string) error {
 	s := &site{root: root, pages: map[string]*page{}, files: map[string]bool{}}
 	if err := s.read(); err != nil {
@@ -105,12 +105,12 @@ func (s *site) read() error {
 	return nil
 }
 
-// target returns the path of a repository's page on the site.
+// target returns the path on the site of a page of the repository.
 func target(name string) string {
 	name = strings.TrimPrefix(strings.TrimPrefix(name, "docs/"), ".github/")
 	switch {
 	case name == "README.md":
-		return "index.html" // README of the repository; the one of docs becomes contents.html
+		return "index.html" // the README of the repository; the README of docs becomes contents.html
 	case path.Base(name) == "README.md":
 		return path.Join(path.Dir(name), "index.html")
 	case strings.ToUpper(name) == name || !strings.Contains(name, "/"):
@@ -119,7 +119,7 @@ func target(name string) string {
 	return strings.TrimSuffix(strings.TrimSuffix(name, ".md"), ".MD") + ".html"
 }
 
-// arrange orders the pages as in the index. Pages that the index does not name come last, by name.
+// arrange puts the pages into the order of the index. Pages that the index does not name come last, sorted by name.
 func (s *site) arrange() {
 	s.pages[index].URL = "contents.html"
 	seen := map[*page]bool{}
@@ -183,13 +183,13 @@ func (s *site) arrange() {
 	}
 }
 
-// relative returns the address of to for a link on the page from.
+// relative returns the address of `to` for a link on the page `from`.
 func relative(from, to string) string {
 	up := strings.Repeat("../", strings.Count(from, "/"))
 	return up + to
 }
 
-// link returns the address on the site for a link of a page.
+// link returns the address, on the site, to which a link of a page leads.
 func (s *site) link(p *page, to string) (string, error) {
 	if strings.Contains(to, "://") || strings.HasPrefix(to, "mailto:") {
 		return to, nil
@@ -216,16 +216,16 @@ func (s *site) link(p *page, to string) (string, error) {
 		return "", fmt.Errorf("%s: the link %s leads nowhere", p.name, to)
 	}
 	if info.IsDir() {
-		return "", nil // shown as text
+		return "", nil // the link is shown as text only
 	}
 	s.files[name] = true
 	return relative(p.URL, fileTarget(name)), nil
 }
 
-// fileTarget returns the path on the site of a file that is no page.
+// fileTarget returns the path on the site of a file that is not a page.
 func fileTarget(name string) string { return "files/" + strings.TrimPrefix(name, "docs/") }
 
-// checkAnchors returns the links to headings that their page does not have.
+// checkAnchors returns an error for each link to a heading that its page does not have.
 func (s *site) checkAnchors() (faults []error) {
 	for _, p := range s.order {
 		for _, w := range p.wants {
@@ -237,7 +237,7 @@ func (s *site) checkAnchors() (faults []error) {
 	return faults
 }
 
-// write writes the site.
+// write writes the site to the folder out.
 func (s *site) write(out string) error {
 	if entries, err := os.ReadDir(out); err == nil && len(entries) > 0 {
 		if _, err := os.Stat(filepath.Join(out, "site.js")); err != nil {
@@ -297,10 +297,10 @@ type view struct {
 	Version        string
 }
 
-// Open reports whether a section of the navigation is shown open.
+// Open reports whether a section of the navigation is unfolded.
 func (v view) Open(c section) bool { return slices.Contains(c.Pages, v.Page) }
 
-// entry is a part of a page in the index of the search.
+// entry is a part of a page in the index for searching.
 type entry struct {
 	Title   string `json:"t"`
 	Heading string `json:"h,omitempty"`

@@ -26,7 +26,7 @@ type page struct {
 	Title   string
 	Short   string // title in the navigation
 	Body    template.HTML
-	Heads   []head // headings in its own table of contents
+	Heads   []head // headings in the page's own table of contents
 	parts   []*part
 	anchors map[string]bool
 	wants   []want
@@ -40,20 +40,20 @@ type head struct {
 	Text, Anchor string
 }
 
-// part is a heading with the text up to the next one.
+// part is a heading with the text up to the next heading.
 type part struct {
 	heading, anchor string
 	links           []string
 	text            strings.Builder
 }
 
-// want is a link to a heading.
+// want is a link to a heading of a page.
 type want struct {
 	page   *page
 	anchor string
 }
 
-// short returns a title for the navigation.
+// short returns the title of a page for the navigation.
 func short(title string) string {
 	if rest, ok := strings.CutPrefix(title, "Quick start: "); ok {
 		return strings.ToUpper(rest[:1]) + rest[1:]
@@ -68,7 +68,7 @@ var (
 	anchor   = regexp.MustCompile(`<a id="([^"]+)">`)
 )
 
-// parse parses a page and collects its headings and text. Marks for tests are left out.
+// parse parses a page, and collects its headings and its text. It leaves out the marks for tests.
 func parse(name string, source []byte) *page {
 	p := &page{name: name, URL: target(name), anchors: map[string]bool{}, source: comment.ReplaceAll(source, nil)}
 	p.tree = markdown.Parser().Parse(text.NewReader(p.source), parser.WithContext(parser.NewContext(parser.WithIDs(&slugs{p.anchors}))))
@@ -105,7 +105,7 @@ func parse(name string, source []byte) *page {
 
 func (p *page) last() *part { return p.parts[len(p.parts)-1] }
 
-// heading begins a part.
+// heading begins a new part of the page.
 func (p *page) heading(n *ast.Heading) {
 	title := plain(n, p.source)
 	id, _ := n.AttributeString("id")
@@ -120,7 +120,7 @@ func (p *page) heading(n *ast.Heading) {
 	}
 }
 
-// words returns a text without the backslashes before punctuation.
+// words returns the text without the backslashes before punctuation.
 func words(t *ast.Text, source []byte) []byte {
 	if t.IsRaw() {
 		return t.Value(source)
@@ -128,7 +128,7 @@ func words(t *ast.Text, source []byte) []byte {
 	return util.UnescapePunctuations(t.Value(source))
 }
 
-// plain is the text of a node.
+// plain returns the text of a node.
 func plain(n ast.Node, source []byte) string {
 	var b strings.Builder
 	_ = ast.Walk(n, func(n ast.Node, entering bool) (ast.WalkStatus, error) {
@@ -140,7 +140,7 @@ func plain(n ast.Node, source []byte) string {
 	return b.String()
 }
 
-// slugs gives headings the anchors that GitHub gives them.
+// slugs gives headings the same anchors as GitHub does.
 type slugs struct{ used map[string]bool }
 
 // Generate implements parser.IDs.
@@ -165,7 +165,7 @@ func (s *slugs) Generate(value []byte, _ ast.NodeKind) []byte {
 // Put implements parser.IDs.
 func (s *slugs) Put(value []byte) { s.used[string(value)] = true }
 
-// render makes the body of a page. It returns an error for each broken link.
+// render makes the HTML body of a page. It returns an error for each broken link.
 func (s *site) render(p *page) (faults []error) {
 	_ = ast.Walk(p.tree, func(n ast.Node, entering bool) (ast.WalkStatus, error) {
 		if !entering {

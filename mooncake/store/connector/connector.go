@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package connector is vLLM's MooncakeStoreConnector: which blocks of a prompt an engine loads
-// from a Mooncake Store and puts there, under which keys, and the transfers themselves.
+// Package connector is the logic of vLLM's MooncakeStoreConnector: which blocks of a prompt an engine loads from a Mooncake Store and
+// puts there, and under which keys. It also does the transfers.
 //
-// A Scheduler decides; it holds no state and does no I/O but for lookups. A Worker moves the
-// blocks of one rank. Both take a prompt as the digests of its hash units.
+// A Scheduler decides. It keeps no state about requests, and its only I/O are lookups. A Worker moves the blocks of one rank. Both get
+// a prompt as the digests of its hash units.
 //
 // Follows vLLM 0.23 and 0.32 (distributed/kv_transfer/kv_connector/v1/mooncake/store).
 package connector
@@ -22,20 +22,20 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
 
-// Options says what an engine keeps, and how.
+// Options says what an engine stores in a Mooncake Store, and how.
 type Options struct {
 	Layout  coordinator.Layout
-	Release coordinator.Release // whose decisions and keys; zero: ours, with the keys of 0.24 and later
+	Release coordinator.Release // release whose decisions and keys are used; zero: our decisions, with the keys of 0.24 and later
 
-	Model  string // as the engine names it; keys have what follows its last slash
-	Prefix string // cache_prefix, of several deployments on one store
-	Ranks  int    // of tensor parallelism, each with an object of every block; default 1
+	Model  string // the engine's name of the model; keys contain the part after its last slash
+	Prefix string // cache_prefix, which separates deployments that share a store
+	Ranks  int    // number of ranks of tensor parallelism; each has an object of every block; default 1
 
-	// ObjectBytes is how long the object of a block of a rank is, by group; objects of another
-	// length count as absent. Nil: the lengths are not known, so any length counts.
+	// ObjectBytes is the length of the object that one rank stores for a block, by group. Objects of another length count as absent.
+	// nil: the lengths are unknown, so any length counts.
 	ObjectBytes []int64
 
-	Batch int // keys of one question; default 256
+	Batch int // most keys in one question to the store; default 256
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -47,28 +47,28 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// Prompt is what a connector sees of a request.
+// Prompt is what the connector needs to know of a request.
 type Prompt struct {
-	Tokens  int    // of the prompt, and those generated so far
-	Digests []byte // of its hash units, one after the other; each covers all tokens before it
+	Tokens  int    // number of tokens, with those generated so far
+	Digests []byte // of the prompt's hash units, one after the other; each digest covers all tokens up to the end of its unit
 	Size    int    // bytes of a digest
 }
 
 // Units returns the number of hash units.
 func (p *Prompt) Units() int { return len(p.Digests) / max(p.Size, 1) }
 
-// Block is a block of a group, by its place in the prompt.
+// Block is a block of a group. Index is its place in the prompt.
 type Block struct{ Group, Index int }
 
-// Scheduler decides what is loaded and stored. It changes nothing but its counters.
+// Scheduler decides which blocks are loaded and stored. It changes only its counters.
 type Scheduler struct {
 	o        Options
 	c        *coordinator.Coordinator
-	prefixes [][]string // by group and rank
-	ops      operations // of s and its Workers
+	prefixes [][]string // key prefixes, by group and rank
+	ops      operations // counts of calls of this Scheduler and its Workers
 }
 
-// NewScheduler checks the layout.
+// NewScheduler returns a Scheduler. It returns an error if the options or the layout cannot be used.
 func NewScheduler(o Options) (*Scheduler, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -87,7 +87,7 @@ func NewScheduler(o Options) (*Scheduler, error) {
 	return s, nil
 }
 
-// KeyPrefix returns what the keys of a group's blocks of one rank begin with:
+// KeyPrefix returns the beginning of the keys of a group's blocks of one rank:
 //
 //	[PREFIX@]MODEL@tp_rank:RANK@pcp0@dcp0@pp_rank:0@group:GROUP@
 //
@@ -102,7 +102,7 @@ func KeyPrefix(prefix, model string, rank, group int) string {
 	return fmt.Sprintf("%s%s@tp_rank:%d@pcp0@dcp0@pp_rank:0@group:%d@", prefix, model, rank, group)
 }
 
-// Coordinator returns the coordinator that decides.
+// Coordinator returns the coordinator that makes this Scheduler's decisions.
 func (s *Scheduler) Coordinator() *coordinator.Coordinator { return s.c }
 
 // Key returns the key of a block of one rank; false if the prompt has no digest for the block.
@@ -112,21 +112,20 @@ func (s *Scheduler) Key(p *Prompt, b Block, rank int) (string, bool) {
 	return s.prefixes[b.Group][rank] + hex.EncodeToString(hash), ok
 }
 
-// Directory says where objects are; *store.Master is one.
+// Directory tells where objects are. *store.Master is a Directory.
 type Directory interface {
 	Replicas(ctx context.Context, keys []string) ([]store.Found, error)
 }
 
-// Hit is the answer to a lookup.
+// Hit is the result of a lookup.
 type Hit struct {
-	Tokens        int                // that every group can serve
-	Masks         []coordinator.Mask // which blocks of each group a load moves
-	Batches, Keys int                // that were asked for
+	Tokens        int                // longest prefix that every group can serve, in tokens
+	Masks         []coordinator.Mask // for each group, the blocks that a load moves
+	Batches, Keys int                // how many questions the lookup asked, for how many keys
 }
 
-// Lookup asks a store for the longest prefix of at most most tokens that every group can
-// load. The store leases the objects that it finds. With an error of the store, Lookup
-// returns the hit that was known before it.
+// Lookup asks a store for the longest prefix, of at most `most` tokens, that every group can load. The store leases the objects that it
+// finds. If the store fails, Lookup returns the error with the hit that was known before it.
 func (s *Scheduler) Lookup(ctx context.Context, d Directory, p *Prompt, most int) (Hit, error) {
 	q := &querier{ctx: ctx, s: s, d: d, p: p}
 	r := coordinator.NewRemote(s.c, coordinator.RemoteOptions{Batch: s.o.Batch})
@@ -139,7 +138,7 @@ func (s *Scheduler) Lookup(ctx context.Context, d Directory, p *Prompt, most int
 	return h, cmp.Or(err, r.Err())
 }
 
-// querier answers the coordinator's probes from a store: a block is present when the objects of all ranks are.
+// querier answers the coordinator's questions from a store. A block is present if the objects of all ranks are.
 type querier struct {
 	ctx  context.Context
 	s    *Scheduler
@@ -180,14 +179,14 @@ func (q *querier) Exists(probes []coordinator.Probe, present []bool) error {
 	return nil
 }
 
-// readable reports whether an object can be read and is as long as a group's blocks are.
+// readable reports whether the object f can be read and has the length of the group's blocks.
 func (s *Scheduler) readable(f *store.Found, group int) bool {
 	n := f.Bytes()
 	return f.Err == nil && n > 0 && (s.o.ObjectBytes == nil || n == uint64(s.o.ObjectBytes[group]))
 }
 
-// Loads appends the blocks that a load of hit tokens moves, except those of the first local
-// tokens, which the engine has itself.
+// Loads appends to dst the blocks that a load of `hit` tokens moves, except those of the first `local` tokens, which the engine has
+// itself.
 func (s *Scheduler) Loads(dst []Block, p *Prompt, local, hit int) ([]Block, error) {
 	masks, err := s.c.LoadMask(nil, p.Units(), hit)
 	if err != nil {
@@ -204,13 +203,12 @@ func (s *Scheduler) Loads(dst []Block, p *Prompt, local, hit int) ([]Block, erro
 	return dst, nil
 }
 
-// Stores appends the blocks worth storing of a prompt's tokens between from, where the last call
-// ended, and computed. prompt is the number of tokens at which the prefill ends. upto is the end of
-// the tokens that it decided about: the from of the next call.
+// Stores appends to dst the blocks worth storing among a prompt's tokens between from, where the last call ended, and computed. prompt
+// is the number of tokens at which the prefill ends. upto is the end of the tokens about which Stores has decided; it must be the next
+// call's from.
 //
-// From 0.24 on StoreMask leaves recurrent states to the engine, which has each state only for a
-// moment. Stores then appends the state at upto, and the state at which a repeat of the prompt
-// would resume.
+// From 0.24 on, StoreMask leaves recurrent states to the engine, which has each state only for a moment. Stores then also appends the
+// state at upto, and the state at which a repetition of the prompt would resume.
 func (s *Scheduler) Stores(dst []Block, from, computed, prompt int) (_ []Block, upto int, _ error) {
 	unit := s.c.Layout().Scheduler
 	upto = min(computed, prompt) / unit * unit

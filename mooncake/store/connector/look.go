@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// Present asks a store for every block of a prompt, and returns by group the runs of hash units
-// whose blocks it has from every rank.
+// Present asks a store for every block of a prompt. It returns, for each group, the runs of hash units whose blocks every rank has
+// stored.
 func (s *Scheduler) Present(ctx context.Context, d Directory, p *Prompt) ([][]coordinator.Run, error) {
 	out := make([][]coordinator.Run, s.c.Groups())
 	q := &querier{ctx: ctx, s: s, d: d, p: p}
@@ -43,8 +43,8 @@ func (s *Scheduler) Present(ctx context.Context, d Directory, p *Prompt) ([][]co
 	return out, nil
 }
 
-// Alone returns how many leading tokens a group could load if it were the only one. stored is the
-// result of Present.
+// Alone returns how many leading tokens, of at most `most`, the group g could load if it were the only group. stored is the result of
+// Present.
 func (s *Scheduler) Alone(g int, stored [][]coordinator.Run, units, most int) (int, error) {
 	l := s.c.Layout()
 	l.Groups = []coordinator.Group{s.c.Group(g)}
@@ -61,8 +61,8 @@ func (s *Scheduler) Alone(g int, stored [][]coordinator.Run, units, most int) (i
 	return hit.Tokens, err
 }
 
-// Explain writes what a store has of a prompt, how far each group and all together could
-// continue from it, what a load would move, and how often an engine would ask.
+// Explain writes to w what a store has of a prompt, how many tokens each group and all groups together could load, what a load would
+// move, and how many questions an engine would ask.
 func (s *Scheduler) Explain(ctx context.Context, w io.Writer, d Directory, p *Prompt, ascii bool) error {
 	stored, err := s.Present(ctx, d, p)
 	if err != nil {
@@ -89,11 +89,10 @@ func (s *Scheduler) Explain(ctx context.Context, w io.Writer, d Directory, p *Pr
 	return nil
 }
 
-// maxDigest bounds the digests of ParseDigests, bytes.
+// maxDigest is the largest length of a digest that ParseDigests accepts, in bytes.
 const maxDigest = 64
 
-// ParseDigests reads the hashes of a prompt's hash units, hexadecimal, separated by white
-// space, as vLLM's KV events have them.
+// ParseDigests makes a Prompt from the hashes of its hash units: hexadecimal words, as vLLM's KV events have them.
 func ParseDigests(words []string) (p Prompt, err error) {
 	for i, word := range words {
 		b, err := hex.DecodeString(word)

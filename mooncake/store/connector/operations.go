@@ -9,37 +9,37 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// The calls of a store that are counted, under vLLM's names.
+// The kinds of calls of a store that are counted, under vLLM's names.
 const (
-	lookupExists = "lookup_exists" // which blocks of a prompt are there
-	loadGet      = "load_get"      // blocks are read
-	saveExists   = "save_exists"   // which blocks need not be put
-	savePut      = "save_put"      // blocks are put
+	lookupExists = "lookup_exists" // ask which blocks of a prompt are stored
+	loadGet      = "load_get"      // read blocks
+	saveExists   = "save_exists"   // ask which blocks need not be put
+	savePut      = "save_put"      // put blocks
 )
 
-// How a call ended. A call that moves blocks ends with endPartial if any block failed; an
-// existence query ends with endError if the master did not answer.
+// The ways in which a call ends. A call that moves blocks ends with endPartial if any block failed; an existence query ends with
+// endError if the master did not answer.
 const (
 	endOK      = "ok"
 	endPartial = "partial_failure"
 	endError   = "error"
 )
 
-// outcomes are the ends of each call.
+// outcomes lists the ways in which each kind of call can end.
 var outcomes = map[string][]string{
 	lookupExists: {endOK, endError}, saveExists: {endOK, endError},
 	loadGet: {endOK, endPartial}, savePut: {endOK, endPartial},
 }
 
 // operations count the calls of a Scheduler and its Workers.
-type operations map[[2]string]*operation // by call and end; immutable
+type operations map[[2]string]*operation // by kind of call and end; immutable
 
 type operation struct {
 	times               *histogram.Histogram
 	keys, bytes, failed atomic.Uint64
 }
 
-// operationTimes are the upper bounds of vLLM's histogram, ns.
+// operationTimes are the upper bounds of vLLM's histogram, in ns.
 var operationTimes = []int64{
 	1e6, 5e6, 10e6, 50e6, 100e6, 200e6, 300e6, 400e6, 500e6, 750e6, 1e9, 1500e6, 2e9, 3e9, 4e9,
 }
@@ -54,7 +54,7 @@ func newOperations() operations {
 	return o
 }
 
-// record counts a call that began at that time, for keys of bytes in all.
+// record counts a call that began at the time `began`. It named `keys` keys, of which `failed` failed, and moved `bytes` bytes in all.
 func (o operations) record(call, end string, began time.Time, keys, failed int, bytes uint64) {
 	n := o[[2]string{call, end}]
 	n.times.Took(time.Since(began))
@@ -63,7 +63,7 @@ func (o operations) record(call, end string, began time.Time, keys, failed int, 
 	n.bytes.Add(bytes)
 }
 
-// asked counts an existence query for keys.
+// asked counts an existence query for `keys` keys.
 func (o operations) asked(call string, began time.Time, keys int, err error) {
 	if err != nil {
 		o.record(call, endError, began, keys, keys, 0)
@@ -72,7 +72,7 @@ func (o operations) asked(call string, began time.Time, keys int, err error) {
 	o.record(call, endOK, began, keys, 0, 0)
 }
 
-// moved counts a call that moves blocks; errs has one entry for each block.
+// moved counts a call that moves blocks. errs has one entry per block.
 func (o operations) moved(call string, began time.Time, errs []error, bytes uint64) {
 	bad := 0
 	for _, err := range errs {

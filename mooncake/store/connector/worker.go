@@ -11,8 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
 
-// Worker moves the blocks of one rank between memory and a store. Its methods are safe for
-// concurrent use.
+// Worker moves the blocks of one rank between the engine's memory and a store. Its methods are safe for concurrent use.
 type Worker struct {
 	s      *Scheduler
 	rank   int
@@ -34,8 +33,7 @@ type WorkerStats struct {
 	SaveErrors  int64 `counter:"kvasir_store_connector_save_errors_total" help:"Blocks that could not be put."`
 }
 
-// NewWorker returns a Worker of one rank. It closes neither client nor dir, which are of the same
-// store.
+// NewWorker returns the Worker of one rank. client and dir must belong to the same store. The Worker closes neither.
 func NewWorker(s *Scheduler, rank int, client *store.Client, dir Directory) *Worker {
 	return &Worker{s: s, rank: rank, client: client, dir: dir}
 }
@@ -48,8 +46,8 @@ func (w *Worker) Stats() WorkerStats {
 	}
 }
 
-// Load reads blocks into their memory: parts[i] are the pieces of block i. errs[i] is nil where all
-// of its bytes are there. Nothing is written to the memory after Load has returned.
+// Load reads blocks into their memory; parts[i] are the pieces of memory of block i. errs[i] is nil if all of its bytes are there. Load
+// writes nothing to the memory after it has returned.
 func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
 	if len(blocks) == 0 {
@@ -72,8 +70,8 @@ func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 	return errs
 }
 
-// Save puts blocks that are not in the store yet. Blocks that are there already are not written again. errs[i] wraps
-// store.NotReady where a block exists and cannot be read now.
+// Save puts the blocks that are not in the store yet. It does not write blocks again that are there. errs[i] wraps store.NotReady if
+// block i exists but cannot be read now.
 func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
 	if len(blocks) == 0 {
@@ -127,7 +125,7 @@ func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 	return errs
 }
 
-// bytes returns how long objects are in all.
+// bytes returns the total length of objects.
 func bytes(objects []store.Object) (n uint64) {
 	for i := range objects {
 		n += uint64(objects[i].Bytes())
@@ -135,7 +133,7 @@ func bytes(objects []store.Object) (n uint64) {
 	return n
 }
 
-// objects names blocks. A block without a digest is an error.
+// objects returns the objects of blocks: their keys and their memory. A block without a digest gets an error in errs.
 func (w *Worker) objects(p *Prompt, blocks []Block, parts [][][]byte) ([]store.Object, []error) {
 	objects, errs := make([]store.Object, len(blocks)), make([]error, len(blocks))
 	for i, b := range blocks {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package storetest is a master of a Mooncake Store, for tests: it knows as much of 0.3.13 and
-// 0.3.14 as they need, and fails on purpose.
+// Package storetest has a fake master of a Mooncake Store for tests. It implements as much of 0.3.13 and 0.3.14 as the tests need, and
+// fails on purpose when told so.
 package storetest
 
 import (
@@ -17,24 +17,24 @@ import (
 	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
-// Master is a master. Change its fields only within Set.
+// Master is a fake master. Change its fields only inside Set.
 type Master struct {
 	Addr string
 
 	Lease    time.Duration // granted by every call that leases objects
 	Segments []Segment
 	Objects  map[string]*Object
-	NoRoom   int           // number of starts that find no room
-	Copies   int           // replicas of an object
-	Delay    time.Duration // before an answer about replicas
+	NoRoom   int           // how many of the next starts of a put find no room
+	Copies   int           // number of replicas of an object
+	Delay    time.Duration // delay before an answer about replicas
 	Revoked  int
 
-	Lengths bool            // it answers as 0.3.14 does: with the length of the message and later fields
-	Hidden  map[string]bool // objects of silent nodes, as 0.3.14 hides them
-	Discard time.Duration   // time after which another put may replace a put that was not ended; 0: never
+	Lengths bool            // answer as 0.3.14 does: with the length of the message and with later fields
+	Hidden  map[string]bool // objects of silent nodes, hidden as 0.3.14 does
+	Discard time.Duration   // time after which another put may replace a put that has not ended; 0: never
 
-	// Before is called when a request has come, and Answered with the frame of its answer when it was
-	// carried out: it returns the frame to send, or nil to break the connection. Both may block, and call Set.
+	// Before is called when a request has come. Answered is called when the request was carried out, with the frame of its answer: it
+	// returns the frame to send, or nil to break the connection. Both may block, and may call Set.
 	Before   func(method string)
 	Answered func(method string, frame []byte) []byte
 
@@ -47,7 +47,7 @@ type Master struct {
 
 type uuid [2]uint64
 
-// Segment is memory of a node.
+// Segment is memory that a node gives to the cluster.
 type Segment struct {
 	ID          uuid
 	Name        string
@@ -55,7 +55,7 @@ type Segment struct {
 	Endpoint    string
 }
 
-// Object is one that was begun, or is complete.
+// Object is an object whose put has begun or is complete.
 type Object struct {
 	Owner    uuid
 	Pieces   []Piece
@@ -63,14 +63,14 @@ type Object struct {
 	Started  time.Time
 }
 
-// Piece is where a replica is.
+// Piece is the place of one replica.
 type Piece struct {
 	Addr, Bytes uint64
 	Endpoint    string
-	Writing     bool // the replica is still being written, whatever the object is
+	Writing     bool // the replica is still being written, whatever the object's state is
 }
 
-// New serves until the test ends.
+// New starts a Master that serves until the test ends.
 func New(t testing.TB) *Master {
 	t.Helper()
 	m := &Master{t: t, Lease: 10 * time.Second, Copies: 1, conns: map[net.Conn]bool{}}
@@ -105,7 +105,7 @@ func (m *Master) closeConns() {
 	}
 }
 
-// Forget is a master that was started again.
+// Forget makes the Master forget all, as a restarted master does.
 func (m *Master) Forget() {
 	m.Set(func() {
 		m.Segments, m.clients, m.Objects, m.used = nil, map[uuid]bool{}, map[string]*Object{}, 0
@@ -116,7 +116,7 @@ func (m *Master) Forget() {
 // ForgetClients makes the master treat all nodes as unknown, although it keeps their segments. Call it within Set.
 func (m *Master) ForgetClients() { m.clients = map[uuid]bool{} }
 
-// Set calls f while no call is answered.
+// Set calls f while no call is being answered.
 func (m *Master) Set(f func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -214,7 +214,7 @@ func (m *Master) answer(method string, body []byte) []byte {
 	case "ServiceReady":
 		return void(0)
 	case "PutStart":
-		if _, named := x[0].([]any); !named { // the form of 0.3.7, whose other calls are not answered here either
+		if _, named := x[0].([]any); !named { // the form of 0.3.7, whose calls this master does not answer
 			return Refusal(badArguments)
 		}
 		return m.withLength(void(badArgument), nil)
@@ -260,7 +260,7 @@ func (m *Master) answer(method string, body []byte) []byte {
 	return answer(noFunction, sp.String, func(w *sp.Writer) { w.String("the rpc function not registered") })
 }
 
-// segments does what a request about segments asks for.
+// segments carries out a request about segments.
 func (m *Master) segments(method string, x []any) {
 	switch method {
 	case "MountSegment":
@@ -291,7 +291,7 @@ func (m *Master) replicas(keys []string) []byte {
 				w.U64(uint64(m.Lease.Milliseconds()))
 				w.Bool(false)
 				if m.Lengths {
-					later = append(later, make([]byte, len(o.Pieces))...) // no locality
+					later = append(later, make([]byte, len(o.Pieces))...) // no locality: one zero byte per replica
 					later = append(later, "\x01\x07\x00default"...)
 				}
 			}
@@ -300,8 +300,8 @@ func (m *Master) replicas(keys []string) []byte {
 	return m.withLength(a, later)
 }
 
-// withLength makes a into an answer of 0.3.14 if Lengths is set: with its length before the literal, and with later
-// fields behind the payload.
+// withLength turns a into an answer of 0.3.14 if Lengths is set: with its length before the literal, and with later fields after the
+// payload.
 func (m *Master) withLength(a, later []byte) []byte {
 	if !m.Lengths {
 		return a
@@ -389,7 +389,7 @@ func (o *Object) write(w *sp.Writer) {
 	}
 }
 
-// answer returns a frame without a sequence number.
+// answer returns the frame of an answer, without its sequence number. f writes the payload.
 func answer(code byte, literal string, f func(*sp.Writer)) []byte {
 	w := &sp.Writer{B: make([]byte, responseHeader)}
 	w.Begin(sp.FormOf(literal), 1<<16-1)
@@ -406,12 +406,12 @@ func outcome(w *sp.Writer, code int32) {
 	}
 }
 
-// Refusal is the frame of an error of the RPC itself.
+// Refusal returns the frame of an error of the RPC itself.
 func Refusal(code byte) []byte {
 	return answer(code, sp.String, func(w *sp.Writer) { w.String("refused") })
 }
 
-// Values reads any value: numbers of 8 bytes as uint64, of 4 as int32, others as uint8, vectors and structs as []any.
+// Values reads a value of any type: numbers of 8 bytes as uint64, of 4 as int32, others as uint8, vectors and structs as []any.
 func Values(r *sp.Reader, t *sp.Type) any {
 	switch t.Kind {
 	case sp.KindFixed:
@@ -445,7 +445,7 @@ func Values(r *sp.Reader, t *sp.Type) any {
 	panic(t.Kind)
 }
 
-// Texts returns a vector of strings, or of pairs of a key and its checksum, as strings.
+// Texts returns a vector of strings as a slice. For a vector of pairs of a key and its checksum, it returns the keys.
 func Texts(v any) (out []string) {
 	for _, x := range v.([]any) {
 		if pair, ok := x.([]any); ok {

@@ -8,16 +8,16 @@ import (
 	"sync"
 )
 
-// Reader reads the values of one message in order. After the first thing that is malformed all that
-// it returns is zero, and Err says what it was. Strings are copied.
+// Reader reads the values of one message in order. After the first malformed value, all methods return zero values, and Err returns the
+// error. Strings are copied.
 type Reader struct {
 	b     []byte
 	width uint8
-	later bool // fields of later releases may follow the payload
+	later bool // the payload may be followed by fields that later releases added
 	err   error
 }
 
-// types remembers literals that were parsed. A peer decides which there are, so it is bounded.
+// types caches parsed literals. Peers choose the literals, so the cache is bounded.
 var types struct {
 	sync.Mutex
 	of map[string]known
@@ -49,8 +49,8 @@ func typeOf(literal []byte) (known, error) {
 	return k, nil
 }
 
-// Open reads everything before the payload, also a length. The payload's type comes from the message's own literal,
-// which must match the hash. Open refuses messages without a literal, since their type is unknown.
+// Open reads everything before the payload, including a length. It takes the payload's type from the message's own literal, whose hash
+// must match. It refuses a message without a literal, because its type is unknown.
 func Open(b []byte) (*Reader, *Type, error) {
 	if len(b) < 5 {
 		return nil, nil, fmt.Errorf("%w: a message of %d bytes, at least 5 are needed", ErrMalformed, len(b))
@@ -62,7 +62,7 @@ func Open(b []byte) (*Reader, *Type, error) {
 	b = b[5:]
 	later := meta & lengthBits
 	if later != 0 {
-		n := 1 << later // the length repeats that of the whole message
+		n := 1 << later // the length must equal that of the whole message
 		if n > len(b) {
 			return nil, nil, fmt.Errorf("%w: the length ends early", ErrMalformed)
 		}
@@ -87,14 +87,14 @@ func Open(b []byte) (*Reader, *Type, error) {
 	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits, later: later != 0}, k.t, nil
 }
 
-// HasLater reports whether the message names its length: then fields that later releases added to its type may
-// follow the payload. The first release that sends such messages is 0.3.14.
+// HasLater reports whether the message names its length. Then fields that later releases added to its type may follow the payload.
+// 0.3.14 is the first release that sends such messages.
 func (r *Reader) HasLater() bool { return r.later }
 
-// Err returns the first thing that was malformed.
+// Err returns an error for the first malformed value, or nil.
 func (r *Reader) Err() error { return r.err }
 
-// End returns Err, or that there are bytes left. Fields of later releases may be left.
+// End returns Err, or an error if bytes are left. With HasLater, bytes may be left.
 func (r *Reader) End() error {
 	if r.err == nil && len(r.b) > 0 && !r.later {
 		r.fail("%d bytes are left", len(r.b))
@@ -143,7 +143,7 @@ func (r *Reader) U8() uint8 {
 	return 0
 }
 
-// Bool reads a bool, or the mark of an optional or expected.
+// Bool reads a bool, or the byte that says whether an optional or expected has its value.
 func (r *Reader) Bool() bool {
 	v := r.U8()
 	if v > 1 {
@@ -152,8 +152,8 @@ func (r *Reader) Bool() bool {
 	return v == 1
 }
 
-// Size reads the size of a vector whose elements have at least least bytes each. A size for which the rest of
-// the message is too short is malformed, so the caller may allocate what Size returns.
+// Size reads the size of a vector whose elements have at least `least` bytes each. A size for which the rest of the message is too
+// short is malformed, so the caller may allocate as many elements as Size returns.
 func (r *Reader) Size(least int) int {
 	b := r.take(1 << r.width)
 	n := uint64(0)
@@ -167,13 +167,13 @@ func (r *Reader) Size(least int) int {
 	return int(n)
 }
 
-// Bytes reads a string; it is a part of the message.
+// Bytes reads a string without copying it: the result is a part of the message.
 func (r *Reader) Bytes() []byte { return r.take(r.Size(1)) }
 
-// String reads a string.
+// String reads and copies a string.
 func (r *Reader) String() string { return string(r.Bytes()) }
 
-// Skip reads a value of any type.
+// Skip reads a value of type t and drops it.
 func (r *Reader) Skip(t *Type) {
 	if r.err != nil {
 		return
@@ -187,7 +187,7 @@ func (r *Reader) Skip(t *Type) {
 	case KindVector:
 		n := r.Size(t.Parts[0].least)
 		if t.Parts[0].least == 0 {
-			n = 0 // elements without bytes: any number of them takes none
+			n = 0 // elements without bytes: any number of them takes no bytes
 		}
 		for range n {
 			if r.err != nil {

@@ -23,10 +23,10 @@ import (
 	"strings"
 )
 
-// ErrMalformed means that a message or a literal is not what struct_pack writes.
+// ErrMalformed means that a message or a literal does not have the form that struct_pack writes.
 var ErrMalformed = errors.New("structpack: malformed")
 
-// Literals of types. A literal is the concatenation of these.
+// Literals of basic types. A type's literal is a concatenation of such parts.
 const (
 	I32    = "\x01"
 	U32    = "\x02"
@@ -58,9 +58,9 @@ func Hash(literal string) uint32 {
 }
 
 const (
-	hasMeta    = 1      // in the hash
-	lengthBits = 3      // in the meta byte
-	hasLiteral = 1 << 2 // in the meta byte
+	hasMeta    = 1      // bit of the hash
+	lengthBits = 3      // bits of the meta byte
+	hasLiteral = 1 << 2 // bit of the meta byte
 	widthShift = 3
 	widthBits  = 3
 
@@ -83,15 +83,15 @@ const (
 	KindVariant              // the index of an alternative, and its value
 )
 
-// Type is a parsed literal.
+// Type is a type, as parsed from its literal.
 type Type struct {
 	Kind  Kind
-	Size  int     // KindFixed: bytes
-	Parts []*Type // the element, the fields that have bytes, the alternatives, the value and the error
-	least int     // bytes that a value has at least, in sizes of one byte
+	Size  int     // of KindFixed: number of bytes
+	Parts []*Type // types of: the element, the fields that have bytes, the alternatives, or the value and the error
+	least int     // fewest bytes of a value, if sizes take one byte
 }
 
-// Parse parses a literal.
+// Parse parses the literal of a type.
 func Parse(literal string) (*Type, error) {
 	if len(literal) > maxLiteral {
 		return nil, fmt.Errorf("%w: a literal of %d bytes", ErrMalformed, len(literal))
@@ -108,13 +108,13 @@ func Parse(literal string) (*Type, error) {
 
 var fixed = [13]int{1: 4, 2: 4, 3: 8, 4: 8, 5: 1, 6: 1, 7: 2, 8: 2, 11: 1, 12: 1}
 
-// aligned reports whether s begins with the two bytes that end a struct in plain memory; they have no data.
+// aligned reports whether s begins with the two alignment bytes that end a struct in plain memory; they carry no data.
 func aligned(s string) bool {
 	is := func(b byte) bool { return b == 0x82 || b == 0x83 || b == 0x85 || b == 0x89 }
 	return len(s) >= 3 && is(s[0]) && is(s[1]) && s[2] == 0xff
 }
 
-// parse reads one type from the start of s, and returns what follows it.
+// parse parses the type at the start of s and returns the rest of s.
 func parse(s string, depth int) (*Type, string, error) {
 	if s == "" || depth > maxDepth {
 		return malformed("it ends early, or is too deep")
@@ -135,12 +135,12 @@ func parse(s string, depth int) (*Type, string, error) {
 	return malformed(fmt.Sprintf("type %#02x", b))
 }
 
-// malformed is the result of parse for a literal that is none.
+// malformed returns parse's results for a malformed literal.
 func malformed(why string) (*Type, string, error) {
 	return nil, "", fmt.Errorf("%w: literal: %s", ErrMalformed, why)
 }
 
-// parseOne reads the part of a string, a vector or an optional.
+// parseOne parses the part of a string, a vector or an optional.
 func parseOne(b byte, s string, depth int) (*Type, string, error) {
 	t, s, err := parse(s, depth+1)
 	if err != nil {
@@ -153,7 +153,7 @@ func parseOne(b byte, s string, depth int) (*Type, string, error) {
 	return &Type{Kind: kind, Parts: []*Type{t}, least: 1}, s, nil
 }
 
-// parseTwo reads the parts of a map or of an expected value.
+// parseTwo parses the two parts of a map or of an expected value.
 func parseTwo(b byte, s string, depth int) (*Type, string, error) {
 	first, s, err := parse(s, depth+1)
 	if err != nil {
@@ -170,7 +170,7 @@ func parseTwo(b byte, s string, depth int) (*Type, string, error) {
 	return &Type{Kind: KindVector, Parts: []*Type{pair}, least: 1}, s, nil
 }
 
-// parseList reads the parts of a struct or of a variant, to their end.
+// parseList parses the parts of a struct or of a variant, up to their end mark.
 func parseList(b byte, s string, depth int) (*Type, string, error) {
 	isStruct := b == 0xfd
 	out := &Type{Kind: KindStruct}
@@ -191,7 +191,7 @@ func parseList(b byte, s string, depth int) (*Type, string, error) {
 		}
 		s = rest
 		if isStruct && t.least == 0 {
-			continue // no value of it has a byte: many of them must cost nothing
+			continue // a value of this type has no bytes: many of them must cost nothing
 		}
 		out.Parts = append(out.Parts, t)
 		if isStruct {
@@ -201,5 +201,5 @@ func parseList(b byte, s string, depth int) (*Type, string, error) {
 	return malformed("a struct without an end")
 }
 
-// Least returns how many bytes a value has at least.
+// Least returns the fewest bytes that a value of t has.
 func (t *Type) Least() int { return t.least }

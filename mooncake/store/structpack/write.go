@@ -7,26 +7,26 @@ import (
 	"math"
 )
 
-// Form is a type of messages to be written.
+// Form is the type of messages to be written: its literal and hash.
 type Form struct {
 	literal string
 	hash    uint32
 }
 
-// FormOf returns the form of a literal; an empty one is a message without a body.
+// FormOf returns the Form of a literal. The empty literal means a message without a body.
 func FormOf(literal string) Form { return Form{literal, Hash(literal)} }
 
-// Literal returns the literal.
+// Literal returns the literal from which FormOf made the Form.
 func (f Form) Literal() string { return f.literal }
 
-// Writer appends the payload of one message. All sizes of a message have one width, so it must be
-// known before the first of them: Begin gets the largest.
+// Writer appends the payload of one message. All sizes in a message have the same width, which must be known before the first size is
+// written: Begin gets the largest size.
 type Writer struct {
 	B     []byte
-	width uint8 // log2 of bytes
+	width uint8 // log2 of the bytes of a size
 }
 
-// Begin appends everything before the payload. largest is the largest size of a string or vector in the payload.
+// Begin appends everything that precedes the payload. largest is the largest size of a string or vector in the payload.
 func (w *Writer) Begin(f Form, largest int) {
 	switch {
 	case largest <= math.MaxUint8:
@@ -74,7 +74,7 @@ func (w *Writer) I32(v int32) { w.B = binary.LittleEndian.AppendUint32(w.B, uint
 // U8 appends a number of one byte.
 func (w *Writer) U8(v uint8) { w.B = append(w.B, v) }
 
-// Bool appends a bool; it is also the mark of an optional.
+// Bool appends a bool. It is also the byte that says whether an optional has its value.
 func (w *Writer) Bool(v bool) {
 	if v {
 		w.B = append(w.B, 1)

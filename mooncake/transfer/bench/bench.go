@@ -18,36 +18,36 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
-// Layout says how the blocks of a batch lie at the peer.
+// Layout says how the blocks of a batch lie in the peer's region.
 type Layout string
 
 // Layouts.
 const (
 	Packed    Layout = "packed"    // back to back, in order
 	Reversed  Layout = "reversed"  // back to back, last block first
-	Scattered Layout = "scattered" // shuffled, with gaps: no two adjoin
+	Scattered Layout = "scattered" // shuffled, with gaps: no two blocks adjoin
 )
 
 // BenchOptions configures Bench. A zero field means its default.
 type BenchOptions struct {
 	Client  transfer.Options
-	Peers   []PeerFile    // one caller for each
-	Callers int           // per peer, each with a client of its own; default 1
+	Peers   []PeerFile    // each peer has Callers callers
+	Callers int           // callers per peer, each with a client of its own; default 1
 	Ops     []string      // "write", "read", "socket"; default write and read
 	Sizes   []int         // bytes of a block; default 4 KiB to 16 MiB in steps of 4
-	Batches []int         // default 1, 8, 64, 256, 1024
+	Batches []int         // blocks in a batch; default 1, 8, 64, 256, 1024
 	Layout  Layout        // default Packed
-	For     time.Duration // of each cell; default 1 s
-	Bytes   int           // a cell above this size is left out; default 256 MiB
-	Verify  bool          // write a fresh pattern and read it back after each cell
-	Pieces  []Piece       // the one batch to measure, instead of Sizes, Batches and Layout
+	For     time.Duration // duration of each measurement; default 1 s
+	Bytes   int           // measurements whose batch has more bytes are left out; default 256 MiB
+	Verify  bool          // after each measurement, write a new pattern and read it back
+	Pieces  []Piece       // the only batch to measure, instead of Sizes, Batches and Layout
 }
 
-// Piece is one entry of a batch that was planned elsewhere: offsets into the caller's
-// memory and into the peer's region, and a length, in bytes.
+// Piece is one entry of a batch that was planned elsewhere: offset in the caller's memory, offset in the peer's region, and length, all
+// in bytes.
 type Piece [3]int
 
-// Cell is one measurement: calls of one operation, size and batch.
+// Cell is the result of one measurement: calls of one operation with one block size and batch size.
 type Cell struct {
 	Op      string
 	Size    int
@@ -57,13 +57,13 @@ type Cell struct {
 	Elapsed time.Duration
 	P50     time.Duration // of a call
 	P99     time.Duration
-	CPU     time.Duration // user and system time of this process in those calls; 0: not known
+	CPU     time.Duration // user and system time of this process in those calls; 0: unknown
 }
 
 // GBps is the throughput in 10^9 bytes per second.
 func (c Cell) GBps() float64 { return float64(c.Bytes) / c.Elapsed.Seconds() / 1e9 }
 
-// Line formats the cell as a line of Go benchmark output.
+// Line returns the cell as a line of Go benchmark output.
 func (c Cell) Line() string {
 	calls := int64(max(c.Calls, 1))
 	return fmt.Sprintf("BenchmarkTransfer/op=%s/size=%d/batch=%d %d %d ns/op %.2f MB/s %d p50-ns/op %d p99-ns/op %d cpu-ns/op",
@@ -74,9 +74,8 @@ func (c Cell) Line() string {
 // ErrVerify means that bytes read back differ from those written.
 var ErrVerify = errors.New("bench: bytes read back differ")
 
-// Bench measures every combination and prints a Go benchmark line for each.
-// The operation "socket" copies the same bytes over a plain connection on
-// loopback, with an 8-byte answer per batch: the floor.
+// Bench measures every combination of operation, size and batch, and prints a Go benchmark line for each. The operation "socket" copies
+// the same bytes over a plain loopback connection, with an 8-byte answer per batch: the time that no transfer can beat.
 func Bench(ctx context.Context, o BenchOptions, out io.Writer) ([]Cell, error) {
 	if len(o.Ops) == 0 {
 		o.Ops = []string{"write", "read"}
@@ -126,7 +125,7 @@ func Bench(ctx context.Context, o BenchOptions, out io.Writer) ([]Cell, error) {
 	return cells, nil
 }
 
-// pieces measures writes of the batch Pieces to the first peer.
+// pieces measures writes of the batch o.Pieces to the first peer.
 func (o BenchOptions) pieces(ctx context.Context) (Cell, error) {
 	mine, total := 0, 0
 	for _, p := range o.Pieces {
@@ -145,7 +144,7 @@ func (o BenchOptions) pieces(ctx context.Context) (Cell, error) {
 	c := transfer.New(o.Client)
 	defer c.Close()
 	write := func() error { return c.Write(ctx, o.Peers[0].Peer, entries) }
-	if err := write(); err != nil { // connects, touches the pages
+	if err := write(); err != nil { // the first call connects and touches the pages
 		return Cell{}, err
 	}
 	before := processTime()
@@ -155,7 +154,7 @@ func (o BenchOptions) pieces(ctx context.Context) (Cell, error) {
 	return cell, err
 }
 
-// spread is the room that a layout needs, in blocks per block.
+// spread returns how many blocks of room the layout needs per block.
 func (l Layout) spread() int {
 	if l == Scattered {
 		return 2
@@ -163,7 +162,7 @@ func (l Layout) spread() int {
 	return 1
 }
 
-// callerBytes is the number of bytes that each caller may use at its peer.
+// callerBytes returns how many bytes of its peer's region each caller may use.
 func (o BenchOptions) callerBytes() int {
 	room := uint64(o.Bytes)
 	for _, p := range o.Peers {
@@ -172,7 +171,7 @@ func (o BenchOptions) callerBytes() int {
 	return int(room) / max(o.Callers, 1)
 }
 
-// cell runs all callers at once and merges their samples.
+// cell runs one measurement: all callers at once. It merges their samples.
 func (o BenchOptions) cell(ctx context.Context, op string, size, batch int) (Cell, error) {
 	if op == "socket" {
 		lat, took, err := socketCopy(ctx, size*batch, o.For)
@@ -219,7 +218,7 @@ func (o BenchOptions) caller(ctx context.Context, peer string, base uint64, op s
 	if op == "read" {
 		call = c.Read
 	}
-	if err := call(ctx, peer, entries); err != nil { // connects, touches the pages
+	if err := call(ctx, peer, entries); err != nil { // the first call connects and touches the pages
 		return nil, 0, err
 	}
 	lat, took, err := repeat(o.For, func() error { return call(ctx, peer, entries) })
@@ -241,7 +240,7 @@ func (o BenchOptions) caller(ctx context.Context, peer string, base uint64, op s
 	return lat, took, nil
 }
 
-// repeat calls f for the duration, at least three times.
+// repeat calls f until d has passed, at least three times. lat has the duration of each call, took that of all.
 func repeat(d time.Duration, f func() error) (lat []time.Duration, took time.Duration, err error) {
 	start := time.Now()
 	for last := start; last.Sub(start) < d || len(lat) < 3; {
@@ -260,7 +259,7 @@ func fill(b []byte, seed byte) {
 	r.Read(b)
 }
 
-// entries places the blocks of local at base.
+// entries places the blocks of local, each of size bytes, at the peer from address base on, in the layout l.
 func (l Layout) entries(local []byte, base uint64, size int) []transfer.Entry {
 	n := len(local) / size
 	place := make([]int, n)
@@ -280,8 +279,8 @@ func (l Layout) entries(local []byte, base uint64, size int) []transfer.Entry {
 	return list
 }
 
-// socketCopy sends n bytes and waits for 8, again and again, over a plain
-// connection between two goroutines.
+// socketCopy measures a plain connection between two goroutines: one sends n bytes and waits for 8 bytes, again and again, until d has
+// passed.
 func socketCopy(ctx context.Context, n int, d time.Duration) ([]time.Duration, time.Duration, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

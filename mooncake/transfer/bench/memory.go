@@ -8,9 +8,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 )
 
-// checkMemory refuses a region that this machine cannot hold. Go ends the process
-// when it gets no memory, and peers would fill what it gets until the kernel does.
-// Where the kernel does not tell, nothing is refused.
+// checkMemory refuses a region of n bytes that this machine cannot hold. Go ends the process when it gets no memory; and if it gets the
+// memory, peers fill it until the kernel kills a process. If the free memory is unknown, checkMemory refuses nothing.
 func checkMemory(n int64) error {
 	have, ok := hostmem.Available()
 	if !ok || n <= have {

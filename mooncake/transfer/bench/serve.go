@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench is what the transfer commands of the command line do:
-// serve a region, write to and read from a peer, and measure.
+// Package bench has the work of the transfer commands of the command line: to serve a region, to write to a peer and read from it, and
+// to measure.
 package bench
 
 import (
@@ -32,17 +32,16 @@ type ServeOptions struct {
 	Target transfer.TargetOptions
 	Bytes  int64 // size of the region; default 256 MiB
 
-	// Base is the published address; default random, so that a peer that still
-	// knows the addresses of an earlier life does not hit this one.
+	// Base is the published address. The default is random, so that a peer that still knows the addresses of an earlier process does
+	// not hit this region.
 	Base uint64
 
-	PeerFile string    // written when the region is ready; "" writes none
-	Out      io.Writer // one line when ready; default none
+	PeerFile string    // file that Serve writes when the region is ready; "" writes none
+	Out      io.Writer // gets one line when the region is ready; default none
 	Log      *slog.Logger
 }
 
-// Serve publishes one region until ctx is done. It fails when the address that
-// it publishes does not lead back to it.
+// Serve publishes one region until ctx ends. It fails when a connection to its published address does not lead back to it.
 func Serve(ctx context.Context, o ServeOptions) error {
 	o.Bytes = cmp.Or(o.Bytes, 256<<20)
 	if o.Bytes < 0 {
@@ -85,7 +84,7 @@ func Serve(ctx context.Context, o ServeOptions) error {
 	return nil
 }
 
-// register publishes mem at base, or where the table likes if base is 0.
+// register publishes mem at base, or at an address of the table's choice if base is 0. It returns the address.
 func register(table *transfer.Table, base uint64, mem []byte) (uint64, error) {
 	if base != 0 {
 		_, err := table.Register(base, mem)
@@ -98,7 +97,7 @@ func register(table *transfer.Table, base uint64, mem []byte) (uint64, error) {
 	return regions[0].Range().Addr, nil
 }
 
-// writePeerFile writes the file whole or not at all.
+// writePeerFile writes the file completely or not at all.
 func writePeerFile(path string, info PeerFile) error {
 	b, err := json.Marshal(info)
 	if err != nil {
@@ -122,7 +121,7 @@ func writePeerFile(path string, info PeerFile) error {
 	return nil
 }
 
-// ReadPeerFile reads what Serve wrote.
+// ReadPeerFile reads the file that Serve wrote.
 func ReadPeerFile(path string) (PeerFile, error) {
 	var info PeerFile
 	b, err := os.ReadFile(path)
@@ -138,8 +137,8 @@ func ReadPeerFile(path string) (PeerFile, error) {
 	return info, nil
 }
 
-// AwaitPeerFile is ReadPeerFile that gives a Serve started at the same moment some
-// time, at most the given one, to write the file.
+// AwaitPeerFile reads the file like ReadPeerFile, but waits up to atMost for it, because a Serve started at the same moment may not
+// have written it yet.
 func AwaitPeerFile(ctx context.Context, path string, atMost time.Duration) (PeerFile, error) {
 	ctx, cancel := context.WithTimeout(ctx, atMost)
 	defer cancel()
@@ -163,15 +162,15 @@ type CopyOptions struct {
 	Client     transfer.Options
 	Peer       string        // segment name
 	Addr       uint64        // published address of the first byte
-	Bytes      int64         // of Read
-	BlockBytes int           // entries of the batch; default 1 MiB
-	Timeout    time.Duration // of the whole; default none
+	Bytes      int64         // bytes to copy; only for Read
+	BlockBytes int           // size of an entry of the batch; default 1 MiB
+	Timeout    time.Duration // for the whole copy; default none
 }
 
-// copyStep bounds the memory that Write and Read take.
+// copyStep bounds the memory that Write and Read use.
 const copyStep = 64 << 20
 
-// Write sends everything from in to the peer and returns the bytes confirmed.
+// Write sends all bytes of `in` to the peer and returns how many bytes the peer has confirmed.
 func Write(ctx context.Context, o CopyOptions, in io.Reader) (int64, error) {
 	return o.each(ctx, -1, func(ctx context.Context, c *transfer.Client, addr uint64, buf []byte) (int, error) {
 		n, err := io.ReadFull(in, buf)
@@ -200,8 +199,8 @@ func Read(ctx context.Context, o CopyOptions, out io.Writer) (int64, error) {
 	})
 }
 
-// each calls step with consecutive addresses until it returns io.EOF or total
-// bytes are done; a negative total has no end.
+// each calls step with consecutive addresses until step returns io.EOF or total bytes are copied. With a negative total, only io.EOF
+// ends it.
 func (o CopyOptions) each(ctx context.Context, total int64, step func(context.Context, *transfer.Client, uint64, []byte) (int, error)) (int64, error) {
 	if o.Timeout > 0 {
 		var cancel context.CancelFunc
@@ -229,7 +228,7 @@ func (o CopyOptions) each(ctx context.Context, total int64, step func(context.Co
 	}
 }
 
-// entries cuts b into blocks.
+// entries cuts b into one entry per block, at consecutive addresses of the peer from addr on.
 func (o CopyOptions) entries(addr uint64, b []byte) []transfer.Entry {
 	block := cmp.Or(o.BlockBytes, 1<<20)
 	list := make([]transfer.Entry, 0, len(b)/block+1)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package blockstest has a publisher of KV events for tests, with replays, that can lose messages, lose its
-// past and start again.
+// Package blockstest has a publisher of KV events for tests, with replays. It can lose messages, forget earlier messages, and start
+// again.
 package blockstest
 
 import (
@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher publishes as vLLM does.
+// Publisher publishes KV events as vLLM does.
 type Publisher struct {
 	Port, ReplayPort int
 
@@ -29,13 +29,13 @@ type Publisher struct {
 
 	mu     sync.Mutex
 	seq    uint64
-	past   [][]byte // payloads from first on
+	past   [][]byte // payloads, beginning with that of sequence first
 	first  uint64
 	answer bool // replays are answered
-	asked  int  // replays
+	asked  int  // number of replays requested
 }
 
-// Start listens at a host; ports of 0 are chosen. It ends with the test.
+// Start starts a Publisher that listens at host; for a port of 0 it takes any free port. It stops when the test ends.
 func Start(t testing.TB, host string, port, replay int) *Publisher {
 	t.Helper()
 	p := &Publisher{t: t, host: host, answer: true}
@@ -63,7 +63,7 @@ func (p *Publisher) Stop() {
 	_ = p.router.Close()
 }
 
-// StartAgain ends the publisher and starts another one at the same ports, whose sequence begins again.
+// StartAgain stops the publisher and starts another one at the same ports, whose sequence begins at 0.
 func (p *Publisher) StartAgain() {
 	p.t.Helper()
 	p.Stop()
@@ -73,7 +73,7 @@ func (p *Publisher) StartAgain() {
 	p.listen(p.Port, p.ReplayPort)
 }
 
-// Publish sends events as one batch. With lose no subscriber gets it.
+// Publish sends events as one batch. If lose is true, no subscriber gets it.
 func (p *Publisher) Publish(lose bool, events ...event.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -92,14 +92,14 @@ func (p *Publisher) Deliver() {
 	p.pub.Publish([]byte{}, binary.BigEndian.AppendUint64(nil, p.seq-1), p.past[len(p.past)-1])
 }
 
-// BeginAgain gives the next batch the sequence 0, as a publisher behind a forwarder that starts again.
+// BeginAgain gives the next batch the sequence 0, like a restarted publisher behind a forwarder.
 func (p *Publisher) BeginAgain() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.seq, p.past, p.first = 0, nil, 0
 }
 
-// Forget lets replays begin with what comes now.
+// Forget makes replays begin with the next batch.
 func (p *Publisher) Forget() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -116,7 +116,7 @@ func (p *Publisher) Answer(on bool) {
 // Subscribers returns the number of subscribers.
 func (p *Publisher) Subscribers() int { return p.pub.Subscribers() }
 
-// Replays is how many replays were asked for.
+// Replays returns how many replays were requested.
 func (p *Publisher) Replays() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package limitstest has a Redis server for tests of shared limits: it does in Go what the scripts of
-// package limits do, and can be silent or end connections.
+// Package limitstest has a fake Redis server for tests of shared limits: it does in Go what the scripts of package limits do. It can be
+// silent or cut connections.
 package limitstest
 
 import (
@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// Redis is such a server.
+// Redis is a fake Redis server.
 type Redis struct {
 	Addr string
 
@@ -45,7 +45,7 @@ type entry struct {
 	ends time.Time
 }
 
-// Start starts a server, which ends with the test.
+// Start starts a server, which stops when the test ends.
 func Start(t testing.TB) *Redis {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -80,7 +80,7 @@ func (r *Redis) cut() {
 	}
 }
 
-// Silence makes the server stop reading and answering, or with on false answer again. It ends all connections.
+// Silence(true) makes the server stop reading and answering; Silence(false) makes it answer again. Both cut all connections.
 func (r *Redis) Silence(on bool) {
 	r.mu.Lock()
 	r.silent = on
@@ -88,14 +88,14 @@ func (r *Redis) Silence(on bool) {
 	r.cut()
 }
 
-// Forget forgets the scripts, as a server does that was started again.
+// Forget makes the server forget the scripts, as a restarted server does.
 func (r *Redis) Forget() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	clear(r.scripts)
 }
 
-// Now returns how many requests all proxies have in progress of the keys whose name contains a text.
+// Now returns how many requests all proxies together have in progress for the keys whose name contains the text key.
 func (r *Redis) Now(key string) (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -109,7 +109,7 @@ func (r *Redis) Now(key string) (n int) {
 	return n
 }
 
-// Calls is how many commands were answered.
+// Calls returns how many commands were answered.
 func (r *Redis) Calls() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench is what kvasir bench does: it makes a workload, sends it, and prints,
-// saves and compares results.
+// Package bench is the work of kvasir bench: it makes a workload, sends it, and prints, saves and compares results.
 package bench
 
 import (
@@ -25,10 +24,10 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Words is a flag that takes all words up to the next flag.
+// Words is the value of a flag that takes all words up to the next flag.
 type Words []string
 
-// Flags are the flags of the command. A flag that vllm bench serve has too has the same name.
+// Flags are the flags of the command. A flag that vllm bench serve also has has the same name.
 type Flags struct {
 	BaseURL    string        `name:"base-url" help:"The endpoint; default from --host and --port." placeholder:"URL" group:"Endpoint"`
 	Host       string        `help:"Host of the endpoint." default:"127.0.0.1" group:"Endpoint"`
@@ -86,7 +85,7 @@ type Flags struct {
 	Compare Words `help:"Compare two saved results, and send nothing. With --plot, any number." placeholder:"A.json B.json" group:"Output"`
 }
 
-// Help is the command's help.
+// Help is the help text of the command.
 const Help = `Sends requests to an endpoint of the OpenAI API and measures times to first token, times per token and
 throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/reference/bench.md has the definitions.
 
@@ -102,10 +101,10 @@ Examples:
   kvasir bench --dataset-name aiperf --dataset-path sessions.jsonl --num-prompts 500
   kvasir bench --compare a.json b.json`
 
-// aiperf is the dataset of AIPerf's sessions.
+// aiperf is the name of the dataset with AIPerf's sessions.
 const aiperf = "aiperf"
 
-// plan is the run that the flags describe.
+// plan is the run that the flags describe, after they were checked.
 type plan struct {
 	load        load.Options
 	slos        []bench.SLO
@@ -114,7 +113,7 @@ type plan struct {
 	meta        map[string]string
 }
 
-// faults collects what is wrong with flags.
+// faults collects texts that say what is wrong with the flags.
 type faults []string
 
 func (f *faults) unless(ok bool, format string, args ...any) {
@@ -123,21 +122,21 @@ func (f *faults) unless(ok bool, format string, args ...any) {
 	}
 }
 
-// within checks a number with bounds, both included.
+// within adds a fault unless n lies between least and most, both included.
 func (f *faults) within(flag string, n, least, most int) {
 	f.unless(least <= n && n <= most, "%s %d is outside %d to %d", flag, n, least, most)
 }
 
-// UsageError is a command line that cannot be used.
+// UsageError means that the command line cannot be used.
 type UsageError string
 
 // Error implements error.
 func (e UsageError) Error() string { return string(e) }
 
-// tableMetrics are the names of --percentile-metrics.
+// tableMetrics are the names that --percentile-metrics accepts.
 var tableMetrics = []string{"ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"}
 
-// plan checks the flags.
+// plan checks the flags and returns the run that they describe.
 func (c *Flags) plan() (p plan, err error) {
 	var f faults
 	c.checkNumbers(&f)
@@ -166,7 +165,7 @@ func (c *Flags) plan() (p plan, err error) {
 	return p, nil
 }
 
-// checkNumbers checks each flag with a number by itself.
+// checkNumbers checks each flag with a number on its own.
 func (c *Flags) checkNumbers(f *faults) {
 	f.within("--port", c.Port, 1, 65535)
 	f.within("--num-prompts", c.Prompts, 1, 1<<24)
@@ -197,7 +196,7 @@ func (c *Flags) checkCombinations(f *faults) {
 	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed needs --format vllm")
 }
 
-// loadOptions says how requests are sent.
+// loadOptions returns the options that say how requests are sent.
 func (c *Flags) loadOptions(f *faults) load.Options {
 	o := load.Options{
 		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
@@ -226,15 +225,16 @@ func (c *Flags) loadOptions(f *faults) load.Options {
 	return o
 }
 
-// requests are the requests of a run, one after another in the order in which they are sent.
+// requests holds the requests of a run, one after another in the order in which they are sent.
 type requests struct {
 	each  iter.Seq2[workload.Request, error]
 	n     int
 	first workload.Request
-	close func() // ends the file that they are read from
+	close func() // closes the file from which they are read
 }
 
-// requests makes the workload with its arrivals. It reads a trace once to check that it is whole; the run reads it again while it sends.
+// requests returns the workload with its arrivals. It reads a trace once to check that it is complete; the run reads the trace again
+// while it sends.
 func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 	timed := false
 	out.close = func() {}
@@ -256,7 +256,7 @@ func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 		timed = c.SelfTimed
 		var trace *workload.Trace
 		if trace, err = c.trace(); err == nil {
-			out.close = func() { _ = trace.Close() } // only read from: the error does not matter
+			out.close = func() { _ = trace.Close() } // the file was only read, so the error does not matter
 			if out.each = trace.Lines(); timed {
 				out.each = trace.SelfTimed()
 			}
@@ -294,7 +294,7 @@ func (c *Flags) requests(ctx context.Context) (out requests, err error) {
 	return out, err
 }
 
-// withOutput is a request with the output tokens that the flags ask for.
+// withOutput returns a request with the number of output tokens that the flags ask for.
 func (c *Flags) withOutput(q workload.Request) workload.Request {
 	if c.OutputLen > 0 {
 		q.Output = c.OutputLen
@@ -302,7 +302,7 @@ func (c *Flags) withOutput(q workload.Request) workload.Request {
 	return q
 }
 
-// trace opens the trace of timed_trace or aiperf.
+// trace opens the trace of the dataset timed_trace or aiperf.
 func (c *Flags) trace() (*workload.Trace, error) {
 	format := c.TraceFormat
 	if c.Dataset == aiperf {
@@ -315,7 +315,7 @@ func (c *Flags) trace() (*workload.Trace, error) {
 	return trace, err
 }
 
-// shareGPT reads conversations of sharegpt.
+// shareGPT reads the conversations of the dataset sharegpt.
 func (c *Flags) shareGPT() ([]workload.Request, error) {
 	f, err := os.Open(c.Path)
 	if err != nil {

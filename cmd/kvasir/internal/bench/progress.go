@@ -12,13 +12,13 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/load"
 )
 
-// Intervals of the progress bar on a terminal, and of lines elsewhere.
+// The interval of the progress bar on a terminal, and that of lines elsewhere.
 const (
 	barEvery  = 200 * time.Millisecond
 	lineEvery = 10 * time.Second
 )
 
-// progress prints the progress of a run, until the caller calls stop.
+// progress prints the progress of a run until the caller calls stop.
 func (c *Flags) progress(g *load.Generator, w io.Writer) (stop func()) {
 	if c.NoProgress {
 		return func() {}

@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Run does what the flags say until ctx ends. The table goes to stdout, all else to stderr.
+// Run does what the flags say, until ctx ends. It prints the table to stdout, and everything else to stderr.
 func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	if len(c.Compare) > 0 {
 		return c.compare(stdout)
@@ -74,7 +74,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	})
 	r.Engines, r.Stages = w.Stop(r.TTFT.Mean)
 	if c.PrefillURL == "" && c.EngineMetrics == "" && len(r.Engines) > 0 && r.Engines[0].Error != "" {
-		r.Engines = nil // the user did not ask for them
+		r.Engines = nil // the user did not ask for their figures
 	}
 	r.Date, r.Backend, r.EndpointType, r.Model = bench.Stamp(run.Began), c.Backend, c.Backend, g.Model()
 	r.NumPrompts, r.Burstiness = requests.n, bench.Rate(c.Burstiness)
@@ -86,7 +86,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	return errors.Join(c.write(r, &p, stdout, stderr), outcome(r, run))
 }
 
-// outcome is the command's error, if the run has one.
+// outcome returns the error of the command, if the run has one.
 func outcome(r *bench.Result, run *load.Run) error {
 	if run.Err != nil {
 		return fmt.Errorf("ended after %d of %d requests: %w", len(run.Samples), r.NumPrompts, run.Err)
@@ -113,7 +113,7 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-// write saves a result and then prints it: in this order, since the reader of the table may close the pipe.
+// write saves a result, and prints it after that, because the reader of the table may close the pipe.
 func (c *Flags) write(r *bench.Result, p *plan, stdout, stderr io.Writer) error {
 	file := c.resultFile(r.Model, r.Date)
 	table := stdout
@@ -140,8 +140,7 @@ func (c *Flags) write(r *bench.Result, p *plan, stdout, stderr io.Writer) error 
 	return errors.Join(append(errs, r.Table(table, p.metrics), r.More(table))...)
 }
 
-// resultFile returns where the JSON goes; empty: nowhere. The name is that of vllm bench
-// serve.
+// resultFile returns the file for the JSON result; empty: none is written. The name has the form of vllm bench serve.
 func (c *Flags) resultFile(model, date string) string {
 	name := c.File
 	switch {
@@ -169,8 +168,7 @@ func (c *Flags) resultFile(model, date string) string {
 	return filepath.Join(c.Dir, name)
 }
 
-// writable makes a file's directory and checks, before a long run, that files can be made
-// there.
+// writable creates the directory of a file, and checks, before a long run, that files can be created in it.
 func writable(file string) error {
 	if file == "" || file == "-" {
 		return nil
@@ -189,7 +187,7 @@ func writable(file string) error {
 	return errors.Join(f.Close(), os.Remove(f.Name()))
 }
 
-// save writes a file as a whole or not at all; - is stdout.
+// save writes a file completely or not at all; "-" means stdout.
 func save(file string, stdout io.Writer, write func(io.Writer) error) (err error) {
 	if file == "-" {
 		return write(stdout)
@@ -202,12 +200,12 @@ func save(file string, stdout io.Writer, write func(io.Writer) error) (err error
 		err = os.Rename(f.Name(), file)
 	}
 	if err != nil {
-		_ = os.Remove(f.Name()) // the error above says more
+		_ = os.Remove(f.Name()) // the error above tells more
 	}
 	return err
 }
 
-// draw writes the page of --plot, or its plots alone where the file is an SVG.
+// draw writes the page of --plot, or only its plots if the file is an SVG.
 func (c *Flags) draw(w io.Writer, runs []report.Run) error {
 	if strings.EqualFold(filepath.Ext(c.Report), ".svg") {
 		return report.WriteSVG(w, runs)
@@ -254,7 +252,7 @@ func read(name string) (*bench.Result, error) {
 	f, err := os.Open(name)
 	if err != nil {
 		if e, ok := errors.AsType[*os.PathError](err); ok {
-			return nil, e.Err // the caller puts the file's name before it
+			return nil, e.Err // the caller puts the file's name in front
 		}
 		return nil, err
 	}

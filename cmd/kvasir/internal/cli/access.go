@@ -19,13 +19,13 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 )
 
-// networkFlags say from where the listeners of a command may be reached.
+// networkFlags say from which networks the listeners of a command may be reached.
 type networkFlags struct {
 	AllowFrom   []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
 	AllowAnyone string   `name:"allow-anyone" help:"read-prompts: start although a listener beyond loopback has neither networks nor credentials, so that everyone who reaches it may read what engines stored. Without it such a start is refused." placeholder:"read-prompts" group:"Access"`
 }
 
-// networks returns the networks of each listener; nil for one that every address may use.
+// networks returns, for each listener, the networks from which it may be reached; nil for a listener that every address may use.
 func (f *networkFlags) networks(log *slog.Logger, listeners ...string) (map[string]*auth.Networks, error) {
 	every, one := []netip.Prefix{}, map[string][]netip.Prefix{}
 	var bad faults
@@ -69,21 +69,22 @@ type accessFlags struct {
 	AuditLog  string `name:"audit-log" help:"File to which each deed of an administrator adds a line of JSON: who, from where, what, and the status of the answer. It has at most 16 MiB; four earlier files stay beside it." placeholder:"FILE" group:"Access"`
 }
 
-// access is what accessFlags name, opened.
+// access holds what accessFlags name, after open has read it.
 type access struct {
 	tokens      *auth.Tokens
 	authorities *auth.Authorities
 	tls         *tls.Config // nil: http
 	audit       *auth.Audit
 	networks    map[string]*auth.Networks
-	listed      *auth.Tokens // entries for certificates; nil: all of them allow everything
+	listed      *auth.Tokens // entries for certificates; nil: every certificate allows everything
 	unlisted    auth.Scope
-	salts       *auth.SaltSecrets // of saltFlags; nil: none
-	peers       *auth.PeerSecrets // of peerFlags, for the listener transfer; nil: none
+	salts       *auth.SaltSecrets // from saltFlags; nil: none
+	peers       *auth.PeerSecrets // from peerFlags, for the listener "transfer"; nil: none
 	log         *slog.Logger
 }
 
-// open reads the files, and refuses listeners that nothing defends. The error names the flags, or the file, that cannot be used.
+// open reads the files that the flags name, and refuses listeners that nothing protects. The error names the flags, or the file, that
+// cannot be used.
 func (f *accessFlags) open(log *slog.Logger, exposed []exposure, listeners ...string) (a *access, err error) {
 	a = &access{log: log}
 	if a.networks, err = f.networkFlags.networks(log, listeners...); err != nil {
@@ -126,8 +127,9 @@ func (f *accessFlags) open(log *slog.Logger, exposed []exposure, listeners ...st
 	return a, nil
 }
 
-// openScopes reads what client certificates allow. It refuses lines for certificates without --tls-client-scope: an operator who writes
-// such lines wants to limit certificates, but removing the last line would then allow every certificate everything.
+// openScopes reads which scopes client certificates have. It refuses lines for certificates without --tls-client-scope: an operator who
+// writes such lines wants to limit certificates, but without that flag, removing the last line would allow every certificate
+// everything.
 func (f *accessFlags) openScopes(a *access) (err error) {
 	switch {
 	case f.CertScope == "" && a.tokens != nil && a.tokens.HasSubjects():
@@ -145,10 +147,10 @@ func (f *accessFlags) openScopes(a *access) (err error) {
 	return nil
 }
 
-// check reports what cannot be used.
+// check returns an error for flags and files that cannot be used.
 func (f *accessFlags) check(exposed []exposure, listeners ...string) error {
 	files := *f
-	files.AuditLog = "" // a check makes no file
+	files.AuditLog = "" // a check must not create a file
 	_, err := files.open(slog.New(slog.DiscardHandler), exposed, listeners...)
 	return err
 }
@@ -158,7 +160,7 @@ func (a *access) gateOptions(listener string) auth.Options {
 	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Certificates: a.listed, Unlisted: a.unlisted, Log: a.log}
 }
 
-// addMetrics adds the figures of the listeners that do not speak HTTP.
+// addMetrics adds the figures of the given listeners, which do not speak HTTP.
 func (a *access) addMetrics(r *metrics.Registry, listeners ...string) {
 	for _, l := range listeners {
 		metrics.AddWith(r, map[string]string{"listener": l}, func() auth.NetworkStats {
@@ -171,7 +173,7 @@ func (a *access) addMetrics(r *metrics.Registry, listeners ...string) {
 	}
 }
 
-// watch reads the files again when they change, until the function that it returns is called.
+// watch reads the files again whenever they change, until the caller calls stop.
 func (a *access) watch() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
@@ -190,7 +192,7 @@ func (a *access) watch() (stop func()) {
 	return func() { cancel(); wg.Wait() }
 }
 
-// serve serves http, or https where there is a certificate.
+// serve serves https if there is a certificate, else http.
 func (a *access) serve(web *http.Server, l net.Listener) error {
 	if a.tls == nil {
 		return web.Serve(l)

@@ -8,16 +8,16 @@ import (
 	"strconv"
 )
 
-// address is an address on which a part listens. Port 0 is a port that the kernel chooses;
-// it conflicts with no other.
+// address is an address on which a part of kvasir all listens. Port 0 means a port that the kernel chooses; it never conflicts with
+// another.
 type address struct {
 	Part string
-	Flag string // that gives the port
+	Flag string // flag that sets the port
 	Host string
 	Port int
 }
 
-// URL returns where others of this machine reach it.
+// URL returns the URL by which other processes on this machine reach the address.
 func (a address) URL() string {
 	host := a.Host
 	if isEvery(host) {
@@ -26,7 +26,7 @@ func (a address) URL() string {
 	return "http://" + net.JoinHostPort(host, strconv.Itoa(a.Port))
 }
 
-// addressConflicts returns a line for each two parts that would listen on the same address.
+// addressConflicts returns a line for each pair of parts that would listen on the same address.
 func addressConflicts(all []address) (out []string) {
 	for i, b := range all {
 		for _, a := range all[:i] {
@@ -38,17 +38,17 @@ func addressConflicts(all []address) (out []string) {
 	return out
 }
 
-// meet reports whether two hosts may be one address. Two different host names count as
-// different addresses, except localhost and 127.0.0.1.
+// meet reports whether two hosts may mean the same address. Different host names count as different addresses, except localhost and
+// 127.0.0.1.
 func meet(a, b string) bool {
 	return a == b || isEvery(a) || isEvery(b) || isLocal(a) && isLocal(b)
 }
 
-// isEvery reports whether a host is all addresses of this machine.
+// isEvery reports whether a host stands for all addresses of this machine.
 func isEvery(host string) bool {
 	ip := net.ParseIP(host)
 	return host == "" || ip != nil && ip.IsUnspecified()
 }
 
-// isLocal reports whether a host is 127.0.0.1 or a name of it.
+// isLocal reports whether a host is 127.0.0.1 or localhost.
 func isLocal(host string) bool { return host == "localhost" || host == "127.0.0.1" }

@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// allCmd runs what a file has sections for, in one process.
+// allCmd runs, in one process, the commands for which a file has sections.
 type allCmd struct {
 	Config      string `help:"YAML file: a section for each command to run (server, bootstrap, relay, proxy), with its flags; log-level and log-format stand above them." default:"kvasir.yaml" placeholder:"FILE" sections:"bootstrap,server,relay,proxy" group:"Configuration"`
 	CheckConfig bool   `help:"Check the file, print all flags as such a file with where each comes from, and end." group:"Configuration"`
@@ -29,7 +29,7 @@ type allCmd struct {
 	parts []*part
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir all --help shows. It implements kong's detailed help.
 func (allCmd) Help() string {
 	return `Examples:
   kvasir config init          (writes kvasir.yaml)
@@ -44,7 +44,7 @@ the order registry, server, relay, proxy and end in reverse. docs/operate/all.md
 
 func (c *allCmd) checkOnly() bool { return c.CheckConfig }
 
-// part is a section of the file, read as the command line of its command.
+// part is a section of the file, parsed as the command line of its command.
 type part struct {
 	name  string
 	given *settings.Settings
@@ -53,7 +53,7 @@ type part struct {
 	run   func(*env) error
 }
 
-// env returns the env of a part: context, outputs and parts are those of e, the flags are the part's own.
+// env returns the env of a part. Its flags and log are the part's own; everything else is that of e.
 func (p *part) env(e *env) *env {
 	return &env{
 		ctx: e.ctx, stdout: e.stdout, stderr: e.stderr, log: e.log.With("part", p.name), given: p.given,
@@ -61,16 +61,16 @@ func (p *part) env(e *env) *env {
 	}
 }
 
-// fault returns a part's error as a usageError that names the part, and where its flags are from.
+// fault returns a part's error as a usageError that names the part, and from where the flags come.
 func (p *part) fault(err error) error {
 	if file, ok := errors.AsType[settings.FileError](err); ok {
-		return usagef("%s", file.Error()) // it names file and line
+		return usagef("%s", file.Error()) // its text names file and line
 	}
 	text := p.name + ": " + strings.ReplaceAll(parseText(err), "\n", "; ")
 	return &usageError{text + p.given.Origins(text)}
 }
 
-// check reads all sections. The error has what is wrong in any of them.
+// check reads all sections. The error lists what is wrong in any of them.
 func (c *allCmd) check(e *env) error {
 	var errs []error
 	c.parts = nil
@@ -111,8 +111,8 @@ func (c *allCmd) check(e *env) error {
 	return errors.Join(errs...)
 }
 
-// readPart parses a section as if its flags were on the command line, and returns every error in it. It ignores values that
-// cannot be read, so that the others are checked too. The part of a section that cannot be read at all has no command.
+// readPart parses a section as if its flags were on a command line, and returns every error in it. It leaves out values that cannot be
+// parsed, so that the others are checked, too. If a section cannot be parsed at all, its part has no command.
 func readPart(name string, given *settings.Settings) (p *part, wrong []error) {
 	for {
 		p = &part{name: name, given: given}
@@ -146,7 +146,7 @@ func readPart(name string, given *settings.Settings) (p *part, wrong []error) {
 	return p, wrong
 }
 
-// addressesOf returns what a part listens on.
+// addressesOf returns the addresses on which a part listens.
 func addressesOf(p *part) []address {
 	of := func(flag, host string, port int) address {
 		return address{Part: p.name, Flag: flag, Host: host, Port: port}
@@ -170,7 +170,7 @@ func addressesOf(p *part) []address {
 	return nil
 }
 
-// print writes the parts as sections.
+// print writes the parts as the sections of a file.
 func (c *allCmd) print(w io.Writer) error {
 	for _, p := range c.parts {
 		var b bytes.Buffer
@@ -199,7 +199,7 @@ func (c *allCmd) Run(e *env) error {
 		parts = append(parts, runPart{Name: p.name, Run: func(ctx context.Context, ready func()) error {
 			own := p.env(e)
 			own.ctx, own.ready = ctx, ready
-			if i == len(c.parts)-1 { // the last part: the others are ready
+			if i == len(c.parts)-1 { // it is the last part, so all others are ready
 				own.ready = func() { ready(); notify(e.log, "READY=1") }
 			}
 			if err := p.run(own); err != nil {
@@ -215,7 +215,7 @@ func (c *allCmd) Run(e *env) error {
 	return err
 }
 
-// configCmd writes and checks files for kvasir all.
+// configCmd writes and checks the files of kvasir all.
 type configCmd struct {
 	Init  configInitCmd  `cmd:"" help:"Write a file with the four sections and the most common settings."`
 	Check configCheckCmd `cmd:"" help:"Check a file, and print each flag with where it is from. The same as kvasir all --check-config."`
@@ -271,7 +271,7 @@ func (c *configCheckCmd) Run(e *env) error {
 	return nil
 }
 
-// exitError ends the process with an exit code; the command has printed its error already.
+// exitError is an exit code for the process; the command has already printed the error itself.
 type exitError int
 
 func (e exitError) Error() string { return "exit " + strconv.Itoa(int(e)) }

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/bench"
 )
 
-// benchCmd measures an endpoint.
+// benchCmd measures an endpoint, or compares results.
 type benchCmd struct{ bench.Flags }
 
 // Help is shown by kvasir bench --help.
@@ -27,7 +27,7 @@ func (c *benchCmd) Run(e *env) error {
 	return err
 }
 
-// wordsFlag parses a flag that takes all words up to the next flag.
+// wordsFlag parses a flag whose value is all words up to the next flag.
 var wordsFlag = kong.TypeMapper(reflect.TypeFor[bench.Words](), kong.MapperFunc(func(ctx *kong.DecodeContext, target reflect.Value) error {
 	var word string
 	if err := ctx.Scan.PopValueInto("word", &word); err != nil {

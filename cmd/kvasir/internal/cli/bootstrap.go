@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// bootstrapCmd is the registry of vLLM's MooncakeConnector.
+// bootstrapCmd runs a registry for vLLM's MooncakeConnector.
 type bootstrapCmd struct {
 	configFlags
 	accessFlags
@@ -41,7 +41,7 @@ type bootstrapCmd struct {
 	MaxConns   int     `name:"max-connections" help:"Open connections." default:"4096" group:"Limits"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir bootstrap --help shows. It implements kong's detailed help.
 func (bootstrapCmd) Help() string {
 	return `Stands in for the bootstrap server inside vLLM's MooncakeConnector: workers of P register, D and the proxy query.
 Unlike that one it outlives P, takes a restarted P, and never shows half of an engine that it can tell apart.
@@ -62,7 +62,7 @@ P of vLLM 0.32 and later registers here with
 and D learns its address from "remote_bootstrap_addr":"http://HOST:8998" in each request's kv_transfer_params.`
 }
 
-// options turns flags into options. The error names the flags that cannot be used.
+// options turns the flags into options. The error names the flags that cannot be used.
 func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 	guards := map[string]bootstrap.Guard{"delete": bootstrap.GuardDelete, "writes": bootstrap.GuardWrites, "all": bootstrap.GuardAll}
 	o = bootstrap.Options{
@@ -104,10 +104,10 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 	return o, nil
 }
 
-// registryListeners are the names of a registry's listeners in --allow-from.
+// registryListeners are the names of a registry's listeners, for --allow-from.
 var registryListeners = []string{"http"}
 
-// exposed returns where the registry listens. Stock vLLM registers and queries without a token, unless --token-guards refuses that.
+// exposed returns the listeners of the registry. Stock vLLM registers and queries without a token, unless --token-guards forbids that.
 func (c *bootstrapCmd) exposed() []exposure {
 	return []exposure{{
 		listener: "http", at: "--host " + c.Host, host: c.Host, own: c.Guard != "delete", // other values need --token
@@ -139,7 +139,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	defer func() { err = errors.Join(err, r.Close()) }()
 	var listener net.Listener
 	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
-		// Idle connections end anyway, so the kernel need not ask after them.
+		// Idle connections are closed after a time, so the kernel need not probe them.
 		listener, err = (&net.ListenConfig{KeepAlive: -1}).Listen(ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 		return err
 	}); err != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cli wires the commands: flags to Options, constructors, signals, and
-// closing in reverse order. It holds no logic of its own.
+// Package cli connects the commands: it turns flags into Options, calls constructors, handles signals, and closes everything in reverse
+// order. It has no logic of its own.
 package cli
 
 import (
@@ -29,7 +29,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// root is the command line. The tag whole is for commands that need all of it (settings.Alone).
+// root is the whole command line. The tag `whole` marks commands that need all of it (settings.Alone).
 type root struct {
 	logFlags `group:"Log"`
 
@@ -81,13 +81,13 @@ type env struct {
 	model   *kong.Application
 	given   *settings.Settings
 	flags   map[string]string // values of the command's flags by name, without secrets
-	sources map[string]string // where each value is from
-	ignored []string          // flags of LMCache's server that were given and mean nothing here
+	sources map[string]string // for each value: where it comes from
+	ignored []string          // flags of LMCache's server that were given but have no effect here
 	ready   func()            // called when a part of kvasir all listens; nil outside it
-	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
+	parts   *admin.Parts      // other parts in the server's process; nil: none
 }
 
-// isReady reports that a command listens. Memory that only its start needed is freed soon.
+// isReady must be called when a command listens. Soon after that, memory that only the start needed is returned to the system.
 func (e *env) isReady() {
 	time.AfterFunc(100*time.Millisecond, hostmem.GiveBack)
 	if e.ready != nil {
@@ -97,8 +97,7 @@ func (e *env) isReady() {
 	notify(e.log, "READY=1")
 }
 
-// Main runs one command line and returns the exit code: 0, 1 when the command
-// failed, 2 when the command line is wrong.
+// Main runs one command line and returns the exit code: 0, or 1 if the command failed, or 2 if the command line is wrong.
 func Main(args []string, stdout, stderr io.Writer) int {
 	args, ignored := dropLMCacheFlags(proxy.Args(asHelp(sim.Aliases(args))))
 	line, err := readLine(args, stdout, stderr)
@@ -138,10 +137,11 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	return 0
 }
 
-// guarding are flags with a secret, or with a file, that say whom a listener lets in.
+// guarding lists flags whose value, a secret or a file, decides whom a listener lets in.
 var guarding = []string{"token-file", "tls-client-ca", "salt-secret-file", "curve-clients", "transfer-secret-file", "tenant-file", "admin-token", "api-keys", "token"}
 
-// refuseEmpty refuses a flag of guarding that is given and empty, as by a variable that is not set: without it the listener would let everyone in.
+// refuseEmpty returns an error if a flag of guarding is given with an empty value, for example from a variable that is not set: without
+// the flag, the listener would let everyone in.
 func refuseEmpty(ctx *kong.Context) error {
 	for _, p := range ctx.Path {
 		if f := p.Flag; f != nil && slices.Contains(guarding, f.Name) && f.Target.Kind() == reflect.String && f.Target.Len() == 0 {
@@ -151,7 +151,7 @@ func refuseEmpty(ctx *kong.Context) error {
 	return nil
 }
 
-// runOrCheck runs the command, or with --check-config prints its flags.
+// runOrCheck runs the command. With --check-config, it prints the command's flags instead.
 func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 	if err := refuseElsewhere(runtime.GOOS, ctx.Selected().Path()); err != nil {
 		return err
@@ -196,7 +196,7 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 	return ctx.Run(e)
 }
 
-// noCoreFile keeps a crash from writing prompts and secrets into a core file. A process may raise the limit again by prlimit.
+// noCoreFile prevents that a crash writes prompts and secrets into a core file. Another process may raise the limit again with prlimit.
 func noCoreFile(e *env) {
 	var core syscall.Rlimit
 	err := syscall.Getrlimit(syscall.RLIMIT_CORE, &core)
@@ -209,17 +209,17 @@ func noCoreFile(e *env) {
 	}
 }
 
-// commandLine is a command line that was parsed.
+// commandLine is a parsed command line.
 type commandLine struct {
 	parser *kong.Kong
 	ctx    *kong.Context
 	given  *settings.Settings
 	log    logFlags
-	exit   int // the exit code of --help; -1: --help was not given
+	exit   int // exit code after --help; -1: --help was not given
 }
 
-// readLine parses a command line with the flags of its command alone, which is faster, or with
-// those of all commands if that fails.
+// readLine parses a command line, first with the flags of its command only, which is faster, and if that fails, with those of all
+// commands.
 func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
 	if alone := settings.Alone(new(root), args); alone != nil {
 		var one struct {
@@ -234,7 +234,7 @@ func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
 	return l, allFaults(l, err, args)
 }
 
-// lineError has all errors of a command line and of the file that it names.
+// lineError has all errors of a command line, and of the file that the command line names.
 type lineError struct {
 	first error
 	texts []string
@@ -245,8 +245,8 @@ func (e *lineError) Error() string { return strings.Join(e.texts, "; ") }
 // Unwrap returns the first error.
 func (e *lineError) Unwrap() error { return e.first }
 
-// allFaults adds to the first error of a file the errors of the rest of it. It ignores values that cannot be read, so that the
-// others are checked too.
+// allFaults adds to the first error of a file the errors in the rest of the file. It leaves out values that cannot be parsed, so that
+// the others are checked, too.
 func allFaults(l *commandLine, err error, args []string) error {
 	if err == nil {
 		return nil

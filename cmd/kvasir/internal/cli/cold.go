@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// coldStart says what a server forgets at its start: nothing, its pool (true), or all.
+// coldStart says what a server forgets when it starts: nothing, the content of its pool (true), or everything.
 type coldStart string
 
 // The values of --cold.
@@ -22,7 +22,7 @@ const (
 	coldAll  coldStart = "all"
 )
 
-// IsBool implements kong.BoolMapperValue: --cold alone is --cold=true.
+// IsBool implements kong.BoolMapperValue: --cold without a value means --cold=true.
 func (coldStart) IsBool() bool { return true }
 
 // Decode implements kong.MapperValue.
@@ -43,11 +43,11 @@ func (c *coldStart) Decode(ctx *kong.DecodeContext) error {
 	return nil
 }
 
-// pool reports whether the pool begins empty.
+// pool reports whether the pool starts empty.
 func (c coldStart) pool() bool { return c == coldPool || c == coldAll }
 
-// forget begins a new generation in the tiers for --cold=all. For --cold it logs which tiers
-// still serve older objects. After an error they may serve older objects.
+// forget begins a new generation in the tiers for --cold=all. For --cold it only logs which tiers still serve older objects. If it
+// returns an error, tiers may still serve older objects.
 func (c coldStart) forget(book *generation.Book, below *adapter.Set, log *slog.Logger) error {
 	var tiers []string
 	for _, t := range below.Each {

@@ -7,9 +7,8 @@ import (
 	"strings"
 )
 
-// lmcacheFlags lists the flags of "lmcache server" 0.5.6 and 0.5.7 that mean nothing here,
-// and whether they take values. So command lines for that server work; the server logs
-// once which flags it ignores.
+// lmcacheFlags lists the flags of "lmcache server" 0.5.6 and 0.5.7 that have no effect here, and whether they take values. So command
+// lines for that server work here; the server logs once which flags it ignores.
 var lmcacheFlags = func() map[string]bool {
 	m := make(map[string]bool)
 	for _, name := range strings.Fields(`
@@ -40,15 +39,13 @@ var lmcacheFlags = func() map[string]bool {
 	return m
 }()
 
-// adapterBefore reports whether the last argument is the value of --l2-adapter, which
-// LMCache lets several follow.
+// adapterBefore reports whether the last argument is a value of --l2-adapter, after which LMCache accepts further values.
 func adapterBefore(args []string) bool {
 	last := args[len(args)-1]
 	return strings.HasPrefix(last, "--l2-adapter=") || strings.HasPrefix(last, "{") && args[len(args)-2] == "--l2-adapter"
 }
 
-// dropLMCacheFlags takes those flags, and their values, out of the arguments of
-// the server command.
+// dropLMCacheFlags removes these flags, and their values, from the arguments of the server command.
 func dropLMCacheFlags(args []string) (kept, dropped []string) {
 	at := slices.Index(args, "server")
 	if at < 0 {

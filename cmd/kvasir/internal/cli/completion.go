@@ -8,12 +8,12 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// completionCmd prints a script for a shell.
+// completionCmd prints a completion script for a shell.
 type completionCmd struct {
 	Shell string `arg:"" help:"bash, zsh or fish." enum:"bash,zsh,fish"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir completion --help shows. It implements kong's detailed help.
 func (completionCmd) Help() string {
 	return `Examples:
   source <(kvasir completion bash)                                    (in ~/.bashrc)

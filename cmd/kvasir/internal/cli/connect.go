@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// engineFlag returns the flag with which vllm serve uses a server that listens at host and port. It sets kv_load_failure_policy,
-// because with vLLM's default a failed load ends vLLM 0.32 itself.
+// engineFlag returns the flag that makes vllm serve use a server that listens at host and port. It sets kv_load_failure_policy, because
+// with vLLM's default a failed load ends vLLM 0.32 itself.
 func engineFlag(host string, port int) string {
 	host = strings.Trim(host, "[]")
 	switch {

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// coordinatorCmd shows what a hybrid model's cache keeps, finds and loads.
+// coordinatorCmd shows, for a hybrid model, what its cache stores, finds and loads.
 type coordinatorCmd struct {
 	Layout []string `arg:"" optional:"" help:"The model's groups as words (see the examples) or as JSON."`
 
@@ -21,7 +21,7 @@ type coordinatorCmd struct {
 	storeFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir coordinator --help shows. It implements kong's detailed help.
 func (coordinatorCmd) Help() string {
 	return `A stored prefix is a hit only when every group of layers can continue from it, and each group
 needs other blocks of it. This shows, per group, what is stored, what a hit loads and what is

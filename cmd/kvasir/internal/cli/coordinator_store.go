@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// storeFlags name a store and a prompt that it may have.
+// storeFlags name a store, and a prompt to look for in it.
 type storeFlags struct {
 	Master  []string      `help:"Ask this Mooncake Store's master, HOST:PORT, which prefix of a prompt is there; name --model, and --hashes or --tokens." group:"A real store" placeholder:"HOST:PORT"`
 	Model   string        `help:"Name of the model, as the engines call it." group:"A real store"`
@@ -28,10 +28,10 @@ type storeFlags struct {
 	Timeout time.Duration `help:"Time for all questions." default:"30s" group:"A real store"`
 }
 
-// maxPromptFile bounds a file of hashes or token ids, bytes.
+// maxPromptFile is the largest file of hashes or token ids, in bytes.
 const maxPromptFile = 256 << 20
 
-// explain asks the store.
+// explain asks the store for the prompt's blocks, and prints which of them it has.
 func (c *storeFlags) explain(e *env, layout coordinator.Layout, release coordinator.Release, ascii bool) error {
 	var f faults
 	mo := store.MasterOptions{Addresses: c.Master}
@@ -66,7 +66,7 @@ func (c *storeFlags) explain(e *env, layout coordinator.Layout, release coordina
 	return s.Explain(ctx, e.stdout, m, &p, ascii)
 }
 
-// prompt reads --hashes or --tokens. A prompt of hashes has one more token: the one that an engine computes.
+// prompt reads the file of --hashes or --tokens. A prompt given by hashes gets one more token: the one that an engine must compute.
 func (c *storeFlags) prompt(unit int) (p connector.Prompt, err error) {
 	if c.Hashes != "" {
 		path := c.Hashes
@@ -97,7 +97,7 @@ func readPrompt(path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
-// readTokens reads --tokens: token ids, as JSON has a list or between spaces.
+// readTokens reads the file of --tokens: token ids as a JSON list, or separated by blanks.
 func readTokens(path string) (tokens []uint32, err error) {
 	text, err := readPrompt(path)
 	if err != nil {

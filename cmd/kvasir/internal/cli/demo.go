@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// demoCmd plays a workload on a server of its own, then a part of it through P and D.
+// demoCmd plays a workload on a server of its own, and then a part of the workload through P and D.
 type demoCmd struct {
 	Trace    string  `help:"Play this trace file instead of the built-in conversations: JSON lines with timestamp, input_length and hash_ids." placeholder:"FILE"`
 	Requests int     `help:"Requests to play." default:"600"`
@@ -33,7 +33,7 @@ type demoCmd struct {
 	ChunkKiB kibSize `name:"chunk-kib" help:"KV bytes per chunk: KiB, or with a unit." default:"1024"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir demo --help shows. It implements kong's detailed help.
 func (demoCmd) Help() string {
 	return `First a server with a pool of its own and simulated workers that look prompts up, load what is kept,
 check every byte, and store the rest: the real protocol through real shared memory, no model. Then the
@@ -102,8 +102,8 @@ func (c *demoCmd) Run(e *env) error {
 	return c.deployment(e, requests.short)
 }
 
-// adviseDemo adds to an error of pool.Open a pool that would fit: the largest power of two
-// within half of the free memory, and a chunk size of which it has room for 512 or more.
+// adviseDemo adds to an error of pool.Open the size of a pool that would fit: the largest power of two within half of the free memory,
+// and a chunk size of which the pool has room for at least 512.
 func adviseDemo(err error) error {
 	space, ok := errors.AsType[*pool.SpaceError](err)
 	if !ok {
@@ -124,14 +124,14 @@ func adviseDemo(err error) error {
 type demoRequests struct {
 	each  iter.Seq2[workload.Request, error]
 	n     int
-	short []workload.Request // of the second part
-	close func()             // ends the file that they are read from
+	short []workload.Request // requests for the second part
+	close func()             // closes the file from which they are read
 }
 
-// maxDemoRequests bounds the requests of a trace: 8 bytes of each are kept.
+// maxDemoRequests is the largest number of requests of a trace: 8 bytes of each are kept in memory.
 const maxDemoRequests = 1 << 24
 
-// requests makes the requests. A trace is read once to see that it is whole, and again while it is played.
+// requests returns the requests to play. It reads a trace once to see that it is complete; the trace is read again while it is played.
 func (c *demoCmd) requests(ctx context.Context) (out demoRequests, err error) {
 	out.close = func() {}
 	if c.Trace == "" {
@@ -141,7 +141,7 @@ func (c *demoCmd) requests(ctx context.Context) (out demoRequests, err error) {
 		if err != nil {
 			return out, err
 		}
-		out.close = func() { _ = trace.Close() } // only read from: the error does not matter
+		out.close = func() { _ = trace.Close() } // the file was only read, so the error does not matter
 		out.each = trace.Lines()
 	}
 	for q, err := range out.each {
@@ -179,9 +179,8 @@ func (c *demoCmd) play(e *env, srv *server.Server, requests *demoRequests, layou
 	})
 }
 
-// progress returns a function that prints how far a run is, at most twice a
-// second: on one line of a terminal, else every tenth of the way. end ends the
-// line of a run that has not come to its end.
+// progress returns a function that prints how far a run has come, at most twice a second: on one line of a terminal, or else every
+// tenth of the run. end ends the line of a run that was not finished.
 func progress(w io.Writer, of string) (show func(done, total int), end func()) {
 	return progressOn(w, isTerminal(w), of)
 }

@@ -24,10 +24,10 @@ import (
 // Limits of the second part, which takes some seconds.
 const (
 	deploymentRequests = 200
-	deploymentTokens   = 12000 // of a prompt
+	deploymentTokens   = 12000 // tokens of a prompt
 )
 
-// deployment plays requests through server, registry, P and D.
+// deployment plays requests through a server, a registry, P and D.
 func (c *demoCmd) deployment(e *env, requests []workload.Request) error {
 	if len(requests) == 0 {
 		fmt.Fprintf(e.stderr, "no prompt is short enough for the second part: %d tokens at most\n", deploymentTokens)
@@ -44,13 +44,13 @@ func (c *demoCmd) deployment(e *env, requests []workload.Request) error {
 			"--chunk-size", "256", "--shm-name", name, "--log-level", "error",
 		}, args...)...)
 		cmd.Stderr = e.stderr
-		cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "KVASIR_SERVER_") }) // another server's flags
+		cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "KVASIR_SERVER_") }) // they are meant for another server
 		return cmd
 	}
 	fmt.Fprintf(e.stderr, "then the whole picture: a server process, a registry, P and D, %d requests through both, kill -9 of the server in the middle\n", len(requests))
 	show, end := progress(e.stderr, "requests")
 	r, err := demo.Run(e.ctx, demo.Options{
-		Requests: requests, Progress: show, // no log: the errors after the kill would fill it
+		Requests: requests, Progress: show, // no Log: the errors after the kill would fill it
 		Server: func(port int) *exec.Cmd { return command("--port", strconv.Itoa(port)) },
 	})
 	end()
@@ -71,7 +71,7 @@ func (c *demoCmd) deployment(e *env, requests []workload.Request) error {
 	return errors.Join(err, c.printModelled(e))
 }
 
-// printModelled plays the original's table in virtual time, and writes a page of it where that is asked for.
+// printModelled plays the original's table in virtual time, and writes a page about it if a flag asks for that.
 func (c *demoCmd) printModelled(e *env) error {
 	t, err := tables.Play(e.ctx, tables.Options{})
 	if err != nil {

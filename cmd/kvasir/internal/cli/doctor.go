@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/doctor"
 )
 
-// doctorCmd examines the machine.
+// doctorCmd examines this machine.
 type doctorCmd struct {
 	L1Size     gibSize  `name:"l1-size-gb" help:"Size of the pool that is to fit: GiB, or with a unit." placeholder:"SIZE"`
 	Listen     []string `help:"Addresses that are to be free for listeners, comma-separated. Default: those of kvasir server, 127.0.0.1:5555 and 127.0.0.1:8080." placeholder:"HOST:PORT"`
@@ -19,7 +19,7 @@ type doctorCmd struct {
 	JSON       bool     `name:"json" help:"Print the findings as one JSON object."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir doctor --help shows. It implements kong's detailed help.
 func (doctorCmd) Help() string {
 	return `Looks at shared memory, limits, huge pages, ports, advertised addresses, users of engines and servers, releases of peers, tiers,
 clocks and congestion control. It changes nothing. Exit 0: no fault; 1: warnings; 2: errors. docs/operate/doctor.md has all checks.
@@ -31,7 +31,7 @@ Examples:
   kvasir doctor --python /opt/vllm/bin/python --json | jq '.findings[] | select(.level != "ok")'`
 }
 
-// Run examines.
+// Run examines the machine and prints the report.
 func (c *doctorCmd) Run(e *env) error {
 	r := doctor.Run(e.ctx, doctor.Options{
 		PoolBytes: int64(c.L1Size), Listen: c.Listen, Advertised: c.Advertised, Pythons: c.Python, Tiers: c.Tier, Peers: c.Peer,

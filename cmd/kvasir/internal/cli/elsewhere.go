@@ -8,10 +8,10 @@ import (
 	"strings"
 )
 
-// linuxOnly are the commands that need Linux. The others run elsewhere, too: they need no shared memory.
+// linuxOnly are the commands that need Linux. The others need no shared memory, and run on other systems, too.
 var linuxOnly = []string{"all", "server", "relay", "store-node", "keeper", "engine", "demo", "pool", "doctor"}
 
-// refuseElsewhere says why a command, "transfer serve" or the like, does not run on an operating system.
+// refuseElsewhere returns an error if a command, such as "transfer serve", does not run on the operating system goos.
 func refuseElsewhere(goos, command string) error {
 	name, _, _ := strings.Cut(command, " ")
 	if goos == "linux" || !slices.Contains(linuxOnly, name) {

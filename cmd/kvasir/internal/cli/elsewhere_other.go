@@ -4,12 +4,12 @@
 
 package cli
 
-// absent is a command that is not in this build: refuseElsewhere says why.
+// absent stands for a command that is not in this build; refuseElsewhere gives the reason.
 type absent struct {
 	Args []string `arg:"" optional:"" passthrough:""`
 }
 
-// Run is not reached.
+// Run is never called.
 func (absent) Run() error { return nil }
 
 type (

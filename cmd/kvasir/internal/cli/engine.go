@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// engineCmd is a simulated vLLM engine.
+// engineCmd runs a simulated vLLM engine.
 type engineCmd struct {
 	configFlags
 	accessFlags
@@ -159,7 +159,7 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 	return o, nil
 }
 
-// getenv is the environment; engines on loopback dial each other there.
+// getenv returns variables of the environment. For an engine on loopback, VLLM_HOST_IP is 127.0.0.1 by default.
 func (c *engineCmd) getenv(name string) (string, bool) {
 	v, ok := os.LookupEnv(name)
 	if name == "VLLM_HOST_IP" && v == "" && isLoopback(c.Host) {
@@ -179,7 +179,7 @@ func (c *engineCmd) check(e *env) error {
 	return errors.Join(err, c.peerFlags.check(), c.accessFlags.check(c.exposed(), engineListeners...))
 }
 
-// exposed returns where the engine listens, as far as its flags can be read.
+// exposed returns the listeners of the engine, as far as its flags can be parsed.
 func (c *engineCmd) exposed() []exposure {
 	out := []exposure{{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "use the engine"}}
 	if events, err := c.events(); err == nil && events != nil {
@@ -192,18 +192,18 @@ func (c *engineCmd) exposed() []exposure {
 	connectors, err := kvconfig.Parse([]byte(c.Transfer))
 	mooncake := func(k *kvconfig.Config) bool { return k.Connector == kvconfig.MooncakeConnector }
 	if err == nil && slices.ContainsFunc(connectors, mooncake) || c.Like == "sglang" && c.Mode != "null" {
-		if host, err := kvconfig.Host(c.getenv); err == nil { // without a host it does not start
+		if host, err := kvconfig.Host(c.getenv); err == nil { // without a host, the engine does not start
 			out = append(out, exposure{listener: "transfer", at: "VLLM_HOST_IP, " + host, host: host, risk: risk})
 		}
 	}
 	return out
 }
 
-// engineListeners are the names of an engine's listeners in --allow-from: the API, KV events, and what other engines use (registry, side
-// channels, transfer ports).
+// engineListeners are the names of an engine's listeners, for --allow-from: the API, KV events, and what other engines use (registry,
+// side channels, transfer ports).
 var engineListeners = []string{"http", "events", "transfer"}
 
-// engineNeed returns what a request to an engine needs.
+// engineNeed returns which right a request to an engine needs.
 func engineNeed(r *http.Request) auth.Need {
 	switch r.URL.Path {
 	case "/health", "/healthz", "/healthcheck", "/ping":
@@ -217,7 +217,7 @@ func engineNeed(r *http.Request) auth.Need {
 	return auth.NeedWrite
 }
 
-// events reads what is to be published; nil for nothing.
+// events returns the configuration of the KV events to be published; nil: none.
 func (c *engineCmd) events() (*kvconfig.Events, error) {
 	if c.Events == "" {
 		return nil, nil
@@ -313,10 +313,10 @@ func (c *engineCmd) Run(e *env) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	if late := web.Shutdown(ctx); late != nil {
-		eng.AbortAll() // streams end with a reason
+		eng.AbortAll() // streams then end with a reason
 		short, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
-		if late = web.Shutdown(short); late != nil { // to clients that do not read
+		if late = web.Shutdown(short); late != nil { // clients that do not read are cut
 			err = cmp.Or(err, web.Close())
 		}
 	}

@@ -18,11 +18,11 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// enginePublisher publishes an engine's KV events as vLLM's ZmqEventPublisher does: topic, sequence and payload
-// on a PUB socket, and the last messages again on a ROUTER socket.
+// enginePublisher publishes an engine's KV events in the form of vLLM's ZmqEventPublisher: topic, sequence and payload on a PUB socket.
+// It repeats the last messages on a ROUTER socket.
 type enginePublisher struct {
 	o      kvconfig.Events
-	rank   int // data-parallel, in each batch
+	rank   int // data-parallel rank, which each batch names
 	pub    *zmtp.Pub
 	replay *zmtp.Router
 
@@ -30,7 +30,7 @@ type enginePublisher struct {
 		sync.Mutex
 		next  uint64
 		bytes int
-		last  []engineMessage // the oldest first
+		last  []engineMessage // oldest first
 	}
 }
 
@@ -39,10 +39,10 @@ type engineMessage struct {
 	payload  []byte
 }
 
-// replayBytes bounds the payloads that are kept for replays.
+// replayBytes bounds the payloads that are kept to be repeated.
 const replayBytes = 64 << 20
 
-// openEnginePublisher listens; Close ends it.
+// openEnginePublisher opens the sockets; Close closes them.
 func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, from *auth.Networks, log *slog.Logger) (*enginePublisher, error) {
 	p := &enginePublisher{o: o, rank: rank, pub: zmtp.NewPub(zmtp.PubOptions{HeartbeatInterval: 30 * time.Second, Networks: from, Log: log})}
 	at, err := p.pub.Listen(ctx, o.Endpoint)
@@ -60,7 +60,7 @@ func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, from 
 	return p, nil
 }
 
-// publish sends one batch. It does not wait.
+// publish sends one batch of events. It does not wait.
 func (p *enginePublisher) publish(events []event.Event) {
 	payload := event.Encoding{}.Append(nil, &event.Batch{Time: float64(time.Now().UnixMicro()) / 1e6, Events: events, Rank: p.rank})
 	p.mu.Lock()
@@ -79,7 +79,7 @@ func (p *enginePublisher) publish(events []event.Event) {
 	p.pub.Publish([]byte(p.o.Topic), binary.BigEndian.AppendUint64(nil, m.sequence), payload)
 }
 
-// answer sends the kept messages from the requested sequence on, and the end marker.
+// answer sends the kept messages, from the requested sequence on, and then the end marker.
 func (p *enginePublisher) answer(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 2 {
 		return

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 )
 
-// likeSGLang sets what --like sglang changes.
+// likeSGLang changes the options for --like sglang.
 func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
 	switch {
 	case c.VLLMTier != "" || c.Requests != 0:
@@ -34,7 +34,7 @@ func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
 	return err
 }
 
-// checkSGLang refuses flags that cannot be used with --like sglang.
+// checkSGLang returns an error for flags that cannot be used with --like sglang.
 func (c *engineCmd) checkSGLang() error {
 	var bad faults
 	bad.unless(c.Transfer == "", "--kv-transfer-config is vLLM's: --like sglang has --disaggregation-mode")
@@ -44,7 +44,7 @@ func (c *engineCmd) checkSGLang() error {
 	return bad.err()
 }
 
-// openBoot starts P's bootstrap server, with which P registers.
+// openBoot starts P's bootstrap server, at which P registers.
 func (c *engineCmd) openBoot(e *env, o *engine.Options) (closeBoot func() error, err error) {
 	l, err := takeover.ListenTCP(e.ctx, c.Host, c.BootPort)
 	if err != nil {
@@ -65,7 +65,7 @@ func (c *engineCmd) openBoot(e *env, o *engine.Options) (closeBoot func() error,
 		}
 	})
 	closeBoot = func() error { stop(); wg.Wait(); return registry.Close() }
-	address, _ := json.Marshal(l.Addr().String()) // a text
+	address, _ := json.Marshal(l.Addr().String()) // a string always encodes
 	config := fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","kv_connector_extra_config":{"bootstrap_server_address":%s}}`, address)
 	if o.Connectors, err = kvconfig.Parse([]byte(config)); err != nil {
 		return nil, err

@@ -12,7 +12,7 @@ import (
 
 const likeTiering = "vllm-tiering"
 
-// checkTiering refuses flags that cannot be used with --like vllm-tiering.
+// checkTiering returns an error for flags that cannot be used with --like vllm-tiering.
 func (c *engineCmd) checkTiering() error {
 	var bad faults
 	bad.unless(c.VLLMTier != "", "--like vllm-tiering needs --vllm-tier, the socket of a server")
@@ -21,7 +21,7 @@ func (c *engineCmd) checkTiering() error {
 	return bad.err()
 }
 
-// playTiering plays requests on the tier socket, and prints the counts of their results.
+// playTiering plays requests on the tier socket, and prints how many had which result.
 func (c *engineCmd) playTiering(e *env) error {
 	if err := c.checkTiering(); err != nil {
 		return err

@@ -33,7 +33,7 @@ func (f *eventFlags) options() events.Options {
 	return events.Options{Records: f.EventLog, TokenBytes: int64(f.EventMemory)}
 }
 
-// publisherOptions are those of a server on that port.
+// publisherOptions returns the options of the publisher of a server on that port.
 func (f *eventFlags) publisherOptions(port, chunkTokens int, log *slog.Logger) events.PublisherOptions {
 	topic := f.EventTopic
 	if topic == "" {
@@ -43,7 +43,7 @@ func (f *eventFlags) publisherOptions(port, chunkTokens int, log *slog.Logger) e
 	return events.PublisherOptions{Topic: topic, ChunkTokens: chunkTokens, Encoding: event.Encoding{Arrays: f.EventArrays}, Log: log}
 }
 
-// check reports flags that contradict each other.
+// check returns an error for flags that contradict each other.
 func (f *eventFlags) check() error {
 	switch {
 	case f.Events != "" && f.EventLog == 0:
@@ -55,12 +55,12 @@ func (f *eventFlags) check() error {
 	return err
 }
 
-// addresses are where the publisher listens.
+// addresses returns the addresses on which the publisher listens.
 func (f *eventFlags) addresses() (out []address, _ error) {
 	return eventAddresses(f.Events, f.EventReplay)
 }
 
-// eventAddresses are where a publisher listens.
+// eventAddresses returns the addresses on which a publisher with these endpoints listens.
 func eventAddresses(events, replay string) (out []address, _ error) {
 	for _, a := range []address{{Flag: "--kv-events", Host: events}, {Flag: "--kv-events-replay", Host: replay}} {
 		var err error
@@ -85,7 +85,7 @@ func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
 	return events.New(st, o)
 }
 
-// changes returns the recorder of the tiers' contents; nil without readers of events.
+// changes returns the recorder of changes in the tiers; nil if nobody can read events.
 func (f *eventFlags) changes() *tier.Changes {
 	if f.Events == "" {
 		return nil
@@ -93,7 +93,7 @@ func (f *eventFlags) changes() *tier.Changes {
 	return tier.NewChanges()
 }
 
-// publisher returns a listening publisher of a Book's records; nil if the flags ask for none.
+// publisher returns a publisher of a Book's records that listens; nil if the flags ask for none.
 func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOptions) (p *events.Publisher, err error) {
 	if f.Events == "" {
 		return nil, nil
@@ -101,7 +101,7 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	return openPublisher(e, func() *events.Publisher { return events.NewPublisher(book, o) }, f.Events, f.EventReplay, o.Topic)
 }
 
-// openPublisher makes a publisher with create and makes it listen. It calls create again for each attempt to listen.
+// openPublisher creates a publisher and makes it listen. It calls create again for each attempt to listen.
 func openPublisher(e *env, create func() *events.Publisher, endpoint, replay, topic string) (p *events.Publisher, err error) {
 	var at, replayAt string
 	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
@@ -117,7 +117,7 @@ func openPublisher(e *env, create func() *events.Publisher, endpoint, replay, to
 	return p, nil
 }
 
-// exposed returns where KV events are published. A UNIX socket has the mode of its file.
+// exposed returns the network listeners of KV events. A UNIX socket is protected by the mode of its file.
 func (f *eventFlags) exposed() []exposure {
 	return exposedEvents([2]string{"--kv-events", f.Events}, [2]string{"--kv-events-replay", f.EventReplay})
 }

@@ -11,8 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// explainPool adds what to do to an error of pool.Open or pool.Drop. names are the
-// flags that choose the pool's name.
+// explainPool adds advice to an error of pool.Open or pool.Drop. names are the flags that choose the pool's name.
 func explainPool(err error, names string) error {
 	if changed, ok := errors.AsType[*pool.ChangedError](err); ok {
 		return explainChanged(changed)
@@ -32,7 +31,7 @@ func explainPool(err error, names string) error {
 	return err
 }
 
-// explainChanged names what differs, as flags.
+// explainChanged names, by flags, what differs between the pool that exists and the one asked for.
 func explainChanged(e *pool.ChangedError) error {
 	var kept, asked []string
 	add := func(flag string, k, a any) {
@@ -50,7 +49,7 @@ func explainChanged(e *pool.ChangedError) error {
 	return explained{text, e}
 }
 
-// explained is an error in other words.
+// explained is an error with another text.
 type explained struct {
 	text string
 	err  error

@@ -15,23 +15,23 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// exposure describes a listener of a command, and who can use it.
+// exposure describes a listener of a command, and how it is protected.
 type exposure struct {
 	listener string // its name in --allow-from
 	at       string // the flag and the value that set its address
 	host     string
-	risk     string // what a client without credentials could do
+	risk     string // what a client without credentials could do there
 
-	web  bool   // --token-file and --tls-client-ca defend it
-	own  bool   // it has further credentials, and they are configured
-	keys string // the flag that configures them; empty: there is none
+	web  bool   // --token-file and --tls-client-ca protect it
+	own  bool   // it has credentials of its own, and they are configured
+	keys string // flag that configures these credentials; empty: there is none
 }
 
-// allowAnyone is the value of --allow-anyone. It names the risk.
+// allowAnyone is the only value of --allow-anyone. It names the risk.
 const allowAnyone = "read-prompts"
 
-// refuseOpen refuses listeners beyond loopback that have neither networks nor credentials. credentials is true when --token-file or
-// --tls-client-ca is given.
+// refuseOpen returns an error for listeners beyond loopback that have neither networks nor credentials. credentials means that
+// --token-file or --tls-client-ca is given.
 func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credentials bool, all []exposure) error {
 	if f.AllowAnyone != "" && f.AllowAnyone != allowAnyone {
 		return usagef("--allow-anyone %.40s: its one value is %s", f.AllowAnyone, allowAnyone)
@@ -53,14 +53,14 @@ func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credential
 		return nil
 	}
 	instead := ""
-	if len(others) == len(open) { // credentials can defend every open listener
+	if len(others) == len(open) { // credentials can protect every open listener
 		instead = " or " + strings.Join(others, ", ")
 	}
 	return usagef("%s: give --allow-from %s (this machine's networks)%s; --allow-anyone=%s starts without",
 		strings.Join(open, ", and "), strings.Join(localNetworks(), ","), instead, allowAnyone)
 }
 
-// maxLocalNetworks bounds the networks that a refusal names.
+// maxLocalNetworks is the largest number of networks that an error names.
 const maxLocalNetworks = 8
 
 // localNetworks returns values for --allow-from: the networks of this machine's interfaces, and the loopback address.
@@ -84,9 +84,9 @@ func localNetworks() []string {
 	return append(out, "127.0.0.1")
 }
 
-// exposed returns the network listeners of the server. It leaves UNIX sockets out: the kernel names their peers.
+// exposed returns the network listeners of the server. It leaves out UNIX sockets: the kernel identifies their peers.
 func (c *serverCmd) exposed() []exposure {
-	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // the start ends later on an unreadable file, with its name
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // a file that cannot be read ends the start later, with its name
 	out := []exposure{
 		{listener: "zmq", at: "--host " + c.Host, host: c.Host, own: c.asks("zmq"), risk: "store, replace and read the KV of prompts"},
 		{

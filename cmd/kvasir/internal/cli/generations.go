@@ -13,9 +13,8 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
-// openGenerations puts the generations (generation.Book) between the store and the tiers.
-// Files keep the clears: one in each directory of a tier, and for tiers that other servers
-// may share a file of this user.
+// openGenerations puts the generations (generation.Book) between the store and the tiers. Files remember the clears: one file in each
+// directory of a tier, and for tiers that other servers may share, a file of this user.
 func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	if below.Tier == nil {
 		return nil
@@ -42,9 +41,8 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	return nil
 }
 
-// generationFiles returns the files that keep the generations of tiers: one in each local
-// directory of a tier. Shared tiers have one file beside --state, or without --state one
-// file per address in this user's state directory, so that each address keeps its
+// generationFiles returns the files that keep the generations of tiers: one in each local directory of a tier. Shared tiers have one
+// file beside --state; without --state they have one file per address in this user's state directory, so that each address keeps its
 // generations when other tiers change.
 func (c *serverCmd) generationFiles(o *adapter.Options) (files []string) {
 	var shared []string

@@ -11,22 +11,22 @@ import (
 
 type versionCmd struct{}
 
-// Run prints what is known of this build.
+// Run prints the version and platform of this build.
 func (versionCmd) Run(e *env) error {
 	_, err := fmt.Fprintln(e.stdout, versionLine())
 	return err
 }
 
-// versionLine is the answer to "which build is this".
+// versionLine returns one line that identifies this build.
 func versionLine() string {
 	return fmt.Sprintf("kvasir %s (%s, %s/%s)", Version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
-// release is the release of this code, or the next release while it is developed.
+// release is the release of this code; during development, the next release.
 const release = "0.1.0"
 
-// Version returns the release and, where the build knows it, the commit: "0.1.0+1a2b3c4d5e6f". A build of a tagged module
-// has the release alone. ".dirty" follows the commit when files differ from it.
+// Version returns the release and, if the build knows it, the commit: "0.1.0+1a2b3c4d5e6f". A build of a tagged module has only the
+// release. ".dirty" after the commit means that files differed from it.
 func Version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
@@ -50,7 +50,7 @@ func Version() string {
 	return release + revision + dirty
 }
 
-// helpCmd is only there for the list of commands; asHelp turns it into --help.
+// helpCmd exists only for the list of commands; asHelp turns it into --help.
 type helpCmd struct {
 	Command []string `arg:"" optional:"" help:"The command, for example: transfer serve."`
 }

@@ -26,14 +26,14 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/keeper"
 )
 
-// keeperCmd holds directories of vLLM's fs tier at a limit.
+// keeperCmd keeps directories of vLLM's fs tier below a limit.
 type keeperCmd struct {
 	Keep   keeperKeepCmd   `cmd:"" default:"withargs" help:"Hold directories at their limit, until a signal."`
 	Status keeperStatusCmd `cmd:"" help:"Show the figures of the keeper that has a directory."`
 	Verify keeperVerifyCmd `cmd:"" help:"Compare all files with the checksums that the last run noted."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir keeper --help shows. It implements kong's detailed help.
 func (keeperCmd) Help() string {
 	return `vLLM's fs offloading tier ("type":"fs") and LMCache's fs adapters fill a directory and never delete. The keeper unlinks the least
 recently used files before the limit is reached. It needs nothing of the engine, and writes nothing into the directory.
@@ -83,10 +83,10 @@ func (c *keeperKeepCmd) check(*env) error {
 	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), keeperListeners...), c.keeperEventFlags.check(&c.zmqAuthFlags), c.zmqAuthFlags.check(c.TokenFile, c.Events))
 }
 
-// keeperListeners are the names of a keeper's listeners in --allow-from.
+// keeperListeners are the names of a keeper's listeners, for --allow-from.
 var keeperListeners = []string{"http", "events"}
 
-// exposed returns where the keeper listens.
+// exposed returns the listeners of the keeper.
 func (c *keeperKeepCmd) exposed() (out []exposure) {
 	if c.HTTPPort != 0 {
 		out = append(out, exposure{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "read the keeper's figures"})
@@ -98,15 +98,16 @@ func (c *keeperKeepCmd) exposed() (out []exposure) {
 	return out
 }
 
-// keeperNice is the keeper's priority (nice): it has little to do but must do it at once, beside engines that use all processors.
+// keeperNice is the keeper's scheduling priority (nice): the keeper has little to do, but must do it at once, beside engines that use
+// all processors.
 const keeperNice = -10
 
-// raisePriority gives all threads of this process the keeper's priority if the user may do that; threads that they start inherit it. A thread that
-// starts meanwhile may miss it, so raisePriority repeats until no thread has missed it, at most 16 times.
+// raisePriority gives all threads of this process the keeper's priority, if the user may do that; threads that they start inherit it. A
+// thread that starts meanwhile may miss it, so raisePriority repeats, at most 16 times, until no thread has missed it.
 func raisePriority() {
-	const tries, kernelBase = 16, 20 // getpriority returns 20 - nice
+	const tries, kernelBase = 16, 20 // the system call getpriority returns 20 - nice
 	for range tries {
-		tasks, _ := os.ReadDir("/proc/self/task") // without /proc the priority stays
+		tasks, _ := os.ReadDir("/proc/self/task") // without /proc the priority does not change
 		missed := false
 		for _, t := range tasks {
 			id, err := strconv.Atoi(t.Name())
@@ -127,7 +128,7 @@ func raisePriority() {
 	}
 }
 
-// Run holds the directories until a signal stops it.
+// Run keeps the directories below their limit until a signal stops it.
 func (c *keeperKeepCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
@@ -219,7 +220,7 @@ type keeperStatusCmd struct {
 	JSON bool   `name:"json" help:"As JSON."`
 }
 
-// Run prints the figures.
+// Run prints the figures of the keeper.
 func (c *keeperStatusCmd) Run(e *env) error {
 	s, err := keeper.Ask(e.ctx, c.Dir)
 	if err != nil {
@@ -252,7 +253,7 @@ func writeKeeper(w io.Writer, s keeper.Stats) error {
 	return t.Flush()
 }
 
-// watchWords says in words how the keeper learns of reads and writes, and of what share of them.
+// watchWords returns a sentence that says how the keeper learns about reads and writes, and about which share of them.
 func watchWords(s keeper.Stats) string {
 	switch s.Watch {
 	case keeper.WatchFanotify:
@@ -269,7 +270,7 @@ type keeperVerifyCmd struct {
 	JSON     bool     `name:"json" help:"As JSON."`
 }
 
-// Run compares.
+// Run compares all files with their checksums.
 func (c *keeperVerifyCmd) Run(e *env) error {
 	report, err := keeper.Verify(e.ctx, keeper.VerifyOptions{Roots: c.Dir, StateDir: c.StateDir, Log: e.log})
 	if err != nil {

@@ -25,11 +25,11 @@ type keeperEventFlags struct {
 }
 
 const (
-	keeperChanges     = 1 << 15 // kept for the publisher
-	keeperSubscribers = 32      // each takes 48 bytes a file until it has got the list of all chunks
+	keeperChanges     = 1 << 15 // changes kept for the publisher
+	keeperSubscribers = 32      // a subscriber takes 48 bytes per file until it has got the list of all chunks
 )
 
-// check reports what does not go together.
+// check returns an error for flags that contradict each other.
 func (f *keeperEventFlags) check(auth *zmqAuthFlags) error {
 	var err error
 	if f.Events == "" && f.EventReplay != "" {
@@ -42,7 +42,7 @@ func (f *keeperEventFlags) check(auth *zmqAuthFlags) error {
 	return errors.Join(err, wrong)
 }
 
-// changes is how many changes the keeper keeps.
+// changes returns how many changes the keeper must keep for the publisher.
 func (f *keeperEventFlags) changes() int {
 	if f.Events == "" {
 		return 0
@@ -58,7 +58,7 @@ func (f *keeperEventFlags) exposed() (out []exposure) {
 	return out
 }
 
-// publisherOptions are those of a keeper on this machine.
+// publisherOptions returns the options of a keeper's publisher on this machine.
 func (f *keeperEventFlags) publisherOptions() events.PublisherOptions {
 	topic := f.EventTopic
 	if topic == "" {
@@ -68,7 +68,8 @@ func (f *keeperEventFlags) publisherOptions() events.PublisherOptions {
 	return events.PublisherOptions{Topic: topic, Encoding: event.Encoding{IntHashes: f.EventHashes == "int"}, MaxSubscribers: keeperSubscribers}
 }
 
-// openEvents publishes the changes of a keeper until stop is called, if the flags ask for it. figures adds the publisher's figures.
+// openEvents publishes the changes of a keeper until stop is called, if the flags ask for that. figures adds the publisher's figures to
+// a registry.
 func (c *keeperKeepCmd) openEvents(e *env, k *keeper.Keeper, a *access) (figures func(*metrics.Registry), stop func() error, err error) {
 	if c.Events == "" {
 		return func(*metrics.Registry) {}, func() error { return nil }, nil
@@ -100,10 +101,10 @@ func (c *keeperKeepCmd) openEvents(e *env, k *keeper.Keeper, a *access) (figures
 	}, nil
 }
 
-// keeperFeed makes a Keeper readable for a publisher.
+// keeperFeed lets a publisher of events read the changes of a Keeper.
 type keeperFeed struct{ *keeper.Keeper }
 
-// Activate does nothing: a keeper records from its start.
+// Activate does nothing: a keeper records changes from its start.
 func (keeperFeed) Activate() {}
 
 // Last returns the number of the newest change.
@@ -118,16 +119,16 @@ func (f keeperFeed) Read(after uint64, limit int, dst []events.Announcement) ([]
 	return dst, next, lost
 }
 
-// Everything returns all chunks.
+// Everything returns all chunks, and the number of the newest change.
 func (f keeperFeed) Everything() (events.Contents, uint64) {
 	all, last := f.Chunks()
 	return keeperChunks{all}, last
 }
 
-// keeperChunks are the contents of the directories at one moment.
+// keeperChunks is the content of the directories at one moment.
 type keeperChunks struct{ *keeper.Chunks }
 
-// Salt returns none: names of files tell no tenant.
+// Salt returns "": the names of files tell no tenant.
 func (keeperChunks) Salt(int) string { return "" }
 
 // Event returns the event that announces a chunk.
@@ -136,7 +137,8 @@ func (c keeperChunks) Event(i int) event.Event {
 	return chunkEvent(&x, false)
 }
 
-// chunkEvent is what vLLM's own tiers send of a block of which they know the key alone: no tokens, and a block size of 0.
+// chunkEvent returns the event that vLLM's own tiers send for a block of which they know only the key: without tokens, and with a block
+// size of 0.
 func chunkEvent(c *keeper.Chunk, removed bool) event.Event {
 	e := event.Event{Kind: event.Stored, Hashes: [][]byte{c.Hash}, Medium: event.Storage, Group: c.Group}
 	if removed {

@@ -16,7 +16,7 @@ type logFlags struct {
 	LogFormat string     `help:"How lines are written: text (key=value) or json." default:"text" enum:"text,json"`
 }
 
-// newLog returns the log of a command, which peers can neither forge nor fill.
+// newLog returns the logger of a command. Peers can neither forge its lines nor fill a disk with them.
 func newLog(w io.Writer, f logFlags) *slog.Logger {
 	o := &slog.HandlerOptions{Level: f.LogLevel}
 	var h slog.Handler = slog.NewTextHandler(w, o)
@@ -26,8 +26,8 @@ func newLog(w io.Writer, f logFlags) *slog.Logger {
 	return safelog.New(slog.New(h))
 }
 
-// quiet returns a logger for a server inside another command: it logs warnings and errors
-// until ctx ends. Later ones come from the interruption itself.
+// quiet returns a logger for a server inside another command: it logs warnings and errors until ctx ends. Errors after that come from
+// the interruption itself.
 func quiet(ctx context.Context, l *slog.Logger) *slog.Logger {
 	return slog.New(warnings{l.Handler(), ctx.Done()})
 }

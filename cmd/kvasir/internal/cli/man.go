@@ -12,13 +12,13 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// manCmd writes the manual. Packages are made with it.
+// manCmd writes the manual. The build of packages uses it.
 type manCmd struct {
 	Dir      string `arg:"" help:"Directory to write to; it is made if it is missing."`
 	Markdown bool   `help:"Write Markdown instead: a page for each command of the first level, and README.md."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir man --help shows. It implements kong's detailed help.
 func (manCmd) Help() string {
 	return `One page for each command, of section 1. SOURCE_DATE_EPOCH gives the date of the pages.
 

@@ -9,8 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 )
 
-// fitsLimit returns an error if memory in /dev/shm, of a size that a flag gives, is more than the cgroups of this process allow: the
-// kernel would kill it, or an engine beside it, while it fills the memory. root is "/" but in tests.
+// fitsLimit returns an error if memory in /dev/shm, of the size that a flag sets, exceeds what the cgroups of this process allow: the
+// kernel would kill this process, or an engine beside it, while the memory is filled. root is "/" except in tests.
 func fitsLimit(root, flag string, size gibSize) error {
 	limit, file, limited := hostmem.Limit(filepath.Join(root, "proc"), filepath.Join(root, "sys"))
 	if !limited || int64(size) <= limit {

@@ -10,8 +10,9 @@ import (
 	"sync"
 )
 
-// notify sends a state, such as READY=1, to the service manager that started this process and waits for it: systemd's protocol of
-// units with Type=notify (sd_notify(3)), a datagram to the UNIX socket $NOTIFY_SOCKET. Without that variable it does nothing.
+// notify sends a state, such as READY=1, to the service manager that has started this process and waits for that: a datagram to the
+// UNIX socket $NOTIFY_SOCKET, as systemd expects from units with Type=notify (sd_notify(3)). If that variable is not set, it does
+// nothing.
 func notify(log *slog.Logger, state string) {
 	path := os.Getenv("NOTIFY_SOCKET") // "@NAME" is in the abstract namespace, as in package net
 	if path == "" {
@@ -27,8 +28,9 @@ func notify(log *slog.Logger, state string) {
 	}
 }
 
-// whenOver calls f once ctx is over. The caller ends the wait with end. If ctx is over, end returns after f has returned; otherwise f is never called.
-// A context closes its channel before it starts its AfterFuncs, so end may come before f was started: then end calls f itself.
+// whenOver calls f when ctx ends, unless the caller calls end before. If ctx has ended, end returns only after f has returned;
+// otherwise f is never called. A context closes its channel before it starts its AfterFuncs, so end may be called before f was started:
+// then end itself calls f.
 func whenOver(ctx context.Context, f func()) (end func()) {
 	once := sync.OnceFunc(f) // a second call waits for the first one
 	stop := context.AfterFunc(ctx, once)

@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// numbers makes kong read every number of a flag, of the environment and of a file as decimal. Without
-// it, Go and kong read 010 as 8.
+// numbers makes kong parse every number of a flag, of the environment and of a file as a decimal number. Without it, Go and kong read
+// 010 as 8.
 var numbers = []kong.Option{
 	kong.KindMapper(reflect.Int, kong.MapperFunc(decimalInt)),
 	kong.KindMapper(reflect.Int64, kong.MapperFunc(decimalInt)),
@@ -46,8 +46,8 @@ func decimalFloat(ctx *kong.DecodeContext, target reflect.Value) error {
 	return nil
 }
 
-// numberText returns the text of a number; an error for one with a leading zero, which may be
-// meant as an octal or as a decimal number.
+// numberText returns the text of a number. It returns an error for a number with a leading zero, which may be meant as octal or as
+// decimal.
 func numberText(ctx *kong.DecodeContext, kind string) (string, error) {
 	t, err := ctx.Scan.PopValue(kind)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// pageFlags are those of the page at /.
+// pageFlags are the flags of the page at /.
 type pageFlags struct {
 	Peers   []string `name:"peer" help:"Page of another node, to which this one's page has a link: http://HOST:PORT. Repeatable." placeholder:"URL" sep:"none" group:"Page"`
 	Price   float64  `name:"gpu-hour-price" help:"Price of an hour of the GPUs that compute prompts, in any currency: the page shows what hits have saved; 0: no money is shown." default:"0" placeholder:"PRICE" group:"Page"`
@@ -27,7 +27,7 @@ func (f *pageFlags) check() (err error) {
 	return errors.Join(err, status.CheckCost(f.Price, f.Prefill))
 }
 
-// addProxy shows the engines of a proxy on the page of the server in the same process.
+// addProxy makes the page of the server in the same process show the engines of a proxy.
 func addProxy(e *env, p *proxy.Proxy) {
 	e.parts.AddProxy(func() []admin.ProxyEngine {
 		out := []admin.ProxyEngine{}

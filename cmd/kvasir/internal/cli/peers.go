@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// peerFlags say how the two ends of a transfer prove to each other who they are.
+// peerFlags say how the two ends of a transfer prove their identity to each other.
 type peerFlags struct {
 	TransferSecrets string   `name:"transfer-secret-file" help:"File of secrets, one of 32 characters or more on each line, the same for all Kvasir commands that transfer: on transfer ports both ends prove that they have one of them, and who does not is refused. All lines count, so a secret is exchanged by adding the new one everywhere and then removing the old one. Read again when it changes." placeholder:"FILE" group:"Access"`
 	TransferStock   []string `name:"transfer-stock" help:"Networks (CIDR) and addresses, comma-separated, whose peers prove nothing, such as vLLM with Mooncake's own transfer engine." placeholder:"CIDR" group:"Access"`
@@ -30,7 +30,7 @@ func (f *peerFlags) stock() (out []netip.Prefix, _ error) {
 	return out, bad.err()
 }
 
-// open reads the file; nil: there is none, and nothing is demanded.
+// open reads the file of secrets; nil: no file is named, and no proof is demanded.
 func (f *peerFlags) open(log *slog.Logger) (*auth.PeerSecrets, error) {
 	stock, err := f.stock()
 	if err != nil || f.TransferSecrets == "" {
@@ -43,13 +43,14 @@ func (f *peerFlags) open(log *slog.Logger) (*auth.PeerSecrets, error) {
 	return s, nil
 }
 
-// check reports what cannot be used.
+// check returns an error for flags and files that cannot be used.
 func (f *peerFlags) check() error {
 	_, err := f.open(slog.New(slog.DiscardHandler))
 	return err
 }
 
-// defends reports whether the secrets keep strangers from a transfer port: a network of all addresses would let everyone in.
+// defends reports whether the secrets keep strangers away from a transfer port. They do not if --transfer-stock names a network of all
+// addresses.
 func (f *peerFlags) defends() bool {
 	stock, err := f.stock()
 	for _, p := range stock {
@@ -60,7 +61,7 @@ func (f *peerFlags) defends() bool {
 	return err == nil && f.TransferSecrets != ""
 }
 
-// watchPeers reads the secrets again when they change, until the function that it returns is called.
+// watchPeers reads the secrets again whenever they change, until the caller calls stop.
 func watchPeers(s *auth.PeerSecrets, log *slog.Logger) (stop func()) {
 	if s == nil {
 		return func() {}

@@ -19,13 +19,13 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// poolCmd looks after what servers leave in /dev/shm.
+// poolCmd manages the pools that servers leave in /dev/shm.
 type poolCmd struct {
 	Ls poolLsCmd `cmd:"" help:"List the pools, whose they are and who uses them."`
 	Rm poolRmCmd `cmd:"" help:"Remove this user's pools that no process uses."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool --help shows. It implements kong's detailed help.
 func (poolCmd) Help() string {
 	return `A pool outlives its server, and its memory is taken until it is removed.
 
@@ -40,7 +40,7 @@ type poolLsCmd struct {
 	JSON bool `name:"json" help:"Print the pools as JSON."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool ls --help shows. It implements kong's detailed help.
 func (poolLsCmd) Help() string {
 	return `Examples:
   kvasir pool ls
@@ -84,7 +84,7 @@ func (c *poolLsCmd) Run(e *env) error {
 	return err
 }
 
-// usedBy names the processes that use a pool, its server first.
+// usedBy returns the names of the processes that use a pool, its server first.
 func usedBy(f *pool.Found) string {
 	var out []string
 	switch {
@@ -102,14 +102,14 @@ func usedBy(f *pool.Found) string {
 	case len(out) > 0:
 		return strings.Join(out, ", ")
 	case !f.Ours:
-		return "not known" // another user's processes cannot be looked into
+		return "not known" // the processes of another user cannot be examined
 	case f.Trouble != "":
 		return "no process; " + f.Trouble
 	}
 	return "no process"
 }
 
-// processName is a process's number, with its command where that is known.
+// processName returns the number of a process, with the name of its command if that is known.
 func processName(pid int) string {
 	if command := peercred.Command(pid); command != "" {
 		return strconv.Itoa(pid) + " " + command
@@ -130,7 +130,7 @@ type poolRmCmd struct {
 	All   bool     `help:"All of this user's pools that no process uses."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir pool rm --help shows. It implements kong's detailed help.
 func (poolRmCmd) Help() string {
 	return `Examples:
   kvasir pool rm lmcache_l1_pool_kvasir_5555_1a2b3c4d

@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 
-// proxyCmd stands in front of engines.
+// proxyCmd runs a proxy in front of engines.
 type proxyCmd struct {
 	configFlags
 	accessFlags
@@ -112,7 +112,7 @@ var policies = map[string]proxy.Policy{
 	"least_load": proxy.LeastLoaded, "bucket": proxy.LeastLoaded, "manual": proxy.PrefixAware, "prefix_hash": proxy.PrefixAware, "consistent_hashing": proxy.PrefixAware,
 }
 
-// policyOf returns the policy of a flag, nil where the flag is not given.
+// policyOf returns the policy that a flag names; nil if the flag is not given.
 func policyOf(flag, name string) (*proxy.Policy, error) {
 	if name == "" {
 		return nil, nil
@@ -124,14 +124,14 @@ func policyOf(flag, name string) (*proxy.Policy, error) {
 	return &policy, nil
 }
 
-// proxyFields are the flags of options, for errors.
+// proxyFields maps the fields of proxy.Options to the flags that set them, for errors.
 var proxyFields = map[string]string{
 	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "SharedStore": "--shared-store", "DecodeAlone": "--decode-alone", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
 	"MaxPrompts": "--max-prompts", "MaxInFlight": "--max-in-flight", "BodyMemory": "--body-memory", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "AnswerTimeout": "--answer-timeout", "Stall": "--stall-timeout", "KeepAlive": "--keep-alive",
 }
 
-// clients sets what the proxy trusts and shows as a client of engines and registries.
+// clients sets what the proxy trusts, and which credentials it shows, as a client of engines and registries.
 func (c *proxyCmd) clients(o *proxy.Options) (err error) {
 	if c.EngineCA != "" {
 		text, err := os.ReadFile(c.EngineCA)
@@ -202,7 +202,7 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	return o, err
 }
 
-// cors sets origins, methods and headers, each a list of flags or one JSON list.
+// cors sets origins, methods and headers. Each is a list of flag values, or one JSON list.
 func (c *proxyCmd) cors(to *proxy.CORS) error {
 	for _, f := range []struct {
 		name string
@@ -223,10 +223,10 @@ func (c *proxyCmd) cors(to *proxy.CORS) error {
 	return nil
 }
 
-// proxyListeners are the names of a proxy's listeners in --allow-from.
+// proxyListeners are the names of a proxy's listeners, for --allow-from.
 var proxyListeners = []string{"api", "admin"}
 
-// exposed returns where the proxy listens. Its tokens are for the admin port alone.
+// exposed returns the listeners of the proxy. Its tokens protect only the admin port.
 func (c *proxyCmd) exposed() []exposure {
 	out := []exposure{{
 		listener: "api", at: "--host " + c.Host, host: c.Host, own: c.APIKeys != "" || c.ClientCA != "", keys: "--api-keys",

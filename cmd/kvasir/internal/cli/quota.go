@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// tenantBook keeps the settings that the flags of tenants make.
+// tenantBook stores the settings that the flags about tenants make.
 type tenantBook interface {
 	SetQuota(salt string, bytes int64) error
 	SetTTL(salt string, ttl time.Duration) error
@@ -44,7 +44,7 @@ func (c *serverCmd) setTenants(book tenantBook) error {
 	})
 }
 
-// checkTenants reports invalid tenant settings for a pool of pool bytes.
+// checkTenants returns an error for invalid settings of tenants. pool is the size of the pool in bytes.
 func (c *serverCmd) checkTenants(pool int64) error {
 	if c.TTL != 0 && c.TTL < 1 {
 		return fmt.Errorf("--ttl-seconds %v is neither 0 (no limit) nor at least 1", c.TTL)

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
-// registryFlags are the credentials that a registry may demand of its clients.
+// registryFlags are the credentials that a registry may demand from its clients.
 type registryFlags struct {
 	RegistryToken string `name:"registry-token" help:"Token that the registry wants (kvasir bootstrap --token or --token-file); best in the environment, as KVASIR_RELAY_REGISTRY_TOKEN, since other users see command lines." placeholder:"TOKEN" group:"Registry"`
 	RegistryCA    string `name:"registry-tls-ca" help:"Authorities (PEM) of a registry at https, instead of the system's." placeholder:"FILE" group:"Registry"`
@@ -17,7 +17,7 @@ type registryFlags struct {
 	RegistryKey   string `name:"registry-tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Registry"`
 }
 
-// client returns the options of a registry's client.
+// client returns the options of a client of a registry.
 func (f *registryFlags) client() (bootstrap.ClientOptions, error) {
 	own, err := httpserver.ClientFiles{CA: f.RegistryCA, Cert: f.RegistryCert, Key: f.RegistryKey}.TLS()
 	if err != nil {

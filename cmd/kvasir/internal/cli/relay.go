@@ -70,10 +70,11 @@ func (c *relayCmd) check(*env) error {
 	return errors.Join(f.err(), err, c.peerFlags.check(), c.accessFlags.check(c.exposed(), relayListeners...))
 }
 
-// relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
+// relayListeners are the names of a relay's listeners, for --allow-from: "http" is the directory, "transfer" the side channels and
+// transfer ports.
 var relayListeners = []string{"http", "transfer"}
 
-// exposed returns where the relay listens. Stock vLLM queries the directory without a token.
+// exposed returns the listeners of the relay. Stock vLLM queries the directory without a token.
 func (c *relayCmd) exposed() []exposure {
 	at := "--host " + c.Host
 	return []exposure{
@@ -82,7 +83,7 @@ func (c *relayCmd) exposed() []exposure {
 	}
 }
 
-// relayNeed returns what a request to a relay needs. Stock vLLM queries the directory without a token.
+// relayNeed returns which right a request to a relay needs. Stock vLLM queries the directory without a token.
 func relayNeed(r *http.Request) auth.Need {
 	switch r.URL.Path {
 	case "/healthz", "/healthcheck":
@@ -160,7 +161,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	return err
 }
 
-// memoryPath returns the path of this process's memory of --memory-gb, which must have room.
+// memoryPath returns the path for the memory of this process. It returns an error if there is no room for the size in --memory-gb.
 func memoryPath(prefix string, size gibSize) (string, error) {
 	if err := fitsLimit("/", "--memory-gb", size); err != nil {
 		return "", err

@@ -10,7 +10,7 @@ import (
 
 var revisionPattern = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
 
-// parseRevisions reads what --model-revision says, a revision for each model.
+// parseRevisions parses the values of --model-revision: one revision for each model.
 func parseRevisions(flags []string) (map[string]string, error) {
 	out := make(map[string]string, len(flags))
 	for _, text := range flags {

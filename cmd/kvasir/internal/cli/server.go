@@ -39,7 +39,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// serverCmd has LMCache's flag names.
+// serverCmd runs a server. Its flags have the names of LMCache's.
 type serverCmd struct {
 	configFlags
 	accessFlags
@@ -104,7 +104,7 @@ type serverCmd struct {
 	tierKeys *seal.Keys
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir server --help shows. It implements kong's detailed help.
 func (serverCmd) Help() string {
 	return `Examples:
   kvasir server --l1-size-gb 100
@@ -135,7 +135,7 @@ after a kill, those of the last 2 seconds are misses (--trust-unsummed serves th
 The flags of "lmcache server" are accepted; those that mean nothing here are named in one warning.`
 }
 
-// lmcachePrefix is what LMCache puts before the names of its pools.
+// lmcachePrefix is the prefix that LMCache puts before the names of its pools.
 const lmcachePrefix = "lmcache_l1_pool_"
 
 func (c *serverCmd) poolName() string {
@@ -149,9 +149,8 @@ func (c *serverCmd) poolName() string {
 	return name
 }
 
-// bootMark returns 8 hexadecimal digits that identify this host until its next boot. They
-// are part of the pool's name: a worker that gets the name of a pool of another host must
-// not find a pool of that name on its own host.
+// bootMark returns 8 hexadecimal digits that identify this host until its next boot. They are part of the pool's name: a worker that
+// gets the name of a pool on another host must not find a pool of that name on its own host.
 func bootMark() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if id := strings.TrimSpace(string(b)); err == nil && len(id) >= 8 {
@@ -163,7 +162,7 @@ func bootMark() string {
 	return fmt.Sprintf("%08x", h.Sum32())
 }
 
-// serverOptions are the options of the packages, made from the flags.
+// serverOptions are the options of the packages that make up the server.
 type serverOptions struct {
 	pool   pool.Options
 	store  store.Options
@@ -171,7 +170,7 @@ type serverOptions struct {
 	tiers  adapter.Options
 }
 
-// flagOf names the flag behind a field of the options.
+// flagOf maps fields of the options to the flags that set them.
 var flagOf = map[string]string{
 	"Name": "--shm-name", "Bytes": "--l1-size-gb", "Align": "--l1-align-bytes", "ChunkTokens": "--chunk-size",
 	"Quarantine": "--l1-write-ttl-seconds", "TTL": "--ttl-seconds", "SessionIdle": "--session-ttl-seconds",
@@ -181,14 +180,13 @@ var flagOf = map[string]string{
 	"Records": "--kv-event-log-size", "TokenBytes": "--kv-events-memory",
 }
 
-// options turns flags into options. The error names every flag that cannot be used,
-// with what to do about it.
+// options turns the flags into options. The error names every flag that cannot be used, and says what to do about it.
 func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	var bad faults
 	wrong := func(format string, args ...any) { bad.unless(false, format, args...) }
 	c.Host = takeover.WithoutBrackets(c.Host)
 	bad.port("--port", c.Port, false)
-	const longestSocket = 107 // bytes, of the kernel's sockaddr_un
+	const longestSocket = 107 // bytes in the kernel's sockaddr_un
 	bad.unless(len(c.IPC) <= longestSocket, "--ipc %s has %d bytes: the path of a socket has at most %d", c.IPC, len(c.IPC), longestSocket)
 	bad.unless(len(c.VLLMTier) <= longestSocket, "--vllm-tier %s has %d bytes: the path of a socket has at most %d", c.VLLMTier, len(c.VLLMTier), longestSocket)
 	bad.unless(c.VLLMTier == "" || c.VLLMTier != c.IPC, "--vllm-tier and --ipc are one path")
@@ -233,7 +231,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		}
 		ports[port] = true
 	}
-	if c.ChunkSize == 0 { // to the options that is the default
+	if c.ChunkSize == 0 { // in the options, 0 would mean the default
 		wrong("--chunk-size 0 is outside 1 to %d", kv.MaxChunkTokens)
 	}
 	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold.pool()}
@@ -260,7 +258,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	said := strings.Join(bad, " ")
 	options.Each(errors.Join(o.pool.Validate(), o.store.Validate(), o.server.Validate(), c.eventFlags.options().Validate()), func(e *options.Error) {
 		flag := cmp.Or(flagOf[e.Field], e.Field)
-		if !strings.Contains(said, flag+" ") { // a flag that sets several fields is named once
+		if !strings.Contains(said, flag+" ") { // a flag that sets several fields is named only once
 			said += " " + flag + " "
 			wrong("%s: %s", flag, e.Text)
 		}
@@ -272,10 +270,10 @@ var writePolicies = map[string]store.WritePolicy{"commit": store.WriteAtCommit, 
 
 var answerPolicies = map[string]store.AnswerPolicy{"yes": store.AnswersAsPrompts, "hit": store.AnswersAfterHit, "no": store.AnswersNever}
 
-// lmcachePolicies are LMCache's names of policies, all of which run as lru here.
+// lmcachePolicies are LMCache's names of policies; here each of them means lru.
 var lmcachePolicies = []string{"LRU", "ARC", "IsolatedLRU", "noop"}
 
-// policyName returns our name of the policy asked for.
+// policyName returns our name of the eviction policy that the flags ask for.
 func (c *serverCmd) policyName() string {
 	if slices.Contains(lmcachePolicies, c.Eviction) {
 		return "lru"
@@ -298,7 +296,7 @@ func (c *serverCmd) pickleMode() server.PickleMode {
 	return server.PickleOff
 }
 
-// trusted reads --trust-address: networks, or addresses for networks of one.
+// trusted parses --trust-address: networks, or single addresses.
 func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 	var out []netip.Prefix
 	for _, s := range c.Trust {
@@ -314,7 +312,7 @@ func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 	return out, nil
 }
 
-// generations returns the generations that clients may have; 0 leaves the choice to the server.
+// generations returns the generations that clients may have; 0 means that the server chooses.
 func (c *serverCmd) generations() (lmcache.Generations, error) {
 	if c.Client == "auto" {
 		return 0, nil
@@ -328,7 +326,7 @@ func (c *serverCmd) generations() (lmcache.Generations, error) {
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// serverListeners are the names of a server's listeners in --allow-from: LMCache's clients, the HTTP interface, KV events.
+// serverListeners are the names of a server's listeners, for --allow-from: LMCache's clients, the HTTP interface, KV events.
 var serverListeners = []string{"zmq", "http", "events"}
 
 func (c *serverCmd) check(e *env) error {
@@ -409,7 +407,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	return err
 }
 
-// failedStart closes the store after a failed start. It removes the pool unless it has chunks of an earlier server.
+// failedStart closes the store after a failed start. It removes the pool, unless the pool has chunks from an earlier server.
 func failedStart(st *store.Store, err error) error {
 	if st.Stats().Resident == 0 {
 		err = errors.Join(err, st.Files().Remove())
@@ -417,11 +415,11 @@ func failedStart(st *store.Store, err error) error {
 	return errors.Join(err, st.Close())
 }
 
-// The engines' connections, one a worker and one a scheduler, and the server's own
-// files.
+// A server needs files for the connections of engines, one per worker and one per scheduler, and for its own files. minFiles is
+// required; below fewFiles it warns.
 const minFiles, fewFiles = 32, 256
 
-// warnSetup warns of settings with which the server would serve badly, and refuses those with which it cannot serve.
+// warnSetup warns about settings with which the server would work badly, and returns an error for those with which it cannot work.
 func (c *serverCmd) warnSetup(e *env) error {
 	var files syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err == nil && files.Cur < fewFiles {
@@ -436,7 +434,7 @@ func (c *serverCmd) warnSetup(e *env) error {
 	return nil
 }
 
-// drop removes the pool, whatever state it is in.
+// drop removes the pool, whatever its state is.
 func (c *serverCmd) drop(e *env) error {
 	taken, err := pool.Drop("", c.poolName())
 	switch {
@@ -450,7 +448,7 @@ func (c *serverCmd) drop(e *env) error {
 	return nil
 }
 
-// portAndChunk reads PORT:CHUNK.
+// portAndChunk parses PORT:CHUNK.
 func portAndChunk(text string) (port, chunk int, err error) {
 	p, n, _ := strings.Cut(text, ":")
 	port, err1 := strconv.Atoi(p)
@@ -461,12 +459,12 @@ func portAndChunk(text string) (port, chunk int, err error) {
 	return port, chunk, nil
 }
 
-// serve listens, works and, at a signal, drains.
+// serve listens and serves; at a signal, it drains.
 func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer func() { err = errors.Join(err, srv.Close()) }()
 	type place struct {
 		endpoint, host, port string // host and port are the flags that set the endpoint
-		chunk                int    // of --listen; 0: --chunk-size, or what an engine negotiated or an earlier server knew
+		chunk                int    // chunk size of --listen; 0: --chunk-size, or what an engine negotiated or an earlier server knew
 	}
 	tcp := func(port int) string { return "tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(port)) }
 	places := []place{{tcp(c.Port), "--host", "--port", 0}}
@@ -549,7 +547,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	return errors.Join(err, srv.Shutdown(context.Background()))
 }
 
-// isLoopback reports whether only this machine reaches an address to listen on.
+// isLoopback reports whether an address to listen on can be reached only from this machine.
 func isLoopback(host string) bool {
 	ip := net.ParseIP(host)
 	return host == "localhost" || ip != nil && ip.IsLoopback()

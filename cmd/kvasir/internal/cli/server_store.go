@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 )
 
-// tiersOf returns the tiers for the estimate of hit rates, with their limits.
+// tiersOf returns the tiers with their limits, for the estimate of hit rates.
 func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
 	for _, t := range list {
 		out = append(out, hitcurve.Tier{Name: t.Name(), Bytes: max(t.Stats().Limit, 0)})
@@ -24,15 +24,15 @@ func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
 	return out
 }
 
-// readableNote refuses a pool whose note of registrations was written by a later release: this release would overwrite the note.
+// readableNote returns an error if a later release wrote the pool's note of registrations: this release would overwrite that note.
 func readableNote(o pool.Options) error {
 	path, err := shm.Path(o.Dir, o.Name)
 	if err != nil || o.Cold {
-		return nil // pool.Open says what is wrong with the name
+		return nil // pool.Open reports what is wrong with the name
 	}
 	b, err := shm.Read(path+pool.NoteSuffix, pool.MaxNote)
 	if err != nil {
-		return nil // there is none, or it is not used
+		return nil // there is no note, or it is not used
 	}
 	if _, err := workers.DecodeNote(b); errors.Is(err, workers.ErrNewer) {
 		return fmt.Errorf("%s: %w: start the release that wrote it, or start with --cold to discard the pool", path+pool.NoteSuffix, err)
@@ -40,7 +40,7 @@ func readableNote(o pool.Options) error {
 	return nil
 }
 
-// openStore opens the tiers and the pool. A pool that this process may not have is refused before anything is opened or resized.
+// openStore opens the tiers and the pool. It refuses a pool that this process may not use before it opens or resizes anything.
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if err := fitsLimit("/", "--l1-size-gb", c.L1SizeGB); err != nil {
 		return nil, err
@@ -71,7 +71,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	o.server.Lifetimes = evict.NewLifetimes()
 	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
 	o.store.TenantPolicy = func(quota int64) evict.Policy {
-		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
+		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name was checked
 		return o.server.Lifetimes.Watch(policy)
 	}
 	o.store.Curves = &hitcurve.Options{Policy: c.policyName(), Tiers: tiersOf(below.Each)}
@@ -92,7 +92,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 		}
 	}
 	if err = c.terms.Apply(st); err != nil {
-		below.Tier = nil // the store closes it
+		below.Tier = nil // the store closes the tiers
 		return nil, errors.Join(err, st.Close())
 	}
 	return st, nil

@@ -16,12 +16,12 @@ type (
 	gibSize  = options.GiB
 )
 
-// sizeWords writes a size for people: 3.7 GiB.
+// sizeWords returns a size as a text for people: 3.7 GiB.
 func sizeWords(n int64) string { return kv.FormatBytes(n) }
 
-// printable is text of others, such as the names of models and files, for a terminal:
-// it moves no cursor and begins no line.
+// printable returns a text from outside, such as the name of a model or a file, in a form that is safe on a terminal: it moves no
+// cursor and begins no line.
 func printable(s string) string { return safelog.Text(s, 4096) }
 
-// thousands writes a number in groups of three: 3,308,093.
+// thousands returns a number with its digits in groups of three: 3,308,093.
 func thousands(n uint64) string { return status.Thousands(n) }

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
-// storeCmd looks into a Mooncake Store.
+// storeCmd reads and changes a Mooncake Store.
 type storeCmd struct {
 	Ls  storeLsCmd  `cmd:"" help:"Show which of these keys exist, their lengths and places."`
 	Get storeGetCmd `cmd:"" help:"Write an object to standard output."`
@@ -22,7 +22,7 @@ type storeCmd struct {
 	Rm  storeRmCmd  `cmd:"" help:"Remove objects."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir store --help shows. It implements kong's detailed help.
 func (storeCmd) Help() string {
 	return `Works with a running mooncake_master of 0.3.7, 0.3.11, 0.3.12, 0.3.13 or 0.3.14, over TCP.
 
@@ -34,14 +34,14 @@ Examples:
   kvasir store rm greeting --force --master 127.0.0.1:50051`
 }
 
-// cluster is what the commands share.
+// cluster has the flags that the commands share.
 type cluster struct {
 	masterFlags
 	peerFlags
 	Timeout time.Duration `help:"Time for the whole." default:"60s"`
 }
 
-// open returns a client, and what ends it.
+// open returns a master, a client, a context that ends after the timeout, and a function that closes them.
 func (c *cluster) open(e *env, o store.ClientOptions) (context.Context, *store.Master, *store.Client, func(), error) {
 	var f faults
 	c.faults(&f)
@@ -72,7 +72,7 @@ type storeLsCmd struct {
 	Keys []string `arg:"" optional:"" name:"key" help:"Keys."`
 }
 
-// Run asks the master.
+// Run asks the master about the keys and prints the answers.
 func (c *storeLsCmd) Run(e *env) error {
 	if err := c.hicacheFlags.check(len(c.Keys)); err != nil {
 		return err
@@ -122,10 +122,10 @@ type storeGetCmd struct {
 	Key string `arg:"" help:"Key."`
 }
 
-// maxObject bounds what a command holds in memory.
+// maxObject is the largest object that a command holds in memory, in bytes.
 const maxObject = 4 << 30
 
-// Run reads an object.
+// Run reads an object and writes it to standard output.
 func (c *storeGetCmd) Run(e *env) error {
 	ctx, m, client, end, err := c.open(e, store.ClientOptions{})
 	if err != nil {
@@ -159,7 +159,7 @@ type storePutCmd struct {
 	Segment  string `help:"Name of the segment that is preferred." placeholder:"NAME"`
 }
 
-// Run puts standard input.
+// Run puts standard input as an object.
 func (c *storePutCmd) Run(e *env) error {
 	if c.Replicas < 1 || c.Replicas > 64 {
 		return usagef("--replicas %d is outside 1 to 64", c.Replicas)
@@ -186,14 +186,14 @@ func (c *storePutCmd) Run(e *env) error {
 		return nil
 	}
 	by := ""
-	if v, err := m.Version(ctx); err == nil { // else it is put all the same
+	if v, err := m.Version(ctx); err == nil { // otherwise the object is still put
 		by = fmt.Sprintf(", by the calls of Mooncake %v", v)
 	}
 	fmt.Fprintf(e.stderr, "%d bytes are put%s\n", len(b), by)
 	return nil
 }
 
-// readAll reads r to its end, or until ctx ends: then a read of r goes on until the process ends.
+// readAll reads r to its end, or until ctx ends; in that case a read of r goes on until the process ends.
 func readAll(ctx context.Context, r io.Reader) ([]byte, error) {
 	var b []byte
 	done := make(chan error, 1)

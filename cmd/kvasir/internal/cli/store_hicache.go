@@ -33,7 +33,7 @@ func (c *hicacheFlags) check(keys int) error {
 	return f.err()
 }
 
-// explainHiCache says in words what HiCache means by a key.
+// explainHiCache returns a sentence that explains a key of HiCache.
 func explainHiCache(key string) string {
 	k, ok := store.ParseHiCacheKey(key)
 	if !ok {
@@ -62,7 +62,8 @@ func explainHiCache(key string) string {
 	return fmt.Sprintf("%s: %s a page of model %s, %s; the hash %s… covers the page and all before it", printable(key), part, printable(k.Model), rank, k.Hash[:8])
 }
 
-// pages shows which pages of a prompt are there. A page counts when all of its objects do; a prompt hits up to the first that lacks one.
+// pages shows which pages of a prompt are stored. A page counts if all of its objects are there; a prompt hits up to the first page
+// that does not count.
 func (c *hicacheFlags) pages(ctx context.Context, e *env, m *store.Master) error {
 	tokens, err := readTokens(c.Tokens)
 	if err != nil {

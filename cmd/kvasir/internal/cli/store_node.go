@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
 
-// masterFlags name a cluster.
+// masterFlags name the masters of a cluster.
 type masterFlags struct {
 	Master []string `help:"Masters of the cluster, HOST:PORT; of several the one that answers leads." required:"" placeholder:"HOST:PORT"`
 }
@@ -67,10 +67,10 @@ func (c *storeNodeCmd) check(*env) error {
 	return errors.Join(f.err(), c.peerFlags.check(), c.accessFlags.check(c.exposed(), storeNodeListeners...))
 }
 
-// storeNodeListeners are the names of a node's listeners in --allow-from: the pages, and the transfer ports.
+// storeNodeListeners are the names of a node's listeners, for --allow-from: "http" is the pages, "transfer" the transfer ports.
 var storeNodeListeners = []string{"http", "transfer"}
 
-// address returns where the node listens, and the flag that says so.
+// address returns the host at which the node listens, and the flag that sets it.
 func (c *storeNodeCmd) address() (host, flag string) {
 	if c.Bind != "" {
 		return c.Bind, "--bind"
@@ -78,7 +78,7 @@ func (c *storeNodeCmd) address() (host, flag string) {
 	return c.Host, "--host"
 }
 
-// exposed returns where the node listens.
+// exposed returns the listeners of the node.
 func (c *storeNodeCmd) exposed() []exposure {
 	host, flag := c.address()
 	at := flag + " " + host
@@ -88,7 +88,7 @@ func (c *storeNodeCmd) exposed() []exposure {
 	}
 }
 
-// pagesNeed returns the rights that a request needs at a listener that only has pages to read.
+// pagesNeed returns which right a request needs at a listener that only has pages to read.
 func pagesNeed(r *http.Request) auth.Need {
 	if r.URL.Path == "/healthz" || r.URL.Path == "/healthcheck" {
 		return auth.NeedNothing
@@ -119,7 +119,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, memory.Close()) }()
-	if err := memory.Unlink(); err != nil { // a killed node leaves nothing
+	if err := memory.Unlink(); err != nil { // a killed node leaves no file
 		return err
 	}
 	master, err := store.NewMaster(c.options())
@@ -163,7 +163,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	e.isReady()
 	ctx, cancel := context.WithCancel(e.ctx)
 	populated := make(chan error, 1)
-	go func() { // in the background: the cluster may use the memory at once
+	go func() { // in the background, because the cluster may use the memory at once
 		err := provide(ctx, memory, bytes)
 		if errors.Is(err, shm.ErrNoPopulate) {
 			e.log.Warn("memory is not provided ahead of its use", "err", err)
@@ -184,7 +184,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 
 const populateStep = 64 << 20
 
-// provide gives memory its pages, until ctx ends.
+// provide makes the kernel allocate the pages of the memory, until ctx ends.
 func provide(ctx context.Context, memory *shm.Segment, bytes int64) error {
 	for off := int64(0); off < bytes && ctx.Err() == nil; off += populateStep {
 		if err := memory.Populate(off, min(populateStep, bytes-off), true); err != nil {

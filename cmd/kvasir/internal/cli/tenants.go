@@ -12,12 +12,13 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// tenantFlags limit clients of a server to tenants.
+// tenantFlags limit clients of a server to some tenants.
 type tenantFlags struct {
 	TenantFile string `name:"tenant-file" help:"File of the clients that may use some tenants alone: KIND NAME TENANT... on each line. A kind is listener (zmq, zmq:PORT, ipc, events, http), user, key (of --curve-clients), token (of --token-file) or cert (a subject); the name * stands for all others of the kind, the tenant - for none. A client must be allowed by each line that it has. Read again when it changes." placeholder:"FILE" group:"Access"`
 }
 
-// open reads the file; nil: there is none. It refuses a line that could limit no client, since the operator meant to limit some.
+// open reads the file; nil: no file is named. It returns an error for a line that can limit no client, because the operator meant it to
+// limit some.
 func (f *tenantFlags) open(c *serverCmd) (*auth.TenantLimits, error) {
 	if f.TenantFile == "" {
 		return nil, nil
@@ -36,7 +37,7 @@ func (f *tenantFlags) open(c *serverCmd) (*auth.TenantLimits, error) {
 	return l, bad.err()
 }
 
-// watchTenants reads the file again when it changes, until the function that it returns is called.
+// watchTenants reads the file again whenever it changes, until the caller calls stop.
 func watchTenants(l *auth.TenantLimits, log *slog.Logger) (stop func()) {
 	if l == nil {
 		return func() {}

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// tierCmd looks after what lies below pools.
+// tierCmd manages the tiers below pools.
 type tierCmd struct {
 	Ls     tierLsCmd     `cmd:"" help:"Show what a tier has."`
 	Verify tierVerifyCmd `cmd:"" help:"Read everything that has a checksum, and compare."`
@@ -24,7 +24,7 @@ type tierCmd struct {
 	Check  tierCheckCmd  `cmd:"" help:"Try a tier: whether it answers, what this user may do, and how fast. Exit 0: all works; 1: something cannot be done, such as writing; 2: the tier cannot be used."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier --help shows. It implements kong's detailed help.
 func (tierCmd) Help() string {
 	return `A TIER is the JSON of kvasir server --l2-adapter, or short: fs:/data/kv, fs_native:/data/kv, redis:10.0.0.7:6379,
 s3_native:BUCKET/PREFIX (region, endpoint and credentials from AWS_REGION, AWS_ENDPOINT_URL and where else Amazon's programs look).
@@ -43,7 +43,7 @@ Examples:
   kvasir tier copy fs:/data/kv s3_native:my-bucket/kvasir`
 }
 
-// tierKeyFlags say where the keys of encrypted tiers are from.
+// tierKeyFlags say where the keys of encrypted tiers come from.
 type tierKeyFlags struct {
 	KeyFile    adapter.KeyFile `name:"tier-key-file" help:"Keys of an encrypted tier, as the server has them. Also KVASIR_TIER_KEYS, the keys themselves." placeholder:"FILE"`
 	KeyCommand adapter.Command `name:"tier-key-command" help:"Shell command that prints them." placeholder:"COMMAND"`
@@ -61,7 +61,7 @@ type tierRekeyCmd struct {
 	JSON bool    `name:"json" help:"Print a line of JSON each second, and one at the end."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier rekey --help shows. It implements kong's detailed help.
 func (tierRekeyCmd) Help() string {
 	return `Rotate a key: put a new line before the others of the server's --tier-key-file, run this, then remove the old line. The server reads the
 keys again at once. Objects that have the newest key are left alone, so a rekey that was broken off goes on.
@@ -71,7 +71,7 @@ Examples:
   kvasir tier rekey redis --url http://127.0.0.1:8080 --rate-mib 32 --json | tail -1`
 }
 
-// Run has the server do it.
+// Run asks the server to rekey the tier.
 func (c *tierRekeyCmd) Run(_ *env, asking *sim.Env) error {
 	if c.Rate < 1<<20 || int64(c.Rate) > server.MaxRekeyRate {
 		return usagef("--rate-mib is 1 MiB to 1 TiB a second")
@@ -86,7 +86,7 @@ type tierLsCmd struct {
 	JSON bool `name:"json" help:"Print JSON: one object, or with --objects a line for each."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier ls --help shows. It implements kong's detailed help.
 func (tierLsCmd) Help() string {
 	return `Examples:
   kvasir tier ls fs:/data/kv
@@ -94,7 +94,7 @@ func (tierLsCmd) Help() string {
   kvasir tier ls redis:10.0.0.7:6379 --objects`
 }
 
-// Run lists.
+// Run lists the content of the tier.
 func (c *tierLsCmd) Run(e *env) error {
 	list := tiertool.List
 	if c.JSON {
@@ -110,7 +110,7 @@ type tierVerifyCmd struct {
 	JSON   bool `name:"json" help:"Print a line of JSON for each damaged object, and one with the figures."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier verify --help shows. It implements kong's detailed help.
 func (tierVerifyCmd) Help() string {
 	return `Examples:
   kvasir tier verify fs:/data/kv
@@ -118,7 +118,7 @@ func (tierVerifyCmd) Help() string {
   kvasir tier verify disk:/mnt/nvme/kv --json`
 }
 
-// Run compares.
+// Run compares the objects of the tier with their checksums.
 func (c *tierVerifyCmd) Run(e *env) error {
 	verify := tiertool.Verify
 	if c.JSON {
@@ -138,7 +138,7 @@ type tierDropCmd struct {
 	JSON  bool   `name:"json" help:"Print what was removed as one JSON object."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier drop --help shows. It implements kong's detailed help.
 func (tierDropCmd) Help() string {
 	return `Examples:
   kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
@@ -146,7 +146,7 @@ func (tierDropCmd) Help() string {
   kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)`
 }
 
-// Run removes.
+// Run removes objects from the tier.
 func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 	if c.All == (c.Model != "" || c.Salt != "" || c.Torn) {
 		return usagef("say what to remove: --model, --salt, --torn, or --all alone")
@@ -173,7 +173,7 @@ type tierCopyCmd struct {
 	JSON bool `name:"json" help:"Print a line of JSON for each object that cannot be read, every 10 s one with the figures, and one at the end."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier copy --help shows. It implements kong's detailed help.
 func (tierCopyCmd) Help() string {
 	return `Examples:
   kvasir tier copy fs:/data/kv fs:/mnt/new
@@ -181,7 +181,7 @@ func (tierCopyCmd) Help() string {
   kvasir tier copy fs:/data/kv fs:/mnt/new --json | tail -1`
 }
 
-// Run copies.
+// Run copies objects from one tier to another.
 func (c *tierCopyCmd) Run(e *env) error {
 	report := tiertool.CopyText(e.stdout)
 	if c.JSON {
@@ -198,7 +198,7 @@ type tierCheckCmd struct {
 	JSON    bool `name:"json" help:"Print the sentences and the verdict as JSON."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir tier check --help shows. It implements kong's detailed help.
 func (tierCheckCmd) Help() string {
 	return `Examples:
   kvasir tier check s3_native:my-bucket/kvasir
@@ -206,7 +206,7 @@ func (tierCheckCmd) Help() string {
   kvasir tier check redis:10.0.0.7:6379 --json | jq .verdict`
 }
 
-// Run tries the tier.
+// Run tests the tier.
 func (c *tierCheckCmd) Run(e *env) error {
 	if c.Size < 1 || c.Size > 1<<30 || c.Objects < 1 || c.Objects > 10_000 {
 		return usagef("--size is 1 byte to 1 GiB, --objects 1 to 10,000")

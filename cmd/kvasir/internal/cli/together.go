@@ -10,23 +10,23 @@ import (
 	"slices"
 )
 
-// errEnded means that a part ended without being stopped.
+// errEnded means that a part ended although nobody stopped it.
 var errEnded = errors.New("it ended")
 
 // runPart is a part of kvasir all. It runs until its context ends.
 type runPart struct {
 	Name string
 
-	// Run serves until ctx ends, and then for as long as the part needs to end well. It
-	// calls ready once it can be reached. ctx carries nothing and has no deadline.
+	// Run serves until ctx ends, and then for as long as the part needs to end properly. It must call ready when it can be reached. ctx
+	// has no values and no deadline.
 	Run func(ctx context.Context, ready func()) error
 }
 
-// runTogether starts each part once the one before is ready, and waits until ctx ends or a part
-// does. Then it ends them, the last first, each once the later ones have ended. A part that
-// fails, or ends by itself, ends the others too. The error names the parts that failed.
+// runTogether starts each part when the part before it is ready, and waits until ctx ends or one of the parts ends. Then it ends the
+// parts, the last one first, each after the later ones have ended. A part that fails, or ends by itself, makes the others end, too. The
+// error names the parts that failed.
 func runTogether(ctx context.Context, log *slog.Logger, parts ...runPart) error {
-	ended := make(chan struct{}, len(parts)) // of any part
+	ended := make(chan struct{}, len(parts)) // gets a value when any part has ended
 	var started []*runningPart
 	var errs []error
 	for i := range parts {
@@ -66,7 +66,7 @@ func runTogether(ctx context.Context, log *slog.Logger, parts ...runPart) error 
 	return errors.Join(errs...)
 }
 
-// runningPart is a part that was started. err counts once done is closed.
+// runningPart is a part that was started. err is valid when done is closed.
 type runningPart struct {
 	name   string
 	cancel context.CancelFunc

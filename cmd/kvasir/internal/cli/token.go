@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// tokenCmd makes a token.
+// tokenCmd creates a token.
 type tokenCmd struct {
 	Name  string `arg:"" help:"Name of the token, one word: who has it."`
 	Scope string `help:"What it allows. read: figures, status and lists; write: also requests, registrations and pins; admin: everything." enum:"read,write,admin" default:"read"`
@@ -22,7 +22,7 @@ type tokenCmd struct {
 	File  string `help:"File for --token-file, to which the line is added; it is made when it is missing. Without, the line is printed after the token." placeholder:"FILE"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir token --help shows. It implements kong's detailed help.
 func (tokenCmd) Help() string {
 	return `Prints a new token, once. The file has its SHA-256 alone; delete the line, and the token ends within 10 seconds.
 
@@ -34,7 +34,7 @@ Examples:
   KVASIR_TOKEN=$KVASIR_TOKEN kvasir status`
 }
 
-// Run makes the token.
+// Run creates the token and prints it.
 func (c *tokenCmd) Run(e *env) error {
 	scope, err := auth.ParseScope(c.Scope)
 	if err != nil {
@@ -61,7 +61,7 @@ func (c *tokenCmd) Run(e *env) error {
 	return err
 }
 
-// addLine adds the line of a token to a file, which readers see whole or not at all. The file keeps its mode and its owner.
+// addLine adds the line of a token to a file. Readers see either the old file or the new one. The file keeps its mode and its owner.
 func addLine(path, name, line string) (err error) {
 	if to, err := os.Readlink(path); err == nil {
 		return fmt.Errorf("%s is a link to %s: name the file itself", path, to)

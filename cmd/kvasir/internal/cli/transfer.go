@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/transfer/bench"
 )
 
-// transferCmd is the transfer engine alone.
+// transferCmd uses the transfer engine alone, without an engine.
 type transferCmd struct {
 	Serve transferServeCmd `cmd:"" help:"Publish a region of memory that peers may write and read."`
 	Write transferWriteCmd `cmd:"" help:"Write standard input into a region."`
@@ -23,7 +23,7 @@ type transferCmd struct {
 	Bench transferBenchCmd `cmd:"" help:"Measure writes and reads; prints Go benchmark lines."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir transfer --help shows. It implements kong's detailed help.
 func (transferCmd) Help() string {
 	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
 either end may be the C++ engine. This wire has no passwords: keep it private, name networks (--allow-from), or
@@ -63,7 +63,7 @@ func (c *transferServeCmd) check(*env) error {
 	return errors.Join(f.err(), c.peerFlags.check(), err)
 }
 
-// exposed returns where the region is served.
+// exposed returns the listener at which the region is served.
 func (c *transferServeCmd) exposed() []exposure {
 	host, flag := c.Host, "--host"
 	if c.Bind != "" {
@@ -72,7 +72,7 @@ func (c *transferServeCmd) exposed() []exposure {
 	return []exposure{{listener: "transfer", at: flag + " " + host, host: host, own: c.defends(), keys: "--transfer-secret-file", risk: "read and write the region"}}
 }
 
-// transferListeners are the names of the listeners of kvasir transfer serve in --allow-from.
+// transferListeners are the names of the listeners of kvasir transfer serve, for --allow-from.
 var transferListeners = []string{"transfer"}
 
 // Run serves until a signal.
@@ -95,10 +95,10 @@ func (c *transferServeCmd) Run(e *env) error {
 	})
 }
 
-// peerFileWait is how long a command waits for a serve that has just been started.
+// peerFileWait is how long a command waits for the file of a serve that has just been started.
 const peerFileWait = 5 * time.Second
 
-// region says which bytes of which peer.
+// region says which bytes of which peer a command uses.
 type region struct {
 	PeerFile string        `help:"File that serve wrote." placeholder:"FILE"`
 	Peer     string        `help:"Peer as host:port, instead of --peer-file; needs --addr." placeholder:"HOST:PORT"`
@@ -132,7 +132,7 @@ func (r *region) options(ctx context.Context, log *slog.Logger) (o bench.CopyOpt
 
 type transferWriteCmd struct{ region }
 
-// Run writes standard input.
+// Run writes standard input to the peer.
 func (c *transferWriteCmd) Run(e *env) error {
 	o, _, err := c.options(e.ctx, e.log)
 	if err != nil {
@@ -151,7 +151,7 @@ type transferReadCmd struct {
 	Bytes byteSize `help:"How many; default to the region's end." default:"0"`
 }
 
-// Run reads to standard output.
+// Run reads from the peer and writes to standard output.
 func (c *transferReadCmd) Run(e *env) error {
 	o, left, err := c.options(e.ctx, e.log)
 	if err != nil {
@@ -185,7 +185,7 @@ type transferBenchCmd struct {
 	peerFlags
 }
 
-// Run measures.
+// Run measures writes and reads.
 func (c *transferBenchCmd) Run(e *env) error {
 	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 0 || c.Callers < 1 {
 		return usagef("need --seconds above 0 and up to 3600, --conns of at least 0, --callers of at least 1")

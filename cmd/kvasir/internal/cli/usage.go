@@ -13,17 +13,17 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// usageError is an error of the command line, which a look at --help answers.
+// usageError is an error in the command line; --help tells what is right.
 type usageError struct{ text string }
 
 func (e *usageError) Error() string { return e.text }
 
-// usagef returns a usageError. Its text names the flag.
+// usagef returns a usageError. Its text must name the flag.
 func usagef(format string, args ...any) error {
 	return &usageError{fmt.Sprintf(format, args...)}
 }
 
-// plainer rewrites messages of the parser about values.
+// plainer rewrites messages of the parser about values into plainer words.
 var plainer = []struct{ was, is string }{
 	{`expected \S+ value but got "EOL" \(<EOL>\)`, "a value is missing"},
 	{`^expected "<([a-z-]+)>"`, "an argument is missing: $1"},
@@ -35,7 +35,7 @@ var plainer = []struct{ was, is string }{
 	{`bool value must be .* but got ("[^"]*")`, "$1 is neither true nor false"},
 }
 
-// parseText returns what the parser says, in plainer words.
+// parseText returns the text of a parser's error in plainer words.
 func parseText(err error) string {
 	if all, ok := errors.AsType[*lineError](err); ok {
 		return all.Error()
@@ -53,7 +53,7 @@ func parseText(err error) string {
 	return text
 }
 
-// suggestion is what the parser suggests instead of an unknown flag.
+// suggestion matches the flag that the parser suggests instead of an unknown one.
 var suggestion = regexp.MustCompile(`unknown flag --([\w-]+), did you mean "--([\w-]+)"\?`)
 
 // alike reports whether one of two names begins with the other, or at most a third of its letters are wrong.
@@ -79,8 +79,7 @@ func alike(a, b string) bool {
 	return row[len(b)] <= max(1, len(a)/3)
 }
 
-// commandOf returns the command line up to the command that was meant, as far as the
-// parser could read it.
+// commandOf returns the command line up to the command that the user meant, as far as the parser could read it.
 func commandOf(err error) string {
 	path := "kvasir"
 	parse, ok := errors.AsType[*kong.ParseError](err)
@@ -95,17 +94,17 @@ func commandOf(err error) string {
 	return path
 }
 
-// faults collects the mistakes of a command line, so that all are reported at once.
+// faults collects the mistakes in a command line, so that all of them are reported together.
 type faults []string
 
-// unless notes a fault when ok is false.
+// unless adds a fault if ok is false.
 func (f *faults) unless(ok bool, format string, args ...any) {
 	if !ok {
 		*f = append(*f, fmt.Sprintf(format, args...))
 	}
 }
 
-// port notes what is no port to listen on. free says whether 0 takes a free one.
+// port adds a fault if port is not a port to listen on. free says whether 0, which takes a free port, is allowed.
 func (f *faults) port(flag string, port int, free bool) {
 	low := 1
 	if free {
@@ -114,10 +113,10 @@ func (f *faults) port(flag string, port int, free bool) {
 	f.unless(port >= low && port <= 65535, "%s %d is outside %d to 65535", flag, port, low)
 }
 
-// maxSeconds bounds every time that is given in seconds: ten years.
+// maxSeconds is the longest time that can be given in seconds: ten years.
 const maxSeconds = 10 * 365 * 86400
 
-// err returns the faults as one usageError, nil for none.
+// err returns all faults as one usageError; nil: there are none.
 func (f faults) err() error {
 	if len(f) == 0 {
 		return nil

@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/verify"
 )
 
-// verifyCmd proves that restored KV is right.
+// verifyCmd tests that restored KV is right.
 type verifyCmd struct {
 	URL       string `name:"url" required:"" help:"Engine, or a proxy before engines: its OpenAI API. vLLM and SGLang must report cached tokens (--enable-prompt-tokens-details, --enable-cache-report)." placeholder:"http://HOST:PORT"`
 	SecondURL string `name:"second-url" help:"Another engine of the same model that shares the cache: what it does not compute was restored." placeholder:"http://HOST:PORT"`
@@ -43,7 +43,7 @@ type verifyCmd struct {
 	HTML string `name:"html" help:"Also write the report as a page to this file." placeholder:"FILE"`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir verify --help shows. It implements kong's detailed help.
 func (verifyCmd) Help() string {
 	return `Sends prompts with planted facts, under cache salts of its own, and compares answers from restored KV with computed ones: greedy tokens,
 log-probabilities, cached tokens. It restarts and clears nothing. A step that cannot be made is not tested, never passed.
@@ -57,10 +57,10 @@ Examples:
   kvasir verify --url http://10.0.0.7:8000 --expect prompts.json`
 }
 
-// maxKept bounds the file of --expect, bytes.
+// maxKept is the largest file for --expect, in bytes.
 const maxKept = 64 << 20
 
-// serverAt is a server at an address.
+// serverAt is the HTTP interface of a server at an address.
 type serverAt struct {
 	base  string
 	asker *status.Asker
@@ -73,7 +73,7 @@ func (s *serverAt) Ask(ctx context.Context, method, path string, body any) ([]by
 	return s.asker.Ask(ctx, method, s.base+path, body)
 }
 
-// Run verifies.
+// Run runs the tests and prints the report.
 func (c *verifyCmd) Run(e *env) error {
 	o, err := c.options()
 	if err != nil {
@@ -139,7 +139,7 @@ func (c *verifyCmd) options() (o verify.Options, err error) {
 	return o, nil
 }
 
-// readKept reads a file that --keep wrote.
+// readKept reads a file that --keep has written.
 func readKept(path string) (*verify.Kept, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -153,7 +153,7 @@ func readKept(path string) (*verify.Kept, error) {
 	return k, nil
 }
 
-// writeFile makes a file that only its owner may read.
+// writeFile creates a file that only its owner may read.
 func writeFile(path string, write func(io.Writer) error) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
@@ -162,14 +162,14 @@ func writeFile(path string, write func(io.Writer) error) error {
 	return errors.Join(write(f), f.Close())
 }
 
-// report is what a command found out, and its exit code.
+// report is the findings of a command, and its exit code.
 type report interface {
 	Write(w io.Writer) error
 	WriteJSON(w io.Writer) error
 	ExitCode() int
 }
 
-// report prints a report, as JSON or for people, and returns its exit code as an error unless that is 0.
+// report prints a report, as JSON or for people. It returns the report's exit code as an error, unless the code is 0.
 func (e *env) report(r report, asJSON bool) error {
 	write := r.Write
 	if asJSON {

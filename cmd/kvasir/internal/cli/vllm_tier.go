@@ -4,10 +4,10 @@ package cli
 
 import "github.com/kvasir-kv/kvasir/tier/vllm"
 
-// vllmTierCmd prints the module that vLLM loads.
+// vllmTierCmd prints the Python module that vLLM loads to use a server as a tier.
 type vllmTierCmd struct{}
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir vllm-tier --help shows. It implements kong's detailed help.
 func (vllmTierCmd) Help() string {
 	return `vLLM's tiered offloading copies KV from the GPU into host memory, and hands that memory to secondary tiers. This module is such a
 tier: engines of a host share the pool of one kvasir server, which outlives them and leads on to its disk, Redis, S3 or a
@@ -23,7 +23,7 @@ Examples:
 docs/operate/vllm-tier.md has the options, and which releases of vLLM are served.`
 }
 
-// Run prints it.
+// Run prints the module.
 func (vllmTierCmd) Run(e *env) error {
 	_, err := e.stdout.Write(vllm.Shim)
 	return err

@@ -32,10 +32,10 @@ type zmqAuthFlags struct {
 	CurveClients string   `name:"curve-clients" help:"File with NAME PUBLIC-KEY on each line: the clients that --zmq-auth LISTENER=curve lets in. Read again when it changes." placeholder:"FILE" group:"Access"`
 }
 
-// zmqListeners are the listeners that --zmq-auth can name, with the scope that a token of a client needs.
+// zmqListeners are the listeners that --zmq-auth can name, each with the scope that a client's token must have.
 var zmqListeners = map[string]auth.Scope{"zmq": auth.Write, "events": auth.Read}
 
-// methods returns the mechanism of each listener that asks for one.
+// methods returns the mechanism of each listener for which --zmq-auth names one.
 func (f *zmqAuthFlags) methods() (map[string]string, error) {
 	out := map[string]string{}
 	for _, text := range f.ZMQAuth {
@@ -52,18 +52,18 @@ func (f *zmqAuthFlags) methods() (map[string]string, error) {
 	return out, nil
 }
 
-// asks reports whether a listener asks its clients who they are. A wrong flag is reported elsewhere.
+// asks reports whether a listener demands that its clients prove who they are. Invalid flags are reported elsewhere.
 func (f *zmqAuthFlags) asks(listener string) bool {
 	m, _ := f.methods()
 	return m[listener] != ""
 }
 
-// zmqAuth is what zmqAuthFlags name, opened.
+// zmqAuth holds what zmqAuthFlags name, after open has read it.
 type zmqAuth struct {
 	of      map[string]zmtp.Authentication
 	refused map[string]*zmqRefusals // by listener
 	clients *zmtp.CurveClients
-	self    lmcache.ClientOptions // with which this process asks its own listener zmq
+	self    lmcache.ClientOptions // with which this process connects to its own listener zmq
 }
 
 // open reads the files. tokens are those of --token-file; nil: there are none.
@@ -100,7 +100,7 @@ func (f *zmqAuthFlags) open(log *slog.Logger, tokens *auth.Tokens) (*zmqAuth, er
 	return a, nil
 }
 
-// zmqRefusals counts clients of a listener that did not prove who they are, and logs one a minute.
+// zmqRefusals counts the clients of a listener that did not prove who they are. It logs at most one of them a minute.
 type zmqRefusals struct {
 	listener string
 	log      *slog.Logger
@@ -116,7 +116,7 @@ func (r *zmqRefusals) note(from net.Addr, err error) {
 	}
 }
 
-// addMetrics adds the figures of the ZMQ listeners, by their networks and by what their clients proved.
+// addMetrics adds the figures of the ZMQ listeners: clients refused because of their network, and because of their credentials.
 func (a *zmqAuth) addMetrics(r *metrics.Registry, networks map[string]*auth.Networks) {
 	for listener := range zmqListeners {
 		a.addListener(r, listener, networks[listener])
@@ -134,7 +134,7 @@ func (a *zmqAuth) addListener(r *metrics.Registry, listener string, networks *au
 	})
 }
 
-// selfName is the name under which a process asks its own listener.
+// selfName is the name under which a process connects to its own listener.
 const selfName = "kvasir readyz"
 
 func (f *zmqAuthFlags) openCurve(a *zmqAuth) (*zmtp.CurveServer, error) {
@@ -156,7 +156,8 @@ func (f *zmqAuthFlags) openCurve(a *zmqAuth) (*zmtp.CurveServer, error) {
 	}}, nil
 }
 
-// checkTokens returns the check of users and passwords: a token, under its name, that has a scope.
+// checkTokens returns a function that checks a user and a password: the password must be a token with the needed scope, and the user
+// its name.
 func (a *zmqAuth) checkTokens(tokens *auth.Tokens, need auth.Scope) func(user, password string) bool {
 	if a.self.Plain == nil {
 		a.self.Plain = &zmtp.PlainClient{User: selfName, Password: rand.Text()}
@@ -171,7 +172,7 @@ func (a *zmqAuth) checkTokens(tokens *auth.Tokens, need auth.Scope) func(user, p
 	}
 }
 
-// ready returns the options with which this process asks its own listener zmq.
+// ready returns the options with which this process connects to its own listener zmq.
 func (a *zmqAuth) ready() (o lmcache.ClientOptions) {
 	switch own := a.of["zmq"]; {
 	case own.Curve != nil:
@@ -182,7 +183,7 @@ func (a *zmqAuth) ready() (o lmcache.ClientOptions) {
 	return o
 }
 
-// watch reads the file of clients again when it changes, until the function that it returns is called.
+// watch reads the file of clients again whenever it changes, until the caller calls stop.
 func (a *zmqAuth) watch(log *slog.Logger) (stop func()) {
 	if a.clients == nil {
 		return func() {}
@@ -193,13 +194,13 @@ func (a *zmqAuth) watch(log *slog.Logger) (stop func()) {
 	return func() { cancel(); wg.Wait() }
 }
 
-// check reports what cannot be used of --zmq-auth and its files. events is the value of --kv-events.
+// check returns an error if --zmq-auth or one of its files cannot be used. events is the value of --kv-events.
 func (f *zmqAuthFlags) check(tokenFile, events string) error {
 	var tokens *auth.Tokens
 	if tokenFile != "" {
 		var err error
 		if tokens, err = auth.OpenTokens(tokenFile); err != nil {
-			return nil // reported with the other flags of access
+			return nil // it is reported with the other flags about access
 		}
 	}
 	_, err := f.open(slog.New(slog.DiscardHandler), tokens)
@@ -209,7 +210,7 @@ func (f *zmqAuthFlags) check(tokenFile, events string) error {
 	return err
 }
 
-// warnClearText warns of listeners beyond loopback whose tokens pass the network unencrypted.
+// warnClearText warns about listeners beyond loopback where tokens cross the network unencrypted.
 func (f *zmqAuthFlags) warnClearText(log *slog.Logger, all []exposure) {
 	methods, _ := f.methods() // they were checked
 	for _, x := range all {
@@ -226,7 +227,7 @@ type zmqClientFlags struct {
 	ZMQUser     string `name:"zmq-user" help:"Name of the token in KVASIR_TOKEN, for a kvasir server with --zmq-auth zmq=plain." placeholder:"NAME" group:"Access"`
 }
 
-// options reads them.
+// options returns the client options that the flags set.
 func (f *zmqClientFlags) options() (o lmcache.ClientOptions, err error) {
 	switch {
 	case (f.CurveKey == "") != (f.CurveServer == ""):
@@ -252,14 +253,14 @@ func (f *zmqClientFlags) options() (o lmcache.ClientOptions, err error) {
 	return o, nil
 }
 
-// curveKeyCmd makes a key.
+// curveKeyCmd creates a key.
 type curveKeyCmd struct {
 	File   string `arg:"" help:"File for the secret key; it must not be there." type:"path"`
 	Name   string `help:"Also print the line NAME PUBLIC-KEY for --curve-clients." placeholder:"NAME"`
 	Public bool   `help:"Make nothing: print the public key of a file that is there."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir curve-key --help shows. It implements kong's detailed help.
 func (curveKeyCmd) Help() string {
 	return `Makes a secret key of ZeroMQ's CURVE in a file that its user alone may read, and prints the public key.
 The file is a certificate as pyzmq reads it (zmq.auth.load_certificate).
@@ -271,7 +272,7 @@ Examples:
   kvasir curve-key server.key --public`
 }
 
-// Run makes the key.
+// Run creates the key and prints its public key.
 func (c *curveKeyCmd) Run(e *env) error {
 	if strings.ContainsFunc(c.Name, func(r rune) bool { return r <= ' ' }) || strings.HasPrefix(c.Name, "#") {
 		return usagef("--name is one word, which does not begin with #")
@@ -293,7 +294,7 @@ func (c *curveKeyCmd) Run(e *env) error {
 	return err
 }
 
-// newCurveKey makes a key whose public key does not begin with "-": --curve-server KEY would take it for a flag.
+// newCurveKey creates a key whose public key does not begin with "-": otherwise --curve-server KEY would take it for a flag.
 func newCurveKey() zmtp.Key {
 	for {
 		if secret := zmtp.NewKey(); !strings.HasPrefix(secret.Public().Z85(), "-") {
@@ -302,7 +303,7 @@ func newCurveKey() zmtp.Key {
 	}
 }
 
-// writeNew writes a file with a secret that is not there yet.
+// writeNew writes a file with a secret. The file must not exist.
 func writeNew(path, text string) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package doctor looks at a machine for what keeps Kvasir from working well: shared memory, limits, ports, releases of its peers, tiers,
-// clocks. Each finding names its cause and the command that mends it.
+// Package doctor examines a machine for faults that keep Kvasir from working well: in shared memory, limits, ports, releases of its
+// peers, tiers and clocks. Each finding names its cause, and the command that mends it.
 //
-// It changes nothing, but for the objects that the check of a tier writes and removes, and sockets that it opens for a moment.
+// The package changes nothing on the machine. The check of a tier writes objects and removes them, and some checks open sockets for a
+// moment.
 package doctor
 
 import (
@@ -24,26 +25,26 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Level says how bad a finding is.
+// Level says how serious a finding is. A larger level is worse.
 type Level int
 
-// The levels.
+// The levels of findings, the least serious first.
 const (
 	OK      Level = iota
-	Info          // works, and could be better; or could not be looked at
-	Warning       // works, and will cost hits, speed or a restart
-	Error         // does not work
+	Info          // it works and could be better, or it could not be looked at
+	Warning       // it works, and will cost hits, speed or a restart
+	Error         // it does not work
 )
 
 var levelNames = [...]string{"ok", "info", "warning", "error"}
 
-// String returns the level's name.
+// String returns the name of the level.
 func (l Level) String() string { return levelNames[l] }
 
-// MarshalText implements encoding.TextMarshaler.
+// MarshalText returns the name of the level, for JSON. It implements encoding.TextMarshaler.
 func (l Level) MarshalText() ([]byte, error) { return []byte(l.String()), nil }
 
-// The nouns, which name what a finding is about.
+// The nouns. A noun names the subject of a finding.
 const (
 	sharedMemory = "shared memory"
 	limits       = "limits"
@@ -57,51 +58,52 @@ const (
 	congestion   = "congestion control"
 )
 
-// Nouns are what a report has findings about, in its order.
+// Nouns are all subjects of findings, in the order in which a report has them.
 var Nouns = []string{sharedMemory, limits, hugePages, ports, advertised, users, releases, tiers, clocks, congestion}
 
-// Finding is one sentence about one noun.
+// Finding is one result of the examination: one sentence about one noun.
 type Finding struct {
 	Level Level  `json:"level"`
 	Noun  string `json:"noun"`
 	Text  string `json:"text"`
 	Cause string `json:"cause,omitempty"`
-	Mend  string `json:"mend,omitempty"` // a command, or a setting
+	Mend  string `json:"mend,omitempty"` // a command or a setting that mends it
 }
 
-// System is where a machine describes itself. A zero field means the machine's own.
+// System says where the doctor reads about the machine, and how it tries things. Tests replace it. A zero field means the machine's
+// own.
 type System struct {
 	Proc, Sys, Shm string
 	Now            func() time.Time
-	Open           func(path string, flags int, mode uint32) (fd int, err error)       // makes the files of checks
-	SetAttribute   func(fd int, name string, value []byte, flags int) error            // an extended attribute
-	TryTier        func(ctx context.Context, text string) (tiertool.Verdict, []string) // kvasir tier check
+	Open           func(path string, flags int, mode uint32) (fd int, err error)       // makes the files with which directories are checked
+	SetAttribute   func(fd int, name string, value []byte, flags int) error            // gives a file an extended attribute
+	TryTier        func(ctx context.Context, text string) (tiertool.Verdict, []string) // checks a tier as kvasir tier check does
 }
 
-// Options say what is looked at. A zero field means nothing, or its default.
+// Options say what the doctor looks at. A zero field means its default, or that the doctor looks at nothing of this kind.
 type Options struct {
 	System
-	PoolBytes  int64    // of the pool that is to fit
-	Listen     []string // HOST:PORT of listeners; default: those of kvasir server, where a conflict is no fault
-	Advertised []string // HOST or HOST:PORT that peers are given
-	Pythons    []string // interpreters, or directories of environments
-	Tiers      []string // as kvasir tier takes them
-	Peers      []string // URLs whose clocks are compared with this one
+	PoolBytes  int64    // the size of the pool that is to fit into shared memory
+	Listen     []string // HOST:PORT of each listener; default: those of kvasir server, and then a port that is taken is no fault
+	Advertised []string // HOST or HOST:PORT that peers are told to connect to
+	Pythons    []string // interpreters of Python, or directories of environments
+	Tiers      []string // in the form that kvasir tier takes
+	Peers      []string // URLs of machines whose clocks are compared with this clock
 	Log        *slog.Logger
 }
 
-// Report is what was found.
+// Report holds what Run found.
 type Report struct {
 	Findings []Finding `json:"findings"`
 }
 
-// doctor is one examination.
+// doctor is one examination of a machine.
 type doctor struct {
 	Options
 	report Report
 }
 
-// Run looks at everything.
+// Run looks at everything that the options name, and returns the findings.
 func Run(ctx context.Context, o Options) *Report {
 	if o.Proc == "" {
 		o.Proc = "/proc"
@@ -144,23 +146,23 @@ func Run(ctx context.Context, o Options) *Report {
 	return &d.report
 }
 
-// add adds a finding. It makes texts from outside, such as names of files and texts of errors, printable.
+// add adds a finding to the report. It makes texts from outside printable, such as names of files and texts of errors.
 func (d *doctor) add(level Level, noun, text, cause, mend string) {
 	const most = 500
 	d.report.Findings = append(d.report.Findings, Finding{level, noun, safelog.Text(text, most), safelog.Text(cause, most), safelog.Text(mend, most)})
 }
 
-// okIfNone adds an OK finding about a noun if no finding was added since mark.
+// okIfNone adds an OK finding about a noun if no finding was added since mark was taken.
 func (d *doctor) okIfNone(mark int, noun, format string, args ...any) {
 	if len(d.report.Findings) == mark {
 		d.add(OK, noun, fmt.Sprintf(format, args...), "", "")
 	}
 }
 
-// mark returns the number of findings so far, for okIfNone.
+// mark returns the number of findings so far. okIfNone takes it.
 func (d *doctor) mark() int { return len(d.report.Findings) }
 
-// Worst returns the worst level.
+// Worst returns the worst level of all findings.
 func (r *Report) Worst() (worst Level) {
 	for _, f := range r.Findings {
 		worst = max(worst, f.Level)
@@ -168,10 +170,10 @@ func (r *Report) Worst() (worst Level) {
 	return worst
 }
 
-// ExitCode is 0 where nothing is above Info, 1 with warnings, and 2 with errors.
+// ExitCode returns the exit code of the command: 0 if no finding is above Info, 1 if the worst is a Warning, and 2 if it is an Error.
 func (r *Report) ExitCode() int { return int(max(r.Worst(), Info) - Info) }
 
-// Write writes the report for people.
+// Write writes the report as text for people.
 func (r *Report) Write(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	count := map[Level]int{}
@@ -200,16 +202,16 @@ func (r *Report) WriteJSON(w io.Writer) error {
 	}{r.Worst(), r.Findings})
 }
 
-// read returns a small file of the kernel without the blanks around it; empty where it cannot be read.
+// read returns the text of a small file of the kernel, without blanks at its ends. It is empty if the file cannot be read.
 func read(path string) string {
 	f, err := os.Open(path)
 	if err != nil {
 		return ""
 	}
 	defer f.Close()
-	b, _ := io.ReadAll(io.LimitReader(f, maxFile)) // what could be read
+	b, _ := io.ReadAll(io.LimitReader(f, maxFile)) // after an error, b has what could be read
 	return string(b)
 }
 
-// maxFile bounds a file of the kernel, bytes.
+// maxFile is how many bytes of a file of the kernel are read.
 const maxFile = 4 << 20

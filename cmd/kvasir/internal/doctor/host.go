@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// smallShm is the size below which hardly any pool fits into /dev/shm. It is above the size that a container gets by default.
+// smallShm is the size of /dev/shm, in bytes, below which hardly any pool fits. A container gets less than this by default.
 const smallShm = 256 << 20
 
 func (d *doctor) sharedMemory() {
@@ -52,7 +52,7 @@ func (d *doctor) sharedMemory() {
 	d.okIfNone(mark, sharedMemory, "%s has %s free of %s", d.Shm, kv.FormatBytes(free), kv.FormatBytes(total))
 }
 
-// unusedPools returns the bytes of this user's pools that no process uses.
+// unusedPools returns how many bytes the pools of this user take that no process uses.
 func (d *doctor) unusedPools() (bytes int64) {
 	found, err := pool.List(d.Shm)
 	if err != nil {
@@ -66,13 +66,13 @@ func (d *doctor) unusedPools() (bytes int64) {
 	return bytes
 }
 
-// wantFiles is how many files a server may have open: its connections are 4,096 on each kind of listener.
+// wantFiles is how many open files a server should be allowed: it may have 4,096 connections on each kind of listener.
 const wantFiles = 16384
 
 func (d *doctor) limits() {
 	mark := d.mark()
 	text := read(filepath.Join(d.Proc, "self/limits"))
-	// hard returns a hard limit; -1: none.
+	// hard returns a hard limit of the process; -1: there is none.
 	hard := func(name string) int64 {
 		for line := range strings.Lines(text) {
 			rest, ok := strings.CutPrefix(line, name)
@@ -138,17 +138,17 @@ func (d *doctor) hugePages() {
 	d.okIfNone(mark, hugePages, "shared memory may have huge pages (shmem_enabled is %s)", shmem)
 }
 
-// chosen returns the word in brackets.
+// chosen returns the word in brackets in a text. The kernel marks the chosen one of several values so.
 func chosen(text string) string {
 	_, rest, _ := strings.Cut(text, "[")
 	word, _, _ := strings.Cut(rest, "]")
 	return word
 }
 
-// firstDay is before every release that has this command.
+// firstDay is a day before every release that has this command. A clock that shows an earlier time is wrong.
 var firstDay = time.Date(2026, 6, 1, 0, 0, 0, 0, time.UTC)
 
-// Differences of clocks from which on they are a fault.
+// The differences between two clocks from which on the doctor reports a Warning or an Error.
 const (
 	clockWarning = 5 * time.Second
 	clockError   = 5 * time.Minute
@@ -178,7 +178,8 @@ func (d *doctor) clocks(ctx context.Context) {
 	d.okIfNone(mark, clocks, "%d other clocks agree", len(d.Peers))
 }
 
-// offset returns by how much another machine's clock is ahead, to a second, from the Date of its answer.
+// offset returns how far another machine's clock and this one differ, never below 0. It compares with the Date of the machine's answer,
+// which is exact to a second.
 func (d *doctor) offset(ctx context.Context, url string) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -199,7 +200,7 @@ func (d *doctor) offset(ctx context.Context, url string) (time.Duration, error) 
 	if err != nil {
 		return 0, fmt.Errorf("the answer has no Date: %w", err)
 	}
-	switch { // a Date is up to a second old
+	switch { // a Date may be up to a second old
 	case theirs.Add(time.Second).Before(began):
 		return theirs.Add(time.Second).Sub(began), nil
 	case theirs.After(ended):

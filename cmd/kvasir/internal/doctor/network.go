@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
-// defaultListen is where kvasir server listens without flags.
+// defaultListen are the addresses at which kvasir server listens without flags.
 var defaultListen = []string{"127.0.0.1:5555", "127.0.0.1:8080"}
 
 func (d *doctor) ports() {
@@ -41,7 +41,8 @@ func (d *doctor) ports() {
 	d.okIfNone(mark, ports, "%s can be listened on", strings.Join(list, ", "))
 }
 
-// port looks at one port. taken is the level of one that another program has.
+// port checks whether a server can listen at an address. taken is the level of the finding if a program other than Kvasir listens
+// there.
 func (d *doctor) port(at, host string, port int, taken Level) {
 	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	switch {
@@ -83,7 +84,7 @@ func splitPort(at string) (host string, port int, err error) {
 	return host, int(n), err
 }
 
-// inRanges reports whether a list such as 8080,9000-9010 has a port.
+// inRanges reports whether a list of ports and ranges, such as 8080,9000-9010, contains a port.
 func inRanges(list string, port int) bool {
 	for r := range strings.SplitSeq(list, ",") {
 		from, to, isRange := strings.Cut(r, "-")
@@ -99,13 +100,13 @@ func inRanges(list string, port int) bool {
 	return false
 }
 
-// owner returns the process that listens on a port, in words, and whether it is Kvasir.
+// owner describes the process that listens on a port in words, and reports whether that process is Kvasir.
 func (d *doctor) owner(port int) (words string, kvasir bool) {
 	var inodes []string
 	for _, file := range []string{"net/tcp", "net/tcp6"} {
 		for line := range strings.Lines(read(filepath.Join(d.Proc, file))) {
 			f := strings.Fields(line)
-			if len(f) < 10 || f[3] != "0A" { // LISTEN
+			if len(f) < 10 || f[3] != "0A" { // 0A is the state LISTEN
 				continue
 			}
 			_, hex, _ := strings.Cut(f[1], ":")
@@ -122,7 +123,7 @@ func (d *doctor) owner(port int) (words string, kvasir bool) {
 	return "a process of another user or container", false
 }
 
-// dialTime bounds the dial of an advertised address.
+// dialTime is how long a connection to an advertised address may take.
 const dialTime = 3 * time.Second
 
 func (d *doctor) advertised(ctx context.Context, all []*process) {
@@ -148,7 +149,8 @@ func (d *doctor) advertised(ctx context.Context, all []*process) {
 	}
 }
 
-// selfDial connects to an address that peers are given. Where nothing listens there, it listens itself for that time.
+// selfDial checks that this machine reaches itself at an address that peers are given. If nothing listens there, dialOwn listens during
+// the check.
 func (d *doctor) selfDial(ctx context.Context, at string) {
 	host, port, err := splitPort(at)
 	if err != nil {
@@ -181,7 +183,7 @@ func (d *doctor) selfDial(ctx context.Context, at string) {
 	d.dialOwn(ctx, at, ip, port)
 }
 
-// dialOwn listens on every address, and looks whether a connection to the advertised one comes there.
+// dialOwn listens on a port of all addresses, and checks that a connection to the advertised address reaches this listener.
 func (d *doctor) dialOwn(ctx context.Context, at string, ip netip.Addr, port int) {
 	l, err := net.Listen("tcp", ":"+strconv.Itoa(port))
 	if err != nil {
@@ -189,9 +191,9 @@ func (d *doctor) dialOwn(ctx context.Context, at string, ip netip.Addr, port int
 		return
 	}
 	var word [16]byte
-	_, _ = rand.Read(word[:]) // never fails
+	_, _ = rand.Read(word[:]) // this never fails
 	ended := make(chan struct{})
-	go func() { // every connection gets the word
+	go func() { // every connection gets the random word
 		defer close(ended)
 		for {
 			c, err := l.Accept()
@@ -223,7 +225,7 @@ func (d *doctor) dialOwn(ctx context.Context, at string, ip netip.Addr, port int
 	}
 }
 
-// safeURL returns a URL without its login.
+// safeURL returns a URL with its password hidden.
 func safeURL(text string) string {
 	if u, err := url.Parse(text); err == nil {
 		return u.Redacted()

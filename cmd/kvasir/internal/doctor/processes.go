@@ -13,16 +13,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process is a running one, as /proc shows it.
+// process is a running process, as /proc shows it.
 type process struct {
-	dir     string // /proc/PID
+	dir     string // its directory, /proc/PID
 	pid     int
 	args    []string
-	environ map[string]string // empty where this user may not read it
-	uid     int               // -1: not known
+	environ map[string]string // only of an engine; empty if this user may not read it
+	uid     int               // the effective user; -1: not known
 }
 
-// processes returns all that this user may see.
+// processes returns all processes that this user may see, except this one.
 func (d *doctor) processes() (out []*process) {
 	entries, err := os.ReadDir(d.Proc)
 	if err != nil {
@@ -38,7 +38,7 @@ func (d *doctor) processes() (out []*process) {
 		for line := range strings.Lines(read(filepath.Join(p.dir, "status"))) {
 			if rest, ok := strings.CutPrefix(line, "Uid:"); ok {
 				if words := strings.Fields(rest); len(words) > 1 {
-					p.uid, _ = strconv.Atoi(words[1]) // the effective one
+					p.uid, _ = strconv.Atoi(words[1]) // the effective user
 				}
 			}
 		}
@@ -54,7 +54,7 @@ func (d *doctor) processes() (out []*process) {
 	return out
 }
 
-// name returns the command of a process.
+// name returns the name of the process's command.
 func (p *process) name() string {
 	if name := strings.TrimSpace(read(filepath.Join(p.dir, "comm"))); name != "" {
 		return name
@@ -64,13 +64,13 @@ func (p *process) name() string {
 
 func (p *process) isKvasir() bool { return filepath.Base(p.args[0]) == "kvasir" }
 
-// isServer reports whether a process is a Kvasir node.
+// isServer reports whether the process is a Kvasir node: kvasir server or kvasir all.
 func (p *process) isServer() bool {
 	return p.isKvasir() && (slices.Contains(p.args, "server") || slices.Contains(p.args, "all"))
 }
 
-// isEngine reports whether a process is vLLM or SGLang: started by its command, as a Python module, or under the title that it gives
-// itself.
+// isEngine reports whether the process is vLLM or SGLang. It knows their commands, their Python modules, and the titles that they give
+// their processes.
 func (p *process) isEngine() bool {
 	if strings.HasPrefix(p.args[0], "VLLM::") || strings.HasPrefix(p.args[0], "sglang::") {
 		return true
@@ -89,12 +89,12 @@ func (p *process) isEngine() bool {
 	return false
 }
 
-// hasSocket reports whether a process has one of these sockets open.
+// hasSocket reports whether the process has one of the sockets with these inodes open.
 func (p *process) hasSocket(inodes []string) bool {
 	if len(inodes) == 0 {
 		return false
 	}
-	fds, _ := os.ReadDir(filepath.Join(p.dir, "fd")) // of another user's process there is none
+	fds, _ := os.ReadDir(filepath.Join(p.dir, "fd")) // the list is empty for another user's process
 	for _, fd := range fds {
 		if to, err := os.Readlink(filepath.Join(p.dir, "fd", fd.Name())); err == nil && slices.Contains(inodes, to) {
 			return true
@@ -103,11 +103,11 @@ func (p *process) hasSocket(inodes []string) bool {
 	return false
 }
 
-// view is what a process sees of the machine.
+// view is what a process sees of the machine. Two processes can share a pool only if their views agree.
 type view struct {
 	who         string
 	uid         int
-	shm, shmErr string // which file system is at /dev/shm
+	shm, shmErr string // the ID of the file system at /dev/shm, or why it is not known
 	network     string
 }
 
@@ -118,7 +118,7 @@ func (d *doctor) viewOf(p *process) view {
 	return v
 }
 
-// fileID names a file by its device and inode.
+// fileID returns a text that identifies a file by its device and inode, or says in fault why it cannot.
 func fileID(path string) (id, fault string) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -127,7 +127,8 @@ func fileID(path string) (id, fault string) {
 	return fmt.Sprint(st.Dev, " ", st.Ino), ""
 }
 
-// users compares each engine with each server, or with this process where no server runs: an engine maps the pool of a server.
+// users compares the view of each engine with that of each server, because an engine maps the server's pool. If no server runs, this
+// process stands for one.
 func (d *doctor) users(all []*process) {
 	mark := d.mark()
 	var servers []view

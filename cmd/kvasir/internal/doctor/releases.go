@@ -16,15 +16,15 @@ import (
 	"time"
 )
 
-// peer is a package that Kvasir works with, and the releases that were run with it. docs/reference/compatibility.md has the checks; a
-// test compares both.
+// peer is a program that Kvasir works with, and the range of its releases that checks were run with. docs/reference/compatibility.md
+// lists the checks; a test compares that page with this list.
 type peer struct {
 	name        string
-	packages    []string // distributions that contain it
-	first, last string   // releases that were run; patch releases of the last one count as run
-	below       Level    // of an older one
+	packages    []string // names of the Python distributions that contain it
+	first, last string   // the oldest and the newest release that checks were run with; patch releases of the newest count too
+	below       Level    // the level of a finding about a release older than first
 	belowText   string
-	apart       map[string]string // releases in between that do not work, and why
+	apart       map[string]string // why a release between first and last does not work, by MAJOR.MINOR
 }
 
 var peers = []peer{
@@ -39,10 +39,10 @@ var peers = []peer{
 	{name: "sglang", packages: []string{"sglang"}, first: "0.5.23", last: "0.5.23", below: Warning, belowText: "no check was run with it"},
 }
 
-// release is the numbers of a version: 0.5.7rc2 and 0.32.0+cpu begin with three.
+// release is the first three numbers of a version. Texts may follow them in the version, as in 0.5.7rc2 and 0.32.0+cpu.
 type release [3]int
 
-// parseRelease reads a version.
+// parseRelease reads the release in a version. ok is false if the version does not begin with a number.
 func parseRelease(text string) (r release, ok bool) {
 	for i, part := range strings.SplitN(text, ".", 4) {
 		digits := part
@@ -70,7 +70,7 @@ func (r release) before(o release) bool {
 	return false
 }
 
-// judge says what is known of a version.
+// judge says how well a version works with Kvasir: a level, and the reason unless the level is OK.
 func (p *peer) judge(version string) (Level, string) {
 	v, ok := parseRelease(version)
 	first, _ := parseRelease(p.first)
@@ -89,7 +89,7 @@ func (p *peer) judge(version string) (Level, string) {
 	return OK, ""
 }
 
-// releases looks at the environments of engines that run, and at those that were named.
+// releases checks the packages in the environments of running engines, and in those that Options.Pythons names.
 func (d *doctor) releases(ctx context.Context, all []*process) {
 	mark := d.mark()
 	seen := map[string]bool{}
@@ -102,7 +102,7 @@ func (d *doctor) releases(ctx context.Context, all []*process) {
 		for _, name := range []string{"VIRTUAL_ENV", "CONDA_PREFIX"} {
 			roots = append(roots, p.environ[name])
 		}
-		for _, a := range p.args[:min(len(p.args), 2)] { // the interpreter, or a script beside it
+		for _, a := range p.args[:min(len(p.args), 2)] { // the interpreter, or a script in its directory
 			if filepath.IsAbs(a) {
 				roots = append(roots, filepath.Dir(filepath.Dir(a)))
 			}
@@ -135,10 +135,10 @@ func (d *doctor) releases(ctx context.Context, all []*process) {
 	d.okIfNone(mark, releases, "every release was run with Kvasir")
 }
 
-// judgeAll judges the packages in some directories, and reports whether there is one.
+// judgeAll judges the packages of all peers in some directories. It reports whether there is such a package.
 func (d *doctor) judgeAll(dirs []string, where string) (some bool) {
 	for _, dir := range dirs {
-		entries, _ := os.ReadDir(dir) // one that cannot be read has none
+		entries, _ := os.ReadDir(dir) // a directory that cannot be read has no entries
 		for _, e := range entries {
 			name, ok := strings.CutSuffix(e.Name(), ".dist-info")
 			if !ok {
@@ -167,16 +167,16 @@ func (d *doctor) judgeAll(dirs []string, where string) (some bool) {
 	return some
 }
 
-// sitePackages returns the directories of an environment that have packages.
+// sitePackages returns the directories with packages of the Python environment at root.
 func sitePackages(root string) (dirs []string) {
 	for _, pattern := range []string{"lib*/python3*/site-packages", "lib/python3*/dist-packages"} {
-		found, _ := filepath.Glob(filepath.Join(root, pattern)) // the patterns are well-formed
+		found, _ := filepath.Glob(filepath.Join(root, pattern)) // the pattern is well-formed, so there is no error
 		for _, f := range found {
 			at, err := filepath.EvalSymlinks(f) // lib64 is often a link to lib
 			if err != nil || slices.Contains(dirs, at) {
 				continue
 			}
-			if info, err := os.Stat(at); err == nil && info.IsDir() { // in a container it may be a FIFO, on which a reader would wait
+			if info, err := os.Stat(at); err == nil && info.IsDir() { // a FIFO in a container would keep its reader waiting
 				dirs = append(dirs, at)
 			}
 		}
@@ -184,10 +184,10 @@ func sitePackages(root string) (dirs []string) {
 	return dirs
 }
 
-// pythonTime bounds the start of an interpreter.
+// pythonTime is how long the start of a Python interpreter may take.
 const pythonTime = 20 * time.Second
 
-// pythonPath returns where an interpreter, or an environment, has its packages.
+// pythonPath returns the directories with the packages of an interpreter or of an environment. path is either of the two.
 func pythonPath(ctx context.Context, path string) ([]string, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -211,7 +211,8 @@ func pythonPath(ctx context.Context, path string) ([]string, error) {
 	return strings.Split(strings.TrimSpace(string(text)), "\n"), nil
 }
 
-// Releases returns, by the peer's name, the first and the last release that were run, and those in between that do not work.
+// Releases returns a list for each peer, by its name: the first and the last release that checks were run with, then the releases
+// between them that do not work.
 func Releases() map[string][]string {
 	out := map[string][]string{}
 	for _, p := range peers {

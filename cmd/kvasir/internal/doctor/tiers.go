@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// What the check of a tier writes.
+// The size and number of the objects that the check of a tier writes.
 const (
 	checkBytes   = 256 << 10
 	checkObjects = 2
@@ -59,7 +59,7 @@ func (d *doctor) tiers(ctx context.Context) {
 	}
 }
 
-// kindOf returns the type of a tier, and the directory that it has; empty: none.
+// kindOf returns the type of a tier, and the directory that it stores files in; empty: it has no directory.
 func kindOf(text string) (kind, path string) {
 	if strings.HasPrefix(strings.TrimSpace(text), "{") {
 		a, err := adapter.Parse(text)
@@ -72,7 +72,7 @@ func kindOf(text string) (kind, path string) {
 	return kind, path
 }
 
-// try runs kvasir tier check on a tier.
+// try runs kvasir tier check on a tier, and adds a finding for each fault.
 func (d *doctor) try(ctx context.Context, name, text string) tiertool.Verdict {
 	v, faults := d.TryTier(ctx, text)
 	for _, f := range faults {
@@ -85,8 +85,8 @@ func (d *doctor) try(ctx context.Context, name, text string) tiertool.Verdict {
 	return v
 }
 
-// directory looks at what a tier of files needs: a directory of this user, room, and direct I/O. It returns false for a directory that
-// cannot be used.
+// directory checks what a tier of files needs: a directory that this user can use, free space, and direct I/O if direct is set. It
+// returns false if the directory cannot be used.
 func (d *doctor) directory(name, path string, direct bool) bool {
 	info, err := os.Stat(path)
 	switch {
@@ -120,11 +120,11 @@ func (d *doctor) directory(name, path string, direct bool) bool {
 	return true
 }
 
-// onFile makes a file in a directory, has f use it, and removes it.
+// onFile makes a file in a directory, calls f with its descriptor, and removes the file.
 func (d *doctor) onFile(dir string, flags int, f func(fd int) error) (err error) {
 	path := filepath.Join(dir, fmt.Sprintf(".kvasir-doctor-%d", os.Getpid()))
 	fd, err := d.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC|unix.O_NOFOLLOW|flags, 0o600)
-	defer func() { _ = unix.Unlink(path) }() // Linux makes the file before it refuses O_DIRECT
+	defer func() { _ = unix.Unlink(path) }() // Linux makes the file even if it then refuses O_DIRECT
 	if err != nil {
 		return err
 	}
@@ -135,7 +135,7 @@ func (d *doctor) onFile(dir string, flags int, f func(fd int) error) (err error)
 	return nil
 }
 
-// attributes looks whether files can have the attribute that holds the checksum of an object.
+// attributes checks whether files in the directory can have extended attributes. One holds the checksum of an object.
 func (d *doctor) attributes(name, path string) {
 	err := d.onFile(path, 0, func(fd int) error { return d.SetAttribute(fd, "user.kvasir.doctor", []byte("x"), 0) })
 	if errors.Is(err, unix.ENOTSUP) {
@@ -143,7 +143,8 @@ func (d *doctor) attributes(name, path string) {
 	}
 }
 
-// style looks whether a bucket that does not answer in the style of its name answers in path style.
+// style is for a bucket that does not answer under a domain of its own (BUCKET.HOST). It reports an Error if the bucket answers in path
+// style (HOST/BUCKET).
 func (d *doctor) style(ctx context.Context, name, text string) {
 	keys := map[string]any{}
 	if strings.HasPrefix(strings.TrimSpace(text), "{") {
@@ -168,13 +169,13 @@ func (d *doctor) style(ctx context.Context, name, text string) {
 	}
 }
 
-// policyTime bounds the requests to Redis.
+// policyTime is how long the requests to the servers of a Redis tier may take together.
 const policyTime = 15 * time.Second
 
-// policy looks at what Redis does when its memory is used up.
+// policy checks what the Redis servers of a tier do when their memory is full.
 func (d *doctor) policy(ctx context.Context, name, kind, text string) {
 	err := tiertool.With(text, seal.Source{}, d.Log, func(t tier.Tier) error {
-		if s, ok := t.(interface{ Below() tier.Tier }); ok { // an encrypted tier: the tier below it has the servers
+		if s, ok := t.(interface{ Below() tier.Tier }); ok { // for an encrypted tier, the tier below it knows the servers
 			t = s.Below()
 		}
 		r, ok := t.(interface {
@@ -205,7 +206,7 @@ func (d *doctor) judgeRedis(name, kind string, s *redis.ServerMemory) {
 		d.add(Warning, tiers, fmt.Sprintf("%s: %s has no limit of memory: it grows until the kernel ends it", name, s.Addr), "maxmemory is 0", "redis-cli CONFIG SET maxmemory SIZE, and "+set)
 	case kind == "resp" && s.Policy != "noeviction":
 		d.add(Warning, tiers, fmt.Sprintf("%s: %s evicts objects, and LMCache's resp adapter (0.5.6) may then hang", name, s.Addr), "maxmemory-policy is "+s.Policy, "redis-cli CONFIG SET maxmemory-policy noeviction")
-	case kind == "resp": // the tier stops writing before the limit
+	case kind == "resp": // nothing to report: the tier stops writing before the limit
 	case strings.HasPrefix(s.Policy, "volatile-"):
 		d.add(Warning, tiers, fmt.Sprintf("%s: %s evicts only objects that have a time to live: when it is full, it takes nothing", name, s.Addr), "maxmemory-policy is "+s.Policy, set)
 	case s.Policy == "noeviction":

@@ -7,14 +7,14 @@ import (
 	"strings"
 )
 
-// Args writes the flags of vllm-router, sglang-router and smg that take several values as kvasir proxy takes them:
-// --prefill URL PORT becomes --prefill "URL PORT", --worker-urls A B becomes --engine A --engine B.
-// Its switches that mean nothing here are dropped.
+// Args rewrites a command line of vllm-router, sglang-router or smg for kvasir proxy. Flags with several values become several flags or
+// one value: --prefill URL PORT becomes --prefill "URL PORT", --worker-urls A B becomes --engine A --engine B. Switches that mean
+// nothing to kvasir proxy are dropped.
 func Args(args []string) []string {
 	at := 0
 	for at < len(args) && strings.HasPrefix(args[at], "--log-") {
 		if at++; !strings.Contains(args[at-1], "=") {
-			at++ // its value
+			at++ // skips the value of the flag
 		}
 	}
 	if at >= len(args) || args[at] != "proxy" {
@@ -25,7 +25,7 @@ func Args(args []string) []string {
 	for i := at + 1; i < len(args); i++ {
 		switch args[i] {
 		case "--vllm-pd-disaggregation", "--pd-disaggregation", "--dp-aware":
-			// dropped: --prefill implies P and D, and the proxy always chooses ranks where engines have several
+			// These switches are dropped: --prefill implies P and D, and the proxy always chooses a rank if an engine has several.
 		case "--prefill":
 			if out = append(out, args[i]); !value(i + 1) {
 				continue
@@ -37,7 +37,7 @@ func Args(args []string) []string {
 			}
 		case "--worker-urls":
 			if !value(i + 1) {
-				out = append(out, "--engine") // its value is missing
+				out = append(out, "--engine") // --worker-urls has no value: the parser reports it
 			}
 			for ; value(i + 1); i++ {
 				out = append(out, "--engine", args[i+1])
@@ -49,7 +49,7 @@ func Args(args []string) []string {
 	return out
 }
 
-// isRegistryPort reports whether a word stands for the registry behind a URL.
+// isRegistryPort reports whether a word can stand after a URL for the registry: a port, or none.
 func isRegistryPort(word string) bool {
 	return word == "none" || word != "" && strings.Trim(word, "0123456789") == ""
 }

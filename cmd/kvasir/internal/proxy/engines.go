@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// Engines reads the values of --prefill, --decode and --engine into o, whose Dialect is set.
+// Engines reads the values of --prefill, --decode and --engine into o. The caller has set o.Dialect before.
 func Engines(o *proxy.Options, prefill, decode, both []string) error {
 	all, err := prefills(prefill, o.Dialect, o.Detect)
 	if err != nil {
@@ -30,7 +30,8 @@ func Engines(o *proxy.Options, prefill, decode, both []string) error {
 	return nil
 }
 
-// prefills reads URL, URL,REGISTRY and URL PORT, where URL and PORT may be elements of their own.
+// prefills reads the values of --prefill, each in one of the forms URL, URL,REGISTRY and URL PORT. URL and PORT may be two elements of
+// the list.
 func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Prefill, err error) {
 	for i := 0; i < len(list); i++ {
 		engine, at, given := strings.Cut(list[i], ",")
@@ -66,7 +67,8 @@ func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Pr
 	return out, nil
 }
 
-// addSource adds e to o.Sources if its URL names a source of engines; false: it is an engine's URL.
+// addSource adds e to o.Sources if its URL names a source of engines (dns+ or registry+). It returns false if the URL is that of an
+// engine.
 func addSource(o *proxy.Options, role string, e proxy.Prefill) bool {
 	if !strings.HasPrefix(e.URL, "dns+") && !strings.HasPrefix(e.URL, "registry+") {
 		return false

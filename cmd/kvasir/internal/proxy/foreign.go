@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// foreign maps a flag of vllm-router, sglang-router (0.3.2) or smg (1.13.0) to the flags that kvasir proxy has instead.
+// foreign says which flags kvasir proxy has instead of a flag of vllm-router, sglang-router (0.3.2) or smg (1.13.0), by its name.
 var foreign = map[string]string{
 	"api-key":                        "--engine-api-key for the engines' key, --api-keys for those of clients",
 	"control-plane-api-keys":         "--admin-port with --admin-token or --token-file",
@@ -54,10 +54,11 @@ var foreign = map[string]string{
 	"disable-circuit-breaker":        "a pause for engines that fail five times in a row",
 }
 
-// instead matches the parser's error about an unknown flag, with its suggestion.
+// instead matches the parser's error about an unknown flag, with the suggestion that may follow.
 var instead = regexp.MustCompile(`^unknown flag --([\w-]+)(?:, did you mean "[^"]*"\?)?`)
 
-// Foreign returns the parser's error about a command line of kvasir proxy. For a flag of another router it names the flags to use instead.
+// Foreign returns the text of a parser's error for the user. If the unknown flag is one of another router, the text names the flags to
+// use instead.
 func Foreign(text string) string {
 	m := instead.FindStringSubmatch(text)
 	if m == nil || foreign[strings.TrimPrefix(m[1], "router-")] == "" {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package proxy is what kvasir proxy does beside its flags.
+// Package proxy does the work of kvasir proxy, apart from the declaration of its flags: it reads their values, and serves the proxy.
 package proxy
 
 import (
@@ -21,34 +21,34 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 )
 
-// Server serves a proxy.
+// Server serves a proxy over HTTP, with an optional listener for administration.
 type Server struct {
 	Proxy    *proxy.Proxy
-	Listener net.Listener // closed by Serve
+	Listener net.Listener // Serve closes it
 	MaxConns int
 
-	TLS *tls.Config // https; nil: http
+	TLS *tls.Config // nil: http, else https
 
-	Gate, AdminGate *auth.Gate // in front of Listener and Admin; nil: every request is allowed
+	Gate, AdminGate *auth.Gate // in front of Listener, and of Admin; nil: every request is allowed
 
-	Keys    *keys.Set    // read again when their file changes; nil: none
-	Metrics http.Handler // guarded from pages of other sites; served at /metrics of Admin, or of Listener if there is neither Admin nor Keys
+	Keys    *keys.Set    // read again when their file changes; nil: there are no keys
+	Metrics http.Handler // refused to pages of other sites; served at /metrics of Admin, or of Listener if there is neither Admin nor Keys
 
-	Admin      net.Listener // of /engines; closed by Serve; nil: none
+	Admin      net.Listener // serves /engines; Serve closes it; nil: none
 	AdminToken string
 
 	AllowHosts []string // host names under which Metrics may be read, besides addresses, localhost and this machine's name
 
-	Drain time.Duration // for requests in progress when ctx ends
+	Drain time.Duration // how long requests in progress may still take when ctx ends
 	Log   *slog.Logger
 }
 
-// heapReserve are bytes of the heap that are never written, so that no memory stands behind them. The garbage collector
-// begins when the heap has doubled. Without them that is after a few MiB of short requests, and a tenth of their processor
-// time or more is the collector's. The process has up to as much more resident memory under load.
+// heapReserve is the size in bytes of an array that Serve keeps and never writes, so that it takes no memory. The garbage collector
+// begins when the heap has doubled. Without the array that happens after a few MiB of short requests, and the collector takes a tenth
+// of the processor time or more. Under load the process may have up to heapReserve more resident memory.
 const heapReserve = 32 << 20
 
-// Serve serves until ctx ends, and lets requests in progress finish.
+// Serve serves until ctx ends. Then it takes no more connections, and lets requests in progress finish for the time Drain.
 func (s *Server) Serve(ctx context.Context) (err error) {
 	reserve := make([]byte, heapReserve)
 	defer runtime.KeepAlive(reserve)
@@ -110,7 +110,7 @@ func (s *Server) admin() *http.Server {
 	return httpserver.NewServer(guarded(s.AdminGate, mux))
 }
 
-// serve serves http, or https.
+// serve serves on l: https if TLS is set, else http.
 func (s *Server) serve(web *http.Server, l net.Listener) error {
 	if s.TLS == nil {
 		return web.Serve(l)
@@ -126,8 +126,8 @@ func guarded(g *auth.Gate, h http.Handler) http.Handler {
 	return g.Handler(h)
 }
 
-// Gate returns the gate in front of the API: it checks networks and client certificates. The proxy itself checks API keys; tokens are for
-// the admin port.
+// Gate returns the gate in front of the API. It checks networks and client certificates. It ignores tokens, which are for the admin
+// port; the proxy itself checks API keys.
 func Gate(o auth.Options) *auth.Gate {
 	o.Tokens = nil
 	o.Need = func(r *http.Request) auth.Need {
@@ -140,8 +140,8 @@ func Gate(o auth.Options) *auth.Gate {
 	return auth.New(o)
 }
 
-// AdminGate returns the gate in front of the admin port. token is that of --admin-token; if there are no other credentials, the metrics
-// need none.
+// AdminGate returns the gate in front of the admin port. token is the value of --admin-token. If o has neither tokens nor authorities,
+// reading /metrics needs no credential.
 func AdminGate(o auth.Options, token string) *auth.Gate {
 	openFigures := o.Tokens == nil && o.Authorities == nil
 	if token != "" {
@@ -159,7 +159,8 @@ func AdminGate(o auth.Options, token string) *auth.Gate {
 	return auth.New(o)
 }
 
-// metrics serves Metrics, but not to pages of other sites: it refuses unknown host names, and requests that a browser marks as cross-site.
+// metrics returns the handler of Metrics. It refuses requests that may come from pages of other sites: those with an unknown host name,
+// and those that a browser marks as cross-site.
 func (s *Server) metrics() http.Handler {
 	return httpserver.Guard{AllowHosts: s.AllowHosts}.Handler(s.Metrics)
 }

@@ -11,14 +11,14 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// Alone returns the command that args name, as an option for a grammar without commands, because building the flags
-// of all commands takes longer than a server's start. It returns nil if the whole grammar is needed: for help, if
-// args name no command of the grammar, and for a command with the tag whole.
+// Alone returns an option that makes the parser know only the command that args name. Building the flags of all commands takes longer
+// than the start of a server. Alone returns nil if the parser needs the whole grammar: for help, for a command with the tag whole, and
+// if args name no command.
 func Alone(grammar any, args []string) kong.Option {
 	at := 0
 	for at < len(args) && strings.HasPrefix(args[at], "--log-") {
 		if at++; !strings.Contains(args[at-1], "=") {
-			at++ // its value
+			at++ // skips the value of the flag
 		}
 	}
 	if at >= len(args) || slices.Contains(args, "-h") || slices.Contains(args, "--help") {
@@ -34,7 +34,7 @@ func Alone(grammar any, args []string) kong.Option {
 	return nil
 }
 
-// dashed is the name of a command by that of its field: store-node of StoreNode.
+// dashed returns the name of a command for the name of its field: store-node for StoreNode.
 func dashed(field string) string {
 	var b strings.Builder
 	for i, r := range field {

@@ -10,7 +10,7 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// CompletionScript returns the script of a shell (bash, zsh or fish) for a tree of commands.
+// CompletionScript returns the script with which a shell completes the commands below root. shell is bash, zsh or fish.
 func CompletionScript(shell string, root *kong.Node) string {
 	list := wordsOf(root, "")
 	switch shell {
@@ -22,15 +22,15 @@ func CompletionScript(shell string, root *kong.Node) string {
 	return fishScript(list)
 }
 
-// words is what can follow a command.
+// words are the words that can follow one command.
 type words struct {
-	path  string // of the command: "", "/server", "/transfer/serve"
+	path  string // path of the command: "", "/server", "/transfer/serve"
 	subs  []*kong.Node
 	flags []*kong.Flag
-	args  []string // known values of the first argument
+	args  []string // the values of the first argument, if they are known
 }
 
-// wordsOf lists the commands of the tree, parents first.
+// wordsOf returns the words of a command and of all commands below it, parents first. path is the path of n.
 func wordsOf(n *kong.Node, path string) []words {
 	w := words{path: path}
 	for _, group := range n.AllFlags(true) {
@@ -49,7 +49,7 @@ func wordsOf(n *kong.Node, path string) []words {
 	return append([]words{w}, below...)
 }
 
-// enums returns the values that a flag or argument can have, nil for any.
+// enums returns the values that a flag or argument can have; nil: any value.
 func enums(v *kong.Value) []string {
 	if v.Enum == "" {
 		return nil
@@ -71,8 +71,8 @@ func (w *words) next() []string {
 	return out
 }
 
-// cases are the branches of two shell case statements, of the command and of the flag
-// before the cursor, which bash and zsh share.
+// cases returns the branches of the two shell case statements that bash and zsh share: one for the command before the cursor, one for
+// the flag.
 func cases(list []words, offer func([]string) string, files string) (commands, after, next string) {
 	var known []string
 	var a, n strings.Builder
@@ -179,7 +179,7 @@ func fishQuote(s string) string {
 	return "'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(s) + "'"
 }
 
-// firstSentence is as much of a help text as a completion has room for.
+// firstSentence returns the first sentence of a help text, because a completion has no room for more.
 func firstSentence(s string) string {
 	if i := strings.Index(s, ". "); i >= 0 {
 		s = s[:i]

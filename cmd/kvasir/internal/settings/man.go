@@ -10,8 +10,8 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// ManPages returns a page of section 1 of the manual, in the man(7) macros, for the root of a tree of commands and for
-// each command: file names such as kvasir-transfer-serve.1, and their texts.
+// ManPages returns the pages of section 1 of the manual for a tree of commands: one for the root and one for each command, in the
+// man(7) macros. The key is the name of the file, such as kvasir-transfer-serve.1.
 func ManPages(root *kong.Node, version string, date time.Time) map[string]string {
 	pages := map[string]string{}
 	var walk func(n *kong.Node, name string)
@@ -82,7 +82,7 @@ func synopsis(n *kong.Node) string {
 	return strings.Join(append(parts, "[flags]"), " ")
 }
 
-// roff escapes a text: no line of it is a request, and its hyphens can be searched for and copied.
+// roff escapes a text for man(7), so that no line of it is a request, and its hyphens can be searched for and copied.
 func roff(s string) string {
 	s = strings.NewReplacer(`\`, `\e`, "-", `\-`).Replace(s)
 	lines := strings.Split(s, "\n")
@@ -94,5 +94,5 @@ func roff(s string) string {
 	return strings.Join(lines, "\n")
 }
 
-// roffWord is a text as one argument of a request.
+// roffWord returns a text as one quoted argument of a request.
 func roffWord(s string) string { return `"` + strings.ReplaceAll(roff(s), `"`, `\(dq`) + `"` }

@@ -10,8 +10,8 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// MarkdownPages returns the reference of the command line: a page for each command of the first level, such as transfer.md, with the
-// commands below it, and README.md, which lists all commands and the flags that every command has.
+// MarkdownPages returns the pages of the command line's reference, by file name: one page for each command of the first level with the
+// commands below it, such as transfer.md, and README.md, which lists all commands and the flags that every command has.
 func MarkdownPages(root *kong.Node) map[string]string {
 	pages := map[string]string{}
 	var list strings.Builder
@@ -56,7 +56,8 @@ func markdownCommand(b, list *strings.Builder, n *kong.Node, page, level string)
 	}
 }
 
-// markdownFlags writes a table for each group of the flags of a command that its parents lack. With environment it names the variable of each.
+// markdownFlags writes a table for each group of flags that a command has and its parents lack. If environment is true, the table names
+// the environment variable of each flag.
 func markdownFlags(b *strings.Builder, n *kong.Node, environment bool) {
 	group := "none yet"
 	for _, f := range n.Flags {

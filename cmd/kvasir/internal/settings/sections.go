@@ -11,11 +11,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// A file may be for several commands: the flag --config of the command that reads it
-// has the tag sections:"server,relay", their names. Each is a key of the file, and what
-// stands below it are the flags of the command of that name.
+// One configuration file may serve several commands. The flag --config of the command that reads the file has the tag
+// sections:"server,relay", the names of these commands. Each name is a key of the file, and the keys below it are the flags of that
+// command.
 
-// sectionsOf returns the sections that a command's file may have; nil for none.
+// sectionsOf returns the names of the sections that a command's file may have; nil: none.
 func sectionsOf(command *kong.Node) []string {
 	if text := FlagNamed(command, "config").Tag.Get("sections"); text != "" {
 		return strings.Split(text, ",")
@@ -23,21 +23,22 @@ func sectionsOf(command *kong.Node) []string {
 	return nil
 }
 
-// Section returns Settings for one section of the file that was read: environment, the
-// section, and then what Default gave. It reports false when the file lacks the section.
+// Section returns Settings for one section of the file that was read. They look for a flag in the environment first, then in the
+// section, then among the values given to Default. ok is false if the file lacks the section.
 func (s *Settings) Section(name string) (*Settings, bool) {
 	node, ok := s.sections[name]
 	return &Settings{getenv: s.getenv, from: make(map[string]string), path: s.path, name: name, section: node, last: make(map[string]setting)}, ok
 }
 
-// Default gives a flag a value for the case that the environment and the file give none. from
-// names the source of the value.
+// Default gives a flag a value that is used if neither the environment nor the file has one. from names the source of the value, for
+// Sources.
 func (s *Settings) Default(flag, value, from string) {
 	s.last[flag] = setting{value: value}
 	s.lastOf = from
 }
 
-// hint says which key was probably meant.
+// hint returns the end of an error about an unknown key: the name that was probably meant, or else the names of the sections, if the
+// file may have any.
 func (s *Settings) hint(key string, known, sections []string) string {
 	if near := options.NearestHint(key, slices.Concat(known, sections)); near != "" || sections == nil {
 		return near

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package settings finds the flags of a command in the environment and in a YAML file, and writes the scripts
-// by which shells complete them.
+// Package settings finds the flags of a command in the environment and in a YAML file. It also writes the shells' scripts for
+// completion, and the reference pages of the commands.
 package settings
 
 import (
@@ -25,45 +25,45 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// notInFile are flags that only a command line gives.
+// notInFile are the flags that can be given only on the command line.
 var notInFile = []string{"help", "config", "check-config", "drop"}
 
-// maxConfig bounds the file, bytes.
+// maxConfig is the largest configuration file, in bytes.
 const maxConfig = 1 << 20
 
-// Settings finds flags in the environment and the file. It implements kong.Resolver.
+// Settings finds the values of flags in the environment and in the file of --config. It implements kong.Resolver.
 type Settings struct {
 	getenv func(string) (string, bool)
 
-	path     string // of the file
+	path     string // path of the file
 	file     map[string]setting
-	from     map[string]string     // where a flag's value is from, by name
-	sections map[string]*yaml.Node // of a file for several commands, by command
+	from     map[string]string     // where the value of a flag is from, by the flag's name
+	sections map[string]*yaml.Node // the sections of a file for several commands, by the command's name
 
-	command string   // that reads the file
-	faults  []string // of the file; a file with sections is read to its end
+	command string   // name of the command that reads the file
+	faults  []string // what is wrong with the keys; a file with sections is read to its end all the same
 
-	section *yaml.Node         // a section, read instead of the file; nil: none
-	name    string             // of the section
-	last    map[string]setting // values of Default, used if there is no other
-	lastOf  string             // where the values of last are from
+	section *yaml.Node         // the section that is read instead of the file; nil: none
+	name    string             // name of the section
+	last    map[string]setting // values given to Default, used if nothing else gives one
+	lastOf  string             // the source of the values in last
 }
 
-// setting is a value of the file.
+// setting is the value of one key of the file.
 type setting struct {
 	value string
-	list  []string // the values of a list; value has them too
+	list  []string // the values, if it is a list; value has them as one text
 	line  int
 }
 
-// New returns Settings that read the environment.
+// New returns Settings that read the environment of the process.
 func New() *Settings { return &Settings{getenv: os.LookupEnv, from: make(map[string]string)} }
 
-// Validate implements kong.Resolver.
+// Validate does nothing. It implements kong.Resolver.
 func (*Settings) Validate(*kong.Application) error { return nil }
 
-// Resolve implements kong.Resolver: it is asked for each flag that the command line
-// does not give.
+// Resolve returns the value for a flag that the command line does not give, from the environment, the file or Default; nil: none of
+// them has one. It implements kong.Resolver.
 func (s *Settings) Resolve(c *kong.Context, at *kong.Path, f *kong.Flag) (any, error) {
 	command := c.Selected()
 	if command == nil || FlagNamed(command, "config") == nil || slices.Contains(notInFile, f.Name) {
@@ -88,7 +88,7 @@ func (s *Settings) Resolve(c *kong.Context, at *kong.Path, f *kong.Flag) (any, e
 	return nil, nil
 }
 
-// listOf splits the values of a list: at blanks, but for those inside JSON objects.
+// listOf splits a text into the values of a list: at blanks, except for blanks inside JSON objects.
 func listOf(text string) []string {
 	var out []string
 	for d := json.NewDecoder(strings.NewReader(text)); strings.HasPrefix(text, "{"); {
@@ -104,8 +104,8 @@ func listOf(text string) []string {
 	return strings.Fields(text)
 }
 
-// asValue returns the value that the parser accepts for a flag: text, or for a flag that
-// is repeated instead of separated by commas a list, which split makes of text.
+// asValue returns a value in the form that the parser takes for the flag. That is text, except for a flag that is repeated for several
+// values: then it is a list, the given one or what split makes of the text.
 func asValue(f *kong.Flag, split func(string) []string, text string, list []string) any {
 	if f.Target.Kind() != reflect.Slice || f.Tag.Sep != -1 {
 		return text
@@ -123,7 +123,7 @@ func asValue(f *kong.Flag, split func(string) []string, text string, list []stri
 	return out
 }
 
-// envName is the variable of a flag: KVASIR_TRANSFER_SERVE_HOST, KVASIR_LOG_LEVEL.
+// envName returns the environment variable of a flag, such as KVASIR_TRANSFER_SERVE_HOST or KVASIR_LOG_LEVEL.
 func envName(at *kong.Path, f *kong.Flag) string {
 	name := "KVASIR_"
 	if at.Command != nil {
@@ -132,8 +132,8 @@ func envName(at *kong.Path, f *kong.Flag) string {
 	return strings.ToUpper(strings.NewReplacer("-", "_", " ", "_").Replace(name + f.Name))
 }
 
-// isServiceLink reports whether a variable is one that Kubernetes sets for a Service of
-// the name kvasir-server or the like: KVASIR_SERVER_PORT=tcp://10.0.0.1:5555.
+// isServiceLink reports whether Kubernetes set a variable for a Service with a name such as kvasir-server:
+// KVASIR_SERVER_PORT=tcp://10.0.0.1:5555.
 func (s *Settings) isServiceLink(name, value string) bool {
 	service, ok := strings.CutSuffix(name, "_PORT")
 	if !ok || !strings.Contains(value, "://") {
@@ -143,7 +143,7 @@ func (s *Settings) isServiceLink(name, value string) bool {
 	return ok
 }
 
-// load reads the file that --config names, once.
+// load reads the file that --config names, unless it was read already.
 func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 	if s.file != nil {
 		return nil
@@ -188,8 +188,8 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 	return err
 }
 
-// note collects an error of one key of a file with sections for Faults, so that the rest of the file is checked too. It
-// returns other errors.
+// note keeps an error about one key of a file with sections for Faults, so that the rest of the file is checked too. It returns other
+// errors.
 func (s *Settings) note(err error) error {
 	file, ok := errors.AsType[FileError](err)
 	if !ok || file.structure {
@@ -199,7 +199,7 @@ func (s *Settings) note(err error) error {
 	return nil
 }
 
-// Faults returns what is wrong with the keys of a file with sections, or of a section.
+// Faults returns one error about all wrong keys of a file with sections, or of a section; nil: no key is wrong.
 func (s *Settings) Faults() error {
 	if len(s.faults) == 0 {
 		return nil
@@ -207,14 +207,14 @@ func (s *Settings) Faults() error {
 	return FileError{text: strings.Join(s.faults, "; ")}
 }
 
-// Skip ignores the value that the file has for a flag. It reports false where the file has none.
+// Skip makes Settings ignore the value that the file has for a flag. It returns false if the file has none.
 func (s *Settings) Skip(flag string) bool {
 	_, ok := s.file[flag]
 	delete(s.file, flag)
 	return ok
 }
 
-// FlagOf returns the first flag that a text names, empty for none.
+// FlagOf returns the name of the first flag in a text; empty: the text has none.
 func FlagOf(text string) string {
 	if m := flagInText().FindStringSubmatch(text); m != nil {
 		return m[1]
@@ -222,7 +222,7 @@ func FlagOf(text string) string {
 	return ""
 }
 
-// knownFlags returns the flags of a command that can stand in a file.
+// knownFlags returns the names of a command's flags that a file may have.
 func knownFlags(command *kong.Node) (known []string) {
 	for _, group := range command.AllFlags(true) {
 		for _, f := range group {
@@ -234,22 +234,21 @@ func knownFlags(command *kong.Node) (known []string) {
 	return known
 }
 
-// FileError is an error about the file: no flag is to blame.
+// FileError is an error about the configuration file, for which no flag is to blame.
 type FileError struct {
 	text      string
-	structure bool // nothing of the file can be read
+	structure bool // the file as a whole cannot be read
 }
 
-// Unreadable reports whether nothing of the file could be read.
+// Unreadable reports whether the file as a whole could not be read.
 func (e FileError) Unreadable() bool { return e.structure }
 
-// Error returns the text, in one line.
+// Error returns the text of the error in one line.
 func (e FileError) Error() string {
-	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys may be any text
+	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys in the text may be any text
 }
 
-// readSettings reads one YAML mapping of scalars and lists of scalars, and of sections,
-// which are mappings themselves.
+// readSettings reads a YAML mapping. Its values are scalars, lists of scalars, and sections, which are mappings themselves.
 func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[string]setting, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxConfig+1))
 	if err != nil {
@@ -262,7 +261,7 @@ func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[stri
 	in := yaml.NewDecoder(bytes.NewReader(text))
 	err = in.Decode(&doc)
 	if errors.Is(err, io.EOF) || err == nil && len(doc.Content) == 0 {
-		return make(map[string]setting), nil // empty, or comments
+		return make(map[string]setting), nil // the file is empty, or has comments alone
 	}
 	if err == nil {
 		err = in.Decode(&second)
@@ -276,7 +275,7 @@ func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[stri
 	return s.readMapping(doc.Content[0], known, sections)
 }
 
-// readMapping reads the mapping of a file or of a section. Sections are noted.
+// readMapping reads the mapping of a file or of a section. It keeps the sections of a file in s.sections.
 func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[string]setting, error) {
 	out := make(map[string]setting)
 	of, example := "", "port: 5555"
@@ -342,15 +341,17 @@ func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[st
 	return out, nil
 }
 
-// isOfAll reports whether a key is a section of a file for kvasir all, from which a command reads only its own section.
+// isOfAll reports whether a key is a section in a file that was written for kvasir all, while one of commandsOfAll reads the file. Of
+// these sections the command reads its own alone.
 func (s *Settings) isOfAll(key string, node *yaml.Node, known []string) bool {
 	return slices.Contains(commandsOfAll, key) && !slices.Contains(known, key) && node.Kind == yaml.MappingNode && slices.Contains(commandsOfAll, s.command)
 }
 
-// commandsOfAll are the sections of a file for kvasir all.
+// commandsOfAll are the names of the sections in a file for kvasir all.
 var commandsOfAll = []string{"bootstrap", "server", "relay", "proxy"}
 
-// scalars returns a value, or the values of a list as a flag takes them.
+// scalars returns the value of a node as a flag takes it. A mapping becomes JSON. The elements of a list are in list, and in value with
+// commas between them. ok is false if the node is empty, or a list has an element that is neither a scalar nor a mapping.
 func scalars(n *yaml.Node) (value string, list []string, ok bool) {
 	if n.Kind == yaml.AliasNode {
 		n = n.Alias
@@ -380,12 +381,12 @@ func scalars(n *yaml.Node) (value string, list []string, ok bool) {
 	return "", nil, false
 }
 
-// hasMapping reports whether a value is a mapping, or a list with one.
+// hasMapping reports whether a node is a mapping, or a list with a mapping in it.
 func hasMapping(n *yaml.Node) bool {
 	return n.Kind == yaml.MappingNode || slices.ContainsFunc(n.Content, func(e *yaml.Node) bool { return e.Kind == yaml.MappingNode })
 }
 
-// jsonOf returns a mapping as JSON, for flags that take that, such as l2-adapter.
+// jsonOf returns a mapping as JSON, for flags that take JSON, such as l2-adapter.
 func jsonOf(n *yaml.Node) (string, bool) {
 	var v map[string]any
 	if n.Decode(&v) != nil {
@@ -395,7 +396,7 @@ func jsonOf(n *yaml.Node) (string, bool) {
 	return string(text), err == nil
 }
 
-// FlagNamed returns the flag of a command with that name, or nil.
+// FlagNamed returns the flag of a command with a name; nil: the command has no such flag.
 func FlagNamed(n *kong.Node, name string) *kong.Flag {
 	for _, f := range n.Flags {
 		if f.Name == name {
@@ -407,7 +408,7 @@ func FlagNamed(n *kong.Node, name string) *kong.Flag {
 
 var flagInText = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`--([a-z0-9][a-z0-9-]*)`) })
 
-// Origins says where the flags that a text names were given, if not on the command line.
+// Origins says, for the flags that a text names, where their values are from, unless that is the command line.
 func (s *Settings) Origins(text string) string {
 	out, named := "", map[string]bool{}
 	for _, m := range flagInText().FindAllStringSubmatch(text, -1) {
@@ -419,8 +420,8 @@ func (s *Settings) Origins(text string) string {
 	return out
 }
 
-// Misspelt returns the variables that begin like the command's and that no flag
-// reads, where a flag has nearly that name.
+// Misspelt returns the environment variables that begin like those of the command and that no flag reads, if a flag has nearly that
+// name.
 func (s *Settings) Misspelt(command *kong.Node, environ []string) []string {
 	prefix := envName(&kong.Path{Command: command}, &kong.Flag{Value: &kong.Value{}})
 	var known, out []string
@@ -439,7 +440,7 @@ func (s *Settings) Misspelt(command *kong.Node, environ []string) []string {
 	return out
 }
 
-// Print writes the flags of a command as a file for --config.
+// Print writes the values of a command's flags in the form of a file for --config.
 func (s *Settings) Print(w io.Writer, c *kong.Context) error {
 	var lines [][2]string
 	width := 0
@@ -464,7 +465,7 @@ func (s *Settings) Print(w io.Writer, c *kong.Context) error {
 	return nil
 }
 
-// source is where a flag's value is from.
+// source says where the value of a flag is from.
 func (s *Settings) source(c *kong.Context, f *kong.Flag) string {
 	switch {
 	case s.from[f.Name] != "":
@@ -475,7 +476,8 @@ func (s *Settings) source(c *kong.Context, f *kong.Flag) string {
 	return "default"
 }
 
-// Sources returns where the values of Values are from: "command line", a variable with a dollar sign, a file and its line, "default".
+// Sources says where the values that Values returns are from, by flag: "command line", a variable with a dollar sign, a file and its
+// line, or "default".
 func (s *Settings) Sources(c *kong.Context) map[string]string {
 	out := make(map[string]string)
 	for _, p := range c.Path {
@@ -486,7 +488,7 @@ func (s *Settings) Sources(c *kong.Context) map[string]string {
 	return out
 }
 
-// Values returns the flags of a command as text.
+// Values returns the values of a command's flags as text, by name.
 func (s *Settings) Values(c *kong.Context) map[string]string {
 	out := make(map[string]string)
 	for _, p := range c.Path {
@@ -503,15 +505,15 @@ func onCommandLine(c *kong.Context, f *kong.Flag) bool {
 	return slices.ContainsFunc(c.Path, func(p *kong.Path) bool { return p.Flag == f && !p.Resolved })
 }
 
-// secret reports whether a flag's value must not be shown.
+// secret reports whether the value of a flag must not be shown.
 func secret(f *kong.Flag) bool {
 	return strings.HasSuffix(f.Name, "token") || strings.HasSuffix(f.Name, "-key") && !strings.HasSuffix(f.Name, "tls-key")
 }
 
-// hidden stands for a value that must not be shown.
+// hidden is written in place of a value that must not be shown.
 const hidden = "(set)"
 
-// yamlLine writes one flag. Secrets are not shown, and what has no value is a comment.
+// yamlLine returns one flag as a line of YAML. It hides secrets. A flag without a value becomes a comment.
 func yamlLine(f *kong.Flag) (string, error) {
 	v := f.Target.Interface()
 	switch {

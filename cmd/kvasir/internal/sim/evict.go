@@ -13,7 +13,7 @@ type evictCmd struct {
 	replay.PolicyFlags
 }
 
-// Run plays the policies.
+// Run replays the trace with each policy, and prints how they compare.
 func (c *evictCmd) Run(e *Env) error {
 	if err := writable(c.JSON, c.CSV, c.SVG); err != nil {
 		return err

@@ -40,7 +40,7 @@ type fleetCmd struct {
 	Seed     uint64          `help:"Seed of conversations and arrivals." default:"1" group:"Workload"`
 }
 
-// Help is shown by kvasir sim fleet --help.
+// Help returns the text that kvasir sim fleet --help shows.
 func (fleetCmd) Help() string {
 	return `Nodes with RAM of their own over one store: what hits where, what passes between them, and from how many nodes on
 the store's bandwidth binds. Made conversations grow with the fleet (12 at a time for each node, 3 system prompts for all);
@@ -52,10 +52,10 @@ Examples:
   kvasir sim fleet --nodes 1,4,16 --read-gbps 5 --write-gbps 5 --route sticky --csv -`
 }
 
-// maxFleetRequests bounds the requests of all nodes together.
+// maxFleetRequests is how many requests all nodes together may send.
 const maxFleetRequests = 2_000_000
 
-// options makes the options; done ends what they read, and may be called after an error.
+// options returns the options of the runs. The caller calls done after them, also if there is an error: it closes the trace.
 func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 	done = func() {}
 	var f faults
@@ -75,7 +75,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 	if err != nil {
 		return o, done, err
 	}
-	p.BlockTokens = 512 // of made conversations
+	p.BlockTokens = 512 // for made conversations; a trace has --block-tokens
 	var trace *workload.Trace
 	var span fleet.Span
 	if c.Trace != "" {
@@ -83,7 +83,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 		if trace, err = workload.OpenTrace(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Format: c.Format}); err != nil {
 			return o, done, err
 		}
-		done = func() { _ = trace.Close() } // only read from: the error does not matter
+		done = func() { _ = trace.Close() } // the file was only read, so the error does not matter
 		if span, err = fleet.SpanOf(e.Ctx, trace.Requests()); err != nil {
 			return o, done, err
 		}
@@ -116,7 +116,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 	return o, done, nil
 }
 
-// Run plays the fleets.
+// Run plays a fleet of each size, and prints the results.
 func (c *fleetCmd) Run(e *Env) error {
 	o, done, err := c.options(e)
 	defer done()

@@ -40,7 +40,7 @@ type replayCmd struct {
 	Corrupt   int    `name:"corrupt-block" help:"With bytes: flip a bit of the Nth block that arrives, to see that it is noticed." default:"0" placeholder:"N" group:"Scheduled"`
 }
 
-// Help is shown by kvasir sim replay --help.
+// Help returns the text that kvasir sim replay --help shows.
 func (replayCmd) Help() string {
 	return `A hit is a run of blocks from a prompt's start that the cache has. JSON: requests, blocks, hit_blocks, tokens,
 seconds (that the replay took).
@@ -62,33 +62,33 @@ Examples:
 // replayed is the result of a replay.
 type replayed struct {
 	replay.Result
-	Seconds float64 `json:"seconds"`       // that the replay took
-	Span    float64 `json:"trace_seconds"` // of the arrivals
+	Seconds float64 `json:"seconds"`       // how long the replay took
+	Span    float64 `json:"trace_seconds"` // the span of the arrivals
 
 	Scheduled *scheduled `json:"scheduled,omitempty"`
 }
 
-// scheduled is the result of a trace that was run through engines.
+// scheduled is the result of running a trace through engines.
 type scheduled struct {
 	*cluster.Result
 	Profile string          `json:"profile"`
 	Scale   int             `json:"scale"` // lengths, blocks and arrivals were divided by it
 	Prefill int             `json:"prefill"`
 	Decode  int             `json:"decode"`
-	Seconds float64         `json:"seconds"` // that the run took
+	Seconds float64         `json:"seconds"` // how long the run took
 	Virtual float64         `json:"virtual_seconds"`
 	Ratio   float64         `json:"ratio"` // Virtual / Seconds
 	Figures cluster.Figures `json:"figures"`
 
 	Cached     int64 `json:"cached_tokens"`        // prompt tokens that P did not compute
-	Unfinished int   `json:"unfinished,omitempty"` // requests that an interruption left; failed in the figures
+	Unfinished int   `json:"unfinished,omitempty"` // requests that did not end before an interruption; the figures count them as failed
 
-	failed      int // the number of the first request that failed
+	failed      int // number of the first request that failed
 	firstFailed string
-	times       tokenTimes // for Plot
+	times       tokenTimes // for --plot
 }
 
-// Run replays the trace.
+// Run replays the trace and, with --scheduled, runs it through engines. It prints the results.
 func (c *replayCmd) Run(e *Env) error {
 	var f faults
 	f.unless(c.Capacity >= 0, "--capacity-blocks %d is less than 0", c.Capacity)
@@ -123,13 +123,14 @@ func (c *replayCmd) Run(e *Env) error {
 	return errors.Join(c.write(e, &out, out.print), c.plot(e, &out), asUsage(e, err), out.wrong())
 }
 
-// plot draws the trace, if that is asked for.
+// plot draws the trace into the file of --plot, if there is one.
 func (c *replayCmd) plot(e *Env, r *replayed) error {
 	files := pointFiles{Plot: c.Plot}
 	return files.writePoints(e, nil, func(w io.Writer) error { return plot.Write(w, r.panels()...) })
 }
 
-// panels are what the trace looks like over its time: each line has a point for each sixtieth of it.
+// panels returns the plots of the trace over its time. A line has one point for each part of the trace, which is a sixtieth of its
+// time.
 func (r *replayed) panels() []plot.Panel {
 	const axis = "minutes of the trace"
 	now, all := plot.Line{Name: "this part"}, plot.Line{Name: "so far"}
@@ -148,16 +149,16 @@ func (r *replayed) panels() []plot.Panel {
 	return out
 }
 
-// tokenTimes are the times of tokens of the requests that were sent in each part of a trace.
+// tokenTimes holds, for each part of a trace, the times of tokens of the requests that were sent in this part.
 type tokenTimes struct {
 	span        time.Duration
 	first, each [replay.MostParts]cluster.Values
 }
 
-// mostTimes is up to how many different times the percentiles of a part are exact.
+// mostTimes is how many different times a part may have for its percentiles to be exact.
 const mostTimes = 1 << 15
 
-// add adds those of a request.
+// add adds the times of one request, unless it failed.
 func (t *tokenTimes) add(q *cluster.Record) {
 	if q.Error != "" || q.Last == 0 {
 		return
@@ -191,7 +192,7 @@ func (t *tokenTimes) panels(axis string) []plot.Panel {
 	return []plot.Panel{panel("time to the first token, s", &t.first), panel("time per token, ms", &t.each)}
 }
 
-// wrong returns an error if requests got wrong KV bytes.
+// wrong returns an error if any request got wrong KV bytes.
 func (r *replayed) wrong() error {
 	if s := r.Scheduled; s != nil && s.Bytes != nil && s.Bytes.Wrong > 0 {
 		return fmt.Errorf("requests that were given wrong KV bytes: %d", s.Bytes.Wrong)
@@ -199,7 +200,7 @@ func (r *replayed) wrong() error {
 	return nil
 }
 
-// schedule runs the trace through engines. counted is the result of the replay that counted the trace.
+// schedule runs the trace through engines. counted is the result of the replay that read the same trace before.
 func (c *replayCmd) schedule(e *Env, requests iter.Seq2[workload.Request, error], counted *replay.Result) (*scheduled, error) {
 	began := time.Now()
 	p, err := costmodel.Open(c.Profile)
@@ -210,7 +211,7 @@ func (c *replayCmd) schedule(e *Env, requests iter.Seq2[workload.Request, error]
 	if err := (&tables.Options{TokenBudget: c.Budget, Set: c.settings()}).Apply(p); err != nil {
 		return nil, err
 	}
-	if n := c.Scale; n > 1 { // as many blocks and steps as before
+	if n := c.Scale; n > 1 { // as many blocks and steps as without --scale
 		p.Blocks = p.KVBlocks()
 		p.BlockTokens, p.TokenBudget, p.MaxModel = c.Block/n, max(p.TokenBudget/n, 1), max(p.MaxModel/n, 2)
 	}
@@ -282,7 +283,7 @@ func (r *replayed) print(w io.Writer) error {
 	return t.Flush()
 }
 
-// ratio writes a number with two digits at least.
+// ratio writes a number with at least two digits.
 func ratio(v float64) string {
 	if v < 10 {
 		return fmt.Sprintf("%.2g", v)
@@ -290,7 +291,7 @@ func ratio(v float64) string {
 	return fmt.Sprintf("%.0f", v)
 }
 
-// thousands writes a number with commas.
+// thousands writes a number with commas between groups of three digits.
 func thousands(n uint64) string {
 	s := fmt.Sprint(n)
 	for i := len(s) - 3; i > 0; i -= 3 {

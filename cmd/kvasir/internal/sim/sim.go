@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sim is kvasir sim: it turns flags into options of sim/tables, sim/replay, sim/sweep,
-// sim/fleet and sim/cluster, and prints their results as text or JSON.
+// Package sim is kvasir sim. It turns flags into options of sim/tables, sim/replay, sim/sweep, sim/fleet and sim/cluster, and prints
+// their results as text or JSON.
 package sim
 
 import (
@@ -27,7 +27,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// Command is kvasir sim: deployments in virtual time.
+// Command is kvasir sim: it simulates deployments in virtual time.
 type Command struct {
 	Table     tableCmd     `cmd:"" help:"Play the original's table: 1P1D on two A10 servers, 100 prompts of ShareGPT."`
 	Replay    replayCmd    `cmd:"" help:"Count what a prefix cache would have of a trace; with --scheduled, run it through engines."`
@@ -40,7 +40,7 @@ type Command struct {
 	Calibrate calibrateCmd `cmd:"" help:"Fit a profile to results of vllm bench serve; without any, the profiles' constants from their figures."`
 }
 
-// Help is shown by kvasir sim --help.
+// Help returns the text that kvasir sim --help shows.
 func (Command) Help() string {
 	return `Whole deployments in virtual time: prefill and decode engines with vLLM's scheduler, on modelled GPUs. No GPU,
 no network, no waiting; the same run gives the same figures. docs/measured/accuracy.md says how near they are.
@@ -53,7 +53,7 @@ Examples:
   kvasir sim profile a10-qwen2.5-7b`
 }
 
-// Aliases returns a command line with kvasir engine calibrate as kvasir sim calibrate.
+// Aliases rewrites a command line: kvasir engine calibrate becomes kvasir sim calibrate.
 func Aliases(args []string) []string {
 	if len(args) >= 2 && args[0] == "engine" && args[1] == "calibrate" {
 		return append([]string{"sim", "calibrate"}, args[2:]...)
@@ -61,12 +61,12 @@ func Aliases(args []string) []string {
 	return args
 }
 
-// Env is what the commands are run with.
+// Env is what a command needs from its process.
 type Env struct {
-	Ctx            context.Context // ends at SIGINT or SIGTERM
+	Ctx            context.Context // it ends at SIGINT or SIGTERM
 	Stdout, Stderr io.Writer
-	// Progress returns two functions: show prints how far a run is, end ends its line. of names
-	// what show counts, for example requests. nil: no progress is printed.
+	// Progress returns two functions: show prints how far a run is, and end ends the printed line. of names what show counts, for
+	// example requests. nil: no progress is printed.
 	Progress func(w io.Writer, of string) (show func(done, total int), end func())
 }
 
@@ -77,17 +77,17 @@ func (e *Env) progress(of string) (show func(done, total int), end func()) {
 	return e.Progress(e.Stderr, of)
 }
 
-// UsageError is an error of the command line, which a look at --help answers.
+// UsageError is an error of the command line. Its text is followed by a hint to --help.
 type UsageError struct{ text string }
 
 func (e *UsageError) Error() string { return e.text }
 
-// UsageErrorf returns a UsageError, also for commands of other packages.
+// UsageErrorf returns a UsageError. Commands of other packages use it.
 func UsageErrorf(format string, args ...any) error { return usagef(format, args...) }
 
 func usagef(format string, args ...any) error { return &UsageError{fmt.Sprintf(format, args...)} }
 
-// faults collects what is wrong with a command line.
+// faults collects texts that say what is wrong with a command line.
 type faults []string
 
 func (f *faults) unless(ok bool, format string, args ...any) {
@@ -103,12 +103,12 @@ func (f faults) err() error {
 	return usagef("%s", strings.Join(f, "; "))
 }
 
-// jsonFlag writes a result as JSON.
+// jsonFlag is the flag --json of a command, which writes its result as JSON.
 type jsonFlag struct {
 	JSON string `name:"json" help:"Write the result as JSON to this file; - is standard output, instead of the table." placeholder:"FILE"`
 }
 
-// write prints a result: as JSON where that is asked for, and as text unless that is standard output.
+// write prints a result as text, and writes it as JSON if --json is given. If the JSON goes to standard output, no text is printed.
 func (f *jsonFlag) write(e *Env, result any, text func(io.Writer) error) error {
 	if f.JSON != "-" {
 		if err := text(e.Stdout); err != nil {
@@ -131,7 +131,7 @@ func (f *jsonFlag) write(e *Env, result any, text func(io.Writer) error) error {
 	return os.WriteFile(f.JSON, b.Bytes(), 0o644)
 }
 
-// writable checks before a long run that files can be made where they are to be.
+// writable checks, before a long run, that files can be created: no file is a directory, and the directory of each exists.
 func writable(files ...string) error {
 	for _, file := range files {
 		if file == "" || file == "-" {
@@ -147,7 +147,7 @@ func writable(files ...string) error {
 	return nil
 }
 
-// constantFlags change a profile.
+// constantFlags are the flags that change constants of a profile.
 type constantFlags struct {
 	Set    map[string]float64 `help:"Give a constant of the profile another value; again for more. kvasir sim profile lists them." placeholder:"CONSTANT=VALUE" group:"Profile"`
 	Budget int                `name:"token-budget" help:"Tokens of a step (max_num_batched_tokens); default the profile's." placeholder:"N" group:"Profile"`
@@ -163,7 +163,8 @@ func sortedSettings(set map[string]float64) (out []tables.Setting) {
 	return out
 }
 
-// asUsage makes errors that a flag caused usage errors, and says how far an interrupted run came.
+// asUsage returns err as a UsageError if a flag caused it, and as "interrupted" if the user ended the run. It returns other errors as
+// they are.
 func asUsage(e *Env, err error) error {
 	for _, wrong := range []error{costmodel.ErrConstant, costmodel.ErrProfile, cluster.ErrOptions, tables.ErrLengths, tables.ErrTable, tables.ErrMarkers, sweep.ErrOptions, fleet.ErrOptions, tables.ErrResult, workload.ErrTrace, replay.ErrOptions} {
 		if errors.Is(err, wrong) {
@@ -186,7 +187,7 @@ type tableCmd struct {
 	Lengths string `help:"Play this list instead of the built-in one: lines of prompt,limit,output." placeholder:"FILE"`
 }
 
-// Help is shown by kvasir sim table --help.
+// Help returns the text that kvasir sim table --help shows.
 func (tableCmd) Help() string {
 	return `The table of vLLM's pull request for the MooncakeConnector, both rows, figure by figure beside ours. Figures have the
 keys and definitions of vllm bench serve; an error is ours / original - 1.
@@ -197,7 +198,7 @@ Examples:
   kvasir sim table --token-budget 8192 --set host_step_ms=5 --json -`
 }
 
-// Run plays the table.
+// Run plays the table, and prints its figures beside the original's.
 func (c *tableCmd) Run(e *Env) error {
 	var f faults
 	f.unless(c.Seeds >= 0 && c.Seeds <= 10000, "--seeds %d is outside 0 to 10000", c.Seeds)
@@ -229,7 +230,7 @@ func (c *tableCmd) Run(e *Env) error {
 	return errors.Join(c.write(e, t, t.Print), asUsage(e, err))
 }
 
-// TableReport writes both rows as a page.
+// TableReport writes both rows of the table as a page of HTML.
 func TableReport(w io.Writer, t *tables.Table) error {
 	var runs []report.Run
 	for i, r := range t.Results {
@@ -245,7 +246,7 @@ type profileCmd struct {
 	Name string `arg:"" optional:"" help:"The profile; without one, all are listed."`
 }
 
-// Run prints a profile.
+// Run prints a profile, or a list of all profiles if none is named.
 func (c *profileCmd) Run(e *Env) error {
 	if c.Name == "" {
 		return c.write(e, costmodel.Names, costmodel.List)
@@ -268,7 +269,7 @@ type calibrateCmd struct {
 	Write   string   `help:"Write the fitted profile to this file, for --profile; its name ends with .json." placeholder:"FILE"`
 }
 
-// Help is shown by kvasir sim calibrate --help.
+// Help returns the text that kvasir sim calibrate --help shows.
 func (calibrateCmd) Help() string {
 	return `Fits the two efficiencies of a profile: that of prefills from mean TTFT, that of the memory from mean ITL. With
 --save-detailed results have the lengths of all requests; otherwise their means are taken. kvasir engine calibrate
@@ -280,7 +281,7 @@ Examples:
   kvasir sim sweep --profile mine-profile.json --pd 1:1,0:2`
 }
 
-// Run fits constants.
+// Run fits the constants of a profile to results.
 func (c *calibrateCmd) Run(e *Env) error {
 	err := writable(c.JSON, c.Write)
 	if err != nil {
@@ -345,7 +346,7 @@ type checkCmd struct {
 	Ranges bool     `help:"Run both ends of the ranges of what is assumed of hosts and all-reduces."`
 }
 
-// Help is shown by kvasir sim check --help.
+// Help returns the text that kvasir sim check --help shows.
 func (checkCmd) Help() string {
 	return `Published tables that no constant is from, each figure beside ours. docs/measured/accuracy.md says where they are from and
 what is asked of them. A limit that is missed is printed; the exit code is 0 all the same.
@@ -356,7 +357,7 @@ Examples:
   kvasir sim check --json -`
 }
 
-// Run plays held-out tables.
+// Run plays the tables that no constant was fitted to, and prints each figure beside the published one.
 func (c *checkCmd) Run(e *Env) error {
 	if c.Seeds < 0 || c.Seeds > 10000 {
 		return usagef("--seeds %d is outside 0 to 10000", c.Seeds)
@@ -409,7 +410,7 @@ type accuracyCmd struct {
 	Write string `help:"Replace the tables in this document, between its two markers." placeholder:"FILE"`
 }
 
-// Run plays all tables.
+// Run plays all tables. It prints their figures or, with --write, replaces the tables in a document.
 func (c *accuracyCmd) Run(e *Env) error {
 	if c.Write == "" {
 		return asUsage(e, tables.Accuracy(e.Ctx, e.Stdout))

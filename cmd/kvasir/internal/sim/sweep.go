@@ -17,16 +17,16 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// pointFiles write points as CSV and as a drawing.
+// pointFiles are the flags that write the points of a result as CSV and as a drawing.
 type pointFiles struct {
 	CSV  string `name:"csv" help:"Write the points to this file; - is standard output." placeholder:"FILE"`
 	Plot string `help:"Draw the points into this SVG file." placeholder:"FILE"`
 }
 
-// onStdout reports whether one of the files is standard output. Then the command prints no table there.
+// onStdout reports whether one of the files is standard output. Then the command prints no table.
 func (f *pointFiles) onStdout() bool { return f.CSV == "-" || f.Plot == "-" }
 
-// writePoints writes the files that are asked for.
+// writePoints writes each of the two files that is asked for. asCSV and asSVG write their content.
 func (f *pointFiles) writePoints(e *Env, asCSV, asSVG func(io.Writer) error) error {
 	var errs []error
 	for _, file := range []struct {
@@ -66,7 +66,7 @@ type sweepCmd struct {
 	Goodput  []string `help:"Limits of a good request, milliseconds." default:"ttft:2000,tpot:50" placeholder:"NAME:MS" group:"Workload"`
 }
 
-// Help is shown by kvasir sim sweep --help.
+// Help returns the text that kvasir sim sweep --help shows.
 func (sweepCmd) Help() string {
 	return `Every combination of what is swept is a run of the same requests in virtual time. Interrupted, it keeps what has ended.
 A trace is read once before the runs and once for each, and may be longer than memory: a run keeps the requests that have not ended.
@@ -77,7 +77,7 @@ Examples:
   kvasir sim sweep --profile h100-70b-tp4 --random-input-len 4000 --token-budget 2048,8192 --json -`
 }
 
-// options makes the options; done ends what they read, and may be called after an error.
+// options returns the options of the runs. The caller calls done after them, also if there is an error: it closes the trace.
 func (c *sweepCmd) options() (o sweep.Options, done func(), err error) {
 	done = func() {}
 	p, err := tables.Profile(c.Profile, tables.Options{Set: sortedSettings(c.Set)})
@@ -105,7 +105,7 @@ func (c *sweepCmd) options() (o sweep.Options, done func(), err error) {
 		if err != nil {
 			return o, done, err
 		}
-		done = func() { _ = trace.Close() } // only read from: the error does not matter
+		done = func() { _ = trace.Close() } // the file was only read, so the error does not matter
 		o.Requests = trace.Requests()
 	case c.Input > 0:
 		list, err := workload.Random(c.Requests, c.Input, c.Output, 0, c.Seed)
@@ -119,7 +119,7 @@ func (c *sweepCmd) options() (o sweep.Options, done func(), err error) {
 	return o, done, nil
 }
 
-// Run sweeps.
+// Run plays every combination of the values that are swept, and prints the points.
 func (c *sweepCmd) Run(e *Env) error {
 	o, done, err := c.options()
 	defer done()

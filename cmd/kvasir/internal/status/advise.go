@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// AdviseCommand is kvasir advise: it says what to buy or change for more hits.
+// AdviseCommand is kvasir advise. It says what to buy or to change for a higher hit rate.
 type AdviseCommand struct {
 	Window  string  `help:"Time to look at: 15m, 1h or 24h." default:"24h" enum:"15m,1h,24h"`
 	Price   float64 `name:"gpu-hour-price" help:"Price of an hour of the GPUs that compute prompts, in any currency; 0: no money is shown." default:"0" placeholder:"PRICE"`
@@ -30,7 +30,7 @@ type AdviseCommand struct {
 	askFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir advise --help shows. It implements kong's detailed help.
 func (AdviseCommand) Help() string {
 	return `Says which part of the prompts was found, which part a memory without end would have found, and what comes nearer to it: more RAM,
 a tier, equal salts, smaller chunks, a faster tier, prompts whose beginning does not change; with the prefill time that it saves, and money
@@ -44,33 +44,34 @@ Examples:
   kvasir advise --json | jq '.advice[0]'`
 }
 
-// Advice is what kvasir advise says.
+// Advice is the answer of kvasir advise.
 type Advice struct {
 	Window  hitcurve.Window `json:"window"`
 	Tokens  float64         `json:"asked_tokens"`
-	Options []Option        `json:"advice"` // the one that gains most first
+	Options []Option        `json:"advice"` // the option that gains most comes first
 }
 
-// Option is something to buy or to change.
+// Option is one thing to buy or to change.
 type Option struct {
-	Kind    string  `json:"kind"` // pool, tier, salt, chunk_size, slow_tier, beginning
+	Kind    string  `json:"kind"` // pool, tier, salt, chunk_size, slow_tier or beginning
 	What    string  `json:"what"`
-	Rate    float64 `json:"hit_rate"` // with it
-	Points  float64 `json:"points"`   // that it gains
-	Most    bool    `json:"at_most"`  // the gain is a bound
+	Rate    float64 `json:"hit_rate"` // the hit rate with it
+	Points  float64 `json:"points"`   // percentage points of the hit rate that it gains
+	Most    bool    `json:"at_most"`  // the gain is an upper bound
 	Seconds float64 `json:"prefill_seconds"`
 	Money   float64 `json:"money,omitempty"`
-	Lost    uint64  `json:"lost_tokens,omitempty"` // prompt tokens since the start that were not found for the reason that the option removes
+	Lost    uint64  `json:"lost_tokens,omitempty"` // prompt tokens since the start that were not found, for the reason that the option removes
 	Share   float64 `json:"lost_share,omitempty"`  // Lost as a share of all tokens asked for
 }
 
-// Limits of CheckCost. Within them all figures of an advice are finite numbers.
+// The limits that CheckCost checks. Within them, all figures of an Advice are finite numbers.
 const (
 	maxPrice                  = 1e9
 	leastPrefill, mostPrefill = 0.001, 1e12
 )
 
-// CheckCost refuses a price of an hour of GPUs, or prompt tokens that they compute in a second, that are out of range.
+// CheckCost returns an error if a value is out of range. price is that of one hour of the GPUs, prefill how many prompt tokens they
+// compute in a second.
 func CheckCost(price, prefill float64) (err error) {
 	if !(price >= 0 && price <= maxPrice) {
 		err = fmt.Errorf("--gpu-hour-price %g is outside 0 to %g", price, maxPrice)
@@ -81,10 +82,11 @@ func CheckCost(price, prefill float64) (err error) {
 	return err
 }
 
-// leastPoints is the least gain of an option, in percentage points: the ceiling is known to about one point.
+// leastPoints is how many percentage points an option must gain to be shown. The possible hit rate itself is known only to about one
+// point.
 const leastPoints = 2
 
-// Run asks and prints.
+// Run asks the server for its status and prints the advice.
 func (c *AdviseCommand) Run(e *sim.Env) error {
 	if err := CheckCost(c.Price, c.Prefill); err != nil {
 		return sim.UsageErrorf("%v", err)
@@ -108,10 +110,10 @@ func (c *AdviseCommand) Run(e *sim.Env) error {
 	return c.print(e.Stdout, &st, &a)
 }
 
-// advise ranks what could be bought or changed.
+// advise returns the options for one window, the one that gains most first.
 func (c *AdviseCommand) advise(st *admin.Status, w hitcurve.Window) Advice {
 	a := Advice{Window: w, Tokens: float64(w.Tokens), Options: []Option{}}
-	if w.Tokens == 0 { // an earlier release does not count them
+	if w.Tokens == 0 { // a server of an earlier release does not count tokens
 		a.Tokens = float64(w.Asked) * float64(st.ChunkTokens)
 	}
 	if w.Asked == 0 {
@@ -124,7 +126,7 @@ func (c *AdviseCommand) advise(st *admin.Status, w hitcurve.Window) Advice {
 	return a
 }
 
-// add adds an option that gains enough.
+// add adds an option if it gains enough. It computes what the gain saves.
 func (c *AdviseCommand) add(a *Advice, o Option) {
 	if o.Points < leastPoints {
 		return
@@ -134,7 +136,8 @@ func (c *AdviseCommand) add(a *Advice, o Option) {
 	a.Options = append(a.Options, o)
 }
 
-// addMemory adds the smallest larger pool that gains at least 80 % of what the largest pool of the curve gains, and a tier of that size.
+// addMemory adds the smallest larger pool that gains at least 80 % of what the largest pool of the curve gains. If there is no tier, it
+// also adds a tier for the difference in size.
 func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 	w := &a.Window
 	best := w.Curve[len(w.Curve)-1].Rate - w.Hit
@@ -150,7 +153,8 @@ func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 	}
 }
 
-// addLost adds options against losses that more memory does not prevent, from the tokens that were lost for these reasons since the start.
+// addLost adds the options against losses that more memory does not prevent. It knows them from the tokens that were lost for each
+// reason since the start.
 func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	l := &st.Lookup
 	short := l.LostTokens[miss.Short.Label()]
@@ -160,7 +164,7 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 	}
 	lost := func(kind, what string, tokens uint64) {
 		share := min(float64(tokens)/all, 1)
-		gain := min(share, max(1-a.Window.Hit, 0)) // the losses since the start may be more than what the window still misses
+		gain := min(share, max(1-a.Window.Hit, 0)) // since the start more may have been lost than the window still lacks
 		c.add(a, Option{Kind: kind, What: what, Rate: a.Window.Hit + gain, Points: 100 * gain, Most: true, Lost: tokens, Share: share})
 	}
 	of := func(reasons ...miss.Reason) (tokens uint64) {
@@ -177,7 +181,8 @@ func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
 		Thousands(b.DifferTokens), Thousands(b.SameTokens)), b.LostTokens)
 }
 
-// unknownBeginnings says how many tokens may have been lost to a changing beginning, or to something else; empty if they are few.
+// unknownBeginnings says how many tokens were lost either to a changing beginning or for another reason, which is not known. The text
+// is empty if they are few.
 func unknownBeginnings(l *server.LookupStatus) string {
 	n := l.Beginnings.UnknownTokens
 	if n == 0 || n < l.AskedTokens/50 {
@@ -186,7 +191,7 @@ func unknownBeginnings(l *server.LookupStatus) string {
 	return fmt.Sprintf("\nNot known: whether beginnings that change lost any of %s tokens. Engines of vLLM's tiered offloading send hashes of their prompts alone.\n", Thousands(n))
 }
 
-// print writes an advice in words.
+// print writes the advice in words.
 func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
 	if a.Window.Asked == 0 && len(a.Options) == 0 && st.VLLM != nil && st.Lookup.Lookups > 0 {
 		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up with its tokens in the last %s. Nothing is estimated for vLLM's tiered offloading, which sends hashes alone: "+
@@ -214,7 +219,7 @@ func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
 	return err
 }
 
-// printWindow writes what was found in the window, and what other amounts of memory would have found.
+// printWindow writes which share of the tokens was found in the window, and which share other amounts of memory would have found.
 func (c *AdviseCommand) printWindow(w io.Writer, st *admin.Status, a *Advice) error {
 	win := &a.Window
 	fmt.Fprintf(w, "Of %s tokens that were asked for in the last %s, hit %.1f %% of %.1f %% possible (from the pool %.1f %%).\n\n",
@@ -235,7 +240,7 @@ func (c *AdviseCommand) printWindow(w io.Writer, st *admin.Status, a *Advice) er
 	return t.Flush()
 }
 
-// rateText writes a rate: in whole numbers, or below 10 with its fraction.
+// rateText writes a rate: below 10 with three digits, else as a whole number.
 func rateText(v float64) string {
 	if v < 10 {
 		return strconv.FormatFloat(v, 'g', 3, 64)
@@ -243,14 +248,14 @@ func rateText(v float64) string {
 	return Thousands(uint64(v))
 }
 
-// gain is what an option saves, in words.
+// gain says in words what an option saves.
 func (c *AdviseCommand) gain(o *Option) string {
 	var b strings.Builder
 	if o.Most {
 		b.WriteString("at most ")
 	}
 	fmt.Fprintf(&b, "+%.1f points: %.1f %%", o.Points, 100*o.Rate)
-	if o.Seconds > 0 { // else nothing was asked for in the window
+	if o.Seconds > 0 { // it is 0 if nothing was asked for in the window
 		fmt.Fprintf(&b, ", %.0f s of prefill", o.Seconds)
 		if c.Price > 0 {
 			fmt.Fprintf(&b, ", %.2f of GPU time", o.Money)

@@ -19,19 +19,19 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// maxAnswer bounds an answer, bytes.
+// maxAnswer is how many bytes of an answer are read.
 const maxAnswer = 64 << 20
 
-// Asker asks HTTP interfaces of servers.
+// Asker sends requests to the HTTP interfaces of servers.
 type Asker struct {
-	token  string // empty: none
+	token  string // empty: no token is sent
 	client http.Client
 
-	hourOf  string    // the server whose last hour is known
-	askedAt time.Time // when it was asked last
+	hourOf  string    // the server whose last hour was fetched
+	askedAt time.Time // when that server was last asked for its points
 }
 
-// AccessFlags are the credentials that a server may demand of its clients.
+// AccessFlags are the flags with the credentials that a server may demand of its clients.
 type AccessFlags struct {
 	Token string `name:"token" help:"Token of the server's --token-file; best as KVASIR_TOKEN, since other users see command lines." placeholder:"TOKEN" group:"Access"`
 	CA    string `name:"tls-ca" help:"Authorities (PEM) of a server at https, instead of the system's. Also KVASIR_TLS_CA." placeholder:"FILE" group:"Access"`
@@ -39,7 +39,7 @@ type AccessFlags struct {
 	Key   string `name:"tls-key" help:"Its key (PEM). Also KVASIR_TLS_KEY." placeholder:"FILE" group:"Access"`
 }
 
-// asker returns an Asker with the flags' token and certificate, or those of the environment.
+// asker returns an Asker with the token and certificate of the flags, or of the environment if a flag is not set.
 func (f *AccessFlags) asker() (*Asker, error) {
 	a := &Asker{token: cmp.Or(f.Token, os.Getenv("KVASIR_TOKEN"))}
 	if a.token == "" {
@@ -67,7 +67,7 @@ func (f *AccessFlags) asker() (*Asker, error) {
 	return a, nil
 }
 
-// get sends a GET request to a server. The error says in one line what to check.
+// get sends a GET request to a server and returns the body of the answer. The error says in one line what to check.
 func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
 	if err != nil {
@@ -76,7 +76,8 @@ func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
 	return a.do(r)
 }
 
-// do sends a request. Where the server refuses it, the error is the server's own text.
+// do sends a request and returns the body of the answer. If the server refuses the request, the error says why, in the server's own
+// words if it gave any.
 func (a *Asker) do(r *http.Request) (body []byte, err error) {
 	err = a.stream(r, func(answer io.Reader) (err error) {
 		body, err = io.ReadAll(io.LimitReader(answer, maxAnswer))
@@ -85,7 +86,7 @@ func (a *Asker) do(r *http.Request) (body []byte, err error) {
 	return body, err
 }
 
-// stream is do for an answer that take reads as it comes.
+// stream sends a request as do does, but passes the body of the answer to take, which reads it as it comes.
 func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 	at := r.URL.String()
 	if a.token != "" {
@@ -110,7 +111,7 @@ func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 		return err
 	case answer.StatusCode == http.StatusUnauthorized:
 		return fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
-	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the scope of the token
+	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the token lacks the right for this request
 		return fmt.Errorf("%s: %s", at, printable(detailOf(body)))
 	case answer.StatusCode == http.StatusForbidden:
 		return fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
@@ -122,7 +123,7 @@ func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 	return fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
 }
 
-// detailOf returns the detail of a refusal for the client's rights; "": the refusal has another reason.
+// detailOf returns the detail in a refusal that the server sends if the client lacks a right. It is empty for any other refusal.
 func detailOf(body []byte) string {
 	var refusal struct{ Detail string }
 	if json.Unmarshal(body, &refusal) != nil {
@@ -131,10 +132,10 @@ func detailOf(body []byte) string {
 	return refusal.Detail
 }
 
-// Asker returns an Asker with the flags' token and certificate, or those of the environment.
+// Asker returns an Asker with the token and certificate of the flags, or of the environment if a flag is not set.
 func (f *AccessFlags) Asker() (*Asker, error) { return f.asker() }
 
-// Ask sends a request with a body of JSON, or none where it is nil, and returns the answer's body.
+// Ask sends a request and returns the body of the answer. A body that is not nil is sent as JSON.
 func (a *Asker) Ask(ctx context.Context, method, url string, body any) ([]byte, error) {
 	var content io.Reader
 	if body != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 )
 
-// ClearCommand is kvasir clear: a running server forgets what it stored.
+// ClearCommand is kvasir clear. It makes a running server forget what it stored.
 type ClearCommand struct {
 	Model []string `help:"In the tiers forget this model only. Repeatable; default: all models. The pool is always cleared whole." placeholder:"NAME"`
 	Tier  string   `help:"l1: the pool. l2: the tiers below it. all: both." default:"all" enum:"l1,l2,all"`
@@ -18,7 +18,7 @@ type ClearCommand struct {
 	askFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir clear --help shows. It implements kong's detailed help.
 func (ClearCommand) Help() string {
 	return `After a weight update under the same model name, the KV of the old weights must not be served: clear the model once the engines have the new weights.
 The clear reaches all tiers and all servers that share them. docs/operate/clear.md has the rules.
@@ -29,7 +29,7 @@ Examples:
   kvasir clear --url http://127.0.0.1:8081 --json`
 }
 
-// Run clears and prints what the server says.
+// Run sends the request and prints what the server says.
 func (c *ClearCommand) Run(e *sim.Env) error {
 	answer, at, err := c.ask(e, http.MethodPost, "/cache/clear", map[string]any{"tier": c.Tier, "force": c.Force, "models": c.Model})
 	if err != nil {

@@ -17,17 +17,17 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// interfaceFlags name a running server.
+// interfaceFlags are the flags that say which running server to ask.
 type interfaceFlags struct {
 	URL string `name:"url" help:"HTTP interface of the server (its --http-host and --http-port)." default:"http://127.0.0.1:8080"`
 	AccessFlags
 }
 
-// base returns the URL without a slash at its end.
+// base returns the URL of --url without a slash at its end.
 func (f *interfaceFlags) base() (string, error) {
 	text := f.URL
 	if !strings.Contains(text, "://") && strings.Contains(text, ":") {
-		text = "http://" + text // HOST:PORT alone
+		text = "http://" + text // HOST:PORT alone is http
 	}
 	u, err := url.Parse(text)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
@@ -36,18 +36,18 @@ func (f *interfaceFlags) base() (string, error) {
 	return strings.TrimSuffix(u.String(), "/"), nil
 }
 
-// askFlags are those of a command that asks once.
+// askFlags are the flags of a command that sends one request.
 type askFlags struct {
 	interfaceFlags
 	JSON    bool    `name:"json" help:"Print what the server answers, as JSON."`
 	Timeout float64 `help:"Seconds to wait for the answer." default:"10"`
 }
 
-// maxPatience bounds --timeout, seconds: ten years.
+// maxPatience is the largest --timeout in seconds: ten years.
 const maxPatience = 10 * 365 * 86400
 
-// ask sends a request for a path, with a JSON body unless body is nil, and returns the answer and
-// the server's URL.
+// ask sends a request to a path of the server, with body as JSON unless it is nil. It returns the body of the answer, and the URL of
+// the server without the path.
 func (f *askFlags) ask(e *sim.Env, method, path string, body any) (answer []byte, at string, err error) {
 	base, err := f.base()
 	if err != nil {
@@ -82,16 +82,16 @@ func (f *askFlags) ask(e *sim.Env, method, path string, body any) (answer []byte
 	return answer, at, err
 }
 
-// printJSON prints an answer as it came.
+// printJSON prints an answer of the server, as it came.
 func printJSON(e *sim.Env, answer []byte) error {
 	_, err := fmt.Fprintln(e.Stdout, strings.TrimSpace(string(answer)))
 	return err
 }
 
-// StatusCommand is kvasir status: it asks a running server how it is.
+// StatusCommand is kvasir status. It shows the state of a running server once.
 type StatusCommand struct{ askFlags }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir status --help shows. It implements kong's detailed help.
 func (StatusCommand) Help() string {
 	return `Says what the server serves, how full its pool is, how much of the prompts it found, and what keeps hits
 away with what to do about it.
@@ -102,7 +102,7 @@ Examples:
   kvasir status --json | jq .findings`
 }
 
-// Run asks and prints.
+// Run asks the server for its status and prints it.
 func (c *StatusCommand) Run(e *sim.Env) error {
 	body, at, err := c.ask(e, http.MethodGet, "/status", nil)
 	if err != nil {
@@ -118,7 +118,7 @@ func (c *StatusCommand) Run(e *sim.Env) error {
 	return Print(e.Stdout, c.URL, &st)
 }
 
-// TopCommand is kvasir top: it shows a running server again and again.
+// TopCommand is kvasir top. It shows the state of a running server again and again.
 type TopCommand struct {
 	interfaceFlags
 	Interval float64 `help:"Seconds between two looks." default:"2"`
@@ -127,7 +127,7 @@ type TopCommand struct {
 	JSON     bool    `name:"json" help:"Look twice, print the figures between the two looks and the server's status as one JSON object, and end."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir top --help shows. It implements kong's detailed help.
 func (TopCommand) Help() string {
 	return `Shows pool, hit rate, bytes per second, why lookups found no more, tiers, workers, times of requests, and what else runs in
 the process of kvasir all. Keys: 1 to 6 or Tab choose a view, ? lists all keys, p pauses, q ends. A server that went away is asked
@@ -141,7 +141,7 @@ Examples:
   kvasir top --json | jq .hit_rate`
 }
 
-// Run shows the server until the user or a signal stops it.
+// Run shows the server until the user or a signal stops the command.
 func (c *TopCommand) Run(e *sim.Env) error {
 	base, err := c.base()
 	if err != nil {
@@ -154,7 +154,7 @@ func (c *TopCommand) Run(e *sim.Env) error {
 	if err != nil {
 		return err
 	}
-	view, _ := ParseView(c.View) // the command line knows the names
+	view, _ := ParseView(c.View) // the parser has checked the name
 	o := Options{URL: base, Asker: asker, View: view, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
 	if c.JSON {
 		return OnceJSON(e.Ctx, o, e.Stdout)

@@ -10,7 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 )
 
-// DropTier has a running server remove what one of its tiers has, of a model or all. With asJSON it prints one JSON object.
+// DropTier makes a running server remove the objects of one of its tiers: those of a model, or all if model is empty. With asJSON it
+// prints one JSON object.
 func DropTier(e *sim.Env, url string, access AccessFlags, tier, model string, asJSON bool) error {
 	f := askFlags{interfaceFlags: interfaceFlags{URL: url, AccessFlags: access}, Timeout: maxPatience}
 	answer, at, err := f.ask(e, http.MethodPost, "/tiers/drop", map[string]any{"tier": tier, "model": model})

@@ -15,14 +15,14 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
 
-// ExplainCommand is kvasir explain: it asks a running server why lookups found no more.
+// ExplainCommand is kvasir explain. It asks a running server why lookups found no more.
 type ExplainCommand struct {
 	Request string `arg:"" optional:"" help:"Request id, as the engine's log and the server's debug log have it. Without it: the last lookups of all requests."`
 	Limit   int    `help:"Lookups to show, at most." default:"10"`
 	askFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir explain --help shows. It implements kong's detailed help.
 func (ExplainCommand) Help() string {
 	return `Says for each lookup why its hit ended where it did: never stored, evicted (when, and for whom), under another salt, model, world
 size or layout, a prompt shorter than a chunk, a store that was not completed, a tier that is slow or broken, and what to do about it.
@@ -35,10 +35,10 @@ Examples:
   kvasir explain --limit 100 --json | jq '.lookups[].reason'`
 }
 
-// maxExplained bounds --limit: what a server remembers.
+// maxExplained is the largest --limit: a server remembers this many lookups.
 const maxExplained = 4096
 
-// Run asks and prints.
+// Run asks the server and prints its explanation.
 func (c *ExplainCommand) Run(e *sim.Env) error {
 	if c.Limit < 1 || c.Limit > maxExplained {
 		return sim.UsageErrorf("--limit %d is not between 1 and %d", c.Limit, maxExplained)
@@ -67,7 +67,8 @@ func (c *ExplainCommand) Run(e *sim.Env) error {
 	return printExplanation(e.Stdout, &got)
 }
 
-// printRequest writes why one request found no more, what it asked for as a waterfall of at most width columns, and what to do.
+// printRequest writes why a request found no more, what it asked for as a waterfall of at most width columns, and what to do. id is the
+// request's ID.
 func printRequest(w io.Writer, got *explain.Explanation, id string, width int) error {
 	if len(got.Lookups) > 0 {
 		printLookups(w, got.Lookups)
@@ -93,7 +94,7 @@ func printRequest(w io.Writer, got *explain.Explanation, id string, width int) e
 	return printAdvice(w, got)
 }
 
-// foundAll says why no lookup of a request is remembered that found less than it asked for.
+// foundAll says why the server remembers no lookup of a request that found less than it asked for.
 func foundAll(r *explain.Timeline, kept int) string {
 	switch {
 	case r.AskedTokens == 0:
@@ -104,7 +105,7 @@ func foundAll(r *explain.Timeline, kept int) string {
 	return "it found all that it asked for"
 }
 
-// printExplanation writes lookups in words, the oldest first, and what to do about their reasons.
+// printExplanation writes lookups in words, the oldest first, and then what to do about the reasons.
 func printExplanation(w io.Writer, got *explain.Explanation) error {
 	if len(got.Lookups) == 0 {
 		_, err := fmt.Fprintln(w, "No lookup found less than it asked for.")
@@ -128,9 +129,9 @@ func printLookups(w io.Writer, list []explain.Lookup) {
 	}
 }
 
-// printAdvice writes what to do about the reasons of lookups, in their order.
+// printAdvice writes what to do about the reasons of the lookups, one advice for each reason, in the order in which they occur.
 func printAdvice(w io.Writer, got *explain.Explanation) error {
-	var advised []string // reasons
+	var advised []string // reasons that have an advice already
 	fmt.Fprintln(w, "\nWhat to do:")
 	for _, l := range slices.Backward(got.Lookups) {
 		if slices.Contains(advised, l.Reason) {

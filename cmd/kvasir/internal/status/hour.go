@@ -8,18 +8,18 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// maxHour bounds the points of an hour: a server that keeps more is cut.
+// maxHour is how many points an hour keeps. Of a server that has more, the newest are kept.
 const maxHour = 720
 
-// hour has the points of a server's last hour: those from before the first request, which the server kept, and those since.
+// hour holds the points of a server's last hour: those that the server had kept before the first request, and those since.
 type hour struct {
 	last       int       // number of the newest point
-	asked, hit []float64 // tokens a second
-	took       []float64 // seconds
-	p50, p99   []float64 // seconds; NaN: no lookup
+	asked, hit []float64 // tokens per second
+	took       []float64 // how long each point is, in seconds
+	p50, p99   []float64 // times of lookups in seconds; NaN: there was no lookup
 }
 
-// add takes the points that are new; nil for none.
+// add appends the points that are newer than the last one. p may be nil.
 func (h *hour) add(p *admin.Points) {
 	if p == nil {
 		return
@@ -37,7 +37,7 @@ func (h *hour) add(p *admin.Points) {
 	h.asked, h.hit, h.took, h.p50, h.p99 = tail(h.asked, p.Asked), tail(h.hit, p.Hit), tail(h.took, p.Took), tail(h.p50, p.P50), tail(h.p99, p.P99)
 }
 
-// seconds returns how long the points are together.
+// seconds returns how long all points are together.
 func (h *hour) seconds() (all float64) {
 	for _, s := range h.took {
 		all += s
@@ -45,7 +45,8 @@ func (h *hour) seconds() (all float64) {
 	return all
 }
 
-// rates returns hit rates of the hour in at most most equal parts, NaN where nothing was asked for.
+// rates divides the hour into equal parts, at most as many as the parameter most says, and returns the hit rate of each. It is NaN if
+// nothing was asked for.
 func (h *hour) rates(most int) []float64 {
 	n := min(len(h.asked), max(most, 0))
 	out := make([]float64, n)
@@ -63,7 +64,8 @@ func (h *hour) rates(most int) []float64 {
 	return out
 }
 
-// times returns the median and the 99th percentile of lookups in the newest point that has any, of the last five minutes.
+// times returns the median and the 99th percentile of the times of lookups, in seconds, from the newest of the last 60 points (about
+// five minutes) that has lookups. ok is false if none has.
 func (h *hour) times() (p50, p99 float64, ok bool) {
 	for i := len(h.p50) - 1; i >= max(0, len(h.p50)-60); i-- {
 		if !math.IsNaN(h.p50[i]) && h.p50[i] > 0 {

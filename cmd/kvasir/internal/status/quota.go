@@ -17,14 +17,14 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-// QuotaCommand is kvasir quota: what tenants of a running server have of their own.
+// QuotaCommand is kvasir quota. It shows and sets what single tenants of a running server have of their own.
 type QuotaCommand struct {
 	List   quotaListCommand   `cmd:"" help:"Show quota, use, time to live and pins of each tenant that has something of its own."`
 	Set    quotaSetCommand    `cmd:"" help:"Set quota, time to live, or how much may be pinned, of one tenant."`
 	Remove quotaRemoveCommand `cmd:"" help:"Take away what a tenant has of its own; its chunks stay."`
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir quota --help shows. It implements kong's detailed help.
 func (QuotaCommand) Help() string {
 	return `A tenant is a cache salt. Its quota is its guaranteed part of the pool; its time to live is the idle time after which its chunks are dropped;
 its pin limit is how much POST /cache/pins may keep. A setting survives restarts of a server with --state FILE, and else ends with the server; --quota, --tenant-ttl and
@@ -42,14 +42,14 @@ Examples:
 
 type quotaListCommand struct{ askFlags }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir quota list --help shows. It implements kong's detailed help.
 func (quotaListCommand) Help() string {
 	return `Examples:
   kvasir quota list
   kvasir quota list --url http://127.0.0.1:8081 --json`
 }
 
-// Run asks and prints.
+// Run asks the server for its tenants and prints them.
 func (c *quotaListCommand) Run(e *sim.Env) error {
 	body, at, err := c.ask(e, http.MethodGet, "/tenants", nil)
 	if err != nil {
@@ -103,7 +103,7 @@ type quotaSetCommand struct {
 	askFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir quota set --help shows. It implements kong's detailed help.
 func (quotaSetCommand) Help() string {
 	return `What is not named stays as it is.
 
@@ -113,7 +113,7 @@ Examples:
   kvasir quota set team-a --size none --ttl default`
 }
 
-// Run sets and prints what the tenant has then.
+// Run sets the values that the flags name, and prints what the tenant has after that.
 func (c *quotaSetCommand) Run(e *sim.Env) error {
 	body := map[string]any{}
 	for _, f := range []struct{ flag, field, value string }{{"--size", "quota_bytes", c.Size}, {"--pins", "pin_limit_bytes", c.Pins}} {
@@ -168,7 +168,7 @@ type quotaRemoveCommand struct {
 	askFlags
 }
 
-// Help implements kong's detailed help.
+// Help returns the text that kvasir quota remove --help shows. It implements kong's detailed help.
 func (quotaRemoveCommand) Help() string {
 	return `Its quota and time to live end, and so do its pins. Its chunks stay, and may be evicted for other tenants.
 
@@ -176,7 +176,7 @@ Examples:
   kvasir quota remove team-a`
 }
 
-// Run removes.
+// Run removes what the tenant has of its own.
 func (c *quotaRemoveCommand) Run(e *sim.Env) error {
 	answer, at, err := c.ask(e, http.MethodDelete, "/tenants/"+url.PathEscape(c.Salt), nil)
 	if err != nil {

@@ -16,10 +16,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// maxRekeyLine bounds a line of the answer, bytes.
+// maxRekeyLine is the longest line of the server's answer, in bytes.
 const maxRekeyLine = 64 << 10
 
-// RekeyTier has a running server encrypt one of its tiers anew, at most rate bytes a second, 0 for the server's default, and prints how far it is.
+// RekeyTier makes a running server encrypt the objects of one of its tiers anew that an older key encrypted, and prints the progress.
+// rate is how many bytes a second the server may rewrite; 0: the server's default.
 func RekeyTier(e *sim.Env, url string, access AccessFlags, tier string, rate int64, asJSON bool) error {
 	f := interfaceFlags{URL: url, AccessFlags: access}
 	base, err := f.base()

@@ -16,28 +16,28 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 )
 
-// Screen is what kvasir top shows: the last two snapshots, and the hit rates of earlier ones
-// for a line. It is not safe for concurrent use.
+// Screen is what kvasir top shows. It holds the last two snapshots, and the hit rates of earlier ones for a line. It is not safe for
+// concurrent use.
 type Screen struct {
 	URL   string
-	Color bool // with SGR sequences
+	Color bool // with SGR sequences, which set colours and bold
 	View  View
 
-	help   bool   // the keys are shown
-	chosen string // id of the request that is shown step by step; empty: the newest
-	cursor int    // row of the slow requests, and the lookups after them
+	help   bool   // the keys are shown instead of the view
+	chosen string // ID of the request that is shown step by step; empty: the newest
+	cursor int    // the chosen row in the view Slow: of the slow requests, and then of the lookups
 
-	before, now *Snapshot // nil: none so far
-	err         error     // of the last attempt
-	lost        time.Time // since when the server does not answer
-	history     []float64 // hit rates, one an interval; NaN: no lookups
-	hour        hour      // what the server kept; empty: it keeps none
+	before, now *Snapshot // nil: there is none yet
+	err         error     // of the last attempt to ask the server
+	lost        time.Time // since when the server does not answer; zero: it answers
+	history     []float64 // hit rates, one for each interval; NaN: no lookups
+	hour        hour      // the points of the last hour; empty: the server keeps none
 }
 
-// maxHistory bounds the history: the widest line.
+// maxHistory is how many hit rates are kept: as many as the widest line shows.
 const maxHistory = 512
 
-// Add takes what one attempt to ask the server gave.
+// Add adds the result of one attempt to ask the server at the time at: a snapshot or an error.
 func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	if s.err = err; err != nil {
 		if s.lost.IsZero() {
@@ -60,19 +60,19 @@ func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	s.hour.add(snap.Live.History)
 }
 
-// block is a part of the screen. If there is too little room, share drops the last rows of
-// blocks, first those beyond their least.
+// block is a part of the screen: a title and rows. If there is too little room for all rows, share leaves out the last rows of blocks.
+// It leaves out rows beyond least first.
 type block struct {
 	title string
 	rows  []string
 	least int
 }
 
-// minFooter is the least height of a screen with a line of keys.
+// minFooter is the least height of a screen that has a line of keys.
 const minFooter = 5
 
-// Lines returns the screen: lines of at most width columns, at most height of them, 0 for
-// no limit. note is shown at the right of the first, and keys in the last where there is a limit.
+// Lines returns the lines of the screen: none is longer than width columns, and there are at most height (0: no limit). note stands at
+// the right of the first line. If there is a limit, the last line names the keys.
 func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 	lines := s.head(width, note, at)
 	if s.now == nil {
@@ -108,8 +108,9 @@ func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 	return lines
 }
 
-// share divides lines among blocks: first each gets its least, one after the other, then each in turn
-// a row, as long as there are both. A block's first row takes two lines: its title is one.
+// share divides lines among blocks and returns the number of rows for each. First each block in turn gets its least rows. Then each
+// gets one more row in turn, until there are no rows or no lines left. The first row of a block takes two lines, because the title
+// needs one.
 func share(blocks []block, lines int) []int {
 	rows := make([]int, len(blocks))
 	give := func(i int) bool {
@@ -136,7 +137,7 @@ func share(blocks []block, lines int) []int {
 	return rows
 }
 
-// head are the lines that are always there.
+// head returns the first lines, which every view has.
 func (s *Screen) head(width int, note string, at time.Time) []string {
 	if s.now == nil {
 		lines := []string{s.bold(pad("kvasir top  "+s.URL, note, width))}
@@ -179,7 +180,8 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 	return append(lines, "")
 }
 
-// title is the first line, without what has no room: the process, then the URL.
+// title returns the first line, which names process and URL. If room is too small, it leaves out the process first, then the URL, then
+// how long the process runs.
 func title(st *server.Status, url string, up time.Duration, room int) string {
 	version := text(shortVersion(st.Version))
 	for _, line := range []string{
@@ -192,10 +194,10 @@ func title(st *server.Status, url string, up time.Duration, room int) string {
 	return "kvasir " + version
 }
 
-// pseudo is the version of a commit without a tag.
+// pseudo matches the end of a version that Go makes for a commit without a tag.
 var pseudo = regexp.MustCompile(`-([0-9a-f]{8})[0-9a-f]{4}(\+dirty)?$`)
 
-// shortVersion is the commit alone where a version has no tag.
+// shortVersion returns a version, or only the commit if the version has no tag.
 func shortVersion(v string) string {
 	if m := pseudo.FindStringSubmatch(v); m != nil {
 		return m[1]
@@ -203,7 +205,8 @@ func shortVersion(v string) string {
 	return v
 }
 
-// savings says how long lookups take, which hit rate is possible, and what hits saved; empty if the server does not report it.
+// savings says how long lookups take, which hit rate is possible, and what hits saved. It is empty if the server does not report these
+// figures.
 func (s *Screen) savings() string {
 	var parts []string
 	live := &s.now.Live
@@ -227,10 +230,10 @@ func (s *Screen) savings() string {
 	return "lookups   " + strings.Join(parts, "   ")
 }
 
-// maxSeconds is what a time.Duration can be, about 285 years.
+// maxSeconds is about the largest time.Duration in seconds: 285 years.
 const maxSeconds = 9e9
 
-// shortTime writes seconds in three digits.
+// shortTime writes a time in seconds with three digits.
 func shortTime(seconds float64) string {
 	d := time.Duration(seconds * float64(time.Second))
 	unit := time.Nanosecond
@@ -239,7 +242,7 @@ func shortTime(seconds float64) string {
 	return d.Round(unit).String()
 }
 
-// misses are the reasons, the most frequent of the interval first.
+// misses returns the reasons why lookups found no more, the most frequent of the last interval first.
 func (s *Screen) misses() block {
 	now := s.now.Status.Lookup.MissReasons
 	grown := func(why string) uint64 {
@@ -267,7 +270,7 @@ func (s *Screen) tiers() (out block) {
 	return out
 }
 
-// workers are refused ones first.
+// workers returns the workers of the server, those that it refused first.
 func (s *Screen) workers() (out block) {
 	out.title = "workers"
 	for _, refused := range []bool{true, false} {
@@ -288,7 +291,7 @@ func (s *Screen) workers() (out block) {
 	return out
 }
 
-// parts are what runs in the process of the server.
+// parts returns the relay, registry and proxy that run in the process of the server.
 func (s *Screen) parts() (out block) {
 	out.title = "in the same process: P→D, registry, proxy"
 	parts := s.now.Status.Parts
@@ -314,7 +317,7 @@ func (s *Screen) parts() (out block) {
 	return out
 }
 
-// slow are operations by their 99th percentile.
+// slow returns how long requests took, by kind: the kind with the highest 99th percentile first.
 func (s *Screen) slow() block {
 	out := block{title: "time of requests, slowest first    number        p50        p99"}
 	list := s.now.operations(s.before)
@@ -365,12 +368,12 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// percentOf is part as a percentage of the whole; a part larger than the whole counts as 100 %.
+// percentOf returns part as a percentage of the whole. If part is larger than the whole, it returns 100 %.
 func percentOf(part, of uint64) string {
 	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }
 
-// atMost is the upper bound of a bucket.
+// atMost writes the upper bound of a bucket, in seconds; +Inf is "more".
 func atMost(seconds float64) string {
 	if math.IsInf(seconds, 1) {
 		return "more"
@@ -383,7 +386,7 @@ func bar(share float64, width int) string {
 	return strings.Repeat("#", n) + strings.Repeat(".", width-n)
 }
 
-// spark draws shares, the last width of them.
+// spark draws shares from 0 to 1 as bars of one column each: the last of them, at most width.
 func spark(shares []float64, width int) string {
 	levels := []rune("▁▂▃▄▅▆▇█")
 	var b strings.Builder
@@ -397,17 +400,17 @@ func spark(shares []float64, width int) string {
 	return b.String()
 }
 
-// text is text of others for a terminal: it moves no cursor, and each rune takes one column.
+// text makes a text from outside safe for a terminal: it moves no cursor, and each rune takes one column.
 func text(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r >= 0x300 && r != '…' && r != '→' && r != '≤' {
-			return '?' // wide, or combined with its neighbour
+			return '?' // a rune that is wide, or combines with its neighbour
 		}
 		return r
 	}, printable(s))
 }
 
-// column returns s cut or padded to width columns.
+// column cuts or pads s to width columns.
 func column(s string, width int) string {
 	r := []rune(text(s))
 	if len(r) > width {
@@ -416,7 +419,7 @@ func column(s string, width int) string {
 	return string(r) + strings.Repeat(" ", width-len(r))
 }
 
-// pad puts note at the right end of a line.
+// pad puts note at the right end of a line of width columns.
 func pad(line, note string, width int) string {
 	n := width - len([]rune(line)) - len([]rune(note))
 	if n < 1 {
@@ -428,8 +431,8 @@ func pad(line, note string, width int) string {
 func (s *Screen) bold(text string) string { return s.sgr("1", text) }
 func (s *Screen) red(text string) string  { return s.sgr("31", text) }
 
-// mark begins text in a rendition, and ends it with mark alone; fit makes sequences of
-// them once lines have their length.
+// mark stands before and after the code of a rendition (bold, red) at the beginning of a line. It takes no room: fit makes an escape
+// sequence of it for the whole line, after it has cut the line.
 const mark = '\x00'
 
 func (s *Screen) sgr(code, text string) string {
@@ -439,7 +442,7 @@ func (s *Screen) sgr(code, text string) string {
 	return string(mark) + code + string(mark) + text
 }
 
-// fit cuts lines to the screen.
+// fit cuts the lines to the width and height of the screen.
 func (s *Screen) fit(lines []string, width, height int) []string {
 	if height > 0 && len(lines) > height {
 		lines = lines[:height]

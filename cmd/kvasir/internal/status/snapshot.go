@@ -20,26 +20,27 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
 
-// Snapshot is what a server said at one moment.
+// Snapshot holds the answers of a server at one moment.
 type Snapshot struct {
 	At     time.Time
 	Status admin.Status
-	Live   admin.Live          // zero where the server did not tell
-	Chosen explain.Explanation // of one request, where one was asked for
-	counts map[string]float64  // of /metrics, those of counted, by name
+	Live   admin.Live          // zero if the server did not answer at /now
+	Chosen explain.Explanation // of the request that Take was asked about, if any
+	counts map[string]float64  // values of the metrics in counted, by name
 	times  map[string][]bucket
 }
 
-// bucket counts the requests that took at most seconds.
+// bucket says how many requests took at most so many seconds.
 type bucket struct{ seconds, count float64 }
 
-// counted are the metrics that are read.
+// counted are the counters that a Snapshot reads from /metrics.
 var counted = map[string]bool{"kvasir_stored_bytes_total": true, "kvasir_retrieved_bytes_total": true, "kvasir_below_read_bytes_total": true, "kvasir_evicted_bytes_total": true}
 
-// timed is the histogram that is read.
+// timed is the histogram that a Snapshot reads from /metrics.
 const timed = "kvasir_request_duration_seconds_bucket"
 
-// Take asks a server, at /status, /metrics, /now, and of a request, unless it is empty, at /explain. at is the time of the snapshot.
+// Take asks a server at /status, /metrics and /now, and at /explain about a request, unless its ID in request is empty. at is the time
+// of the snapshot.
 func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, error) {
 	s := &Snapshot{At: at}
 	body, err := a.get(ctx, url+"/status")
@@ -55,10 +56,10 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 	s.read(body)
 	now := url + "/now"
 	id := s.Status.Started + " " + strconv.Itoa(s.Status.PID)
-	if a.hourOf != id || at.Sub(a.askedAt) > maxGap { // the whole hour once: other answers have only the newest two points
+	if a.hourOf != id || at.Sub(a.askedAt) > maxGap { // the whole hour is fetched once: other answers have only the two newest points
 		now += "?history=1"
 	}
-	a.hourOf = "" // until the server has answered; an earlier version does not answer
+	a.hourOf = "" // until the server has answered; an earlier release has no /now
 	if body, err = a.get(ctx, now); err == nil && json.Unmarshal(body, &s.Live) == nil {
 		a.hourOf, a.askedAt = id, at
 	}
@@ -70,13 +71,13 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 	return s, nil
 }
 
-// maxGap is about the least time that two points of a server's history cover.
+// maxGap is about how much time two points of a server's history cover at least. After a longer gap the whole hour is fetched again.
 const maxGap = 8 * time.Second
 
-// maxOperations bounds the operations that are kept of a histogram.
+// maxOperations is how many operations of the histogram are kept.
 const maxOperations = 64
 
-// read takes what is wanted from a Prometheus text.
+// read reads the counters and the histogram from a text of Prometheus.
 func (s *Snapshot) read(text []byte) {
 	s.counts, s.times = make(map[string]float64), make(map[string][]bucket)
 	for lines := bufio.NewScanner(bytes.NewReader(text)); lines.Scan(); {
@@ -94,7 +95,7 @@ func (s *Snapshot) read(text []byte) {
 			continue
 		}
 		operation, le := label(labels, "operation"), label(labels, "le")
-		bound, err := strconv.ParseFloat(le, 64) // +Inf too
+		bound, err := strconv.ParseFloat(le, 64) // also reads +Inf
 		if err != nil || len(s.times) == maxOperations && s.times[operation] == nil {
 			continue
 		}
@@ -105,7 +106,7 @@ func (s *Snapshot) read(text []byte) {
 	}
 }
 
-// label returns a label's value of a="x",b="y"}; escapes are left as they are.
+// label returns the value of a label from text of the form a="x",b="y"}. It leaves escapes as they are.
 func label(labels, name string) string {
 	for rest := labels; ; {
 		key, after, ok := strings.Cut(rest, `="`)
@@ -123,13 +124,13 @@ func label(labels, name string) string {
 	}
 }
 
-// isLater reports whether s is the same server's as before, at a later time: only then do
-// their differences mean anything.
+// isLater reports whether both snapshots are of the same process, and s is the later one. Only then do differences between them mean
+// anything.
 func (s *Snapshot) isLater(before *Snapshot) bool {
 	return before != nil && s.At.After(before.At) && s.Status.PID == before.Status.PID && s.Status.Started == before.Status.Started
 }
 
-// rate returns how much a counter grew in a second; false when that is not known.
+// rate returns by how much a counter grew per second between two snapshots. ok is false if that is not known.
 func (s *Snapshot) rate(before *Snapshot, of func(*Snapshot) float64) (float64, bool) {
 	if !s.isLater(before) {
 		return 0, false
@@ -137,7 +138,7 @@ func (s *Snapshot) rate(before *Snapshot, of func(*Snapshot) float64) (float64, 
 	return max(0, of(s)-of(before)) / s.At.Sub(before.At).Seconds(), true
 }
 
-// hitRate returns the share of tokens that hit since before; false if none were asked for.
+// hitRate returns the share of tokens that were found between two snapshots. ok is false if none were asked for.
 func (s *Snapshot) hitRate(before *Snapshot) (float64, bool) {
 	if !s.isLater(before) {
 		return 0, false
@@ -149,14 +150,15 @@ func (s *Snapshot) hitRate(before *Snapshot) (float64, bool) {
 	return min(1, float64(now.HitTokens-then.HitTokens)/float64(now.AskedTokens-then.AskedTokens)), true
 }
 
-// operation is how long requests of one kind took.
+// operation says how long requests of one kind took.
 type operation struct {
 	name     string
 	count    float64
-	p50, p99 float64 // seconds, the upper bounds of their buckets; +Inf above the last
+	p50, p99 float64 // seconds: upper bounds of the buckets; +Inf: above the last bound
 }
 
-// operations returns those since before, or since the server's start; the slowest first.
+// operations returns the operations between before and s, or since the start of the server if before is no earlier snapshot of it. The
+// slowest comes first.
 func (s *Snapshot) operations(before *Snapshot) []operation {
 	var out []operation
 	for name, buckets := range s.times {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package status is what operators ask a running server: kvasir status, top, explain and
-// quota. It shows in a terminal how the server is, once in words or as a screen that is drawn
-// again and again.
+// Package status has the commands with which operators ask a running server: kvasir status, top, advise, explain, clear and quota. It
+// shows the state of the server in a terminal: once in words, or as a screen that is drawn again and again.
 package status
 
 import (
@@ -19,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// Print writes a status in words.
+// Print writes the status of the server at url in words.
 func Print(w io.Writer, url string, st *admin.Status) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	row := func(name, format string, args ...any) {
@@ -84,8 +83,8 @@ func Print(w io.Writer, url string, st *admin.Status) error {
 	return nil
 }
 
-// printable is text of others, such as the names of models and files, for a terminal:
-// it moves no cursor and begins no line.
+// printable makes a text from outside safe for a terminal, such as the name of a model or a file: it moves no cursor and begins no
+// line.
 func printable(s string) string { return safelog.Text(s, 4096) }
 
 func hitRate(hit, asked uint64) string {
@@ -95,7 +94,7 @@ func hitRate(hit, asked uint64) string {
 	return fmt.Sprintf("%.1f %% of %s tokens hit", 100*float64(hit)/float64(asked), Thousands(asked))
 }
 
-// Thousands writes a number in groups of three: 3,308,093.
+// Thousands writes a number with commas between groups of three digits: 3,308,093.
 func Thousands(n uint64) string {
 	s := fmt.Sprint(n)
 	for i := len(s) - 3; i > 0; i -= 3 {

@@ -4,7 +4,7 @@ package status
 
 import "golang.org/x/sys/unix"
 
-// Requests for the settings of a terminal.
+// The requests that read and write the settings of a terminal.
 const (
 	getTermios = unix.TCGETS
 	setTermios = unix.TCSETS

@@ -15,18 +15,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Options configures Top.
+// Options say what Top and Once show, and where.
 type Options struct {
-	URL      string        // of the server's HTTP interface
-	Asker    *Asker        // asks it
-	Interval time.Duration // between two questions
-	In, Out  *os.File      // a terminal; In need not be one
+	URL      string        // URL of the server's HTTP interface
+	Asker    *Asker        // sends the requests
+	Interval time.Duration // time between two requests
+	In, Out  *os.File      // Out is a terminal; In need not be one
 	Color    bool
-	View     View // to begin with
+	View     View // the view that is shown first
 }
 
-// Once asks a server twice, an interval apart, so that there are rates, and writes what Top
-// would show, without a limit on lines and without escape sequences.
+// Once asks a server twice, one interval apart, so that it knows rates. It writes to w what Top would show, all lines of it, without
+// escape sequences.
 func Once(ctx context.Context, o Options, w io.Writer) error {
 	s := Screen{URL: o.URL, View: o.View}
 	if err := twice(ctx, &o, func(snap *Snapshot) { s.Add(snap, nil, snap.At) }); err != nil {
@@ -40,7 +40,7 @@ func Once(ctx context.Context, o Options, w io.Writer) error {
 	return nil
 }
 
-// twice asks a server twice, an interval apart.
+// twice asks a server twice, one interval apart, and calls f with each snapshot.
 func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	for i := range 2 {
 		if i > 0 {
@@ -59,13 +59,13 @@ func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	return nil
 }
 
-// Limits of the time of a request, unless the interval is longer. Top asks again after a failed request, Once does not.
+// How long the requests for one snapshot may take, unless the interval is longer. Once ends after a failure, but Top tries again.
 const (
 	topLimit  = 2 * time.Second
 	onceLimit = 10 * time.Second
 )
 
-// onceWidth is the width of Once, columns: scripts want whole lines.
+// onceWidth is the width of the lines of Once in columns. It is large, because scripts want whole lines.
 const onceWidth = 200
 
 func take(ctx context.Context, o *Options, request string, at time.Time, limit time.Duration) (*Snapshot, error) {
@@ -80,11 +80,11 @@ func IsTerminal(f *os.File) bool {
 	return err == nil
 }
 
-// What is written to begin and end a screen: the other screen of the terminal, no cursor.
+// The sequences that begin and end the screen: they switch to the terminal's other screen and hide the cursor, and back.
 const enter, leave = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[?25h\x1b[?1049l"
 
-// Top shows a server on a terminal until ctx ends or q is pressed. A server that does not
-// answer is asked again; one that comes back is shown again.
+// Top shows a server on a terminal until ctx ends or the user presses q. If the server does not answer, Top asks it again and again,
+// and shows it when it is back.
 func Top(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -96,7 +96,7 @@ func Top(ctx context.Context, o Options) error {
 	if _, err := io.WriteString(o.Out, enter); err != nil {
 		return err
 	}
-	defer func() { _, _ = io.WriteString(o.Out, leave) }() // a terminal that is gone needs none
+	defer func() { _, _ = io.WriteString(o.Out, leave) }() // if the terminal is gone, the error does not matter
 	resized := make(chan os.Signal, 1)
 	signal.Notify(resized, syscall.SIGWINCH)
 	defer signal.Stop(resized)
@@ -105,7 +105,7 @@ func Top(ctx context.Context, o Options) error {
 	answers := make(chan answer, 1)
 	ask := func() {
 		at, request := time.Now(), s.Chosen()
-		go func() { // ends with ctx or its timeout; answers has room for it
+		go func() { // it ends with ctx or at its timeout; the channel answers has room for its result
 			snap, err := take(ctx, &o, request, at, topLimit)
 			answers <- answer{snap, err, at}
 		}()
@@ -137,7 +137,7 @@ func Top(ctx context.Context, o Options) error {
 			}
 		case key := <-keys:
 			switch key {
-			case 'q', 'Q', 3, 4: // Ctrl-C and Ctrl-D, where the terminal sends them as keys
+			case 'q', 'Q', 3, 4: // Ctrl-C and Ctrl-D, if the terminal sends them as keys
 				return nil
 			case 'p', ' ':
 				paused = !paused
@@ -157,7 +157,7 @@ type answer struct {
 	at   time.Time
 }
 
-// draw writes the whole screen at once.
+// draw writes the whole screen in one write.
 func draw(out *os.File, s *Screen, paused bool) error {
 	width, height := 80, 24
 	if size, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 && size.Row > 0 {
@@ -172,13 +172,13 @@ func draw(out *os.File, s *Screen, paused bool) error {
 	return err
 }
 
-// readKeys reads a terminal key by key. restore ends that and gives the terminal its
-// settings back. What is no terminal has no keys.
+// readKeys reads single keys from a terminal. restore stops the reading and gives the terminal its settings back. If in is no terminal,
+// keys is nil.
 func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 	fd := int(in.Fd())
 	old, err := unix.IoctlGetTermios(fd, getTermios)
 	if err != nil {
-		return nil, func() {}, nil //nolint:nilerr // not a terminal
+		return nil, func() {}, nil //nolint:nilerr // in is no terminal
 	}
 	raw := *old
 	raw.Lflag &^= unix.ICANON | unix.ECHO
@@ -212,22 +212,22 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 	return out, func() {
 		close(stop)
 		<-done
-		_ = unix.IoctlSetTermios(fd, setTermios, old) // a terminal that is gone needs none
+		_ = unix.IoctlSetTermios(fd, setTermios, old) // if the terminal is gone, the error does not matter
 	}, nil
 }
 
-// arrows are what terminals send for the arrow keys and Shift with Tab, as the keys that do the same.
+// arrows maps the last byte of what a terminal sends for an arrow key, or for Shift with Tab, to the key that does the same.
 var arrows = map[byte]byte{'A': 'k', 'B': 'j', 'C': keyNext, 'D': keyPrevious, 'Z': keyPrevious}
 
-// keysOf returns the keys in a terminal's input. Unknown escape sequences are dropped.
+// keysOf returns the keys in the bytes that a terminal sent. It drops unknown escape sequences.
 func keysOf(sent []byte) (keys []byte) {
 	for i := 0; i < len(sent); i++ {
 		switch {
-		case sent[i] >= 0x80: // a letter beyond ASCII
+		case sent[i] >= 0x80: // a byte of a letter beyond ASCII
 		case sent[i] != 0x1b:
 			keys = append(keys, sent[i])
 		case i+1 < len(sent) && (sent[i+1] == '[' || sent[i+1] == 'O'):
-			for i += 2; i < len(sent) && (sent[i] < 0x40 || sent[i] > 0x7e); i++ { // parameters, before the letter that ends it
+			for i += 2; i < len(sent) && (sent[i] < 0x40 || sent[i] > 0x7e); i++ { // skips parameters up to the letter that ends the sequence
 			}
 			if i < len(sent) && arrows[sent[i]] != 0 {
 				keys = append(keys, arrows[sent[i]])
@@ -237,7 +237,7 @@ func keysOf(sent []byte) (keys []byte) {
 	return keys
 }
 
-// widthOf returns the number of columns of the output, or the default where it is no terminal.
+// widthOf returns how many columns the output has, or otherwise if it is no terminal.
 func widthOf(w io.Writer, otherwise int) int {
 	if f, ok := w.(*os.File); ok {
 		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {

@@ -11,32 +11,33 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// topFigures are the figures that Top computes from two snapshots, and the server's answer at the second one. An unknown figure is null.
+// topFigures are the figures that Top computes from two snapshots, and the answer of the server at the second one. A figure that is not
+// known is null.
 type topFigures struct {
 	URL         string             `json:"url"`
 	Time        string             `json:"time"`
-	Seconds     float64            `json:"seconds"`  // between the two looks
+	Seconds     float64            `json:"seconds"`  // between the two snapshots
 	HitRate     *float64           `json:"hit_rate"` // of the tokens that were asked for between them
 	BytesPerSec map[string]float64 `json:"bytes_per_second"`
-	Requests    []requestFigures   `json:"requests"` // that were served between them, or since the start; the slowest first
+	Requests    []requestFigures   `json:"requests"` // of requests between them, or since the start of the server; the slowest first
 	Status      admin.Status       `json:"status"`
 }
 
-// requestFigures are how long the requests of one kind took, as the upper bounds of the histogram's buckets.
+// requestFigures say how long requests of one kind took. The times are upper bounds of the histogram's buckets.
 type requestFigures struct {
 	Operation  string   `json:"operation"`
 	Count      float64  `json:"count"`
-	P50Seconds *float64 `json:"p50_seconds"` // null above the last bound
+	P50Seconds *float64 `json:"p50_seconds"` // null if the time is above the last bound
 	P99Seconds *float64 `json:"p99_seconds"`
 }
 
-// rates are the names of byte rates in JSON, and the counters that they come of.
+// rates says which counter each rate in bytes per second is computed from, by the rate's name in JSON.
 var rates = map[string]string{
 	"stored": "kvasir_stored_bytes_total", "retrieved": "kvasir_retrieved_bytes_total", "read_from_tiers": "kvasir_below_read_bytes_total",
 	"evicted": "kvasir_evicted_bytes_total",
 }
 
-// OnceJSON asks a server twice, an interval apart, and writes what Top computes as one JSON object.
+// OnceJSON asks a server twice, one interval apart, and writes what Top computes as one JSON object.
 func OnceJSON(ctx context.Context, o Options, w io.Writer) error {
 	var before, now *Snapshot
 	if err := twice(ctx, &o, func(s *Snapshot) { before, now = now, s }); err != nil {

@@ -11,20 +11,20 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// stateWords are the states of a transfer, in at most 7 columns.
+// stateWords are the words for the states of a transfer, each at most 7 columns wide.
 var stateWords = map[transferlog.State]string{
 	transferlog.Computing: "at P", transferlog.Waiting: "waits D", transferlog.Sending: "sending", transferlog.Done: "done", transferlog.Failed: "failed", transferlog.Expired: "expired",
 }
 
-// What a transfer's bar is drawn with.
+// The characters of a transfer's bar, and the columns of its row.
 const (
 	barComputing, barWaiting, barSending = "░", "▒", "█"
 
-	transferHead  = 80  // columns before the bar, and before the model
-	transferModel = 110 // columns from which on there is room for the model
+	transferHead  = 80  // columns before the bar, unless the model is shown
+	transferModel = 110 // the width of the screen from which on the model is shown
 )
 
-// singleTransfers are the last transfers from P to D, one by one.
+// singleTransfers returns the blocks with the last transfers from P to D, one row for each, and the engines of P.
 func (s *Screen) singleTransfers(width int) []block {
 	pd := &s.now.Live.PD
 	registry := s.engines()
@@ -32,7 +32,7 @@ func (s *Screen) singleTransfers(width int) []block {
 	case s.now.Status.Parts == nil:
 		return nil
 	case s.now.Live.AtMillis == 0 || pd.Seen == nil:
-		return nil // an older server
+		return nil // a server of an earlier release
 	case len(pd.Seen) == 0 && pd.Engines != nil:
 		return []block{{title: "single transfers", least: 2, rows: []string{"  the registry alone sees none: P sends straight to D; a relay or proxy in this", "  process would show them"}}, registry}
 	}
@@ -95,7 +95,7 @@ func (s *Screen) singleTransfers(width int) []block {
 
 func withoutScheme(address string) string { return strings.TrimPrefix(address, "http://") }
 
-// stepBar draws a transfer's own time in width columns.
+// stepBar draws the steps of a transfer as a bar of width columns, which stands for the whole time of this transfer.
 func stepBar(t *transferlog.Transfer, width int) string {
 	if !(t.MS > 0) {
 		return ""
@@ -120,7 +120,7 @@ func stepBar(t *transferlog.Transfer, width int) string {
 	return b.String()
 }
 
-// engines lists the engines of P that the registry knows, first those that D does not see.
+// engines lists the engines of P that the registry knows. Those that D does not see come first.
 func (s *Screen) engines() (out block) {
 	out.title, out.least = "engines of P, by the registry", 1
 	list := slices.Clone(s.now.Live.PD.Engines)

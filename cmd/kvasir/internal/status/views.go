@@ -14,10 +14,10 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
 
-// View is what a Screen shows below its first lines.
+// View says what a Screen shows below its first lines.
 type View int
 
-// The views, in the order of their keys.
+// The views, in the order of the keys 1 to 6.
 const (
 	Overview View = iota
 	Tenants
@@ -31,7 +31,7 @@ const (
 
 var viewNames = [views]string{"overview", "tenants", "requests", "slow", "pool", "P→D"}
 
-// ParseView reads a view's name; pd is P→D.
+// ParseView returns the view with a name. pd is another name for the view Transfers. ok is false if no view has the name.
 func ParseView(name string) (View, bool) {
 	if name == "pd" {
 		return Transfers, true
@@ -40,7 +40,7 @@ func ParseView(name string) (View, bool) {
 	return View(max(i, 0)), i >= 0
 }
 
-// Key handles a key and reports whether the screen needs a new answer of the server.
+// Key handles a key. It reports whether the screen needs a new answer of the server, because the user chose another request.
 func (s *Screen) Key(key byte) (ask bool) {
 	was := s.chosen
 	switch {
@@ -70,16 +70,16 @@ func (s *Screen) Key(key byte) (ask bool) {
 	return s.chosen != was && s.chosen != ""
 }
 
-// Keys that a terminal sends as several bytes, or that have no letter.
+// The keys that a terminal sends as several bytes, or that have no letter.
 const (
 	keyNext     = '\t'
 	keyPrevious = 0x80
 )
 
-// Chosen is the id of the request that is shown step by step; empty: the newest.
+// Chosen returns the ID of the request that is shown step by step; empty: the newest.
 func (s *Screen) Chosen() string { return s.chosen }
 
-// choose moves the choice among the last requests.
+// choose chooses the next of the last requests: below the chosen one if down is true, else above it.
 func (s *Screen) choose(down bool) {
 	if s.now == nil || len(s.now.Live.Requests) == 0 {
 		return
@@ -88,7 +88,7 @@ func (s *Screen) choose(down bool) {
 	at := slices.IndexFunc(list, func(r explain.Timeline) bool { return r.Request == s.chosen })
 	switch {
 	case at < 0:
-		at = 0 // the newest, or one that is in the list no more
+		at = 0 // no request was chosen, or the chosen one is no longer in the list
 	case down:
 		at = min(at+1, len(list)-1)
 	default:
@@ -97,7 +97,7 @@ func (s *Screen) choose(down bool) {
 	s.chosen = list[at].Request
 }
 
-// blocks are the parts of the view.
+// blocks returns the blocks of the view.
 func (s *Screen) blocks(width int) []block {
 	if s.help {
 		return []block{{title: "keys", rows: helpRows}}
@@ -130,7 +130,7 @@ var helpRows = []string{
 	"  q             quit",
 }
 
-// footer names the views and keys.
+// footer returns the line that names views and keys.
 func (s *Screen) footer() string {
 	var b strings.Builder
 	for v, name := range viewNames {
@@ -143,7 +143,7 @@ func (s *Screen) footer() string {
 	return b.String() + " ? keys  q quit"
 }
 
-// origins say where hits came from, by tier.
+// origins says which share of the tokens came from the pool, and which from each tier.
 func (s *Screen) origins() block {
 	l, below := &s.now.Status.Lookup, s.now.Live.BelowTokens
 	out := block{title: "hit rate by tier, since the start", least: 3}
@@ -157,7 +157,7 @@ func (s *Screen) origins() block {
 	return out
 }
 
-// shares are hits by model and tenant.
+// shares returns the hit rates by model and tenant.
 func (s *Screen) shares() block {
 	out := block{title: "model                    tenant               now     all   tiers      tokens", least: 4}
 	was := make(map[[2]string]admin.Share)
@@ -177,7 +177,7 @@ func (s *Screen) shares() block {
 	return out
 }
 
-// accounts are the tenants that have something of their own.
+// accounts returns the tenants that have a quota, a time to live or a pin limit of their own.
 func (s *Screen) accounts() block {
 	out := block{title: "tenant               quota       has   evicted       TTL    pinned   may pin", least: 2}
 	for _, u := range s.now.Live.Tenants {
@@ -196,7 +196,7 @@ func (s *Screen) accounts() block {
 	return out
 }
 
-// oneRequest draws the request that is chosen.
+// oneRequest draws the steps of the chosen request.
 func (s *Screen) oneRequest(width int) block {
 	r, why := s.request()
 	if r == nil {
@@ -211,7 +211,7 @@ func (s *Screen) oneRequest(width int) block {
 	return out
 }
 
-// wrap writes a text in at most three rows of a width, broken at blanks where there are some.
+// wrap breaks a text into at most three rows of the width, at blanks if it has some.
 func wrap(line string, width int) (rows []string) {
 	rest, room := []rune(line), max(8, width-2)
 	for len(rows) < 2 && len(rest) > room {
@@ -228,7 +228,7 @@ func wrap(line string, width int) (rows []string) {
 	return append(rows, "  "+string(rest))
 }
 
-// request returns the request that is shown, nil for none, and why its hit ended.
+// request returns the request that is shown, and says why its hit ended there. r is nil if there is none.
 func (s *Screen) request() (r *explain.Timeline, why string) {
 	ended := s.now.Live.Ended
 	if s.chosen == "" {
@@ -270,10 +270,11 @@ func (s *Screen) lastRequests() block {
 	return out
 }
 
-// maxSlow are the slow requests that are shown, the slowest.
+// maxSlow is how many of the slowest requests are shown.
 const maxSlow = 9
 
-// slowIDs are the requests that can be chosen in the view: the slow ones, then those that found less.
+// slowIDs returns the IDs of the requests that can be chosen in the view Slow: the slowest ones, then those that found less than they
+// asked for.
 func (s *Screen) slowIDs() (ids []string) {
 	if s.now == nil {
 		return nil
@@ -306,7 +307,7 @@ func (s *Screen) mark(i int) string {
 	return " "
 }
 
-// ended are the last lookups that found less than they asked for.
+// ended returns the last lookups that found less than they asked for.
 func (s *Screen) ended() block {
 	out := block{title: "last lookups that found less than they asked for", least: 8}
 	from := min(maxSlow, len(s.now.Live.Slow))
@@ -316,14 +317,14 @@ func (s *Screen) ended() block {
 	return out
 }
 
-// Cells of the map: what is in them.
+// The signs for the content of a cell in the map of the pool.
 const (
 	cellFull, cellPartly, cellStaged, cellGone, cellFree = "#", "+", "w", "x", "."
 
-	mapRow = 60 // cells of a row where there is room
+	mapRow = 60 // the most cells in a row
 )
 
-// cells draw what lies where in the pool.
+// cells draws a map of the pool that shows what lies where.
 func (s *Screen) cells(width int) block {
 	m := &s.now.Live.Map
 	n := min(len(m.Resident), len(m.Staged), len(m.Quarantined))
@@ -353,7 +354,7 @@ func (s *Screen) cells(width int) block {
 	return out
 }
 
-// owners lists the models and tenants whose objects are in the pool.
+// owners returns how many bytes of the pool the objects of each model and tenant take.
 func (s *Screen) owners() block {
 	out := block{title: "who has it                                                    bytes     share", least: 2}
 	for _, o := range s.now.Live.Owners {
@@ -369,7 +370,7 @@ func (s *Screen) owners() block {
 	return out
 }
 
-// memory says what other amounts of memory would find.
+// memory says which hit rates other amounts of memory would have had in the last hour.
 func (s *Screen) memory(width int) (out block) {
 	w := s.now.Status.HitCurves
 	if len(w) < 2 || w[1].Asked == 0 {
@@ -398,7 +399,7 @@ func (s *Screen) poolFigures() block {
 	}}
 }
 
-// tierTable are the tiers in columns.
+// tierTable returns the tiers and their figures in columns.
 func (s *Screen) tierTable() block {
 	out := block{title: "tier                       found        read  GB/s     written  GB/s  troubles", least: 2}
 	for i := range s.now.Status.Below.Tiers {
@@ -409,7 +410,7 @@ func (s *Screen) tierTable() block {
 	return out
 }
 
-// partsInFull are the parts of the process, one below the other.
+// partsInFull returns a block for each part that runs in the process of the server.
 func (s *Screen) partsInFull() (out []block) {
 	parts := s.now.Status.Parts
 	if len(parts) == 0 {

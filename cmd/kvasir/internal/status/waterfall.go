@@ -10,14 +10,14 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 )
 
-// step is a row of a waterfall: something that a request waited for.
+// step is one row of a waterfall: something that a request waited for.
 type step struct {
 	name     string
-	from, ms float64 // since the request began
+	from, ms float64 // milliseconds; from counts from the beginning of the request
 }
 
-// stepsOf returns what a request asked for, in its order, and between a prepare and its commit the
-// engine's own copy, which no server sees.
+// stepsOf returns the steps of a request in their order. Between a prepare and its commit it adds the copy by the engine, which no
+// server sees.
 func stepsOf(r *explain.Timeline) []step {
 	var out []step
 	for i, s := range r.Spans {
@@ -42,7 +42,7 @@ func stepsOf(r *explain.Timeline) []step {
 	return out
 }
 
-// lengthOf is how long a request took, milliseconds.
+// lengthOf returns how long a request took in milliseconds.
 func lengthOf(r *explain.Timeline) (ms float64) {
 	for _, s := range r.Spans {
 		ms = max(ms, s.FromMS+s.MS)
@@ -69,14 +69,14 @@ func requestLine(r *explain.Timeline) string {
 	return out
 }
 
-// barWidth is the least width of the bars, columns: less says nothing.
+// barWidth is the least width of a bar in columns. Narrower bars would say nothing.
 const barWidth = 10
 
-// Columns before the bars: name, when it began, how long it took.
+// The columns before the bars: the name, when the step began, and how long it took.
 const stepName, stepHead = 28, 2 + stepName + 10 + 10 + 2
 
-// waterfall draws a request as rows of at most width columns: a title, and a bar for each step. Where there
-// is no room for bars there are the figures.
+// waterfall draws a request as rows of at most width columns: a title, and a bar for each step. If there is no room for bars, the rows
+// have only the figures.
 func waterfall(r *explain.Timeline, width int) []string {
 	all := lengthOf(r)
 	room := width - stepHead
@@ -98,7 +98,7 @@ func waterfall(r *explain.Timeline, width int) []string {
 	return out
 }
 
-// span draws from and to on a line from 0 to all, one column at least.
+// span draws the time between from and to on a line of width columns that reaches from 0 to all. It takes at least one column.
 func span(from, to, all float64, width int) string {
 	if !(all > 0) || math.IsInf(all, 1) {
 		return ""

@@ -22,49 +22,50 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Verdict is what Check found, as the exit code of kvasir tier check.
+// Verdict is the result of a check. Its number is the exit code of kvasir tier check.
 type Verdict int
 
-// The verdicts.
+// The verdicts, the best first.
 const (
-	Good    Verdict = iota // everything works
-	Partial                // objects can be read, and something else cannot be done
+	Good    Verdict = iota // every operation works
+	Partial                // objects can be read, but another operation does not work
 	Useless                // the tier cannot be used
 )
 
-// checkModel names the objects of Check in layouts that name objects by models.
+// checkModel is the model of the objects that a check writes. Some layouts name objects by models.
 const checkModel = "kvasir-tier-check"
 
-// checkTime bounds each call of Check.
+// checkTime is how long each operation on the tier may take during a check.
 const checkTime = 30 * time.Second
 
-// checking is one check.
+// checking is one check of a tier.
 type checking struct {
 	w       io.Writer
 	t       tier.Tier
 	verdict Verdict
-	faults  []string // the sentences about what does not work
+	faults  []string // sentences about what does not work
 }
 
 func (c *checking) printf(format string, args ...any) {
 	fmt.Fprintf(c.w, format+"\n", args...)
 }
 
-// fault says what does not work.
+// fault writes a sentence about something that does not work. The verdict becomes v if it was better before.
 func (c *checking) fault(v Verdict, format string, args ...any) {
 	c.verdict = max(c.verdict, v)
 	c.faults = append(c.faults, fmt.Sprintf(format, args...))
 	c.printf(format, args...)
 }
 
-// CheckTier tries every operation that a server needs of a tier, with objects of its own that it removes: it asks, writes, reads,
-// compares and deletes, and measures. It writes a sentence for each. size is how large an object is, objects how many are measured.
+// CheckTier tries every operation that a server needs of a tier. It writes objects of its own, and measures, compares and removes them.
+// It writes a sentence about each operation to w. text names the tier. size is the size of an object in bytes, and objects is how many
+// objects are measured.
 func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) Verdict {
 	v, _ := TierFaults(ctx, w, log, keys, text, size, objects)
 	return v
 }
 
-// TierFaults is CheckTier. It also returns the sentences about what does not work.
+// TierFaults does what CheckTier does, and also returns the sentences about what does not work.
 func TierFaults(ctx context.Context, w io.Writer, log *slog.Logger, keys seal.Source, text string, size int64, objects int) (Verdict, []string) {
 	c := &checking{w: w}
 	if place, err := adapter.PlaceOf(text); err == nil {
@@ -86,7 +87,7 @@ func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", ";
 
 func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objects int) {
 	var ns kv.Namespace
-	_, _ = rand.Read(ns[:]) // never fails
+	_, _ = rand.Read(ns[:]) // this never fails
 	names.Add(ns, checkModel, nil)
 	keys := make([]kv.Key, objects)
 	for i := range keys {
@@ -149,7 +150,7 @@ func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objec
 	}
 }
 
-// refused says why an object was not taken.
+// refused writes why the tier did not take an object.
 func (c *checking) refused(err error) {
 	switch {
 	case errors.Is(err, tier.ErrReadOnly):
@@ -163,7 +164,7 @@ func (c *checking) refused(err error) {
 	}
 }
 
-// remove deletes what the check wrote, and looks whether it is gone.
+// remove deletes the objects that the check wrote, and checks that they are gone.
 func (c *checking) remove(ctx context.Context, keys []kv.Key, call func(func(context.Context) error) (time.Duration, error)) {
 	if len(keys) == 0 {
 		return

@@ -15,15 +15,15 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// listedObject is one object in JSON.
+// listedObject is one object of a list in JSON.
 type listedObject struct {
 	Name     string `json:"name"`
 	Bytes    int64  `json:"bytes"`
-	Checksum string `json:"checksum,omitempty"` // 16 digits; none where there is none
+	Checksum string `json:"checksum,omitempty"` // 16 digits; empty: the object has none
 	Torn     bool   `json:"torn,omitempty"`
 }
 
-// listedGroup is what a tier has of a model, shard and object group, in JSON.
+// listedGroup says what a tier has of one model, shard and object group, in JSON.
 type listedGroup struct {
 	Model  string `json:"model,omitempty"`
 	Salt   string `json:"cache_salt,omitempty"`
@@ -43,7 +43,7 @@ type listedSums struct {
 
 func (s *sums) listed() listedSums { return listedSums{s.objects, s.bytes, s.unsummed, s.torn} }
 
-// ListJSON writes what a tier has as one JSON object, or with all as a line of JSON for each object.
+// ListJSON writes what a tier has as one JSON object. If all is true, it writes one line of JSON for each object instead.
 func ListJSON(ctx context.Context, w io.Writer, t tier.Tier, all bool) error {
 	out, groups, total := json.NewEncoder(w), make(map[group]*sums), sums{}
 	err := each(ctx, t, func(e Entry) error {
@@ -68,7 +68,7 @@ func ListJSON(ctx context.Context, w io.Writer, t tier.Tier, all bool) error {
 	answer := struct {
 		Groups []listedGroup `json:"groups"`
 		Total  listedSums    `json:"total"`
-		Free   *int64        `json:"free_bytes"` // null where it is not known
+		Free   *int64        `json:"free_bytes"` // null: not known
 	}{Groups: []listedGroup{}, Total: total.listed()}
 	for _, g := range slices.SortedFunc(maps.Keys(groups), compareGroups) {
 		l := listedGroup{Model: g.object.Model, Salt: g.object.Salt, Shard: int(g.rank >> 16 & 0xff), World: int(g.rank >> 24), Group: g.group, listedSums: groups[g].listed()}
@@ -85,11 +85,12 @@ func ListJSON(ctx context.Context, w io.Writer, t tier.Tier, all bool) error {
 	return out.Encode(answer)
 }
 
-// VerifyJSON is Verify with a line of JSON for each object that is damaged or was not read, and one with the figures.
+// VerifyJSON does what Verify does. It writes one line of JSON for each object that is damaged or was not read, and then one with the
+// figures.
 func VerifyJSON(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 	out := json.NewEncoder(w)
 	n, err := verify(ctx, t, remove, func(name, why string, read bool) {
-		_ = out.Encode(struct { // a pipe that ended is seen below
+		_ = out.Encode(struct { // the error of a closed pipe is seen below
 			Name string `json:"name"`
 			Read bool   `json:"read"`
 			Why  string `json:"why"`
@@ -104,10 +105,10 @@ func VerifyJSON(ctx context.Context, w io.Writer, t tier.Tier, remove bool) erro
 	return n.err()
 }
 
-// verdicts are the names of verdicts in JSON.
+// verdicts are the names of the verdicts in JSON.
 var verdicts = map[Verdict]string{Good: "good", Partial: "partial", Useless: "useless"}
 
-// CheckJSON writes what a check has said as one JSON object.
+// CheckJSON writes the result of a check as one JSON object. said is the text that the check wrote.
 func CheckJSON(w io.Writer, v Verdict, said string) error {
 	return json.NewEncoder(w).Encode(struct {
 		Verdict   string   `json:"verdict"`

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tier is what "kvasir tier" does: it shows, checks, empties and copies what
-// lies below a pool, beside a server that runs or without one.
+// Package tier is kvasir tier. It shows, checks, empties and copies the tiers below a pool, whether a server runs or not.
 package tier
 
 import (
@@ -27,7 +26,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// With calls f with a tier that it opens and closes: TYPE:PATH, or an --l2-adapter.
+// With opens a tier, calls f with it, and closes it. text is TYPE:PATH, or the JSON of an --l2-adapter.
 func With(text string, keys seal.Source, log *slog.Logger, f func(tier.Tier) error) error {
 	return withTier(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true, Keys: keys}, f)
 }
@@ -40,8 +39,8 @@ func withTier(text string, o adapter.Options, f func(tier.Tier) error) error {
 	return errors.Join(f(t), t.Close())
 }
 
-// CopyBetween is Copy between two tiers that it opens and closes. The second one is made
-// when it is not there.
+// CopyBetween opens two tiers, copies from the first to the second as Copy does, and closes them. It makes the second tier if that does
+// not exist.
 func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, keys seal.Source, from, to string) error {
 	names := tier.NewNames()
 	return withTier(from, adapter.Options{Names: names, Log: log, Existing: true, Keys: keys}, func(a tier.Tier) error {
@@ -51,17 +50,17 @@ func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, keys seal.
 
 // Entry is one object of a tier.
 type Entry struct {
-	Name   string // how the place calls it
+	Name   string // the object's name in that tier
 	Object tier.Name
 	Key    kv.Key
-	Meta   tier.Meta // no length where it is torn
-	Bytes  int64     // that it takes there
+	Meta   tier.Meta // the length is 0 if the object is torn
+	Bytes  int64     // how much the object takes in the tier
 }
 
-// Torn reports whether the object is not whole.
+// Torn reports whether the object is incomplete.
 func (e *Entry) Torn() bool { return e.Meta.Len == 0 }
 
-// each calls f with each object of a tier.
+// each calls f with each object of a tier. It stops at the first error of f, and returns that error.
 func each(ctx context.Context, t tier.Tier, f func(Entry) error) error {
 	var failed error
 	note := func(e Entry) bool {
@@ -84,7 +83,7 @@ func each(ctx context.Context, t tier.Tier, f func(Entry) error) error {
 	return errors.Join(failed, err)
 }
 
-// group is what ls shows in one line.
+// group identifies the objects that List counts in one line.
 type group struct {
 	object    tier.Name
 	namespace kv.Namespace
@@ -105,8 +104,7 @@ func (s *sums) add(e *Entry) {
 	}
 }
 
-// List writes what a tier has: a line for each model, shard and object group, or with all
-// for each object.
+// List writes what a tier has: a line for each model, shard and object group. If all is true, it writes a line for each object instead.
 func List(ctx context.Context, w io.Writer, t tier.Tier, all bool) error {
 	groups, total := make(map[group]*sums), sums{}
 	out := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
@@ -162,7 +160,7 @@ func compareGroups(a, b group) int {
 	return strings.Compare(key(a), key(b))
 }
 
-// space says what is free.
+// space says how many bytes are free in the tier; empty: not known.
 func space(t tier.Tier) string {
 	if s, ok := t.(tier.Sized); ok {
 		if free := s.Space().Free; free >= 0 {
@@ -179,23 +177,22 @@ func orDash(s string) string {
 	return printable(s)
 }
 
-// printable is a name for a terminal.
+// printable makes a name safe for a terminal.
 func printable(s string) string { return safelog.Text(s, 1024) }
 
 var (
-	// ErrDamaged means that objects differ from what was written.
+	// ErrDamaged means that the content of some objects is not what was written.
 	ErrDamaged = errors.New("damaged objects were found")
 
-	// ErrUnread means that objects could not be read now; nothing is known of them.
+	// ErrUnread means that some objects could not be read now. Whether they are damaged is not known.
 	ErrUnread = errors.New("not all objects could be read")
 
-	// ErrNotTaken means that a place did not take all that was to be copied to it.
+	// ErrNotTaken means that the target of a copy refused some objects.
 	ErrNotTaken = errors.New("the target did not store all objects")
 )
 
-// Verify reads every object that has a checksum and compares. With remove it deletes objects
-// that are torn or differ; objects that cannot be read now stay. Errors: ErrDamaged if there
-// are damaged objects, ErrUnread if some could not be read.
+// Verify reads every object that has a checksum and compares the content with it. If remove is true, it deletes the objects that are
+// torn or differ. Objects that cannot be read now stay. Errors: ErrDamaged if objects are damaged, ErrUnread if some could not be read.
 func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 	n, err := verify(ctx, t, remove, func(name, why string, read bool) {
 		if !read {
@@ -210,7 +207,7 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 	return n.err()
 }
 
-// verified counts what Verify found.
+// verified counts objects by the result of Verify.
 type verified struct {
 	Good     int64 `json:"good"`
 	Unsummed int64 `json:"without_checksum"`
@@ -223,7 +220,8 @@ func (n *verified) err() error {
 	return errors.Join(errorOfObjects(ErrDamaged, n.Damaged-n.Removed), errorOfObjects(ErrUnread, n.Unread))
 }
 
-// verify calls fault for each object that is damaged, or was not read.
+// verify does the work of Verify. It calls fault for each object that is damaged (read is true) or could not be read (read is false).
+// why is the reason.
 func verify(ctx context.Context, t tier.Tier, remove bool, fault func(name, why string, read bool)) (n verified, _ error) {
 	var buf []byte
 	err := each(ctx, t, func(e Entry) error {
@@ -242,7 +240,7 @@ func verify(ctx context.Context, t tier.Tier, remove bool, fault func(name, why 
 			}
 			sum := xxh3.Hash(buf)
 			switch {
-			case errors.Is(err, tier.ErrMissing): // it went meanwhile
+			case errors.Is(err, tier.ErrMissing): // the object went meanwhile
 				return nil
 			case err != nil && !isCorrupt(err):
 				n.Unread++
@@ -272,13 +270,13 @@ func verify(ctx context.Context, t tier.Tier, remove bool, fault func(name, why 
 	return n, err
 }
 
-// isCorrupt reports whether an object was read and is not what it was.
+// isCorrupt reports whether an error says that an object was read, and that its content is not what was written.
 func isCorrupt(err error) bool {
 	_, ok := errors.AsType[*tier.CorruptError](err)
 	return ok
 }
 
-// errorOfObjects is an error of n objects, nil for none.
+// errorOfObjects returns err with the number of objects that it concerns; nil if n is 0.
 func errorOfObjects(err error, n int64) error {
 	if n == 0 {
 		return nil
@@ -286,7 +284,7 @@ func errorOfObjects(err error, n int64) error {
 	return fmt.Errorf("%w: %d", err, n)
 }
 
-// grown returns a buffer of n bytes, b if that has them.
+// grown returns a buffer of n bytes: b if its capacity suffices, else a new one.
 func grown(b []byte, n int64) []byte {
 	if int64(cap(b)) < n {
 		return make([]byte, n)
@@ -294,7 +292,7 @@ func grown(b []byte, n int64) []byte {
 	return b[:n]
 }
 
-// discard removes one object, whatever state it is in.
+// discard removes one object, also if it is torn or damaged.
 func discard(ctx context.Context, t tier.Tier, e *Entry) error {
 	if d, ok := t.(*fs.Dir); ok {
 		return d.Discard(e.Name)
@@ -302,23 +300,23 @@ func discard(ctx context.Context, t tier.Tier, e *Entry) error {
 	return t.Delete(ctx, []kv.Key{e.Key})
 }
 
-// Filter says which objects Drop removes.
+// Filter says which objects Drop removes. An object must match all three fields.
 type Filter struct {
-	Model string // in any revision and generation; empty for all
-	Salt  string // empty for all
-	Torn  bool   // only those that are torn
+	Model string // in any revision and generation; empty: all models
+	Salt  string // empty: all salts
+	Torn  bool   // torn objects only
 }
 
-// ErrNoModels means that a place does not know the models of its objects.
+// ErrNoModels means that a tier does not know which model its objects belong to.
 var ErrNoModels = errors.New("this place knows no models and salts: give --all")
 
-// dropped is what drop has removed.
+// dropped says how much Drop removed.
 type dropped struct {
 	Objects int64  `json:"removed"`
-	Bytes   *int64 `json:"bytes,omitempty"` // nil where it is not known
+	Bytes   *int64 `json:"bytes,omitempty"` // nil: not known
 }
 
-// Drop removes objects.
+// Drop removes the objects that the filter names, and writes how many there were.
 func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	n, err := drop(ctx, t, f)
 	if err != nil {
@@ -332,7 +330,7 @@ func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	return err
 }
 
-// DropJSON is Drop with one JSON object.
+// DropJSON does what Drop does, and writes the result as one JSON object.
 func DropJSON(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	n, err := drop(ctx, t, f)
 	if err != nil {
@@ -342,7 +340,7 @@ func DropJSON(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 }
 
 func drop(ctx context.Context, t tier.Tier, f Filter) (n dropped, _ error) {
-	if s, ok := t.(interface{ Below() tier.Tier }); ok { // what cannot be decrypted goes, too
+	if s, ok := t.(interface{ Below() tier.Tier }); ok { // so objects that cannot be decrypted are removed too
 		t = s.Below()
 	}
 	_, named := t.(*fs.Dir)
@@ -367,7 +365,8 @@ func drop(ctx context.Context, t tier.Tier, f Filter) (n dropped, _ error) {
 	return n, err
 }
 
-// empty removes all objects of a tier, or those of a model where it names objects by models.
+// empty removes all objects of a tier or, if model is not empty, those of this model. It returns ErrNoModels if the tier does not name
+// its objects by models.
 func empty(ctx context.Context, t tier.Emptying, model string) (dropped, error) {
 	unnamed := false
 	n, err := t.RemoveIf(ctx, func(c tier.Content) bool {
@@ -380,14 +379,14 @@ func empty(ctx context.Context, t tier.Emptying, model string) (dropped, error) 
 	return dropped{Objects: int64(n)}, err
 }
 
-// progressInterval is how often a copy prints its progress.
+// progressInterval is the time between two reports of a copy's progress.
 const progressInterval = 10 * time.Second
 
-// copying counts what a copy has done.
+// copying counts what a copy did.
 type copying struct {
 	Copied   int64 `json:"copied"`
 	Bytes    int64 `json:"bytes"`
-	There    int64 `json:"there"` // before
+	There    int64 `json:"there"` // were in the target before
 	Unsummed int64 `json:"torn_or_without_checksum"`
 	Damaged  int64 `json:"damaged"`
 	Unread   int64 `json:"not_read"`
@@ -399,13 +398,13 @@ func (c *copying) String() string {
 		c.Copied, kv.FormatBytes(c.Bytes), c.There, c.Unsummed, c.Damaged, c.Unread, c.Refused)
 }
 
-// CopyReport writes what a copy does.
+// CopyReport receives what a copy reports.
 type CopyReport struct {
-	unread func(name, why string)      // an object was not read
-	so     func(n *copying, done bool) // the figures so far; done: at the end
+	unread func(name, why string)      // called for each object that could not be read
+	so     func(n *copying, done bool) // called with the figures so far; done is true at the end
 }
 
-// CopyText reports in sentences.
+// CopyText returns a CopyReport that writes sentences.
 func CopyText(w io.Writer) CopyReport {
 	return CopyReport{
 		unread: func(name, why string) { fmt.Fprintf(w, "%s: not read: %s\n", printable(name), printable(why)) },
@@ -418,7 +417,7 @@ func CopyText(w io.Writer) CopyReport {
 	}
 }
 
-// CopyJSON reports a line of JSON for each object that was not read, and one for each report of the figures.
+// CopyJSON returns a CopyReport that writes a line of JSON for each object that was not read, and one for each report of the figures.
 func CopyJSON(w io.Writer) CopyReport {
 	out := json.NewEncoder(w)
 	return CopyReport{
@@ -437,10 +436,9 @@ func CopyJSON(w io.Writer) CopyReport {
 	}
 }
 
-// Copy writes every object that has a checksum from one tier to another, and compares it
-// on the way. It does not read objects that are there already, so that an interrupted copy
-// can go on. It adds the names of the objects to names. Errors: ErrUnread if objects could
-// not be read, ErrNotTaken if some were not taken.
+// Copy writes every object that has a checksum from one tier to another. It compares the content with the checksum before it writes,
+// and skips damaged objects. It does not read objects that the target has already, so a copy that was interrupted can be started again.
+// It adds the names of the objects to names. Errors: ErrUnread if objects could not be read, ErrNotTaken if the target refused some.
 func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Names) error {
 	if d, ok := to.(*fs.Dir); ok {
 		if err := d.Ready(ctx); err != nil {
@@ -482,7 +480,7 @@ func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Nam
 			return nil
 		}
 		err = to.Write(ctx, e.Key, m, buf)
-		if errors.Is(err, tier.ErrNotKept) { // the tier may keep an object at the second write
+		if errors.Is(err, tier.ErrNotKept) { // the tier may take an object at its second write
 			err = to.Write(ctx, e.Key, m, buf)
 		}
 		switch {
@@ -500,7 +498,8 @@ func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Nam
 	return errors.Join(err, errorOfObjects(ErrUnread, n.Unread), errorOfObjects(ErrNotTaken, n.Refused))
 }
 
-// isThere reports whether a tier has an object of the same length and checksum; false if the tier does not answer.
+// isThere reports whether a tier has the object with the same length and the same checksum. The checksum is not compared if the tier
+// keeps none. It returns false if the tier does not answer.
 func isThere(ctx context.Context, t tier.Tier, e *Entry) bool {
 	metas := make([]tier.Meta, 1)
 	err := t.Stat(ctx, []kv.Key{e.Key}, metas)

@@ -8,16 +8,16 @@ import (
 	"strings"
 )
 
-// Difference is where an answer from restored KV departs from the computed one.
+// Difference is one difference between an answer from restored KV and the computed answer.
 type Difference struct {
-	Prompt int    `json:"prompt"` // its number
-	Token  int    `json:"token"`  // of the answer, from 0 on; -1: all of it
+	Prompt int    `json:"prompt"` // number of the prompt
+	Token  int    `json:"token"`  // number of the answer's token, from 0 on; -1: the answer as a whole
 	What   string `json:"what"`
 	Want   string `json:"computed,omitempty"`
 	Got    string `json:"restored,omitempty"`
 }
 
-// spread returns the largest difference of the log-probabilities of two answers, up to where their tokens part.
+// spread returns the largest difference between the log-probabilities of two answers, up to the first token that differs.
 func spread(a, b *Answer) (worst float64) {
 	for i := range min(len(a.Tokens), len(b.Tokens)) {
 		if a.Tokens[i] != b.Tokens[i] {
@@ -28,9 +28,10 @@ func spread(a, b *Answer) (worst float64) {
 	return worst
 }
 
-// compare returns how an answer differs from the computed one beyond a tolerance, and the largest difference of log-probabilities.
+// compare returns how the answer from restored KV differs from the computed answer by more than a tolerance of log-probabilities, and
+// the largest difference of log-probabilities.
 //
-// Greedy answers may part where two tokens are equally likely: beyond such a place nothing is compared.
+// Two greedy answers may go apart where two tokens are equally likely. Nothing is compared beyond such a place.
 func compare(prompt int, needle string, computed, restored *Answer, tolerance float64) (out []Difference, worst float64) {
 	worst = spread(computed, restored)
 	for i, want := range computed.Tokens {
@@ -56,7 +57,7 @@ func compare(prompt int, needle string, computed, restored *Answer, tolerance fl
 	return out, worst
 }
 
-// tie reports whether, by the computed answer, another token was as likely at a place as the one that was chosen.
+// tie reports whether, at one place of the computed answer, another token was as likely as the one that was chosen.
 func tie(computed *Answer, at int, other string, tolerance float64) bool {
 	if at >= len(computed.Top) {
 		return false

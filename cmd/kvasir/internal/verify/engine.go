@@ -16,29 +16,29 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
-// Answer is what an engine made of a prompt.
+// Answer is an engine's answer to a prompt.
 type Answer struct {
 	Text     string               `json:"text"`
 	Tokens   []string             `json:"tokens"`
 	Logprobs []float64            `json:"logprobs"`
-	Top      []map[string]float64 `json:"top,omitempty"` // by token, those that the engine thought most of
+	Top      []map[string]float64 `json:"top,omitempty"` // for each place: log-probabilities of the tokens that the engine thought most likely
 	Prompt   int                  `json:"prompt_tokens"`
-	Cached   int                  `json:"cached_tokens"` // -1: the answer does not say; vLLM says nothing of 0
+	Cached   int                  `json:"cached_tokens"` // -1: the answer does not say; vLLM does not report 0
 }
 
-// engine is one endpoint of the OpenAI API.
+// engine is an engine that is asked through the OpenAI API.
 type engine struct {
 	url   string // without a slash at its end
 	key   string
 	model string
-	max   int // tokens of an answer
+	max   int // most tokens of an answer
 	wait  func(context.Context) error
 	http  *http.Client
 
 	reports bool // an answer has said how many tokens were cached
 }
 
-// Limits of what an engine answers.
+// The limits of an engine's answer: its size in bytes, and the time it may take.
 const (
 	maxAnswer   = 16 << 20
 	requestTime = 10 * time.Minute
@@ -84,7 +84,7 @@ func (e *engine) do(ctx context.Context, method, path string, body, into any) er
 	return nil
 }
 
-// open finds the engine's model, where none was named.
+// open checks the URL of the engine. If no model was named, it asks the engine for its model.
 func (e *engine) open(ctx context.Context) error {
 	u, err := url.Parse(e.url)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
@@ -108,7 +108,7 @@ func (e *engine) open(ctx context.Context) error {
 	return nil
 }
 
-// ask has the engine answer a prompt greedily.
+// ask sends a prompt under a salt to the engine, and returns the greedy answer.
 func (e *engine) ask(ctx context.Context, prompt, salt string) (a Answer, err error) {
 	body := map[string]any{
 		"model": e.model, "prompt": prompt, "max_tokens": e.max, "temperature": 0, "logprobs": 2, "cache_salt": salt, "ignore_eos": true,
@@ -152,8 +152,8 @@ func (e *engine) ask(ctx context.Context, prompt, salt string) (a Answer, err er
 	return a, nil
 }
 
-// cached returns the cached tokens of answers. Where one does not say, they are 0 if the engine has ever said so of another answer, else -1:
-// not known.
+// cached returns how many tokens of the prompts were cached, for all answers together. An answer that does not say counts as 0 if
+// another answer of the engine ever said how many were cached. Otherwise cached returns -1: not known.
 func (e *engine) cached(all []Answer) (sum int) {
 	for _, a := range all {
 		switch {

@@ -8,21 +8,21 @@ import (
 	"strings"
 )
 
-// Prompt is a text with planted facts. Its end asks for one of them.
+// Prompt is a text with many facts. Its end asks for one of them.
 type Prompt struct {
 	Text   string `json:"text"`
-	Needle string `json:"needle"` // what a model that reads well answers
+	Needle string `json:"needle"` // what a model answers that reads the text well
 }
 
 var adjectives = strings.Fields("amber broken copper distant eastern frozen gentle hollow iron jagged lower marble narrow oaken painted quiet rusty silver tall upper velvet western yellow zinc")
 
 var nouns = strings.Fields("anchor bridge cellar drawer engine ferry garden harbor island jetty kettle lantern mill needle orchard pump quarry river stable tower valley wagon yard zeppelin")
 
-// tokensOfFact is about how many tokens a fact has.
+// tokensOfFact is about how many tokens one fact takes.
 const tokensOfFact = 16
 
-// newPrompt makes a prompt of about tokens tokens. It is new, as far as rnd is random. The fact that it asks for lies anywhere
-// in it.
+// newPrompt returns a prompt of about as many tokens as the parameter tokens says. It is random, so no engine has seen it before. The
+// fact that it asks for may be anywhere in the text.
 func newPrompt(rnd *rand.Rand, tokens int) Prompt {
 	facts := max(2, tokens/tokensOfFact)
 	asked := rnd.IntN(facts)

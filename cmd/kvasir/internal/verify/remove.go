@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// page is a part of a list of objects.
+// page is one page of the server's list of objects.
 type page struct {
 	Entries []struct {
 		Key json.RawMessage `json:"key"`
@@ -17,13 +17,14 @@ type page struct {
 	Next *string `json:"next_page_token"`
 }
 
-// Limits of a list of objects, and of one request that removes some.
+// How many pages of the list are read, and how many objects one request removes.
 const (
 	maxPages  = 10_000
 	deletable = 5000
 )
 
-// remove drops the objects of the run's own salts from the server, of the pool ("l1") or of all, and returns how many there were.
+// remove removes the objects under the run's own salts from the server, and returns how many there were. from says where: "l1" is the
+// pool alone, "all" also the tiers.
 func (r *run) remove(ctx context.Context, from string) (removed int, err error) {
 	own := map[string]bool{}
 	for _, t := range r.tenants {
@@ -73,10 +74,10 @@ func (r *run) remove(ctx context.Context, from string) (removed int, err error) 
 	return removed, nil
 }
 
-// cleanTime bounds the removal of what the run stored.
+// cleanTime is how long it may take to remove what the run stored.
 const cleanTime = 30 * time.Second
 
-// cleanUp removes what the run stored.
+// cleanUp removes what the run stored. If it cannot, it says so in the report.
 func (r *run) cleanUp(ctx context.Context) {
 	if r.Server == nil {
 		r.report.Left = "the KV of the prompts stays until it is evicted: without --server it cannot be removed"

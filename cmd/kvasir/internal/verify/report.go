@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
-// ExitCode is 0 where restored KV was right, 1 where it was not, and 3 where none could be tested.
+// ExitCode returns the exit code of the command: 0 if restored KV was right, 1 if it was not, and 3 if no restored KV could be tested.
 func (r *Report) ExitCode() int {
 	switch r.Verdict {
 	case Passed:
@@ -23,10 +23,10 @@ func (r *Report) ExitCode() int {
 	return 3
 }
 
-// mostDifferences is how many differences of a step are shown to people.
+// mostDifferences is how many differences of a step the text for people shows.
 const mostDifferences = 5
 
-// Write writes the report for people.
+// Write writes the report as text for people.
 func (r *Report) Write(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, s := range r.Steps {
@@ -80,5 +80,5 @@ restored: {{.Got}}</pre>{{end}}
 {{end}}</table></html>
 `))
 
-// WriteHTML writes the report as a page.
+// WriteHTML writes the report as a page of HTML.
 func (r *Report) WriteHTML(w io.Writer) error { return htmlPage.Execute(w, r) }

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// cold computes the prompts again, under another salt: differences are noise.
+// cold makes the same engine compute the prompts again, under another salt. Differences between the answers are noise.
 func (r *run) cold(ctx context.Context, g *group) {
 	const name = "another salt, the same engine"
 	if found := r.first.cached(g.cold); found > 0 {
@@ -36,7 +36,7 @@ func (r *run) cold(ctx context.Context, g *group) {
 	r.checkSalts(name, r.first, g, got)
 }
 
-// warm checks the engine's second answers, when it has the prompts in its own cache.
+// warm checks the second answers of the engine, which had the prompts in its own cache then.
 func (r *run) warm(g *group, got []Answer, err error) {
 	const name = "warm, the same engine"
 	if err != nil {
@@ -52,7 +52,7 @@ func (r *run) warm(g *group, got []Answer, err error) {
 	r.report.Steps[len(r.report.Steps)-1].Restored = false
 }
 
-// serverFigures are figures of a server that grow as it serves KV.
+// serverFigures are figures of a server that grow when it serves KV.
 type serverFigures struct {
 	Lookup struct {
 		Retrieves uint64 `json:"retrieves"`
@@ -75,7 +75,8 @@ func (r *run) figures(ctx context.Context) (f serverFigures, err error) {
 	return f, err
 }
 
-// askAndLook asks an engine, and then the server for its figures. ok is false where one of them did not answer; the step has ended then.
+// askAndLook sends the prompts to an engine, and then asks the server for its figures. If one of them does not answer, it adds the step
+// with that result, and ok is false.
 func (r *run) askAndLook(ctx context.Context, name string, e *engine, g *group, salt string) (got []Answer, after serverFigures, ok bool) {
 	got, err := r.ask(ctx, e, g, salt)
 	if err != nil {
@@ -89,7 +90,8 @@ func (r *run) askAndLook(ctx context.Context, name string, e *engine, g *group, 
 	return got, after, true
 }
 
-// second asks an engine that has not seen the prompts: tokens that it does not compute come from the cache.
+// second asks a second engine, which has not seen the prompts. The tokens of prompts that it does not compute come from the shared
+// cache.
 func (r *run) second(ctx context.Context, g, below *group, salt string) error {
 	const name, otherSalt, tier = "restored by a second engine", "another salt, a second engine", "restored from a tier"
 	if r.SecondURL == "" {
@@ -125,7 +127,7 @@ func (r *run) second(ctx context.Context, g, below *group, salt string) error {
 	return nil
 }
 
-// below removes the prompts from the server's pool, so that a tier has to serve them.
+// below checks KV that a tier serves: it removes the prompts from the server's pool before it asks the engine.
 func (r *run) below(ctx context.Context, name string, e *engine, g *group, salt string) {
 	if r.Server == nil {
 		r.notTested(name, "no --server")
@@ -140,7 +142,7 @@ func (r *run) below(ctx context.Context, name string, e *engine, g *group, salt 
 		r.notTested(name, "the server has no tier")
 		return
 	}
-	for limit := time.Now().Add(30 * time.Second); before.L2.Waiting > 0 && time.Now().Before(limit); { // until the tier has all
+	for limit := time.Now().Add(30 * time.Second); before.L2.Waiting > 0 && time.Now().Before(limit); { // until the tier has stored all objects
 		if err := pause(ctx, 200*time.Millisecond); err != nil {
 			break
 		}
@@ -172,7 +174,8 @@ func (r *run) below(ctx context.Context, name string, e *engine, g *group, salt 
 	r.check("restored from the tier "+strings.Join(served, ", "), g, got, max(e.cached(got), 1), "")
 }
 
-// fill sends prompts of no use until the engine's own cache has no room for those it stored.
+// fill sends other prompts to the engine until its own cache has evicted the prompts of the group. Then it checks that they are
+// restored.
 func (r *run) fill(ctx context.Context, g *group, salt string) {
 	const name = "restored after the engine's eviction"
 	switch {
@@ -212,7 +215,7 @@ func (r *run) fill(ctx context.Context, g *group, salt string) {
 	r.check(name, g, got, restored, fmt.Sprintf("the server loaded nothing: %d tokens did not push the prompts out of the engine's cache, or the server evicted them", r.FillTokens))
 }
 
-// single compares P and D with an engine alone.
+// single compares the answers of P and D with those of one engine that does both.
 func (r *run) single(ctx context.Context, g *group) error {
 	const name = "prefill and decode engines against one engine"
 	if r.SingleURL == "" {
@@ -236,7 +239,7 @@ func (r *run) single(ctx context.Context, g *group) error {
 	return nil
 }
 
-// expect checks prompts that an earlier run kept.
+// expect checks the prompts that an earlier run kept.
 func (r *run) expect(ctx context.Context, k *Kept) error {
 	const name, weights = "kept prompts, restored", "kept prompts, computed again"
 	if len(k.Prompts) == 0 || len(k.Prompts) != len(k.Answers) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package verify proves on running engines that KV which was stored and restored is that of its prompt: it sends prompts of its own, under
-// salts of its own, and compares what an engine answers from restored KV with what it computes.
+// Package verify checks on running engines that restored KV is the KV of its prompt. It sends prompts of its own, under salts of its
+// own, and compares an engine's answer from restored KV with its answer from computed KV.
 //
-// It restarts and clears nothing. A step whose answers may not have come from restored KV is not tested, never passed.
+// It restarts and clears nothing. A step counts as not tested, never as passed, if its answers may not have come from restored KV.
 package verify
 
 import (
@@ -15,30 +15,30 @@ import (
 	"time"
 )
 
-// Status is how a step ended.
+// Status says how a step ended.
 type Status string
 
-// The ways in which a step ends.
+// The ways in which a step can end.
 const (
 	Passed    Status = "passed"
 	Failed    Status = "failed"
 	NotTested Status = "not tested"
 )
 
-// Step is one way in which KV came back.
+// Step is the result of checking one way in which KV comes back to an engine.
 type Step struct {
 	Name        string       `json:"name"`
 	Status      Status       `json:"status"`
 	Restored    bool         `json:"restored"`      // it compared KV that came from outside the engine
-	Why         string       `json:"why,omitempty"` // of not tested, or what failed beside answers
-	Prompts     int          `json:"prompts"`       // that were compared
+	Why         string       `json:"why,omitempty"` // why nothing was tested, or what failed other than an answer
+	Prompts     int          `json:"prompts"`       // prompts that were compared
 	Cached      int          `json:"cached_tokens"`
 	Worst       float64      `json:"largest_logprob_difference"`
 	Tolerance   float64      `json:"tolerance"`
 	Differences []Difference `json:"differences,omitempty"`
 }
 
-// Report is the outcome.
+// Report is the result of a run.
 type Report struct {
 	Verdict Status    `json:"verdict"`
 	Time    time.Time `json:"time"`
@@ -46,39 +46,39 @@ type Report struct {
 	Model   string    `json:"model"`
 	Noise   float64   `json:"largest_difference_of_cold_runs"`
 	Steps   []Step    `json:"steps"`
-	Left    string    `json:"left,omitempty"` // what could not be removed
+	Left    string    `json:"left,omitempty"` // what could not be removed from the server
 }
 
-// Server is a kvasir server, as far as verify uses it.
+// Server is what verify needs of a kvasir server.
 type Server interface {
-	// Ask sends a request for a path, with a body of JSON or nil.
+	// Ask sends a request to a path of the server, with body as JSON unless it is nil. It returns the body of the answer.
 	Ask(ctx context.Context, method, path string, body any) ([]byte, error)
 }
 
-// Options say what is tried. A zero field means its default, or that it is left out.
+// Options say what Run tries. A zero field means its default, or that a step is left out.
 type Options struct {
 	URL       string
 	SecondURL string // an engine that shares the cache and has not seen the prompts
-	SingleURL string // an engine alone, for a URL that is P and D
-	Server    Server // nil: steps that need it are not tested
+	SingleURL string // one engine that does prefill and decode, if URL is a pair of P and D
+	Server    Server // nil: the steps that need a server are not tested
 	Key       string // API key of the engines
-	Model     string // default: the first that the engine names
+	Model     string // default: the first model that the engine names
 
-	Prompts      int           // of each step; default 3
-	PromptTokens int           // about; default 1200
-	MaxTokens    int           // of an answer; default 16
-	FillTokens   int           // that push prompts out of the engine's own cache; 0: none
-	Pause        time.Duration // that stores have to end
+	Prompts      int           // prompts in each step; default 3
+	PromptTokens int           // about how many tokens a prompt has; default 1200
+	MaxTokens    int           // tokens of an answer; default 16
+	FillTokens   int           // how many tokens push the prompts out of the engine's own cache; 0: this step is left out
+	Pause        time.Duration // how long stores may take to end
 	Rate         float64       // requests a second; default 4
-	Tolerance    float64       // the least of log-probabilities; default 0.1
+	Tolerance    float64       // smallest tolerance of log-probabilities; default 0.1
 
-	Sign func(tenant string) (salt string, err error) // makes salts; nil: the tenant itself
-	Kept *Kept                                        // prompts of an earlier run, which are checked and nothing else
-	Keep bool                                         // fills Run's Kept, and removes nothing
+	Sign func(tenant string) (salt string, err error) // makes the salt of a tenant; nil: the tenant's name is the salt
+	Kept *Kept                                        // prompts of an earlier run: only they are checked
+	Keep bool                                         // Run returns the prompts as Kept, and removes nothing
 	HTTP *http.Client
 }
 
-// Kept are prompts that were stored, and their answers.
+// Kept are prompts that a run stored, and the answers to them.
 type Kept struct {
 	Time    time.Time `json:"time"`
 	Model   string    `json:"model"`
@@ -88,11 +88,12 @@ type Kept struct {
 	Noise   float64   `json:"noise"`
 }
 
-// defaultTolerance is above the differences that another order of sums makes in 16 bits: an engine computes a prompt whose beginning is
-// restored in other shapes than a whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
+// defaultTolerance is larger than the differences that come from another order of sums in 16 bits. An engine computes a prompt whose
+// beginning is restored in other shapes than a whole prompt. On vLLM 0.32 in bfloat16, where cold runs are equal, the log-probabilities
+// of restored prompts differ by up to 0.06.
 const defaultTolerance = 0.1
 
-// maxNoise is the largest difference of cold runs with which a wrong block could still be seen.
+// maxNoise is the largest difference between cold runs at which a wrong block could still be noticed.
 const maxNoise = 0.5
 
 // run is one verification.
@@ -101,18 +102,19 @@ type run struct {
 	rnd     *rand.Rand
 	first   *engine
 	report  Report
-	tenants []string // that the run has stored under
+	tenants []string // the tenants under which the run stored KV
 	noise   float64
-	parted  bool // cold runs chose different tokens that were not equally likely
+	parted  bool // cold runs chose different tokens, although these were not equally likely
 }
 
-// group has prompts, and the answers to them when they were computed.
+// group holds prompts, and the answers of an engine that computed them.
 type group struct {
 	prompts []Prompt
 	cold    []Answer
 }
 
-// Run verifies. Kept is nil unless Options.Keep is set. The error is for what cannot be begun.
+// Run verifies the engines that the options name. Kept is nil unless Options.Keep is set. The error says why the verification could not
+// be carried out; what fails in a step is in the report.
 func Run(ctx context.Context, o Options) (*Report, *Kept, error) {
 	if o.HTTP == nil {
 		o.HTTP = &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
@@ -154,7 +156,7 @@ func orElse[T int | float64](v *T, otherwise T) {
 	}
 }
 
-// judge makes the verdict: passed needs a step with restored KV that passed, and none that failed.
+// judge sets the verdict. It is Failed if a step failed, else Passed if a step with restored KV passed, else NotTested.
 func (r *Report) judge() {
 	r.Verdict = NotTested
 	for _, s := range r.Steps {
@@ -168,7 +170,7 @@ func (r *Report) judge() {
 	}
 }
 
-// open reaches an engine.
+// open connects to the engine at a URL.
 func (r *run) open(ctx context.Context, url string) (*engine, error) {
 	interval := time.Duration(float64(time.Second) / r.Rate)
 	next := time.Now()
@@ -194,7 +196,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// newSalt makes a new random salt.
+// newSalt returns a new random salt, and remembers its tenant for the removal.
 func (r *run) newSalt() (string, error) {
 	tenant := fmt.Sprintf("kvasir-verify-%016x", r.rnd.Uint64())
 	r.tenants = append(r.tenants, tenant)
@@ -208,7 +210,7 @@ func (r *run) newPrompts() (g group) {
 	return g
 }
 
-// ask sends all prompts to an engine. The error is of a request; it ends a step, not the run.
+// ask sends all prompts of a group to an engine. An error means that one request failed. It ends the step, but not the run.
 func (r *run) ask(ctx context.Context, e *engine, g *group, salt string) (out []Answer, err error) {
 	for _, p := range g.prompts {
 		a, err := e.ask(ctx, p.Text, salt)
@@ -220,18 +222,19 @@ func (r *run) ask(ctx context.Context, e *engine, g *group, salt string) (out []
 	return out, nil
 }
 
-// learn sends an engine a prompt that it has just computed, to see whether it reports cached tokens. A request that fails
-// shows nothing.
+// learn sends an engine a prompt that it has just computed, to find out whether it reports cached tokens. A failed request tells
+// nothing.
 func (r *run) learn(ctx context.Context, e *engine, g *group, salt string) {
 	if !e.reports {
 		_, _ = r.ask(ctx, e, &group{prompts: g.prompts[:1]}, salt)
 	}
 }
 
-// step adds a step.
+// step adds the result of a step to the report.
 func (r *run) step(s Step) { r.report.Steps = append(r.report.Steps, s) }
 
-// failed adds a failed step for a request that got an error. A working engine answers prompts like these, so the error is a failure of the step.
+// failed adds a failed step because a request got an error. A working engine answers such prompts, so the error is a failure of the
+// step.
 func (r *run) failed(name string, err error) {
 	r.step(Step{Name: name, Status: Failed, Why: "a request failed: " + err.Error()})
 }
@@ -240,8 +243,8 @@ func (r *run) notTested(name, why string) { r.step(Step{Name: name, Status: NotT
 
 func (r *run) tolerance() float64 { return max(2*r.noise, r.Tolerance) }
 
-// check compares answers with the computed ones. restored is the number of tokens that came from outside the engine, as the engine or the
-// server reports it; 0: none, so nothing was tested, for the reason none.
+// check compares answers with the computed ones, and adds the step. restored is how many tokens came from outside the engine, as the
+// engine or the server reports it; -1: not known. If it is 0, nothing was tested, and none is the reason.
 func (r *run) check(name string, g *group, got []Answer, restored int, none string) {
 	switch {
 	case restored == 0:
@@ -263,7 +266,8 @@ func (r *run) check(name string, g *group, got []Answer, restored int, none stri
 	r.step(s)
 }
 
-// checkSalts checks that an engine computes prompts under a salt that never sent them, and measures the noise of cold runs by the answers.
+// checkSalts checks that an engine computes prompts under a salt under which nobody sent them before. It measures the noise of cold
+// runs by the answers.
 func (r *run) checkSalts(name string, e *engine, g *group, got []Answer) {
 	s := Step{Name: name, Status: Passed, Prompts: len(got)}
 	cached := e.cached(got)
@@ -286,7 +290,7 @@ func (r *run) checkSalts(name string, e *engine, g *group, got []Answer) {
 
 const saysNothing = "the engine does not report cached_tokens (vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report)"
 
-// runSteps makes every step that can be made.
+// runSteps runs every step that the options allow. It returns the prompts if Options.Keep is set.
 func (r *run) runSteps(ctx context.Context) (*Kept, error) {
 	salt, err := r.newSalt()
 	if err != nil {
@@ -301,7 +305,7 @@ func (r *run) runSteps(ctx context.Context) (*Kept, error) {
 			return nil, err // an engine that does not compute cannot be verified
 		}
 	}
-	warm, warmErr := r.ask(ctx, r.first, &main, salt) // it also shows whether the engine reports what was cached
+	warm, warmErr := r.ask(ctx, r.first, &main, salt) // also shows whether the engine reports cached tokens
 	r.cold(ctx, &main)
 	r.warm(&main, warm, warmErr)
 	if err := pause(ctx, r.Pause); err != nil {
