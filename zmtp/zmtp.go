@@ -67,7 +67,7 @@ var (
 	errHandshakeTimeout = errors.New("zmtp: handshake timed out")
 	// errIdle means that nothing came from the peer for IdleTimeout.
 	// errHeartbeat means that the peer did not answer a PING, or was silent for longer than the TTL that it had announced.
-	errIdle = errors.New("zmtp: no message came")
+	errIdle      = errors.New("zmtp: no message came")
 	errHeartbeat = errors.New("zmtp: heartbeat timed out")
 	// errSlow means that the peer did not read enough within WriteTimeout.
 	errSlow = errors.New("zmtp: peer does not read")

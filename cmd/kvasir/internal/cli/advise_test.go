@@ -247,7 +247,9 @@ func TestAdviseOfAChangingBeginning(t *testing.T) {
 		asked += 2464
 	}
 	first, all, text := d.advise()
-	if first.Lost < uint64(39*2200) || first.Lost > uint64(40*2400) || math.Abs(first.Share-float64(first.Lost)/float64(asked)) > 1e-9 {
+	// Only the text between the first and the last anchor counts. One window in 32 is an anchor, so more than 500 tokens of 2,400 lie outside
+	// them once in 500,000 runs.
+	if first.Lost < uint64(39*1900) || first.Lost > uint64(40*2400) || math.Abs(first.Share-float64(first.Lost)/float64(asked)) > 1e-9 {
 		t.Errorf("of %d tokens: %+v\n%s", asked, all, text)
 	}
 	code, status, _ := run(t, "status", "--url", d.url)
