@@ -104,7 +104,9 @@ func TestChangingBeginningsAreFound(t *testing.T) {
 		if is := float64(got.LostTokens) / float64(n.missed); is < share-0.1 || is > share+0.04 {
 			t.Errorf("%s: %.2f of what missed is lost, want %.2f: %+v; seed %d", name, is, share, got, seed)
 		}
-		if d := float64(got.DifferTokens); d < differ || d > differ+250 { // up to the first anchor, one in 32 tokens
+		// Up to the first anchor, one in 32 tokens. Of the first tokens of a window few bits count: the first one by 4 bits, the second one by 8.
+		// So a window that begins one or two tokens before the common text may count as common.
+		if d := float64(got.DifferTokens); d < differ-2 || d > differ+250 {
 			t.Errorf("%s: %v tokens differ, want %v: %+v; seed %d", name, d, differ, got, seed)
 		}
 	}
