@@ -88,7 +88,7 @@ func TestStateWhileRunning(t *testing.T) {
 // A file that the registry could not have written is an error that names it.
 func TestStateRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
-	f := func(doc string) {
+	f := func(doc, why string) {
 		t.Helper()
 		file, _, err := statefile.Open(path, stateMagic, maxStateBytes)
 		if err == nil {
@@ -98,25 +98,26 @@ func TestStateRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 		r, err := Open(Options{StateFile: path})
-		if e, ok := errors.AsType[*statefile.Error](err); !ok || e.Path != path {
+		if e, ok := errors.AsType[*statefile.Error](err); !ok || e.Path != path || !strings.Contains(err.Error(), why) {
 			_ = r.Close()
 			t.Fatalf("%.100s: %v", doc, err)
 		}
 	}
-	odd := func(engines ...savedEngine) {
+	odd := func(why string, engines ...savedEngine) {
 		t.Helper()
 		st := savedState{Engines: engines}
-		f(string(st.encode()))
+		f(string(st.encode()), why)
 	}
 	w := savedWorker{Addr: "a"}
-	odd(savedEngine{ID: "no workers"})
-	odd(savedEngine{Workers: []savedWorker{w, w}})
-	odd(savedEngine{Workers: []savedWorker{w}}, savedEngine{Workers: []savedWorker{w}})
-	odd(savedEngine{Workers: []savedWorker{{Addr: "a", Lease: -1}}})
-	odd(savedEngine{Workers: []savedWorker{{Addr: strings.Repeat("a", maxAddrBytes+1)}}})
-	f("")
-	f("[]")
-	f(`{"engines":`)
+	odd("has no workers", savedEngine{ID: "e"})
+	odd("is there twice", savedEngine{Workers: []savedWorker{w, w}})
+	odd("another engine has its dp_rank 0", savedEngine{Workers: []savedWorker{w}}, savedEngine{Workers: []savedWorker{w}})
+	odd("its id is longer than", savedEngine{ID: strings.Repeat("e", maxEngineIDBytes+1), Workers: []savedWorker{w}})
+	odd("outside 0 to", savedEngine{Workers: []savedWorker{{Addr: "a", Lease: -1}}})
+	odd("has an address longer than", savedEngine{Workers: []savedWorker{{Addr: strings.Repeat("a", maxAddrBytes+1)}}})
+	f("", "")
+	f("[]", "")
+	f(`{"engines":`, "")
 }
 
 // A folder into which the registry cannot write any more does not stop the registry; the log says so.

@@ -3,6 +3,7 @@
 package engine_test
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -86,4 +87,18 @@ func TestFigures(t *testing.T) {
 	if s := d.Stats(); s.LoadedTokens != 0 || s.CachedTokens != 0 || s.PromptTokens != 200 {
 		t.Errorf("failed loads: %+v", s)
 	}
+}
+
+// A request without a prompt, or without a token to generate, is refused with that reason; a request that is too long with another one.
+func TestRequestsThatDoNotFit(t *testing.T) {
+	e := open(t, engine.Options{KV: geometry(1), MaxModel: 64, MaxSeqs: 1}, "", nil)
+	f := func(tokens, most int, want error) {
+		t.Helper()
+		if _, err := e.Submit(t.Context(), engine.Request{ID: "r", Tokens: prompt(tokens, 1), MaxTokens: most}); !errors.Is(err, want) {
+			t.Errorf("%d tokens, %d to generate: %v, want %v", tokens, most, err, want)
+		}
+	}
+	f(0, 16, engine.ErrEmpty)
+	f(8, 0, engine.ErrEmpty)
+	f(60, 5, engine.ErrTooLong)
 }
