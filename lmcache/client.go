@@ -307,7 +307,7 @@ func (c *Client) appendSince057(payloads [][]byte, more []byte) [][]byte {
 
 var noExtraRanges, noSkippedChunks = []byte{0x90}, []byte{0x90}
 
-// Ping tells the server that a worker lives. A result of false asks the worker to register again.
+// Ping informs the server that a worker lives. A result of false asks the worker to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
 }
@@ -385,7 +385,7 @@ func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64, ski
 	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.appendSince057([][]byte{c.key(k), AppendInt(nil, instanceID)}, more)...)
 }
 
-// CommitStore tells the server that the worker has written the chunks into the slots that PrepareStore named.
+// CommitStore informs the server that the worker has written the chunks into the slots that PrepareStore named.
 func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), AppendBytes(nil, nil))
 }
@@ -409,7 +409,7 @@ func (c *Client) PrepareRetrieve(ctx context.Context, k *Key, instanceID int64) 
 	return result(ctx, c, DecodePrepareRetrieve, OpPrepareRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
-// CommitRetrieve tells the server that the worker has read the chunks of a PrepareRetrieve, or has given them up.
+// CommitRetrieve informs the server that the worker has read the chunks of a PrepareRetrieve, or has given them up.
 func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpCommitRetrieve, c.key(k), AppendInt(nil, instanceID))
 }

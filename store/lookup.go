@@ -380,7 +380,7 @@ func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	}())
 }
 
-// Leave tells the store that owner has disconnected and cannot take the results of its lookups. Sessions that owner was the last to use end
+// Leave informs the store that owner has disconnected and cannot take the results of its lookups. Sessions that owner was the last to use end
 // if their results were not taken. Chunks of a taken result may still be loaded over other connections.
 func (s *Store) Leave(owner lease.Owner) {
 	s.giveBack(s.endUntaken(owner))

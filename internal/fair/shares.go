@@ -60,7 +60,7 @@ func (b *Shares) May(who string, size int64, limit Amount) bool {
 // AwaitedShares is a Shares with a channel on which to wait until an owner has given something back. The zero value is empty.
 type AwaitedShares struct {
 	Shares
-	next chan struct{} // closed by the next call of Ended; nil: nobody waits
+	next chan struct{} // closed by the next call of Ended; nil: no goroutine waits
 }
 
 // Next returns a channel that the next call of Ended closes.

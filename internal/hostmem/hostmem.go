@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package hostmem tells how much memory this process can still get, and by what it is limited.
+// Package hostmem says how much memory this process can still get, and by what it is limited.
 package hostmem
 
 import (

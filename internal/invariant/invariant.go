@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package invariant tells whether this build checks itself. With -tags invariants, memory is overwritten after its last use, so that
+// Package invariant says whether this build checks itself. With -tags invariants, memory is overwritten after its last use, so that
 // tests find code that still reads it.
 package invariant
 

@@ -315,7 +315,7 @@ func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTok
 			})
 		}
 	}
-	// A commit must also follow a refusal, and an answer that did not come in time. It tells the server that this worker does not touch the
+	// A commit must also follow a refusal, and an answer that did not come in time. It informs the server that this worker does not touch the
 	// slots any more.
 	if err != nil || ctx.Err() != nil {
 		var cancel context.CancelFunc

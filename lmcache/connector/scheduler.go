@@ -40,7 +40,7 @@ type Cache interface {
 	// FreeLookupLocks releases the pins of the chunks of tokens [start, end). A chunk that the range covers only in part, at its end, stays
 	// pinned.
 	FreeLookupLocks(id string, tokens []uint32, start, end int, salt string)
-	// EndSession tells the cache that the request has ended.
+	// EndSession informs the cache that the request has ended.
 	EndSession(id string)
 	// ReportBlockAllocations reports which blocks the requests got. The callee keeps the slice records.
 	ReportBlockAllocations(records []lmcache.BlockAllocation)
@@ -300,7 +300,7 @@ func (t *Scheduler) saltOf(r *Request) string {
 // loadStart returns the first block of e's Retrieve: the first block of the chunk in which the engine's own hit ends.
 func (t *Scheduler) loadStart(e *entry) int { return e.VLLMHitBlocks / t.perChunk * t.perChunk }
 
-// Allocated tells the Scheduler that r got blocks: all its block ids so far, by KV cache group. external is how many tokens the engine
+// Allocated informs the Scheduler that r got blocks: all its block ids so far, by KV cache group. external is how many tokens the engine
 // wants loaded: Matched.Tokens, or 0 if the engine decided not to load or calls again after the load.
 //
 // vLLM: update_state_after_alloc.
@@ -401,7 +401,7 @@ func (t *Scheduler) Finish(r *Request) (FinishResult, error) {
 	return out, nil
 }
 
-// LoadFailed tells the Scheduler that a worker could not load the request's blocks. Unless the request has run since, the Scheduler forgets
+// LoadFailed informs the Scheduler that a worker could not load the request's blocks. Unless the request has run since, the Scheduler forgets
 // its blocks: the engine computes them, and they are stored again, without another lookup.
 func (t *Scheduler) LoadFailed(id string) {
 	e := t.live[id]

@@ -458,7 +458,7 @@ func (a *Worker) Close(ctx context.Context) error {
 	return a.w.Close(ctx)
 }
 
-// Begin tells the worker that a request of this id begins. If an earlier request of the same id has ended, Finished then also reports the
+// Begin informs the worker that a request of this id begins. If an earlier request of the same id has ended, Finished then also reports the
 // end of the new one, even if no operation of it was submitted.
 func (a *Worker) Begin(id string) {
 	a.mu.Lock()

@@ -416,7 +416,7 @@ func (m *Master) unmount(ctx context.Context, f method, client, segment UUID, gr
 	return first(err, code)
 }
 
-// Ping tells the master that client lives. known is whether the master knows client's segments.
+// Ping informs the master that client lives. known is whether the master knows client's segments.
 func (m *Master) Ping(ctx context.Context, client UUID) (known bool, err error) {
 	var code error
 	err = m.do(ctx, ping, true, func(c *conn, k *codec) {

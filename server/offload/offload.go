@@ -66,7 +66,7 @@ type Options struct {
 	HelloTime time.Duration
 	// Grace is the time that engines get to end their copies when the server ends; default 1 s.
 	Grace time.Duration
-	// Identify tells who a peer is; tests have their own.
+	// Identify says who a peer is; tests have their own.
 	Identify func(c net.Conn, number uint64) (access.Caller, bool)
 }
 

@@ -76,7 +76,7 @@ func (n *sglangAnswer) follow(ctx context.Context, stream *engine.Stream) {
 	n.whole()
 }
 
-// failed tells the client that the engine failed; in a stream, as an event.
+// failed informs the client that the engine failed; in a stream, as an event.
 func (n *sglangAnswer) failed(status int, text string) {
 	if !n.q.Stream {
 		n.s.fail(n.w, n.r, status, text)

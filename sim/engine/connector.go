@@ -22,16 +22,16 @@ type kvConnector interface {
 	// match returns how many tokens, beyond the first `local` ones, the connector can load. async means that the request must wait for
 	// the load. ok is false while that is not known.
 	match(q *request, local int) (external int, async, ok bool)
-	// allocated tells the connector that q has got blocks, and that it shall load `external` tokens into them.
+	// allocated informs the connector that q has got blocks, and that it shall load `external` tokens into them.
 	allocated(q *request, external int)
 	// settle waits until no connector reads blocks any more that the step gave to other requests. It is called before build of any
 	// connector.
 	settle(step *sched.Step) error
 	// build gives the decisions of a step to the workers, before the step is computed.
 	build(step *sched.Step) error
-	// computed tells the workers that the step has been computed.
+	// computed informs the workers that the step has been computed.
 	computed(step *sched.Step)
-	// finish tells the connector that q has ended. If it returns true, q's blocks must stay until poll names q as sent.
+	// finish informs the connector that q has ended. If it returns true, q's blocks must stay until poll names q as sent.
 	finish(q *request, why sched.Reason) (keep bool)
 	// poll returns the outcome of transfers. ended are the requests that ended before this step.
 	poll(ended []string) sched.Output

@@ -12,7 +12,7 @@ import (
 // maxEvents is the largest number of events of a worker that wait for a step.
 const maxEvents = 1 << 16
 
-// publishes reports whether somebody wants the KV events.
+// publishes reports whether a client wants the KV events.
 func (e *Engine) publishes() bool { return e.o.OnEvents != nil }
 
 // maxEvents returns how many events each worker of a connector may keep for a step.

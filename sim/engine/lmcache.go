@@ -168,7 +168,7 @@ func (k *lmcacheConn) begin(q *request) {
 	}
 }
 
-// update tells the connector the current state of a request.
+// update gives the connector the current state of a request.
 func (k *lmcacheConn) update(q *request) *connector.Request {
 	r := k.requests[q.r.ID]
 	r.Tokens, r.Hashes = q.tokens, len(q.tokens)/q.block

@@ -156,7 +156,7 @@ func (k *storeConn) begin(q *request) {
 	k.requests[q.r.ID] = &storeRequest{end: len(q.r.Tokens)}
 }
 
-// see tells the connector the current tokens of a request.
+// see gives the connector the current tokens of a request.
 func (k *storeConn) see(q *request) *storeRequest {
 	r := k.requests[q.r.ID]
 	r.prompt.Tokens, r.prompt.Size = len(q.tokens), len(sched.Hash{})

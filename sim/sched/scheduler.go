@@ -75,9 +75,9 @@ type Connector interface {
 	// Match returns how many tokens, beyond the first `local` ones, can be loaded from elsewhere. async means that they are loaded
 	// while the request waits. ok is false while that is not known.
 	Match(r *Request, local int) (external int, async, ok bool)
-	// Allocated tells the connector that r has got its blocks, and that `external` tokens shall be loaded into them.
+	// Allocated informs the connector that r has got its blocks, and that `external` tokens shall be loaded into them.
 	Allocated(r *Request, external int)
-	// Finish tells the connector that r has ended. If it returns true, r's blocks stay until Output.Sent names r.
+	// Finish informs the connector that r has ended. If it returns true, r's blocks stay until Output.Sent names r.
 	Finish(r *Request, why Reason) (keep bool)
 }
 

@@ -139,7 +139,7 @@ func (t *topology) ask(ctx context.Context) error {
 	return nil
 }
 
-// askCluster asks one server after the other, until one tells which servers have which slots.
+// askCluster asks one server after the other, until one says which servers have which slots.
 func (t *topology) askCluster(ctx context.Context) error {
 	t.mu.RLock()
 	known := slices.Collect(maps.Values(t.mu.servers))

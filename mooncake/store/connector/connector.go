@@ -112,7 +112,7 @@ func (s *Scheduler) Key(p *Prompt, b Block, rank int) (string, bool) {
 	return s.prefixes[b.Group][rank] + hex.EncodeToString(hash), ok
 }
 
-// Directory tells where objects are. *store.Master is a Directory.
+// Directory says where objects are. *store.Master is a Directory.
 type Directory interface {
 	Replicas(ctx context.Context, keys []string) ([]store.Found, error)
 }

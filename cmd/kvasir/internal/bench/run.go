@@ -200,7 +200,7 @@ func save(file string, stdout io.Writer, write func(io.Writer) error) (err error
 		err = os.Rename(f.Name(), file)
 	}
 	if err != nil {
-		_ = os.Remove(f.Name()) // the error above tells more
+		_ = os.Remove(f.Name()) // the error above says more
 	}
 	return err
 }

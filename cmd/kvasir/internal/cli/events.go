@@ -85,7 +85,7 @@ func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
 	return events.New(st, o)
 }
 
-// changes returns the recorder of changes in the tiers; nil if nobody can read events.
+// changes returns the recorder of changes in the tiers; nil if no client can read events.
 func (f *eventFlags) changes() *tier.Changes {
 	if f.Events == "" {
 		return nil

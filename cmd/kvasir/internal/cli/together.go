@@ -10,7 +10,7 @@ import (
 	"slices"
 )
 
-// errEnded means that a part ended although nobody stopped it.
+// errEnded means that a part ended although no other part stopped it.
 var errEnded = errors.New("it ended")
 
 // runPart is a part of kvasir all. It runs until its context ends.

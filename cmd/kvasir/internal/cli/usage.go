@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// usageError is an error in the command line; --help tells what is right.
+// usageError is an error in the command line; --help says what is right.
 type usageError struct{ text string }
 
 func (e *usageError) Error() string { return e.text }
