@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
-// Present asks a store for every block of a prompt. It returns, for each group, the runs of hash units whose blocks every rank has
+// Present asks a store which blocks of a prompt it has. It returns, for each group, the runs of hash units whose blocks every rank has
 // stored.
 func (s *Scheduler) Present(ctx context.Context, d Directory, p *Prompt) ([][]coordinator.Run, error) {
 	out := make([][]coordinator.Run, s.c.Groups())
