@@ -381,7 +381,7 @@ func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
 	return ids, nil
 }
 
-// AppendBlockIDs appends to dst the encoded block ids, which are the third payload of a store or retrieve message.
+// AppendBlockIDs appends to b the encoded block ids, which are the third payload of a store or retrieve message.
 func AppendBlockIDs(b []byte, ids [][]int) []byte {
 	b = msgp.AppendArrayHeader(b, uint32(len(ids)))
 	for _, of := range ids {
