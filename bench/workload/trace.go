@@ -105,8 +105,13 @@ func (o *TraceOptions) defaults() error {
 	if o.Format != FormatAuto && !slices.Contains(Formats, o.Format) {
 		return fmt.Errorf("%w: no format %q, want one of %v", ErrTrace, o.Format, Formats)
 	}
-	if o.BlockTokens < 1 || o.BlockTokens > maxInputTokens || !(o.Seconds > 0) || math.IsInf(o.Seconds, 0) || o.Max < 0 {
-		return fmt.Errorf("%w: blocks of %d tokens are outside 1 to %d, a timestamp's unit of %v s is not above 0, or at most %d requests are below 0", ErrTrace, o.BlockTokens, maxInputTokens, o.Seconds, o.Max)
+	switch {
+	case o.BlockTokens < 1 || o.BlockTokens > maxInputTokens:
+		return fmt.Errorf("%w: blocks of %d tokens, 1 to %d are possible", ErrTrace, o.BlockTokens, maxInputTokens)
+	case !(o.Seconds > 0) || math.IsInf(o.Seconds, 0):
+		return fmt.Errorf("%w: the unit of timestamps is %v s, it must be above 0", ErrTrace, o.Seconds)
+	case o.Max < 0:
+		return fmt.Errorf("%w: %d requests at most, it must not be below 0", ErrTrace, o.Max)
 	}
 	return nil
 }

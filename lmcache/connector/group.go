@@ -36,8 +36,11 @@ func hybrid(groups []Group) bool {
 func (g *Group) sparse() bool { return g.State || g.Window > 0 }
 
 func (g *Group) check() error {
-	if g.Window < 0 || g.Window > maxLimit || g.Window > 0 && g.State {
-		return fmt.Errorf("a window of %d tokens is outside 0 to %d, or the group is recurrent (%v) and has a window", g.Window, maxLimit, g.State)
+	switch {
+	case g.Window < 0 || g.Window > maxLimit:
+		return fmt.Errorf("a window of %d tokens is outside 0 to %d", g.Window, maxLimit)
+	case g.Window > 0 && g.State:
+		return fmt.Errorf("a recurrent group has a window of %d tokens", g.Window)
 	}
 	return nil
 }

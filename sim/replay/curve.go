@@ -35,8 +35,11 @@ func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOpti
 	}
 	pool := int64(o.Capacity) * o.Bytes
 	e, err := evict.New(o.Policy, pool)
-	if err != nil || o.Capacity < 1 || o.Capacity > MaxCapacity {
-		return hitcurve.Window{}, fmt.Errorf("%w: policy %q is unknown, or %d blocks are outside 1 to %d", ErrOptions, o.Policy, o.Capacity, MaxCapacity)
+	switch {
+	case o.Capacity < 1 || o.Capacity > MaxCapacity:
+		return hitcurve.Window{}, fmt.Errorf("%w: %d blocks are outside 1 to %d", ErrOptions, o.Capacity, MaxCapacity)
+	case err != nil:
+		return hitcurve.Window{}, fmt.Errorf("%w: policy %q: %w", ErrOptions, o.Policy, err)
 	}
 	h := hitcurve.Options{Policy: o.Policy, Bytes: pool, Tiers: o.Tiers}
 	if lh, ok := e.(*evict.LeafHazard); ok {
