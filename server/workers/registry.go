@@ -417,11 +417,12 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 // AnyBase, as a base, means workers of all listeners.
 const AnyBase = -1
 
-// ChunksOf returns the chunk sizes, in rising order, that an engine may use which has not asked this server. If the worker id of `by` is
-// named and known, it returns only that worker's size. Otherwise it returns the sizes of the model's workers that registered over a
-// listener of chunk size base, because an engine uses one listener; only those of `by` if it has a worker for each shard. If no such worker
-// is registered, workers of an earlier server that were not taken over count. sure reports whether the size is the named worker's, or an
-// earlier server knew one of the workers.
+// ChunksOf returns the chunk sizes, in rising order, that an engine may use, where the engine has not asked this server for its size.
+// If id is not 0, and a worker of that id and of principal `by` is known, it returns only that worker's size. Otherwise it returns the
+// sizes of the model's workers that registered over a listener of chunk size base (an engine uses one listener), and of these only the
+// workers of `by` if `by` has one for each shard. If no such worker is registered, the workers that an earlier server knew, and that this
+// server has not taken over, count instead. sure reports whether the size is that of the worker id, or of a worker that an earlier server
+// knew.
 func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world, base int) (sizes []int, sure bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -41,10 +41,10 @@ func (m *Model) StepBytes() float64 { return m.LayerParameters*m.LayerBytes + m.
 // LinearFLOPs returns the operations for one token in the layers, without attention.
 func (m *Model) LinearFLOPs() float64 { return 2 * m.LayerParameters }
 
-// AttentionFLOPs returns the operations of attention for one token, per token of its context.
+// AttentionFLOPs returns the floating-point operations of attention for one token, per token of its context.
 func (m *Model) AttentionFLOPs() float64 { return 4 * float64(m.Layers*m.Heads*m.HeadDim) }
 
-// HeadFLOPs returns the operations of the head for one sampled token.
+// HeadFLOPs returns the floating-point operations of the language model head for one sampled token.
 func (m *Model) HeadFLOPs() float64 { return 2 * m.head() }
 
 // The GPUs of the profiles. Sources: NVIDIA's data sheets.

@@ -32,8 +32,9 @@ var (
 )
 
 // Rekey encrypts every object anew that an older key encrypted, one after the other. The tier below does not count that as a use of the
-// objects. pace must wait until that many bytes may be read and written. Rekey calls so after each object. If it ends early, the objects
-// done so far stay, and another call does the rest. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList, those of pace and of the list.
+// objects. Rekey calls pace before it reads an object and writes it back; pace must wait until that many bytes may be read and written.
+// After each object, Rekey calls `so` with the counts until then. If Rekey ends early, the objects done so far stay encrypted anew, and
+// another call does the rest. Errors: ErrNoKeys, ErrBusy, tier.ErrNoList, those of pace and of the list.
 func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes int64) error, so func(RekeyStats)) (s RekeyStats, err error) {
 	l, ok := t.of.(tier.Lister)
 	switch {
