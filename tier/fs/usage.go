@@ -112,7 +112,7 @@ func (d *Dir) checkRoom(n int64) error {
 	if !d.usage.isCounted() {
 		return fmt.Errorf("%w: %w: the files are still being counted", tier.ErrResting, tier.ErrNotReady)
 	}
-	if float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
+	if d.o.EvictAt > 0 && float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
 		select {
 		case d.usage.changed <- struct{}{}:
 		default:
@@ -152,7 +152,7 @@ func (d *Dir) watch(ctx context.Context) {
 		case <-scan.C:
 			scan.Reset(d.scanFor(ctx, false))
 		case <-d.usage.changed:
-			scan.Reset(d.scanFor(ctx, d.o.EvictAt > 0))
+			scan.Reset(d.scanFor(ctx, true))
 		}
 	}
 }

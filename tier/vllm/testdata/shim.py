@@ -130,7 +130,9 @@ class Node:
         self.pool = os.memfd_create("kvasir-shim-pool")
         os.ftruncate(self.pool, POOL)
         self.memory = mmap.mmap(self.pool, POOL)
-        threading.Thread(target=self.accept, daemon=True).start()
+        self.threads = []
+        self.accepts = threading.Thread(target=self.accept, daemon=True)
+        self.accepts.start()
 
     def accept(self):
         while True:
@@ -139,7 +141,8 @@ class Node:
             except OSError:
                 return
             self.conns.append(conn)
-            threading.Thread(target=self.serve, args=(conn,), daemon=True).start()
+            self.threads.append(threading.Thread(target=self.serve, args=(conn,), daemon=True))
+            self.threads[-1].start()
 
     def serve(self, conn):
         try:
@@ -186,13 +189,17 @@ class Node:
         return struct.unpack_from("<Q", body)[0], body[8:]
 
     def end(self):
+        self.listener.shutdown(socket.SHUT_RDWR)  # a close alone leaves the accept, which would serve one more client
+        self.accepts.join(10)
         self.listener.close()
+        os.unlink(self.path)
         for conn in self.conns:
             try:
                 conn.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
-        os.unlink(self.path)
+        for thread in self.threads:
+            thread.join(10)  # none sends the memory once it is closed
         self.memory.close()
         os.close(self.pool)
 
