@@ -54,6 +54,7 @@ type backend struct {
 	others   atomic.Int64            // requests that other proxies have at this engine, according to its metrics
 	rankTurn atomic.Uint64
 	id       atomic.Uint32 // id of its current life in the index of prefixes
+	looks    atomic.Uint64 // number of health checks that have ended
 
 	// Guarded by fleet.mu:
 	turns    map[string]uint64 // by model: number of the last place taken there; see fleet.takeEngineLocked

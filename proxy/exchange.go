@@ -47,6 +47,7 @@ type exchange struct {
 	sentID   string             // the request's id at the engines, in this attempt
 	refused  bool               // in this attempt, the engine that answers sent another status than 200
 	split    bool               // this attempt uses P and D
+	asked    *backend           // in this attempt, the last D that was asked to load P's KV
 	fields   []byte             // header fields that all legs have
 	secrets  []byte             // those lines of fields that carry credentials
 	saltText string             // salt of the prompt's KV
@@ -341,8 +342,8 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 		case e.r.Context().Err() != nil: // the client left: D has got the whole request, or free makes a D take the KV
 			abort()
 			<-done
-			if e.mustFree(err) && computed.Load() {
-				e.p.free(e.freeing(c.prefill, params))
+			if computed.Load() {
+				e.freeLeft(err, func() freeing { return e.freeing(c.prefill, params) })
 			}
 			return
 		case outcome != "ok":
@@ -517,11 +518,18 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	if outcome == "ok" && transfer != "" && !l.stopped {
 		e.relayedBy(c.prefill, who, transfer)
 	}
-	if e.mustFree(err) && l.params != nil {
+	whole := func() freeing {
 		if f.body == nil {
-			f = e.freeing(c.prefill, l.params)
+			return e.freeing(c.prefill, l.params)
 		}
-		e.p.free(f)
+		return f
+	}
+	switch {
+	case l.params == nil:
+	case e.r.Context().Err() != nil:
+		e.freeLeft(err, whole)
+	case e.mustFree(err):
+		e.p.free(whole())
 	}
 	return outcome, err
 }
@@ -530,6 +538,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 // calls begin, unless that is nil, when it has a connection to D and before it sends the request.
 func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begin func() error) (outcome string, err error) {
 	for {
+		e.asked = d
 		outcome, err = e.answer(ctx, d, 0, params, begin)
 		if !errors.Is(err, errNotSent) && !errors.Is(err, errNoRoom) || ctx.Err() != nil {
 			break

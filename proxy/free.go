@@ -60,6 +60,36 @@ func (e *exchange) mustFree(err error) bool {
 	return e.refused
 }
 
+// freeLeft frees P's KV after an attempt that the client left and that ended with err, unless D frees it. A D that had the whole request
+// does so when it notices that the client has left, but not if it ends before.
+func (e *exchange) freeLeft(err error, f func() freeing) {
+	switch {
+	case e.mustFree(err):
+		e.p.free(f())
+	case !e.answers.Load(): // a D that answers has taken the KV
+		e.p.freeIfGone(e.asked, f())
+	}
+}
+
+// freeIfGone frees a transfer if the D that was to take it is not well at its next health check, or not the proxy's any more.
+func (p *Proxy) freeIfGone(d *backend, f freeing) {
+	life, looks := d.id.Load(), d.looks.Load()+2 // a check that runs now may have asked D before
+	p.goBackground(func() {
+		known := true
+		for end := time.Now().Add(freeTimeout); known && d.looks.Load() < looks && time.Now().Before(end); {
+			select {
+			case <-time.After(p.o.HealthInterval):
+			case <-p.ctx.Done():
+				return
+			}
+			known = slices.Contains(p.fleet.engines(), d)
+		}
+		if !known || !d.well.Load() || d.id.Load() != life {
+			p.free(f)
+		}
+	})
+}
+
 // abandon ends P's leg after D's leg failed. P's leg gets prefillGrace to end, so that the proxy learns whether P has the KV
 // (computed). If P has it and free is true, abandon frees it.
 func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() bool, free bool, f freeing) {

@@ -3,6 +3,7 @@
 package proxy_test
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"net/http"
@@ -106,6 +107,65 @@ func TestFreeingRepeatsNothingOfTheClients(t *testing.T) {
 		f(dialect, 500, "no")
 		f(dialect, 200, "")
 		f(dialect, 200, "data: {\"error\":{\"code\":500}}\n\n")
+	}
+}
+
+// A D that had the whole request when the client left frees P's KV by itself, unless it ends before: then another D frees it.
+func TestDEndsAfterTheClientHasLeft(t *testing.T) {
+	f := func(dialect proxy.Dialect, ends bool) {
+		t.Helper()
+		p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+		asked := make(chan struct{}, 10)
+		d := func() string {
+			var ending atomic.Bool
+			mux := http.NewServeMux()
+			mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
+				if ending.Load() {
+					w.WriteHeader(http.StatusServiceUnavailable)
+				}
+			})
+			mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) {
+				if text, _ := io.ReadAll(r.Body); strings.Contains(string(text), `"prompt":[1]`) {
+					fmt.Fprint(w, `{}`)
+					return
+				}
+				ending.Store(ends)
+				asked <- struct{}{}
+				<-r.Context().Done()
+			})
+			return serveMux(t, mux)
+		}
+		o := proxy.Options{Dialect: dialect, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d(), d()}, HealthInterval: 10 * time.Millisecond}
+		if dialect == proxy.Mooncake {
+			o.Prefill[0].Registry = mockRegistry(t, oneRank)
+		}
+		url, s := startProxy(t, o)
+		reach(t, url)
+		ctx, leave := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			r, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a b c"}`))
+			if resp, err := http.DefaultClient.Do(r); err == nil {
+				resp.Body.Close()
+			}
+		})
+		<-asked
+		testkit.Eventually(t, "P has computed", func() bool { return s.Taken() != "" && !strings.Contains(s.Taken(), p) })
+		leave()
+		wg.Wait()
+		testkit.Eventually(t, "the request has ended", func() bool { return s.Stats().Requests["client_left"] == 1 })
+		if ends {
+			testkit.Eventually(t, "P is freed", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+			return
+		}
+		time.Sleep(200 * time.Millisecond) // many health checks
+		if n := s.Stats().Freed; n != 0 {
+			t.Errorf("%v: P was freed %d times, although D was there", dialect, n)
+		}
+	}
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.NIXL, proxy.Mooncake013} {
+		f(dialect, true)
+		f(dialect, false)
 	}
 }
 

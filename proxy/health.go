@@ -47,6 +47,7 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	b.looking.Lock()
 	defer b.looking.Unlock()
+	defer b.looks.Add(1)
 	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second)+p.o.patience)
 	defer cancel()
 	well, heard := p.answers(ctx, b)
