@@ -263,7 +263,7 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 	}
 	c.packed.Store(ok)
 	if n%alignment != 0 {
-		return 0, fmt.Errorf("%s: the server has chunks of %d tokens, which is no multiple of %d", OpNegotiateChunkSize, n, alignment)
+		return 0, fmt.Errorf("%s: the server has chunks of %d tokens, which is no multiple of the %d that the client asks for", OpNegotiateChunkSize, n, alignment)
 	}
 	if ok {
 		c.alignment.Store(int64(alignment))
