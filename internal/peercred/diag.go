@@ -103,7 +103,7 @@ func zoneIndex(a netip.Addr) uint32 {
 func parseDiag(b []byte, from, to netip.AddrPort) (socket, error) {
 	ne := binary.NativeEndian
 	if len(b) < nlHeader+4 {
-		return socket{}, fmt.Errorf("sock_diag: an answer of %d bytes", len(b))
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer of %d bytes is too short", len(b))
 	}
 	if ne.Uint16(b[4:]) == unix.NLMSG_ERROR {
 		if errno := -int32(ne.Uint32(b[nlHeader:])); errno > 0 {
@@ -119,7 +119,7 @@ func parseDiag(b []byte, from, to netip.AddrPort) (socket, error) {
 	gotFrom := netip.AddrPortFrom(narrow(id[4:20], is4), binary.BigEndian.Uint16(id[0:]))
 	gotTo := netip.AddrPortFrom(narrow(id[20:36], is4), binary.BigEndian.Uint16(id[2:]))
 	if gotFrom != plain(from) || gotTo != plain(to) {
-		return socket{}, fmt.Errorf("sock_diag: %w: it answers for another", syscall.ENOENT)
+		return socket{}, fmt.Errorf("sock_diag: %w: it answers for another socket", syscall.ENOENT)
 	}
 	return socket{state: b[nlHeader+1], uid: int(ne.Uint32(b[80:])), inode: uint64(ne.Uint32(b[84:]))}, nil
 }

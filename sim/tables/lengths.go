@@ -85,7 +85,7 @@ func ReadLengths(r io.Reader) ([]Length, error) {
 		out = append(out, Length{n[0], n[1], [2]int{n[2], n[len(n)-1]}})
 	}
 	if len(out) == 0 {
-		return nil, fmt.Errorf("%w: no line", ErrLengths)
+		return nil, fmt.Errorf("%w: it has no line with lengths", ErrLengths)
 	}
 	return out, nil
 }
