@@ -23,12 +23,12 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	}
 	t.removeSilent(silent)
 	if err != nil {
-		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a handshake cannot be read", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
 	reply, err := t.handshakeReply(kind, text)
 	if err != nil {
-		t.log.Debug("handshake", "peer", c.RemoteAddr(), "type", kind, "err", err)
+		t.log.Debug("a handshake is malformed", "peer", c.RemoteAddr(), "type", kind, "err", err)
 		return
 	}
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))

@@ -131,7 +131,7 @@ func (p *problems) connectors(text []byte, at, engineID string) []*Config {
 		return []*Config{c}
 	}
 	if at != "" {
-		p.add("%sa MultiConnector inside a MultiConnector", at)
+		p.add("%sa MultiConnector inside a MultiConnector is not possible", at)
 		return nil
 	}
 	p.unknown(c.extra, "kv_connector_extra_config: ", []string{"connectors"})

@@ -142,7 +142,7 @@ func (c *transferWriteCmd) Run(e *env) error {
 	if err != nil {
 		return fmt.Errorf("the write ended after %d confirmed bytes (more may have arrived): %w", n, err)
 	}
-	e.log.Info("wrote", "bytes", n, "peer", o.Peer)
+	e.log.Info("wrote to the peer's region", "bytes", n, "peer", o.Peer)
 	return nil
 }
 
@@ -167,7 +167,7 @@ func (c *transferReadCmd) Run(e *env) error {
 	if err != nil {
 		return fmt.Errorf("the read ended after %d bytes: %w", n, err)
 	}
-	e.log.Info("read", "bytes", n, "peer", o.Peer)
+	e.log.Info("read from the peer's region", "bytes", n, "peer", o.Peer)
 	return nil
 }
 
