@@ -146,7 +146,7 @@ var errBox = errors.New("it cannot be decrypted")
 // welcome checks HELLO and returns WELCOME.
 func (m *curve) welcome(data []byte) ([]byte, error) {
 	if len(data) != 2+72+32+shortNonce+tagBytes+64 || data[0] != 1 || data[1] != 0 {
-		return nil, fmt.Errorf("%w: HELLO of CURVE cannot have %d bytes", errProtocol, len(data))
+		return nil, fmt.Errorf("%w: HELLO of CURVE with %d bytes has a wrong length, or is not of version 1.0", errProtocol, len(data))
 	}
 	m.theirs = Key(data[74:106])
 	nonce, err := m.next(data[106:], "CurveZMQHELLO---")

@@ -98,7 +98,7 @@ func (c *Config) Validate() error {
 	f(c.Blocks >= 2 && c.Blocks <= 1<<30, "%d blocks; 2 to 2^30 are possible", c.Blocks)
 	f(c.MaxSeqs >= 0 && c.MaxActive >= 0, "%d sequences, %d active ones; neither may be below 0", c.MaxSeqs, c.MaxActive)
 	f(c.MaxTokens >= 0 && c.MaxTokens <= maxTokens, "%d tokens in a step; 0 to %d are possible", c.MaxTokens, maxTokens)
-	f(c.MaxModel >= 0 && c.MaxModel <= maxTokens, "a longest sequence of %d tokens; 0 to %d is possible", c.MaxModel, maxTokens)
+	f(c.MaxModel >= 0 && c.MaxModel <= maxTokens, "a longest sequence of %d tokens; 0 to %d are possible", c.MaxModel, maxTokens)
 	f(len(c.Groups) <= 64, "%d groups; 64 at most are possible", len(c.Groups))
 	for i, g := range c.Groups {
 		f(g.Window == 0 || g.Window >= 2 && g.Window <= maxTokens && !g.State, "group %d: a window of %d tokens; 2 at least, and not of a state", i, g.Window)

@@ -94,7 +94,7 @@ func (o *Options) Validate() error {
 		f(g >= 0.001 && g <= 1e6, "a network of %v GB/s; 0.001 to 1,000,000 is possible", g)
 	}
 	for _, n := range o.Budget {
-		f(n >= 1 && n <= 1<<24, "a step of %d tokens; 1 to 2^24 is possible", n)
+		f(n >= 1 && n <= 1<<24, "a step of %d tokens; 1 to 2^24 are possible", n)
 	}
 	return errors.Join(errs...)
 }
