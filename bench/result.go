@@ -402,7 +402,7 @@ func (d *detail) samples(r *Result) ([]Sample, error) {
 		}
 		bad := func(v float64) bool { return v < 0 || v > maxNumber }
 		if bad(s.TTFT) || bad(s.Latency) || bad(float64(s.Input)) || bad(float64(s.Output)) || outside(s.Start) || slices.ContainsFunc(s.ITL, bad) {
-			return nil, fmt.Errorf("request %d has a time or length that cannot be", i)
+			return nil, fmt.Errorf("request %d has a time or length that is impossible", i)
 		}
 	}
 	return out, nil

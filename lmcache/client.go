@@ -220,7 +220,7 @@ func result[T any](ctx context.Context, c *Client, decode func([]byte) (T, error
 		return zero, err
 	}
 	if b == nil {
-		return zero, fmt.Errorf("%s: %w: no result", op, errReply)
+		return zero, fmt.Errorf("%s: %w: it has no result", op, errReply)
 	}
 	v, err := decode(b)
 	if err != nil {

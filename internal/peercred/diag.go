@@ -57,7 +57,7 @@ func diag(from, to netip.AddrPort) (socket, error) {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}
 	if nl, ok := src.(*unix.SockaddrNetlink); !ok || nl.Pid != 0 {
-		return socket{}, fmt.Errorf("sock_diag: an answer that is not the kernel's")
+		return socket{}, fmt.Errorf("sock_diag: the answer is not the kernel's")
 	}
 	return parseDiag(buf[:n], from, to)
 }
@@ -109,10 +109,10 @@ func parseDiag(b []byte, from, to netip.AddrPort) (socket, error) {
 		if errno := -int32(ne.Uint32(b[nlHeader:])); errno > 0 {
 			return socket{}, fmt.Errorf("sock_diag: %w", syscall.Errno(errno))
 		}
-		return socket{}, fmt.Errorf("sock_diag: an empty answer")
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer is empty")
 	}
 	if ne.Uint16(b[4:]) != sockDiagType || len(b) < diagAnswer {
-		return socket{}, fmt.Errorf("sock_diag: an answer of type %d with %d bytes", ne.Uint16(b[4:]), len(b))
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer has the wrong type %d, or its %d bytes are too short", ne.Uint16(b[4:]), len(b))
 	}
 	id := b[nlHeader+4 : nlHeader+4+sockIDBytes]
 	is4 := b[nlHeader] == unix.AF_INET
