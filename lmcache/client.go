@@ -350,8 +350,11 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 			if c.wrongSize.Load() {
 				return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ErrChunkSize)
 			}
-			if err != nil || n < 0 || n > MaxTokens {
-				return 0, fmt.Errorf("%s: %w: a hit of %d chunks is outside 0 to %d, or not a number: %v", OpQueryPrefetchStatus, errReply, n, MaxTokens, err)
+			if err != nil {
+				return 0, fmt.Errorf("%s: %w: the hit is not a number of chunks: %w", OpQueryPrefetchStatus, errReply, err)
+			}
+			if n < 0 || n > MaxTokens {
+				return 0, fmt.Errorf("%s: %w: a hit of %d chunks is outside 0 to %d", OpQueryPrefetchStatus, errReply, n, MaxTokens)
 			}
 			return int(n), nil
 		}

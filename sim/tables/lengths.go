@@ -57,8 +57,11 @@ var ErrLengths = errors.New("tables: list of lengths")
 // of words. Errors name the line.
 func ReadLengths(r io.Reader) ([]Length, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxListBytes+1))
-	if err != nil || len(text) > maxListBytes {
-		return nil, errors.Join(fmt.Errorf("%w: %d bytes were read, at most %d are possible", ErrLengths, len(text), maxListBytes), err)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrLengths, err)
+	}
+	if len(text) > maxListBytes {
+		return nil, fmt.Errorf("%w: more than %d bytes", ErrLengths, maxListBytes)
 	}
 	var out []Length
 	line := 0
