@@ -180,10 +180,10 @@ func TestReadJSONNamesWhatIsWrong(t *testing.T) {
 		t.Fatal(err)
 	}
 	f(good+strings.Replace(detail, `"itls":[[],[1]]`, `"itls":[[]]`, 1), "key itls has 1 requests, ttfts has 2")
-	f(good+strings.Replace(detail, `"itls":[[],[1]]`, `"itls":[[],[-1]]`, 1), "request 1 has a time or length that cannot be")
+	f(good+strings.Replace(detail, `"itls":[[],[1]]`, `"itls":[[],[-1]]`, 1), "request 1 has a time or length that is impossible")
 	f(good+strings.Replace(detail, `"latencies":[1,2]`, `"latencies":[1,1e308]`, 1), "key latencies: request 1 took 1e+308 s")
-	f(good+strings.Replace(detail, `"input_lens":[1,2]`, `"input_lens":[1,9223372036854775807]`, 1), "request 1 has a time or length that cannot be")
-	f(good+`,"intvty":1e300}`, "a figure is 1e+300")
+	f(good+strings.Replace(detail, `"input_lens":[1,2]`, `"input_lens":[1,9223372036854775807]`, 1), "request 1 has a time or length that is impossible")
+	f(good+`,"intvty":1e300}`, "of a ramp is 1e+300")
 	f(good+strings.Replace(detail, `"errors":["",""]`, `"errors":[1,2]`, 1), "key errors is a number")
 	f(good+strings.Replace(detail, `"start_times":[0,0]`, `"start_times":[0]`, 1), "key start_times has 1")
 }

@@ -241,7 +241,7 @@ func ReadJSON(in io.Reader) (*Result, error) {
 		return nil, err
 	}
 	if len(text) > maxResult {
-		return nil, fmt.Errorf("more than %d bytes", maxResult)
+		return nil, fmt.Errorf("it has more than %d bytes", maxResult)
 	}
 	dec := json.NewDecoder(bytes.NewReader(text))
 	var keys map[string]json.RawMessage
@@ -293,29 +293,29 @@ func outside(v float64) bool { return !(v >= -maxNumber && v <= maxNumber) }
 func (r *Result) check() error {
 	for _, s := range r.Stages {
 		if outside(s.Millis) {
-			return fmt.Errorf("key handover: %.40q takes %v ms", s.Name, s.Millis)
+			return fmt.Errorf("key handover: %.40q takes %v ms, which is impossible", s.Name, s.Millis)
 		}
 	}
 	for _, e := range r.Engines {
 		for _, p := range e.Points {
 			if outside(p.At) || outside(p.Usage) || outside(float64(p.Running)) || outside(float64(p.Waiting)) {
-				return fmt.Errorf("key engines: a point is %+v", p)
+				return fmt.Errorf("key engines: a point is impossible: %+v", p)
 			}
 		}
 	}
 	for _, v := range []float64{r.TotalPerGPU, r.OutputPerGPU, r.InputPerGPU, r.Interactivity, r.PeakOutput, float64(r.PeakConcurrent), r.RampUpStart, r.RampUpEnd} {
 		if outside(v) {
-			return fmt.Errorf("a figure is %v", v)
+			return fmt.Errorf("a figure per GPU, of a peak or of a ramp is %v, which is impossible", v)
 		}
 	}
 	for i := range r.QueueTimes {
 		if outside(r.QueueTimes[i]) {
-			return fmt.Errorf("key queue_times: request %d waited %v s", i, r.QueueTimes[i])
+			return fmt.Errorf("key queue_times: request %d waited %v s, which is impossible", i, r.QueueTimes[i])
 		}
 	}
 	for i := range r.Latencies {
 		if outside(r.Latencies[i]) {
-			return fmt.Errorf("key latencies: request %d took %v s", i, r.Latencies[i])
+			return fmt.Errorf("key latencies: request %d took %v s, which is impossible", i, r.Latencies[i])
 		}
 	}
 	for _, v := range []struct {
@@ -332,7 +332,7 @@ func (r *Result) check() error {
 		{"total_token_throughput", r.TotalThroughput},
 	} {
 		if !(v.value >= 0 && v.value <= maxNumber) {
-			return fmt.Errorf("key %s is %v", v.key, v.value)
+			return fmt.Errorf("key %s is %v, which is impossible", v.key, v.value)
 		}
 	}
 	return nil
@@ -402,7 +402,7 @@ func (d *detail) samples(r *Result) ([]Sample, error) {
 		}
 		bad := func(v float64) bool { return v < 0 || v > maxNumber }
 		if bad(s.TTFT) || bad(s.Latency) || bad(float64(s.Input)) || bad(float64(s.Output)) || outside(s.Start) || slices.ContainsFunc(s.ITL, bad) {
-			return nil, fmt.Errorf("request %d has a time or length that cannot be", i)
+			return nil, fmt.Errorf("request %d has a time or length that is impossible", i)
 		}
 	}
 	return out, nil

@@ -36,7 +36,7 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 const MaxSaltBytes = 128
 
 // ErrSalt means that a salt is too long or contains one of @ / \ NUL.
-var ErrSalt = errors.New("kv: salt longer than 128 characters or with one of @ / \\ NUL")
+var ErrSalt = errors.New("kv: salt longer than 128 characters, with one of @ / \\ NUL, or not UTF-8")
 
 // CheckSalt returns ErrSalt for a salt that must not be in a key.
 func CheckSalt(salt string) error {

@@ -47,7 +47,7 @@ func (l Layout) Bytes() (int64, error) {
 	n := uint64(size)
 	for _, d := range l.Shape() {
 		if d <= 0 {
-			return 0, fmt.Errorf("%w: dimension %d in %v", ErrLayout, d, l.Shape())
+			return 0, fmt.Errorf("%w: dimension %d of a chunk's shape %v is below 1", ErrLayout, d, l.Shape())
 		}
 		hi, lo := bits.Mul64(n, uint64(d))
 		if hi != 0 || lo > MaxChunkBytes {

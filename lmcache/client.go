@@ -220,7 +220,7 @@ func result[T any](ctx context.Context, c *Client, decode func([]byte) (T, error
 		return zero, err
 	}
 	if b == nil {
-		return zero, fmt.Errorf("%s: %w: no result", op, errReply)
+		return zero, fmt.Errorf("%s: %w: it has no result", op, errReply)
 	}
 	v, err := decode(b)
 	if err != nil {
@@ -263,7 +263,7 @@ func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
 	}
 	c.packed.Store(ok)
 	if n%alignment != 0 {
-		return 0, fmt.Errorf("%s: the server has chunks of %d tokens, which is no multiple of %d", OpNegotiateChunkSize, n, alignment)
+		return 0, fmt.Errorf("%s: the server has chunks of %d tokens, which is no multiple of the %d that the client asks for", OpNegotiateChunkSize, n, alignment)
 	}
 	if ok {
 		c.alignment.Store(int64(alignment))
@@ -350,8 +350,11 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 			if c.wrongSize.Load() {
 				return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ErrChunkSize)
 			}
-			if err != nil || n < 0 || n > MaxTokens {
-				return 0, fmt.Errorf("%s: %w: a hit of %d chunks is outside 0 to %d, or not a number: %v", OpQueryPrefetchStatus, errReply, n, MaxTokens, err)
+			if err != nil {
+				return 0, fmt.Errorf("%s: %w: the hit is not a number of chunks: %w", OpQueryPrefetchStatus, errReply, err)
+			}
+			if n < 0 || n > MaxTokens {
+				return 0, fmt.Errorf("%s: %w: a hit of %d chunks is outside 0 to %d", OpQueryPrefetchStatus, errReply, n, MaxTokens)
 			}
 			return int(n), nil
 		}

@@ -14,7 +14,7 @@ import (
 var ErrTrailing = errors.New("lmcache: bytes after the value")
 
 // ErrMissing means that a structure lacks a field that has no default.
-var ErrMissing = errors.New("lmcache: field missing")
+var ErrMissing = errors.New("lmcache: a field without a default is missing")
 
 func errOr(err, other error) error {
 	if err != nil {
@@ -69,7 +69,7 @@ func readArray(b []byte) (int, []byte, error) {
 		return 0, b, err
 	}
 	if uint64(n) > uint64(len(rest)) {
-		return 0, b, fmt.Errorf("lmcache: array of %d elements in %d bytes", n, len(rest))
+		return 0, b, fmt.Errorf("lmcache: an array of %d elements, of which only %d bytes came", n, len(rest))
 	}
 	return int(n), rest, nil
 }
@@ -147,7 +147,7 @@ func boolInto(p *bool, b []byte) ([]byte, error) {
 func intsInto[T ~int | ~int64](p *[]T, most int, b []byte) ([]byte, error) {
 	n, _, err := readArray(b)
 	if err == nil && n > most {
-		err = fmt.Errorf("%d elements, more than %d", n, most)
+		err = fmt.Errorf("a list of %d elements, at most %d are possible", n, most)
 	}
 	if err != nil {
 		return b, err

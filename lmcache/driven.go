@@ -160,7 +160,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	}
 	rest, err := readList(frames[1], func(i int, b []byte) ([]byte, error) {
 		if i >= maxLayers {
-			return b, fmt.Errorf("more than %d", maxLayers)
+			return b, fmt.Errorf("more than %d layers", maxLayers)
 		}
 		var ext msgp.RawExtension
 		rest, err := msgp.ReadExtensionBytes(b, withType(&ext, b))
@@ -168,7 +168,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, err
 		}
 		if ext.Type != 1 {
-			return b, fmt.Errorf("an IPC wrapper has ext code %d, 1 is known", ext.Type)
+			return b, fmt.Errorf("an IPC wrapper has the msgpack extension type %d, only 1 is known", ext.Type)
 		}
 		d, err := decodeDescriptor(ext.Data)
 		if max(len(d.Type), len(d.DType), len(d.Device)) > maxNameBytes || len(d.ShmName) > maxShmNameBytes {
@@ -207,7 +207,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	}
 	rest, err = readList(groups, func(i int, b []byte) ([]byte, error) {
 		if i >= maxGroups {
-			return b, fmt.Errorf("more than %d", maxGroups)
+			return b, fmt.Errorf("more than %d groups", maxGroups)
 		}
 		g := EngineGroup{WindowTokens: -1}
 		rest, err := decodeEngineGroup(b, &g, &c.Unread)
@@ -227,7 +227,7 @@ const (
 	maxShmNameBytes = 255
 )
 
-var errLongName = errors.New("a name is too long")
+var errLongName = errors.New("a name has more than 256 bytes, or a shm_name more than 255")
 
 // withType sets the type of ext to that of the extension at b, because msgp requires it before it reads the extension.
 func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
@@ -282,7 +282,7 @@ func decodeDescriptor(data []byte) (d Descriptor, err error) {
 		err = ErrMissing
 	}
 	if err == nil && version != 1 {
-		err = fmt.Errorf("version %d, 1 is known", version)
+		err = fmt.Errorf("its version is %d, only 1 is known", version)
 	}
 	return d, err
 }
@@ -417,7 +417,7 @@ func DecodeCopied(frame []byte) (c Copied, err error) {
 		case 1:
 			return boolInto(&c.OK, b)
 		}
-		return b, errors.New("too many elements")
+		return b, errors.New("a third element, where only event and result are possible")
 	})
 	if err = noRest(rest, err); err == nil && n != 2 {
 		err = ErrMissing

@@ -71,7 +71,7 @@ func DecodeEnvelope(data []byte, layouts []kv.Layout, chunks int) (e Envelope, e
 	if err = noRest(rest, err); err == nil {
 		switch {
 		case version != envelopeVersion:
-			err = fmt.Errorf("version %d, %d is known", version, envelopeVersion)
+			err = fmt.Errorf("its version is %d, only %d is known", version, envelopeVersion)
 		case seen != 2 || e.Groups == nil:
 			err = ErrMissing
 		case !several && len(e.Groups[0].Data) != chunks:

@@ -326,10 +326,10 @@ var ErrRange = errors.New("lmcache: range is not made of whole chunks of the pro
 // ErrRange.
 func (k *KeyView) ChunkRange(chunkTokens int) (from, to int, err error) {
 	if k.Start < 0 || k.Start > k.End {
-		return 0, 0, fmt.Errorf("%w: start %d, end %d", ErrKey, k.Start, k.End)
+		return 0, 0, fmt.Errorf("%w: start %d is below 0 or above end %d", ErrKey, k.Start, k.End)
 	}
 	if k.Start%chunkTokens != 0 || k.End%chunkTokens != 0 || k.End > k.NumTokens {
-		return 0, 0, fmt.Errorf("%w: [%d, %d) of %d tokens, chunk %d", ErrRange, k.Start, k.End, k.NumTokens, chunkTokens)
+		return 0, 0, fmt.Errorf("%w: [%d, %d) of %d tokens, in chunks of %d tokens", ErrRange, k.Start, k.End, k.NumTokens, chunkTokens)
 	}
 	return k.Start / chunkTokens, k.End / chunkTokens, nil
 }

@@ -123,7 +123,7 @@ func (p *EngineDriven) decodeGroups(b []byte) ([]byte, error) {
 	p.HasGroups = true
 	return readList(b, func(i int, b []byte) ([]byte, error) {
 		if i >= maxObjectGroups {
-			return b, fmt.Errorf("more than %d", maxObjectGroups)
+			return b, fmt.Errorf("more than %d object groups", maxObjectGroups)
 		}
 		var g GroupLayout
 		seen := 0

@@ -60,7 +60,7 @@ func TestClientWithAnotherChunkSize(t *testing.T) {
 		}
 		return [][]byte{bytes.Clone(m[0]), bytes.Clone(m[1]), result}
 	})
-	if _, err := c.Negotiate(t.Context(), 16); err == nil || !strings.Contains(err.Error(), "no multiple of 16") {
+	if _, err := c.Negotiate(t.Context(), 16); err == nil || !strings.Contains(err.Error(), "no multiple of the 16") {
 		t.Errorf("40 for blocks of 16: %v", err)
 	}
 	size = 48

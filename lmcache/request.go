@@ -266,7 +266,7 @@ func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err erro
 		return &GetExperimentalRequest{}, nil
 	case OpReportBlockAllocation:
 		if msgp.NextType(p[2]) != msgp.ArrayType {
-			err = errors.New("report_block_allocation: not a list")
+			err = errors.New("report_block_allocation: the third payload is not a list")
 		}
 		return &ReportBlockAllocationRequest{}, err
 	case OpP2PLookupAndLock:
@@ -297,7 +297,7 @@ func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
 		return err
 	}
 	if r.Key.Worker == AllWorkers {
-		return fmt.Errorf("%w: worker_id is nil", ErrKey)
+		return fmt.Errorf("%w: worker_id is nil, the operation needs a worker's id", ErrKey)
 	}
 	memo.Hash(r.Key, r.To)
 	return nil
@@ -350,7 +350,7 @@ const maxSpans = 1024
 func decodeSpans(frame []byte, chunkTokens int) (spans []ChunkSpan, err error) {
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
 		if i >= maxSpans {
-			return b, fmt.Errorf("more than %d", maxSpans)
+			return b, fmt.Errorf("more than %d ranges", maxSpans)
 		}
 		n, b, err := readArray(b)
 		if err == nil && n != 2 {

@@ -15,7 +15,7 @@ import (
 
 // errToken means that a token list holds something else than integers of 0 to
 // 2^32-1, or ends early.
-var errToken = errors.New("lmcache: token list holds no uint32 or ends early")
+var errToken = errors.New("lmcache: a token id is no integer from 0 to 2^32-1, or the list of tokens ends early")
 
 // tokenForm says how to read a token from the eight bytes that begin with its msgpack type byte: (word >> shift) & mask. The token takes
 // width bytes. A width of 0 marks a type byte that slowToken reads instead of the fast loop.

@@ -79,7 +79,7 @@ func align(p, d []wire.Region, partial bool) ([]regionPair, error) {
 // zip pairs the i-th region of P with the i-th region of D. It is for vLLM releases whose messages carry no layer names.
 func zip(p, d []wire.Region) ([]regionPair, error) {
 	if len(p) != len(d) {
-		return nil, layoutError("%d KV regions of the producer, %d of the consumer, which names no layers", len(p), len(d))
+		return nil, layoutError("the producer has %d KV regions, the consumer %d, and it names no layers", len(p), len(d))
 	}
 	pairs := make([]regionPair, len(p))
 	for i := range p {

@@ -44,13 +44,13 @@ type Cache struct {
 }
 
 // ErrCache means that the parts of a Cache do not fit each other.
-var ErrCache = errors.New("mooncake: KV cache")
+var ErrCache = errors.New("mooncake: the parts of the KV cache do not fit")
 
 // Check returns an ErrCache for regions outside storages, groups without kind, and
 // storages that overlap.
 func (c *Cache) Check() error {
 	if len(c.Storages) == 0 || len(c.Regions) == 0 {
-		return fmt.Errorf("%w: no KV cache tensors", ErrCache)
+		return fmt.Errorf("%w: it has no tensors", ErrCache)
 	}
 	sorted := slices.Clone(c.Storages)
 	slices.SortFunc(sorted, func(a, b Storage) int { return cmp.Compare(a.Addr, b.Addr) })
@@ -70,7 +70,7 @@ func (c *Cache) Check() error {
 		}
 		for _, g := range append(slices.Clone(r.Shared), r.Group) {
 			if (g < 0 || g >= len(c.Kinds)) && g != wire.SharedGroup {
-				return fmt.Errorf("%w: region %d of layer %q: group %d, the cache has %d groups", ErrCache, i, r.Layer, g, len(c.Kinds))
+				return fmt.Errorf("%w: region %d of layer %q is of group %d, the cache has %d groups", ErrCache, i, r.Layer, g, len(c.Kinds))
 			}
 		}
 	}

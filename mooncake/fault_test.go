@@ -427,7 +427,7 @@ func TestLayoutMiss(t *testing.T) {
 	})
 	x.dir.show("twice", twice)
 	x.from.EngineID = "twice"
-	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "again after it was sent anew") {
+	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "again after D had sent it anew") {
 		t.Fatal(err)
 	}
 }

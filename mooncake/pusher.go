@@ -48,7 +48,7 @@ type pushPeer struct {
 	stalled chan struct{} // closed, and replaced, when a push makes no progress
 }
 
-var errStalledPeer = errors.New("mooncake: D takes no bytes")
+var errStalledPeer = errors.New("mooncake: another push to this worker of D stalled, so this one was not begun")
 
 // enter waits for a free slot among the pushes to the D worker at segment. When a running push to that worker stalls, all pushes that
 // wait for a slot fail at once, so that they need not stall one after the other.

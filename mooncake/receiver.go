@@ -80,7 +80,7 @@ var (
 	// ErrUnknownTransfer means that P does not know the transfer id.
 	ErrUnknownTransfer = errors.New("mooncake: P does not know the transfer")
 	// ErrUnreachable means that the bootstrap server or a P worker cannot be reached.
-	ErrUnreachable = errors.New("mooncake: P unreachable")
+	ErrUnreachable = errors.New("mooncake: P or its bootstrap server cannot be reached")
 	// ErrNoEngine means that the bootstrap server does not know the engine.
 	ErrNoEngine = errors.New("mooncake: engine not registered")
 	// ErrAborted means that Abort ended the pull.

@@ -364,7 +364,7 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 			}
 		case <-unknown:
 			for _, id := range slices.Collect(maps.Keys(t.unknown)) {
-				t.recordResult(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
+				t.recordResult(id, fmt.Errorf("%w %s after %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
 			}
 		case <-t.wake:
 			t.recordAborted(false)
@@ -412,7 +412,7 @@ func (t *pullConn) send(ctx context.Context, s *socket) error {
 func (t *pullConn) handleReply(ctx context.Context, s *socket, y *wire.Reply) (ended bool, err error) {
 	if y.Status == wire.StatusLayoutMiss {
 		if t.missed {
-			return false, fmt.Errorf("%w: P lost layout %#x again after it was sent anew: %s", ErrPeer, t.window.id, y.Message)
+			return false, fmt.Errorf("%w: P lost D's layout %#x again after D had sent it anew: %s", ErrPeer, t.window.id, y.Message)
 		}
 		t.missed, t.full = true, true
 		t.r.stats.layoutMisses.Add(1)

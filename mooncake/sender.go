@@ -300,7 +300,7 @@ func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 func (s *Sender) claimLocked(request, transferID string) *offer {
 	e := s.mu.transfers[transferID]
 	if e != nil && e.request != "" && e.request != request {
-		s.log.Warn("mooncake: transfer id of another request", "transfer", transferID, "request", request, "taken_from", e.request)
+		s.log.Warn("mooncake: a new request has the transfer id of an earlier one, which is aborted", "transfer", transferID, "request", request, "taken_from", e.request)
 		s.abortLocked(e)
 		e = nil
 	}

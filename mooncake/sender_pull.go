@@ -267,7 +267,7 @@ func (p *pullAnswer) answerEarly(more bool) (all bool) {
 	return all
 }
 
-var errUnknownFull = errors.New("mooncake: too many transfers that P does not know")
+var errUnknownFull = errors.New("mooncake: too many pulls wait for transfers that P does not know")
 
 // joinTransfers adds the pull to each transfer that it names.
 func (p *pullAnswer) joinTransfers() error {

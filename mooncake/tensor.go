@@ -107,7 +107,7 @@ func (t *Tensor) Check(storages [][]byte) error {
 	}
 	switch {
 	case t.Storage < 0 || t.Storage >= len(storages):
-		return fmt.Errorf("%w: layer %q: storage %d, there are %d", ErrCache, t.Layer, t.Storage, len(storages))
+		return fmt.Errorf("%w: layer %q: it is in storage %d, there are %d", ErrCache, t.Layer, t.Storage, len(storages))
 	case t.HeadAxis < 0 || t.HeadAxis >= max(1, len(t.Shape)):
 		return fail(fmt.Sprintf("its shape has no axis %d for the KV heads", t.HeadAxis))
 	case len(t.Shape) == 0 || len(t.Shape) > 8 || len(t.Shape) != len(t.Stride) || t.Element <= 0 || t.Element > 64:
@@ -120,7 +120,7 @@ func (t *Tensor) Check(storages [][]byte) error {
 		}
 		step := uint64(n-1) * uint64(t.Stride[i])
 		if n > 1 && step/uint64(n-1) != uint64(t.Stride[i]) || step > maxTensorElements {
-			return fail("too large")
+			return fail("it spans too many elements")
 		}
 		last += step
 	}

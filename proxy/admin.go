@@ -64,7 +64,7 @@ func (p *Proxy) Admin(token string) http.Handler {
 	handle("POST /engines", func(w http.ResponseWriter, r *http.Request) error {
 		var e struct{ URL, Role, Registry string }
 		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, 64<<10)).Decode(&e); err != nil {
-			return badAdmin("body: %v", err)
+			return badAdmin("body is not {\"url\": \"http://HOST:PORT\", \"role\": …}: %v", err)
 		}
 		role, ok := roleNames[e.Role]
 		if !ok {

@@ -142,7 +142,7 @@ func (e *exchange) refuse(err error) (outcome string) {
 var errNotSent = errors.New("the engine cannot be reached")
 
 // errLost means that an engine broke off before the first byte of its answer.
-var errLost = errors.New("the engine broke off")
+var errLost = errors.New("the engine broke off before its answer began")
 
 // errFailed means that an engine answered that it cannot serve the request.
 var errFailed = errors.New("the engine failed")

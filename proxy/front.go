@@ -104,7 +104,7 @@ const maxOpening = 64 << 10
 
 const pingComment = ": ping\n\n"
 
-var errEmptyAnswer = errors.New("an empty answer")
+var errEmptyAnswer = errors.New("the engine's answer is empty")
 
 // firstData returns the beginning of a stream up to the first data of its answer, including the events that it held back before that
 // data. It passes comments and pings on at once: until there is data, another engine can answer. Errors are errFailed, errEmptyAnswer,

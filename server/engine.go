@@ -61,7 +61,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 		return nil, t, fmt.Errorf("%w by a client of %s", workers.ErrUnknown, sc.conn.generations)
 	}
 	if in.World != k.WorldSize || in.Model != string(k.Model) {
-		return nil, t, fmt.Errorf("%w as %s, world size %d", workers.ErrUnknown, k.Model, k.WorldSize)
+		return nil, t, fmt.Errorf("%w as model %s, world size %d", workers.ErrUnknown, k.Model, k.WorldSize)
 	}
 	if in.Chunk != sc.chunk.tokens {
 		return nil, t, fmt.Errorf("%w: the worker registered chunks of %d tokens, its connection has chunks of %d; restart the engine", errChunkSize, in.Chunk, sc.chunk.tokens)
@@ -88,7 +88,7 @@ func noRoom(got store.Reserved, t hold.Transfer, chunkBytes int64) error {
 	if got.Share {
 		why = "the worker, or all of " + t.By + ", have their share of the pool staged and not committed"
 	}
-	return fmt.Errorf("%w: %d of %d chunks of %d bytes; %s", errRoom, got.NoRoom, t.To-t.From, chunkBytes, why)
+	return fmt.Errorf("%w: %d of %d chunks of %d bytes do not fit; %s", errRoom, got.NoRoom, t.To-t.From, chunkBytes, why)
 }
 
 // nothingToStore answers a prepare_store that stores nothing. The worker takes the answer as "all cached" and sends no commit.
@@ -335,7 +335,7 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, 
 	case asked == 0:
 		return miss.Short, nil
 	case errors.Is(unknown, workers.ErrNoWorker):
-		return miss.Unregistered, fmt.Errorf("%w: %s, world size %d", errModel, k.Model, k.WorldSize)
+		return miss.Unregistered, fmt.Errorf("%w: model %s, world size %d", errModel, k.Model, k.WorldSize)
 	case unknown != nil:
 		return miss.Declined, unknown
 	case k.SkipLoad:

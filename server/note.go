@@ -42,10 +42,10 @@ func (s *Server) writeNote() {
 		s.n.noteFailures.Add(1)
 	}
 	if err != nil && !s.noted.failed {
-		s.log.Warn("registrations are not kept for a restart", "err", err)
+		s.log.Warn("registrations of workers are not kept for a restart", "err", err)
 	}
 	if left > s.noted.left {
-		s.log.Warn("the largest registrations do not fit into the note: after a restart they would have to be made again",
+		s.log.Warn("the largest registrations of workers do not fit into the note beside the pool: after a restart they would have to be made again",
 			"registrations", left, "note_bytes", pool.MaxNote)
 	}
 	s.noted = noteState{err != nil, left}

@@ -139,7 +139,7 @@ func (s *Server) inlineOf(in *workers.Worker, t hold.Transfer, r *lmcache.Commit
 		return inline{func(_, chunk int) []byte { return tensors[chunk].Data }}, err
 	}
 	if int64(len(r.Data)) > s.opts.PickleBytes {
-		return inline{}, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", lmcache.ErrEnvelope, kv.FormatBytes(int64(len(r.Data))), kv.FormatBytes(s.opts.PickleBytes))
+		return inline{}, fmt.Errorf("%w: it takes %s, --pickle-max-mib allows %s", lmcache.ErrEnvelope, kv.FormatBytes(int64(len(r.Data))), kv.FormatBytes(s.opts.PickleBytes))
 	}
 	e, err := lmcache.DecodeEnvelope(r.Data, in.Objects, t.To-t.From)
 	return inline{func(group, chunk int) []byte {
@@ -154,7 +154,7 @@ func (s *Server) inlineOf(in *workers.Worker, t hold.Transfer, r *lmcache.Commit
 // tensorsOf decodes one tensor for each chunk of t. All must have the worker's layout.
 func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]pickle.Tensor, error) {
 	if int64(len(data)) > s.opts.PickleBytes {
-		return nil, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", errTensors, kv.FormatBytes(int64(len(data))), kv.FormatBytes(s.opts.PickleBytes))
+		return nil, fmt.Errorf("%w: they take %s, --pickle-max-mib allows %s", errTensors, kv.FormatBytes(int64(len(data))), kv.FormatBytes(s.opts.PickleBytes))
 	}
 	tensors, err := pickle.Read(data, t.To-t.From)
 	if err != nil {

@@ -22,8 +22,8 @@ func (r *refusal) Error() string { return r.text }
 var (
 	errShort       = &refusal{"message with fewer than two frames", "short_message"}
 	errUnknownOp   = &refusal{"unknown operation", "unknown_operation"}
-	errUnsupported = &refusal{"not served", "unsupported"}
-	errMode        = &refusal{"worker registered for the other transfer mode", "other_mode"}
+	errUnsupported = &refusal{"this server does not serve the request", "unsupported"}
+	errMode        = &refusal{"the worker registered for the other transfer mode (engine_driven or lmcache_driven)", "other_mode"}
 	errModel       = &refusal{"no worker is registered for this model and world size", "unknown_model"}
 	errFewWorkers  = &refusal{"too few workers can load a hit", "few_workers"}
 	errDraining    = &refusal{"server is shutting down", "draining"}

@@ -35,7 +35,7 @@ func TestNoteWriteFailureIsLoggedOnce(t *testing.T) {
 		s.writeNote()
 		rename(home+".away", home)
 		s.writeNote()
-		if n := said(&log, "registrations are not kept"); n != round+1 || s.n.noteFailures.Load() != uint64(2*round+2) {
+		if n := said(&log, "registrations of workers are not kept"); n != round+1 || s.n.noteFailures.Load() != uint64(2*round+2) {
 			t.Errorf("said %d times after %d failures in a row, %d counted", n, 2, s.n.noteFailures.Load())
 		}
 	}

@@ -124,7 +124,7 @@ func (s *Server) Listen(ctx context.Context, endpoint string) (string, error) {
 // ListenChunks is Listen for clients with chunks of chunkTokens tokens; 0: Options.ChunkTokens. A client of 0.5.7 may negotiate a multiple.
 func (s *Server) ListenChunks(ctx context.Context, endpoint string, chunkTokens int) (string, error) {
 	if chunkTokens < 0 || chunkTokens > kv.MaxChunkTokens {
-		return "", fmt.Errorf("chunks of %d tokens for %s: outside 1 to %d", chunkTokens, endpoint, kv.MaxChunkTokens)
+		return "", fmt.Errorf("chunks of %d tokens for %s are outside 1 to %d", chunkTokens, endpoint, kv.MaxChunkTokens)
 	}
 	s.bases.Lock() // held until the listener's size is recorded, before the first connection asks for it
 	defer s.bases.Unlock()

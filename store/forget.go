@@ -180,7 +180,7 @@ func (s *Store) DeleteBelow(keys []kv.Key) error {
 		select {
 		case <-ended:
 		case <-wait.Done():
-			return fmt.Errorf("store: writes of the objects go on: %w", wait.Err())
+			return fmt.Errorf("store: writes of the objects to tiers have not ended: %w", wait.Err())
 		}
 	}
 	err := s.opts.Below.Delete(s.life, keys)

@@ -335,7 +335,7 @@ const closePatience = 10 * time.Second
 
 // ErrBelowHangs means that a call of the tier below did not end when its context did. The pool stays mapped, because that call may still
 // write to it.
-var ErrBelowHangs = errors.New("store: the tier below does not end a call")
+var ErrBelowHangs = errors.New("store: a call of the tier below does not end, so the pool stays mapped")
 
 func (s *Store) beginClose() {
 	s.lock()

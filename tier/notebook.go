@@ -14,7 +14,7 @@ const NoteName = ".kvasir-generations"
 const MaxNote = 8 << 20
 
 // ErrLongNote means that a note is longer than MaxNote. No server writes such a note.
-var ErrLongNote = errors.New("tier: the note is too long")
+var ErrLongNote = errors.New("tier: the note that servers keep in the tier is too long")
 
 // Notebook is a Tier that stores one small text beside its objects, for all servers that share it.
 type Notebook interface {

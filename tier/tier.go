@@ -123,7 +123,7 @@ var (
 
 	// ErrNotKept means that a tier did not take an object: it is full, its write budget is used
 	// up, or it does not keep an object at the first offer. It is no failure.
-	ErrNotKept = errors.New("tier: not kept")
+	ErrNotKept = errors.New("tier: refused")
 
 	// ErrSealed, together with ErrNotKept, says that the tier has an encrypted object, which an unencrypted one never replaces.
 	ErrSealed = errors.New("tier: an encrypted object is there, and this server has no key")
@@ -133,7 +133,7 @@ var (
 
 	// ErrResting means that a tier rests after failures, or is not available now. The caller
 	// may try again later.
-	ErrResting = errors.New("tier: paused after failures")
+	ErrResting = errors.New("tier: paused after failures, or until it is ready")
 )
 
 // Error says which tier an error is of.

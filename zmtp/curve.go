@@ -136,7 +136,7 @@ func (m *curve) handle(name, data []byte) (answer []byte, done bool, err error) 
 	case m.from == nil && m.stage == 2 && got == "READY":
 		return nil, true, m.finish(data)
 	default:
-		err = fmt.Errorf("%w: command %.20q in step %d of CURVE", errProtocol, name, m.stage)
+		err = fmt.Errorf("%w: command %.20q is not possible in step %d of CURVE", errProtocol, name, m.stage)
 	}
 	return answer, false, err
 }
@@ -146,7 +146,7 @@ var errBox = errors.New("it cannot be decrypted")
 // welcome checks HELLO and returns WELCOME.
 func (m *curve) welcome(data []byte) ([]byte, error) {
 	if len(data) != 2+72+32+shortNonce+tagBytes+64 || data[0] != 1 || data[1] != 0 {
-		return nil, fmt.Errorf("%w: HELLO of %d bytes", errProtocol, len(data))
+		return nil, fmt.Errorf("%w: HELLO of CURVE with %d bytes has a wrong length, or is not of version 1.0", errProtocol, len(data))
 	}
 	m.theirs = Key(data[74:106])
 	nonce, err := m.next(data[106:], "CurveZMQHELLO---")
@@ -168,7 +168,7 @@ func (m *curve) welcome(data []byte) ([]byte, error) {
 // initiate checks WELCOME and returns INITIATE.
 func (m *curve) initiate(data []byte) ([]byte, error) {
 	if len(data) != 16+tagBytes+32+cookieBytes {
-		return nil, fmt.Errorf("%w: WELCOME of %d bytes", errProtocol, len(data))
+		return nil, fmt.Errorf("%w: WELCOME of CURVE cannot have %d bytes", errProtocol, len(data))
 	}
 	n := nonceOf("WELCOME-", data[:16])
 	text, ok := box.Open(nil, data[16:], &n, m.to.Server.ptr(), m.short.ptr())
@@ -190,7 +190,7 @@ func (m *curve) initiate(data []byte) ([]byte, error) {
 // accept checks INITIATE and returns READY.
 func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 	if len(data) < cookieBytes+shortNonce+tagBytes+32+vouchBytes {
-		return nil, false, fmt.Errorf("%w: INITIATE of %d bytes", errProtocol, len(data))
+		return nil, false, fmt.Errorf("%w: INITIATE of CURVE cannot have %d bytes", errProtocol, len(data))
 	}
 	if subtle.ConstantTimeCompare(data[:cookieBytes], m.cookie[:]) != 1 {
 		return nil, false, fmt.Errorf("%w: INITIATE: the cookie is not the one that this server sent", errAuth)
@@ -223,7 +223,7 @@ func (m *curve) accept(data []byte) (answer []byte, done bool, err error) {
 // finish checks the READY command of the peer.
 func (m *curve) finish(data []byte) error {
 	if len(data) < shortNonce+tagBytes {
-		return fmt.Errorf("%w: READY of %d bytes", errProtocol, len(data))
+		return fmt.Errorf("%w: READY of CURVE cannot have %d bytes", errProtocol, len(data))
 	}
 	nonce, err := m.next(data, "CurveZMQREADY---")
 	if err != nil {
@@ -262,7 +262,7 @@ func (m *curve) seal(dst []byte, flags byte, body []byte) []byte {
 
 func (m *curve) open(dst, data []byte) ([]byte, error) {
 	if len(data) < shortNonce+tagBytes+1 {
-		return dst, fmt.Errorf("%w: MESSAGE of %d bytes", errProtocol, len(data))
+		return dst, fmt.Errorf("%w: MESSAGE of CURVE cannot have %d bytes", errProtocol, len(data))
 	}
 	purpose := fromServer
 	if m.from != nil {

@@ -161,13 +161,13 @@ func (d *decoder) header() (flags byte, size, header int, err error) {
 	d.missing = 0
 	if len(b) < 2 {
 		if len(b) == 1 && badFlags(b[0]) {
-			return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, b[0])
+			return 0, 0, 0, fmt.Errorf("%w: a frame has the impossible flags %#02x", errProtocol, b[0])
 		}
 		return 0, 0, 0, nil
 	}
 	flags = b[0]
 	if badFlags(flags) {
-		return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, flags)
+		return 0, 0, 0, fmt.Errorf("%w: a frame has the impossible flags %#02x", errProtocol, flags)
 	}
 	n, header := uint64(b[1]), 2
 	if flags&flagLong != 0 {

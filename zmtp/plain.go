@@ -65,7 +65,7 @@ func (m *plain) handle(name, data []byte) (answer []byte, done bool, err error) 
 		m.peer = append([]byte(nil), data...)
 		return nil, true, nil
 	}
-	return nil, false, fmt.Errorf("%w: command %.20q in step %d of PLAIN", errProtocol, name, m.stage)
+	return nil, false, fmt.Errorf("%w: command %.20q is not possible in step %d of PLAIN", errProtocol, name, m.stage)
 }
 
 // cutShort splits b into a text, whose length the first byte gives, and the rest.

@@ -133,7 +133,7 @@ func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err erro
 		p.mu.of[peer] = slices.Delete(list, i, i+1)
 		return true, nil
 	case len(prefix) > p.o.MaxPrefixBytes:
-		return false, fmt.Errorf("%w: a subscription of %d bytes", errTooLarge, len(prefix))
+		return false, fmt.Errorf("%w: the prefix of a subscription has %d bytes", errTooLarge, len(prefix))
 	case len(list) >= p.o.MaxSubscriptions:
 		return false, fmt.Errorf("%w: more than %d subscriptions", errTooLarge, len(list))
 	}

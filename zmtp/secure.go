@@ -170,7 +170,7 @@ func (c *secureConn) frame(b []byte) (flags byte, body []byte, n int, err error)
 	}
 	flags = b[0]
 	if badFlags(flags) {
-		return 0, nil, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, flags)
+		return 0, nil, 0, fmt.Errorf("%w: a frame has the impossible flags %#02x", errProtocol, flags)
 	}
 	size, header := frameSize(b)
 	if header == 0 {
@@ -252,7 +252,7 @@ func (c *secureConn) message(flags byte, body []byte) (err error) {
 	}
 	inner := c.plain[from+maxHeader-1]
 	if inner&^(sealedMore|sealedCommand) != 0 {
-		return fmt.Errorf("%w: flags %#02x of a sealed frame", errProtocol, inner)
+		return fmt.Errorf("%w: a sealed frame has the impossible flags %#02x", errProtocol, inner)
 	}
 	size := len(c.plain) - from - maxHeader
 	head := [maxHeader]byte{0: flagLong | inner&sealedMore}

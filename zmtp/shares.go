@@ -15,7 +15,7 @@ import (
 // that, all connections over UNIX sockets count as one host.
 
 // errShare means that all connections together held too much memory, and this connection held the most of the host that held the most.
-var errShare = errors.New("zmtp: the peer's host holds more than its share")
+var errShare = errors.New("zmtp: the peer's host takes more than its share of memory")
 
 // errStalled means that too little of an unfinished message came within ReceiveTimeout.
 var errStalled = errors.New("zmtp: a message stopped coming")
@@ -131,7 +131,7 @@ func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 		if most == nil || total <= limit {
 			return
 		}
-		most.fail(fmt.Errorf("%w: %d bytes of %d %s", errShare, what(most), total, of))
+		most.fail(fmt.Errorf("%w: %d of %d bytes %s", errShare, what(most), total, of))
 	}
 }
 
@@ -150,7 +150,7 @@ func (r *Router) HasRoom(p *Peer, n int64) bool {
 		if most.host == p.host {
 			return false
 		}
-		most.fail(fmt.Errorf("%w: %d bytes of %d not read", errShare, most.queued.Load(), total))
+		most.fail(fmt.Errorf("%w: %d of %d bytes not read", errShare, most.queued.Load(), total))
 	}
 }
 

@@ -221,7 +221,7 @@ func equalFold(b []byte, lower string) bool {
 // parsePing parses the data of PING: the TTL in tenths of a second, and the context to echo.
 func parsePing(data []byte) (ttl uint16, context []byte, err error) {
 	if len(data) < 2 || len(data) > 2+maxPingContext {
-		return 0, nil, fmt.Errorf("%w: PING with %d bytes", errProtocol, len(data))
+		return 0, nil, fmt.Errorf("%w: a PING cannot have %d bytes", errProtocol, len(data))
 	}
 	return binary.BigEndian.Uint16(data), data[2:], nil
 }

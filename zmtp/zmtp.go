@@ -62,7 +62,7 @@ var (
 	// errTooLarge means that a frame, a message or a command exceeds its limit.
 	errTooLarge = errors.New("zmtp: over the limit")
 	// errTooManyPeers means that MaxPeers are connected already.
-	errTooManyPeers = errors.New("zmtp: too many peers")
+	errTooManyPeers = errors.New("zmtp: too many peers are connected")
 	// errHandshakeTimeout means that the peer did not finish its handshake within HandshakeTimeout.
 	errHandshakeTimeout = errors.New("zmtp: handshake timed out")
 	// errIdle means that nothing came from the peer for IdleTimeout.

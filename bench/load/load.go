@@ -286,7 +286,7 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	for r, err := range requests {
 		i := read
 		if read++; err == nil && i == len(p.samples) {
-			err = fmt.Errorf("load: there are more than %d requests", i)
+			err = fmt.Errorf("load: the workload has more than the %d requests that were to come", i)
 		}
 		if err != nil {
 			return err
@@ -323,7 +323,7 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 		})
 	}
 	if read < len(p.samples) {
-		return fmt.Errorf("load: there are %d requests, and %d were to come", read, len(p.samples))
+		return fmt.Errorf("load: the workload has %d requests, and %d were to come", read, len(p.samples))
 	}
 	return nil
 }

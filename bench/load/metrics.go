@@ -192,7 +192,7 @@ func (w *Watcher) scrape(ctx context.Context, url string) (samples, error) {
 	}
 	s, err := parseMetrics(io.LimitReader(res.Body, scrapeLimit))
 	if err == nil && len(s) == 0 {
-		err = fmt.Errorf("%s: no metrics of an engine", url)
+		err = fmt.Errorf("%s has no metrics of an engine", url)
 	}
 	return s, err
 }

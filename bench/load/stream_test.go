@@ -98,6 +98,6 @@ func TestStreamOfBadRequests(t *testing.T) {
 		})
 	}
 	f("line 7 is bad", 6, 9, broken)
-	f("load: there are 6 requests, and 9 were to come", 6, 9, nil)
-	f("load: there are more than 4 requests", 6, 4, nil)
+	f("load: the workload has 6 requests, and 9 were to come", 6, 9, nil)
+	f("load: the workload has more than the 4 requests that were to come", 6, 4, nil)
 }

@@ -83,7 +83,7 @@ func Write(w io.Writer, runs []Run) error {
 
 func newView(runs []Run) (v view, err error) {
 	if len(runs) == 0 {
-		return v, errors.New("report: no result")
+		return v, errors.New("report: no result is given")
 	}
 	first := runs[0].Result
 	v = view{Title: "Benchmark of " + first.Model, Subtitle: subtitle(runs)}

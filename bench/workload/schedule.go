@@ -59,7 +59,7 @@ func Scheduled(requests iter.Seq2[Request, error], n int, a Arrivals) iter.Seq2[
 		next, i := a.times(n), 0
 		for q, err := range requests {
 			if err == nil && i == n {
-				err = fmt.Errorf("workload: there are more than %d requests", n)
+				err = fmt.Errorf("workload: there are more than the %d requests that were to come", n)
 			}
 			if err == nil {
 				q.Arrival = time.Duration(next() * scale * float64(time.Second))
@@ -97,7 +97,7 @@ func (a *Arrivals) scale(n int) (float64, error) {
 			return 0, fmt.Errorf("workload: a ramp from %v to %v requests per second: both must be above 0", a.Start, a.End)
 		}
 	default:
-		return 0, fmt.Errorf("workload: no ramp %q, want linear or exponential", a.RampUp)
+		return 0, fmt.Errorf("workload: the ramp %q is unknown, want linear or exponential", a.RampUp)
 	}
 	if !(a.Burstiness > 0) {
 		return 0, fmt.Errorf("workload: burstiness %v is not above 0", a.Burstiness)
@@ -111,7 +111,7 @@ func (a *Arrivals) scale(n int) (float64, error) {
 		scale = float64(n) / a.Rate / last
 	}
 	if !(last*scale < float64(math.MaxInt64)/1e9) {
-		return 0, fmt.Errorf("workload: the last request would arrive after %.3g s", last*scale)
+		return 0, fmt.Errorf("workload: the last request would arrive after %.3g s, which is more than 292 years", last*scale)
 	}
 	return scale, nil
 }

@@ -92,9 +92,9 @@ func (o *TraceOptions) readLine(m map[string]json.RawMessage) (l line, err error
 	case forms != 1:
 		return l, fmt.Errorf("%d of %s, text_input, messages and payload are there, one is expected", forms, o.InputLength)
 	case present(m[o.HashIDs]) && l.input == nil:
-		return l, fmt.Errorf("%s without %s", o.HashIDs, o.InputLength)
+		return l, fmt.Errorf("%s is given without %s", o.HashIDs, o.InputLength)
 	case present(l.tools) && !present(l.messages):
-		return l, errors.New("tools without messages")
+		return l, errors.New("tools is given without messages")
 	case l.output < 0 || l.output > maxInputTokens:
 		return l, fmt.Errorf("%s %d is outside 0 to %d", o.OutputLength, l.output, maxInputTokens)
 	}

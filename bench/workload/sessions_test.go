@@ -239,7 +239,7 @@ func TestTimedTrace(t *testing.T) {
 	f(`{"timestamp": 1, "input_length": 20, "hash_ids": [1, 2]}`, "output_length is missing")
 	f(`{"timestamp": 1, "input_length": 20, "output_length": 3, "hash_ids": []}`, "0 hash_ids for input_length 20")
 	f(`{"timestamp": 1, "input_length": 20, "output_length": 3, "hash_ids": [1, 2, 3]}`, "3 hash_ids for input_length 20")
-	if _, err := workload.ReadTrace(strings.NewReader("{}"), workload.TraceOptions{Format: "csv"}); !errors.Is(err, workload.ErrTrace) || !strings.Contains(err.Error(), `no format "csv"`) {
+	if _, err := workload.ReadTrace(strings.NewReader("{}"), workload.TraceOptions{Format: "csv"}); !errors.Is(err, workload.ErrTrace) || !strings.Contains(err.Error(), `the format "csv" is unknown`) {
 		t.Error(err)
 	}
 }

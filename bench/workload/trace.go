@@ -103,7 +103,7 @@ func (o *TraceOptions) defaults() error {
 		o.Seconds = 0.001
 	}
 	if o.Format != FormatAuto && !slices.Contains(Formats, o.Format) {
-		return fmt.Errorf("%w: no format %q, want one of %v", ErrTrace, o.Format, Formats)
+		return fmt.Errorf("%w: the format %q is unknown, want one of %v", ErrTrace, o.Format, Formats)
 	}
 	switch {
 	case o.BlockTokens < 1 || o.BlockTokens > maxInputTokens:

@@ -185,7 +185,7 @@ func (a *arriver) next() (time.Duration, error) {
 	a.n++
 	a.at += gamma(a.rnd, a.burstiness) / (a.burstiness * a.rate)
 	if !(a.at < float64(math.MaxInt64)/1e9) {
-		return 0, fmt.Errorf("workload: request %d would arrive after %.3g s", a.n, a.at)
+		return 0, fmt.Errorf("workload: request %d would arrive after %.3g s, which is more than 292 years", a.n, a.at)
 	}
 	return time.Duration(a.at * float64(time.Second)), nil
 }

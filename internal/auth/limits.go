@@ -119,7 +119,7 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 	}
 	s.Kind = words[0]
 	if s.Name, err = url.PathUnescape(words[1]); err != nil || s.Name == "" {
-		return s, nil, fmt.Errorf("%.80q is no name", words[1])
+		return s, nil, fmt.Errorf("%.80q is no name of such a kind", words[1])
 	}
 	switch {
 	case s.Kind == KindListener && words[1] == allOthers:
@@ -141,7 +141,7 @@ func (l *TenantLimits) parseLine(words []string) (s Subject, _ *tenantSet, err e
 			set.all = true
 		case w == "-" && len(words) == 3:
 		case w == "-":
-			return s, nil, fmt.Errorf("- means no tenant, and stands alone")
+			return s, nil, fmt.Errorf("- means no tenant, and must be the only word behind the name")
 		default:
 			set.of[l.saltOf(name)] = true
 		}

@@ -26,10 +26,10 @@ import (
 
 // ErrStale means that a connection broke before any byte of the answer came, and that it had been used before: the server may have
 // closed it while it was idle.
-var ErrStale = errors.New("http1: the connection had been closed")
+var ErrStale = errors.New("http1: the server had closed the connection")
 
 // ErrCut means that the context ended before the whole request was sent.
-var ErrCut = errors.New("http1: the server has not all of the request")
+var ErrCut = errors.New("http1: the context ended before the whole request was sent")
 
 // ErrAnswer means that the server's answer is not HTTP/1.1, or exceeds a limit.
 var ErrAnswer = errors.New("http1: not an HTTP answer")

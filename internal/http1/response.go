@@ -130,20 +130,20 @@ func (r *Response) frame(method string) error {
 		case "Content-Length":
 			n, err := strconv.ParseUint(f.Value, 10, 63)
 			if err != nil || lengths > 0 && int64(n) != r.Length {
-				return fmt.Errorf("%w: Content-Length %.30q", ErrAnswer, f.Value)
+				return fmt.Errorf("%w: its Content-Length is %.30q", ErrAnswer, f.Value)
 			}
 			lengths++
 			r.Length = int64(n)
 		case "Transfer-Encoding":
 			if !strings.EqualFold(f.Value, "chunked") || r.chunked || r.old {
-				return fmt.Errorf("%w: Transfer-Encoding %.30q", ErrAnswer, f.Value)
+				return fmt.Errorf("%w: its Transfer-Encoding is %.30q", ErrAnswer, f.Value)
 			}
 			r.chunked = true
 		case "Trailer":
 			for name := range strings.SplitSeq(f.Value, ",") {
 				switch textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)) {
 				case "Content-Length", "Transfer-Encoding", "Trailer": // a trailer must not change where the body ends
-					return fmt.Errorf("%w: Trailer %.60q", ErrAnswer, f.Value)
+					return fmt.Errorf("%w: its Trailer is %.60q", ErrAnswer, f.Value)
 				}
 			}
 		case "Connection":
@@ -157,7 +157,7 @@ func (r *Response) frame(method string) error {
 		r.Length, r.chunked, r.end = 0, false, io.EOF
 	case r.chunked:
 		if lengths > 0 {
-			return fmt.Errorf("%w: chunked, and with a Content-Length", ErrAnswer)
+			return fmt.Errorf("%w: it is chunked and has a Content-Length", ErrAnswer)
 		}
 	case r.Length < 0:
 		r.close = true // the body ends when the connection ends
@@ -291,15 +291,15 @@ func (r *Response) chunk() error {
 		return err
 	}
 	if len(line) < 2 || bytes.IndexByte(line, '\r') != len(line)-2 {
-		return fmt.Errorf("%w: chunk size %.30q", ErrAnswer, line)
+		return fmt.Errorf("%w: the size of a chunk is %.30q", ErrAnswer, line)
 	}
 	size, _, _ := bytes.Cut(bytes.TrimRight(line[:len(line)-2], " \t"), []byte(";"))
 	n, err := strconv.ParseUint(string(size), 16, 62)
 	if err != nil || len(size) > 16 {
-		return fmt.Errorf("%w: chunk size %.30q", ErrAnswer, line)
+		return fmt.Errorf("%w: the size of a chunk is %.30q", ErrAnswer, line)
 	}
 	if r.excess = max(r.excess+int64(len(line)-16)-2*int64(min(n, maxExcess)), 0); r.excess > maxExcess {
-		return fmt.Errorf("%w: chunks of more sizes than data", ErrAnswer)
+		return fmt.Errorf("%w: the lines with sizes of chunks are longer than the data", ErrAnswer)
 	}
 	if r.left = int64(n); n > 0 {
 		return nil
@@ -324,7 +324,7 @@ func (r *Response) trailer() error {
 			_, _, ok = cutField(field)
 		}
 		if !ok {
-			return fmt.Errorf("%w: a trailer of %.60q", ErrAnswer, line)
+			return fmt.Errorf("%w: a line of the trailer is %.60q", ErrAnswer, line)
 		}
 	}
 }

@@ -18,7 +18,7 @@ type Part struct {
 	Later bool   // an earlier part has the same prompt, whose tokens the whole counts only once
 }
 
-var errNoChoices = errors.New("openai: an answer without choices")
+var errNoChoices = errors.New("openai: the answer has no choices")
 
 // field returns the range of the value of a top-level key; of several, the last.
 func (r *Request) field(name string) (at Range) {

@@ -51,7 +51,7 @@ func (r *Reader) Next() (e Event, err error) {
 		for {
 			part, err := r.r.ReadSlice('\n')
 			if r.raw = append(r.raw, part...); len(r.raw) > r.max {
-				return e, fmt.Errorf("%w: more than %d bytes", ErrEvent, r.max)
+				return e, fmt.Errorf("%w: it has more than %d bytes", ErrEvent, r.max)
 			}
 			if err == nil {
 				break

@@ -254,7 +254,7 @@ func (x *Exporter) send(batch []Span) error {
 	defer resp.Body.Close()
 	_, _ = io.CopyN(io.Discard, resp.Body, 64<<10) // so that the connection can be used again
 	if resp.StatusCode/100 != 2 {
-		return fmt.Errorf("otlp: %s: %s", x.url, resp.Status)
+		return fmt.Errorf("otlp: %s answered %s", x.url, resp.Status)
 	}
 	return nil
 }

@@ -57,7 +57,7 @@ func diag(from, to netip.AddrPort) (socket, error) {
 		return socket{}, fmt.Errorf("sock_diag: %w", err)
 	}
 	if nl, ok := src.(*unix.SockaddrNetlink); !ok || nl.Pid != 0 {
-		return socket{}, fmt.Errorf("sock_diag: an answer that is not the kernel's")
+		return socket{}, fmt.Errorf("sock_diag: the answer is not the kernel's")
 	}
 	return parseDiag(buf[:n], from, to)
 }
@@ -103,23 +103,23 @@ func zoneIndex(a netip.Addr) uint32 {
 func parseDiag(b []byte, from, to netip.AddrPort) (socket, error) {
 	ne := binary.NativeEndian
 	if len(b) < nlHeader+4 {
-		return socket{}, fmt.Errorf("sock_diag: an answer of %d bytes", len(b))
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer of %d bytes is too short", len(b))
 	}
 	if ne.Uint16(b[4:]) == unix.NLMSG_ERROR {
 		if errno := -int32(ne.Uint32(b[nlHeader:])); errno > 0 {
 			return socket{}, fmt.Errorf("sock_diag: %w", syscall.Errno(errno))
 		}
-		return socket{}, fmt.Errorf("sock_diag: an empty answer")
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer is empty")
 	}
 	if ne.Uint16(b[4:]) != sockDiagType || len(b) < diagAnswer {
-		return socket{}, fmt.Errorf("sock_diag: an answer of type %d with %d bytes", ne.Uint16(b[4:]), len(b))
+		return socket{}, fmt.Errorf("sock_diag: the kernel's answer has the wrong type %d, or its %d bytes are too short", ne.Uint16(b[4:]), len(b))
 	}
 	id := b[nlHeader+4 : nlHeader+4+sockIDBytes]
 	is4 := b[nlHeader] == unix.AF_INET
 	gotFrom := netip.AddrPortFrom(narrow(id[4:20], is4), binary.BigEndian.Uint16(id[0:]))
 	gotTo := netip.AddrPortFrom(narrow(id[20:36], is4), binary.BigEndian.Uint16(id[2:]))
 	if gotFrom != plain(from) || gotTo != plain(to) {
-		return socket{}, fmt.Errorf("sock_diag: %w: it answers for another", syscall.ENOENT)
+		return socket{}, fmt.Errorf("sock_diag: %w: it answers for another socket", syscall.ENOENT)
 	}
 	return socket{state: b[nlHeader+1], uid: int(ne.Uint32(b[80:])), inode: uint64(ne.Uint32(b[84:]))}, nil
 }

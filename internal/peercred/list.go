@@ -34,7 +34,7 @@ func list(from, to netip.AddrPort) (socket, error) {
 		}
 	}
 	if read == 0 {
-		return socket{}, fmt.Errorf("%w: neither sock_diag nor /proc/net/tcp", ErrNoSource)
+		return socket{}, fmt.Errorf("%w: neither sock_diag nor /proc/net/tcp can be read", ErrNoSource)
 	}
 	return socket{}, ErrNotHere
 }

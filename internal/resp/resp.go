@@ -183,7 +183,7 @@ func (c *Conn) line() ([]byte, error) {
 	case err != nil:
 		return nil, c.fail(fmt.Errorf("receive: %w", unexpected(err)))
 	case len(b) < 3 || b[len(b)-2] != '\r':
-		return nil, c.wrong("the line %.20q", b)
+		return nil, c.wrong("the line %.20q is too short or does not end with \\r\\n", b)
 	}
 	return b[:len(b)-2], nil
 }
@@ -200,7 +200,7 @@ func unexpected(err error) error {
 func (c *Conn) number(line []byte, least int64) (int64, error) {
 	n, err := strconv.ParseInt(string(line[1:]), 10, 64)
 	if err != nil || n < least {
-		return 0, c.wrong("the number in %.40q", line)
+		return 0, c.wrong("the line %.40q has no number, or one that is too small", line)
 	}
 	return n, nil
 }
@@ -218,7 +218,7 @@ func (c *Conn) begin() error {
 	}
 	line, err := c.line()
 	if err == nil && string(line) != "+OK" {
-		err = c.wrong("%.40q to ASKING", line)
+		err = c.wrong("the answer to ASKING is %.40q, not +OK", line)
 	}
 	return err
 }
@@ -285,7 +285,7 @@ func (c *Conn) reply(depth int, left *replyBudget) (r Reply, _ error) {
 			return r, err
 		}
 		if !left.takes(n) {
-			return r, c.wrong("a text of %d bytes, of %d in an answer", n, maxText)
+			return r, c.wrong("a text of %d bytes, where the texts of an answer may have %d in all", n, maxText)
 		}
 		return c.text(r, n)
 	case '*':
@@ -325,7 +325,7 @@ func (c *Conn) end() error {
 		return c.fail(fmt.Errorf("receive: %w", unexpected(err)))
 	}
 	if string(b[:]) != "\r\n" {
-		return c.wrong("a value ends with %q", b)
+		return c.wrong("a value ends with %q instead of \\r\\n", b)
 	}
 	return nil
 }
@@ -375,7 +375,7 @@ func (c *Conn) Value() (int64, error) {
 			return 0, err
 		}
 		if n > 1<<62 {
-			return 0, c.wrong("a value of %d bytes", n)
+			return 0, c.wrong("a value of %d bytes is impossible", n)
 		}
 		c.pending--
 		if n < 0 {

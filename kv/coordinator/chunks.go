@@ -73,7 +73,7 @@ func (k *Chunks) Coordinator() *Coordinator { return k.c }
 // Need(group, n) stored. r.Masks are the chunks to lock and copy.
 func (k *Chunks) Hit(r *Result, p Presence, chunks int) (int, error) {
 	if chunks < 0 || chunks > maxTokens/k.chunk {
-		return 0, limitf("%d chunks are out of bounds", chunks)
+		return 0, limitf("a prompt of %d chunks is impossible: the number is below 0 or too large", chunks)
 	}
 	err := k.c.Hit(r, p, Query{Units: chunks, MaxTokens: chunks * k.chunk})
 	return r.Tokens / k.chunk, err

@@ -41,7 +41,7 @@ func read[T any](d *decoder, f func([]byte) (T, []byte, error)) (v T) {
 func (d *decoder) array() int {
 	n := read(d, msgp.ReadArrayHeaderBytes)
 	if d.err == nil && uint64(n) > uint64(len(d.b)) {
-		d.fail("an array of %d elements in %d bytes", n, len(d.b))
+		d.fail("an array of %d elements, of which only %d bytes came", n, len(d.b))
 	}
 	if d.err != nil {
 		return 0
@@ -133,7 +133,7 @@ func (d *decoder) hashes() (out [][]byte) {
 func (d *decoder) tokens() []int64 {
 	n := d.array()
 	if n > maxTokens {
-		d.fail("%d tokens, at most %d", n, maxTokens)
+		d.fail("an event of %d tokens, at most %d are possible", n, maxTokens)
 		return nil
 	}
 	out := make([]int64, 0, n)
@@ -230,7 +230,7 @@ func (d *decoder) typeOf(ev *Event) {
 		ahead.skip()
 	}
 	if d.err = ahead.err; ev.Kind == 0 {
-		d.fail("an event of no known type")
+		d.fail("the type of an event is none of BlockStored, BlockRemoved and AllBlocksCleared")
 	}
 }
 
@@ -239,7 +239,7 @@ func (d *decoder) arrayEvent() (ev Event) {
 	ev.Group = -1
 	n := d.array()
 	if n == 0 {
-		d.fail("an event of no type")
+		d.fail("an event is an empty list and so has no type")
 		return ev
 	}
 	ev.Kind = kindOf(string(read(d, msgp.ReadStringZC)))
@@ -253,7 +253,7 @@ func (d *decoder) arrayEvent() (ev Event) {
 		order = append(order[:need:need], "group_idx")
 	case Cleared:
 	default:
-		d.fail("an event of no known type")
+		d.fail("the type of an event is none of BlockStored, BlockRemoved and AllBlocksCleared")
 	}
 	if n-1 < need {
 		d.fail("a %s event of %d fields, at least %d are needed", ev.Kind, n-1, need)

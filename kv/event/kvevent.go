@@ -270,12 +270,12 @@ func Decode(payload []byte) (batch Batch, err error) {
 	d := decoder{b: payload}
 	n := d.array()
 	if n < 2 {
-		d.fail("%d elements, at least 2 are needed", n)
+		d.fail("the batch has %d elements, at least 2 are needed", n)
 	}
 	batch.Time = d.number()
 	events := d.array()
 	if events > maxEvents {
-		d.fail("%d events, at most %d", events, maxEvents)
+		d.fail("the batch has %d events, at most %d are possible", events, maxEvents)
 	}
 	for i := 0; i < events && d.err == nil; i++ {
 		batch.Events = append(batch.Events, d.event())

@@ -24,7 +24,7 @@ type Group struct {
 // Check returns ErrTensor if the fields of the group do not fit together.
 func (g *Group) Check() error {
 	if len(g.Layers) == 0 || g.Keep < 1 || g.Keep > g.PerChunk {
-		return fmt.Errorf("%w: a group of %d layers, of which a chunk keeps %d of %d blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
+		return fmt.Errorf("%w: a group of %d layers, of which a chunk keeps %d of %d blocks: at least one layer is needed, and from 1 to all blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
 	}
 	first := &g.Layers[0].View
 	size := int64(first.Planes) * int64(len(g.Layers))
@@ -35,7 +35,7 @@ func (g *Group) Check() error {
 		}
 	}
 	if block := int64(first.BlockBytes()); size > maxSpan/block || int64(g.Keep) > maxSpan/(size*block) {
-		return fmt.Errorf("%w: a chunk of %d layers is too large", ErrTensor, len(g.Layers))
+		return fmt.Errorf("%w: a chunk of %d layers has more than 2^46 bytes", ErrTensor, len(g.Layers))
 	}
 	return nil
 }
@@ -67,7 +67,7 @@ type IDs struct {
 // id 0 is the null block only if it appears more than once (engines never allocate it; other clients use it like any block).
 func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	if chunks < 0 || len(ids)/g.PerChunk < chunks {
-		return IDs{}, fmt.Errorf("%w: %d ids for %d chunks of %d blocks", ErrBlocks, len(ids), chunks, g.PerChunk)
+		return IDs{}, fmt.Errorf("%w: %d block ids are too few for %d chunks of %d blocks", ErrBlocks, len(ids), chunks, g.PerChunk)
 	}
 	ids = ids[:chunks*g.PerChunk]
 	blocks := g.Blocks()

@@ -38,7 +38,7 @@ const pieceBytes = 256 << 10
 func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
 	g := ids.g
 	if i < 0 || (i+1)*g.PerChunk > len(ids.ids) || int64(len(chunk)) != g.Bytes() || skip < 0 {
-		return fmt.Errorf("%w: chunk %d of %d block ids, %d bytes for a chunk of %d, %d slots to skip", ErrBlocks, i, len(ids.ids), len(chunk), g.Bytes(), skip)
+		return fmt.Errorf("%w: chunk %d has no blocks among the %d ids, or its memory of %d bytes does not have the %d bytes of a chunk, or the %d slots to skip are below 0", ErrBlocks, i, len(ids.ids), len(chunk), g.Bytes(), skip)
 	}
 	if !p.Load && !ids.Whole(i) {
 		return fmt.Errorf("%w: chunk %d cannot be stored: one of its blocks is the null block", ErrBlocks, i)

@@ -89,7 +89,7 @@ const maxSpan = 1 << 46
 // last among equals; K and V where a first or second dimension is 2).
 func NewView(t Tensor, hnd bool, memory int64) (View, error) {
 	if len(t.Shape) < 3 || len(t.Shape) > 5 || len(t.Stride) != len(t.Shape) {
-		return View{}, fmt.Errorf("%w: shape %v with strides %v: 3 to 5 dimensions are known", ErrTensor, t.Shape, t.Stride)
+		return View{}, fmt.Errorf("%w: shape %v with strides %v: it must have 3 to 5 dimensions with a stride each", ErrTensor, t.Shape, t.Stride)
 	}
 	order := make([]int, len(t.Shape))
 	for i := range order {
@@ -116,7 +116,7 @@ func NewView(t Tensor, hnd bool, memory int64) (View, error) {
 	}
 	form, ok := formOf(sorted.Shape, hnd)
 	if !ok {
-		return View{}, fmt.Errorf("%w: shape %v has K and V in no dimension that is known", ErrTensor, t.Shape)
+		return View{}, fmt.Errorf("%w: shape %v: neither its first nor its second dimension in memory is 2, for K and V", ErrTensor, t.Shape)
 	}
 	return sorted.view(form, memory)
 }
@@ -190,17 +190,17 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 	}
 	axes, rank := form.axes()
 	if t.ElementBytes < 1 || t.ElementBytes > 16 || memory < 0 || memory > maxSpan {
-		return bad("%d bytes of memory in elements of %d", memory, t.ElementBytes)
+		return bad("memory of %d bytes in elements of %d: elements of 1 to 16 bytes are possible", memory, t.ElementBytes)
 	}
 	last, outer := int64(0), int64(maxSpan) // the offset of the last element; the stride of the next outer dimension
 	elements := memory / int64(t.ElementBytes)
 	if t.Offset < 0 || t.Offset >= elements {
-		return bad("begins outside its %d bytes", memory)
+		return bad("it begins outside its memory of %d bytes", memory)
 	}
 	for i := range rank {
 		n, stride := t.Shape[i], t.Stride[i]
 		if n < 1 || stride < 0 || n > elements || stride > elements || n > 1 && stride > (elements-1-last)/(n-1) {
-			return bad("does not fit into its %d bytes", memory)
+			return bad("it does not fit into its memory of %d bytes", memory)
 		}
 		last += (n - 1) * stride
 		if n == 1 {
@@ -212,7 +212,7 @@ func (t *Tensor) view(form Form, memory int64) (View, error) {
 		outer = stride
 	}
 	if last >= elements-t.Offset {
-		return bad("does not fit into its %d bytes", memory)
+		return bad("it does not fit into its memory of %d bytes", memory)
 	}
 	if t.Stride[rank-1] != 1 && t.Shape[rank-1] != 1 {
 		return bad("the elements of a row are not contiguous")

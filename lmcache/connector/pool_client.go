@@ -391,7 +391,7 @@ func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f 
 		return ErrNoPool
 	}
 	if w.mu.epoch != epoch {
-		return fmt.Errorf("%w: the worker registered again in between", ErrSlot)
+		return fmt.Errorf("%w: the worker registered again after the server had named the slot", ErrSlot)
 	}
 	groupOf := func(at int) int {
 		if groups == nil {
@@ -402,7 +402,7 @@ func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f 
 	for at, s := range slots {
 		g := groupOf(at)
 		if g < 0 || g >= len(w.layouts) {
-			return fmt.Errorf("%w: group %d, the model has %d groups", ErrSlot, g, len(w.layouts))
+			return fmt.Errorf("%w: it is of group %d, the model has %d groups", ErrSlot, g, len(w.layouts))
 		}
 		if s.Length != w.sizes[g] || !slices.Equal(s.Shape, w.layouts[g].Shape()) || s.DType != w.layouts[g].DType {
 			return fmt.Errorf("%w: it has %d bytes of %v %s, the layout has %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.sizes[g], w.layouts[g].Fingerprint())

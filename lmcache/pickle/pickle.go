@@ -416,7 +416,7 @@ func (t *Tensor) fill(saved []byte, strides []int) error {
 		t.DType = s.dtype
 	}
 	if uint64(len(data)) != count*uint64(s.size) || count > math.MaxInt64/8 {
-		return fmt.Errorf("%d bytes for %d elements of %d", len(data), count, s.size)
+		return fmt.Errorf("%d bytes for %d elements of %d bytes each", len(data), count, s.size)
 	}
 	if len(strides) != len(t.Shape) {
 		return fmt.Errorf("%d dimensions, %d strides", len(t.Shape), len(strides))

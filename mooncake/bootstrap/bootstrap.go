@@ -94,7 +94,7 @@ func parseDirectory(body []byte) (Directory, error) {
 		return nil, fmt.Errorf("%w: %w", errDirectory, err)
 	}
 	if raw == nil {
-		return nil, fmt.Errorf("%w: null", errDirectory)
+		return nil, fmt.Errorf("%w: it is null", errDirectory)
 	}
 	d := make(Directory, len(raw))
 	for dpText, in := range raw {

@@ -75,7 +75,7 @@ func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []wo
 }
 
 // errProbes ends a probe for a peer that has the most probes, to make room for another peer's probe.
-var errProbes = errors.New("made room for another peer's probe")
+var errProbes = errors.New("the probe was ended to make room for another peer's")
 
 // probe waits for a free slot and dials host. It returns nil if host accepts the connection.
 func (p *prober) probe(ctx context.Context, from peercred.Origin, host string) error {
@@ -93,7 +93,7 @@ func (p *prober) probe(ctx context.Context, from peercred.Origin, host string) e
 		select {
 		case <-p.freed:
 		case <-ctx.Done():
-			return fmt.Errorf("%d probes are under way", p.slots.Max)
+			return fmt.Errorf("not probed in time, because %d probes are under way", p.slots.Max)
 		}
 	}
 }

@@ -14,7 +14,7 @@ import (
 )
 
 // errUnreadable means that a body is not UTF-8, or is nested too deeply. FastAPI answers it with 400.
-var errUnreadable = errors.New("bootstrap: unreadable body")
+var errUnreadable = errors.New("bootstrap: the body is not UTF-8, or is nested too deeply")
 
 // problem is one entry in the body of a 422 answer.
 type problem struct {

@@ -533,7 +533,7 @@ func (r *Registry) unregisterMatching(engineID string, dp, tp, pp *int) (gone in
 	r.mu.Unlock()
 	r.n.unregistered.Add(uint64(gone))
 	if gone > 0 {
-		r.log.Info("unregistered", "engine", engineID, "workers", gone)
+		r.log.Info("workers unregistered", "engine", engineID, "workers", gone)
 	}
 	return gone
 }

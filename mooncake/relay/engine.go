@@ -143,7 +143,7 @@ func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte,
 	}
 	text, err := json.Marshal(out)
 	if err != nil {
-		return nil, fmt.Errorf("relay: directory: %w", err)
+		return nil, fmt.Errorf("relay: encode the directory of engines: %w", err)
 	}
 	r.mu.Lock()
 	r.mu.asked, r.mu.text = asked, text
@@ -194,7 +194,7 @@ func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]strin
 	if e == nil {
 		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[workerRank]*channel), watches: make(map[string]*watch)}
 		r.mu.engines[now.ID] = e
-		r.log.Info("relay: engine of P", "engine", e.id, "tp", now.TPSize(), "relayed_as", e.shown)
+		r.log.Info("relay: an engine of P is served", "engine", e.id, "tp", now.TPSize(), "relayed_as", e.shown)
 	}
 	e.gone = time.Time{}
 	addrs := make(map[string]bool)
@@ -324,7 +324,7 @@ func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	}
 	r.stats.dropped.Add(int64(n))
 	return func() {
-		r.log.Info("relay: engine of P is not what it was", "engine", e.id, "why", why, "transfers_dropped", n)
+		r.log.Info("relay: an engine of P restarted or changed: its transfers are dropped", "engine", e.id, "why", why, "transfers_dropped", n)
 	}
 }
 
@@ -344,7 +344,7 @@ func (e *engine) channel(at workerRank) (*channel, error) {
 	}))
 	addr, err := c.router.Listen(r.ctx, "tcp://"+net.JoinHostPort(r.o.Host, "*"))
 	if err != nil {
-		return nil, fmt.Errorf("relay: side channel: %w", err)
+		return nil, fmt.Errorf("relay: listen for pulls of D: %w", err)
 	}
 	c.addr = "tcp://" + addr.String()
 	r.mu.Lock()

@@ -326,7 +326,7 @@ func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) 
 			a := dst.Bytes(d.Base+uint64(to[j])*d.Stride, d.Payload)
 			b := src.Bytes(s.Base+uint64(from[j])*s.Stride, s.Payload)
 			if a == nil || b == nil {
-				return n, fmt.Errorf("relay: block %d of the prefix is not kept", j)
+				return n, fmt.Errorf("relay: block %d of the prefix is not in memory any more", j)
 			}
 			n += int64(copy(a, b))
 		}
@@ -435,7 +435,7 @@ func (k *savedTransfer) entries(pull *wire.Pull, blocks [][]int) (entries []tran
 	for i, d := range list {
 		mem := k.cache.Bytes(d.Src, d.Len)
 		if mem == nil {
-			return nil, 0, fmt.Errorf("relay: %d bytes at %#x are not kept", d.Len, d.Src)
+			return nil, 0, fmt.Errorf("relay: %d bytes at %#x are not in the memory of the transfer", d.Len, d.Src)
 		}
 		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
 		total += int64(len(mem))

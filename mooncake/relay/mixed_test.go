@@ -87,7 +87,7 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 	w.target.Table().Observe()
 	if a, b := block(w.d, 0, 41)[0], block(w.d, 0, 45)[0]; err == nil && (a != 2 || b != 2) {
 		t.Fatalf("D's first block is of life %d, its last of life %d", a, b)
-	} else if err != nil && !strings.Contains(err.Error(), "not what it was") {
+	} else if err != nil && !strings.Contains(err.Error(), "restarted") {
 		t.Fatal(err)
 	}
 	// The relay notices twice, by the registry and by the connection that broke: a pull in between fails.

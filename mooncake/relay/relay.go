@@ -165,10 +165,10 @@ func Open(o Options) (*Relay, error) {
 		return nil, err
 	}
 	if r.memory, err = shm.Create(o.MemoryPath, o.MemoryBytes); err != nil {
-		return nil, fmt.Errorf("relay: memory: %w", err)
+		return nil, fmt.Errorf("relay: prepare its memory: %w", err)
 	}
 	if err := r.memory.Unlink(); err != nil { // the mapping stays; so a killed relay leaves no file
-		return nil, errors.Join(fmt.Errorf("relay: memory: %w", err), r.memory.Close())
+		return nil, errors.Join(fmt.Errorf("relay: prepare its memory: %w", err), r.memory.Close())
 	}
 	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: o.Networks, Secrets: o.Secrets, Log: r.log}, transfer.NewTable()); err != nil {
 		return nil, errors.Join(fmt.Errorf("relay: %w", err), r.memory.Close())

@@ -246,7 +246,7 @@ func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, er
 			n := uint64(hi - lo)
 			g.Base -= uint64(lo) * g.Payload // before the storage, since the first ids are not used
 			if g.Payload > limit || n > (limit-m.bytes)/g.Payload {
-				return nil, fmt.Errorf("%w: the blocks do not fit %d bytes", errMemory, limit)
+				return nil, fmt.Errorf("%w: the transfer's blocks do not fit into %d bytes", errMemory, limit)
 			}
 			m.bytes += n * g.Payload
 		}
@@ -299,7 +299,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region,
 		}
 		if victim == nil && slow == nil {
 			r.mu.Unlock()
-			return nil, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use, %d loads", errMemory, size, free, n)
+			return nil, fmt.Errorf("%w: %d bytes are needed, %d are free, the rest is in use, %d loads are in progress", errMemory, size, free, n)
 		}
 		if r.mu.freed == nil {
 			r.mu.freed = make(chan struct{})

@@ -84,13 +84,13 @@ var errNoSizes = fmt.Errorf("%w: D does not say how large its blocks are, as bef
 // checkRegions refuses regions that cannot exist in any memory. The relay's address arithmetic relies on that check.
 func checkRegions(regions []wire.Region) error {
 	if len(regions) == 0 {
-		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", wire.ErrMessage)
+		return fmt.Errorf("%w: the pull has no regions of memory, and the relay has none of this D", wire.ErrMessage)
 	}
 	for i := range regions {
 		r := &regions[i]
 		switch {
 		case r.Payload == 0 || r.Payload > r.Stride:
-			return fmt.Errorf("%w: region %d: %d bytes of KV in blocks of %d",
+			return fmt.Errorf("%w: region %d: %d bytes of KV do not fit into blocks of %d",
 				wire.ErrMessage, i, r.Payload, r.Stride)
 		case r.Base == 0 || r.Base > 1<<63 || r.Stride > 1<<63-r.Base:
 			return fmt.Errorf("%w: region %d: no block of %d bytes fits at %#x", wire.ErrMessage, i, r.Stride, r.Base)
@@ -341,6 +341,6 @@ func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *
 
 var (
 	errGone      = errors.New("relay: the engine of P is not registered any more")
-	errOtherLife = errors.New("relay: the engine of P is not what it was when D asked")
-	errNotProven = errors.New("relay: the engine of P may be not what it was when D asked: it does not answer over the connection that the relay held")
+	errOtherLife = errors.New("relay: the engine of P restarted or changed since D asked")
+	errNotProven = errors.New("relay: the engine of P may have restarted since D asked: it does not answer over the connection that the relay held")
 )

@@ -165,7 +165,7 @@ func (o *Options) check() error {
 		return wire.Refusef(wire.CodeOptions, "%v", o.Role)
 	}
 	if o.Release != 0 && rulesOf(o.Release) == 0 {
-		return wire.Refusef(wire.CodeOptions, "decisions of vLLM 0.%d: those of 0.13 and 0.33 are known", o.Release)
+		return wire.Refusef(wire.CodeOptions, "decisions of vLLM 0.%d are not known, only those of 0.13 and 0.33", o.Release)
 	}
 	if o.Pairing.first && len(o.Groups) > 1 {
 		return wire.Refusef(wire.CodeOptions, "%d KV cache groups: 0.13 transfers one", len(o.Groups))
@@ -258,7 +258,7 @@ func (s *Scheduler) mayPull(r *Request) error {
 		return s.refuse(r, wire.KeyPrefill, wire.Refusef(wire.CodeBusy, "request id %q is still in a pull", r.ID))
 	}
 	if _, waits := s.recv.by[r.ID]; !waits && len(s.recv.list)+len(s.receiving) >= s.o.MaxTransfers {
-		return s.refuse(r, wire.KeyPrefill, wire.Refusef(wire.CodeFull, "%d pulls at once, no room for request %q", s.o.MaxTransfers, r.ID))
+		return s.refuse(r, wire.KeyPrefill, wire.Refusef(wire.CodeFull, "%d pulls are in progress, the most at once: no room for request %q", s.o.MaxTransfers, r.ID))
 	}
 	return nil
 }
@@ -314,7 +314,7 @@ func (s *Scheduler) allocatedPull(r *Request, unhashed [][]int, external int) er
 		blocks, err = s.clip(unhashed)
 	}
 	if external > 0 && err == nil && !anyBlock(blocks) && !s.follows(pullsNothing) {
-		err = wire.Refusef(wire.CodeShape, "request %q: no blocks for %d tokens", r.ID, external)
+		err = wire.Refusef(wire.CodeShape, "request %q has no blocks for the %d tokens to pull", r.ID, external)
 	}
 	if err != nil {
 		s.n.refused.Add(1)
@@ -381,7 +381,7 @@ func (s *Scheduler) maySend(r *Request, id string) error {
 		return s.refuse(r, wire.KeyDecode, wire.Refusef(wire.CodeBusy, "request id %q is still in a send", r.ID))
 	case !owned && len(s.owners) >= s.o.MaxTransfers:
 		s.drop(id)
-		return s.refuse(r, wire.KeyDecode, wire.Refusef(wire.CodeFull, "%d sends at once, no room for request %q", s.o.MaxTransfers, r.ID))
+		return s.refuse(r, wire.KeyDecode, wire.Refusef(wire.CodeFull, "%d sends are in progress, the most at once: no room for request %q", s.o.MaxTransfers, r.ID))
 	}
 	return nil
 }

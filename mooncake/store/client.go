@@ -266,7 +266,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 	cancelWriting()
 	if c.now().since(begin) > c.times.whole { // for example, because the machine slept
 		for _, n := range begun {
-			plan.fail(n, fmt.Errorf("%w: it took longer than %v", ErrTransfer, c.times.whole))
+			plan.fail(n, fmt.Errorf("%w: the put took longer than %v", ErrTransfer, c.times.whole))
 		}
 	}
 	var whole, broken []string

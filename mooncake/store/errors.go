@@ -23,10 +23,10 @@ const (
 )
 
 var codeTexts = map[Code]string{
-	NoRoom: "no room now", BadArgument: "bad argument", NotYours: "the object belongs to another client", Complete: "the object is complete already",
+	NoRoom: "no room now", BadArgument: "the master refuses an argument", NotYours: "the object belongs to another client", Complete: "the object is complete already",
 	NotReady: "the object cannot be read now: a client is putting it, or its node is silent, and the master hides it for about 20 s",
 
-	NotFound: "no such object", Exists: "the object exists, or is being put, or its node is silent", Leased: "the object is leased", LeaseExpired: "the object's lease expired", NotSupported: "not supported",
+	NotFound: "no such object", Exists: "the object exists, or is being put, or its node is silent", Leased: "the object is leased", LeaseExpired: "the object's lease expired", NotSupported: "the master does not support the call",
 	QuotaExceeded: "the quota is exceeded",
 }
 

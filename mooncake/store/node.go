@@ -232,7 +232,7 @@ func (n *Node) begin() error {
 	l.region = region
 	l.target, err = n.listen(transfer.TargetOptions{Host: n.o.Host, Bind: n.o.Bind, Networks: n.o.Networks, Secrets: n.o.Secrets, Log: n.o.Log}, l.table)
 	if err != nil {
-		return fmt.Errorf("mooncake store: ports: %w", err)
+		return fmt.Errorf("mooncake store: open the node's ports: %w", err)
 	}
 	endpoint := l.target.Name()
 	l.segment = Segment{ID: NewUUID(), Name: cmp.Or(n.o.Name, endpoint), Base: base, Bytes: n.bytes(), Endpoint: endpoint}

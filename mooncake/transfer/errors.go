@@ -34,7 +34,7 @@ var (
 	ErrBusy = errors.New("transfer: too many callers wait for the peer")
 
 	// ErrPeers means that Options.MaxPeers peers are in use.
-	ErrPeers = errors.New("transfer: too many peers")
+	ErrPeers = errors.New("transfer: too many peers are in use")
 
 	// ErrClosed means that the Client, the Target or the region is closed.
 	ErrClosed = errors.New("transfer: closed")

@@ -104,7 +104,7 @@ type probeReply struct {
 func parseDescriptor(text []byte) (*Descriptor, error) {
 	d := new(Descriptor)
 	if err := json.Unmarshal(text, d); err != nil {
-		return nil, fmt.Errorf("%w: descriptor: %w", ErrProtocol, err)
+		return nil, fmt.Errorf("%w: decode the peer's descriptor: %w", ErrProtocol, err)
 	}
 	if !slices.Contains(d.Protocol, "tcp") {
 		return nil, fmt.Errorf("%w: peer speaks %q, not tcp", ErrProtocol, []string(d.Protocol))

@@ -313,14 +313,14 @@ func (l *lane) takeAcks(o *outcome, sent int) error {
 		code, ok := parseStatus(l.s.next(statusBytes))
 		switch {
 		case !ok:
-			return fmt.Errorf("%w: status without its magic", ErrProtocol)
+			return fmt.Errorf("%w: the peer's status does not begin with its magic number", ErrProtocol)
 		case code == statusRejected && o.done < o.started:
 			if !l.keeps {
 				return errRefused
 			}
 			o.refused = append(o.refused, o.done)
 		case code != statusOK:
-			return fmt.Errorf("%w: status %d", ErrProtocol, code)
+			return fmt.Errorf("%w: the peer's status %d is unknown", ErrProtocol, code)
 		case o.done == sent:
 			return fmt.Errorf("%w: acknowledgement without a request", ErrProtocol)
 		}
@@ -395,13 +395,13 @@ func (l *lane) read(j *job, reqs []request) outcome {
 		code, ok := parseStatus(l.s.next(statusBytes))
 		switch {
 		case !ok:
-			o.err = fmt.Errorf("%w: status without its magic", ErrProtocol)
+			o.err = fmt.Errorf("%w: the peer's status does not begin with its magic number", ErrProtocol)
 		case code == statusRejected && l.keeps:
 			o.refused = append(o.refused, o.done)
 		case code == statusRejected:
 			o.err = errRefused
 		case code != statusOK:
-			o.err = fmt.Errorf("%w: status %d", ErrProtocol, code)
+			o.err = fmt.Errorf("%w: the peer's status %d is unknown", ErrProtocol, code)
 		default:
 			o.err = l.scatter(j, &reqs[o.done])
 		}

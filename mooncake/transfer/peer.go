@@ -42,7 +42,7 @@ func ask(c io.ReadWriter, kind byte, request any) ([]byte, error) {
 		return nil, unexpected(err)
 	}
 	if got != kind {
-		return nil, fmt.Errorf("%w: reply of type %d to type %d", ErrProtocol, got, kind)
+		return nil, fmt.Errorf("%w: a handshake reply of type %d to a request of type %d", ErrProtocol, got, kind)
 	}
 	return text, nil
 }

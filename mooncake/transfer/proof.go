@@ -96,7 +96,7 @@ func describeOn(c net.Conn, segment string, secrets *auth.PeerSecrets) (*Descrip
 	}
 	var answer proving
 	if err := json.Unmarshal(text, &answer); err != nil {
-		return nil, fmt.Errorf("%w: reply: %w", ErrProtocol, err)
+		return nil, fmt.Errorf("%w: decode the handshake's reply: %w", ErrProtocol, err)
 	}
 	if answer.Challenge == "" { // a C++ engine, or a Kvasir without secrets
 		if secrets.Demands(c.RemoteAddr()) {
@@ -164,7 +164,7 @@ func readAnswer(r io.Reader, into []byte) error {
 	}
 	switch code, ok := parseStatus(status[:]); {
 	case !ok:
-		return fmt.Errorf("%w: status without its magic", ErrProtocol)
+		return fmt.Errorf("%w: the peer's status does not begin with its magic number", ErrProtocol)
 	case code != statusOK:
 		return fmt.Errorf("%w: the peer refuses this end's proof", ErrUnproven)
 	}

@@ -214,7 +214,7 @@ func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 		}
 		// The process has no file descriptors left, or a connection died in the backlog.
 		delay = min(max(2*delay, 5*time.Millisecond), 500*time.Millisecond)
-		t.log.Warn("no connection can be accepted", "port", l.Addr(), "err", err, "retry_in", delay)
+		t.log.Warn("transfer: no connection can be accepted", "port", l.Addr(), "err", err, "retry_in", delay)
 		time.Sleep(delay)
 	}
 }

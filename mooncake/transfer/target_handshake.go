@@ -23,12 +23,12 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	}
 	t.removeSilent(silent)
 	if err != nil {
-		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
+		t.log.Debug("a handshake cannot be read", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
 	reply, err := t.handshakeReply(kind, text)
 	if err != nil {
-		t.log.Debug("handshake", "peer", c.RemoteAddr(), "type", kind, "err", err)
+		t.log.Debug("a handshake is malformed", "peer", c.RemoteAddr(), "type", kind, "err", err)
 		return
 	}
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
@@ -56,7 +56,7 @@ func (t *Target) demand(c *net.TCPConn, kind byte, text []byte) error {
 // protocol has no error frame.
 func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
 	if !json.Valid(text) { // the engine checks no more than that in most requests
-		return nil, fmt.Errorf("%w: request is not JSON", ErrProtocol)
+		return nil, fmt.Errorf("%w: the handshake's request is not JSON", ErrProtocol)
 	}
 	switch kind {
 	case frameMetadata:
@@ -64,7 +64,7 @@ func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
 	case frameNotify:
 		var n notice // only checked: vLLM connectors send none
 		if err := json.Unmarshal(text, &n); err != nil {
-			return nil, fmt.Errorf("%w: notice: %w", ErrProtocol, err)
+			return nil, fmt.Errorf("%w: decode the notice: %w", ErrProtocol, err)
 		}
 		return appendFrame(nil, kind, notice{Message: "success"})
 	case frameProbe:

@@ -31,7 +31,7 @@ type dialect struct{ connect time.Duration }
 
 func (dialect) Worker(from mooncake.Source, tpRank int) (string, error) {
 	if from.Host == "" || from.Port < 1 || from.Port+tpRank > 65535 {
-		return "", fmt.Errorf("%w: side channel at host %q, port %d", mooncake.ErrUnreachable, from.Host, from.Port+tpRank)
+		return "", fmt.Errorf("%w: the side channel has no possible address: host %q, port %d", mooncake.ErrUnreachable, from.Host, from.Port+tpRank)
 	}
 	return "tcp://" + net.JoinHostPort(from.Host, strconv.Itoa(from.Port+tpRank)), nil
 }

@@ -51,7 +51,7 @@ func (o *memory) plan(out []mooncake.Descriptor, p *wire.Pull013, own [][]int) (
 				from, ok := blockAddress(o.Bases[r], src[s.From], s.Len(), o.BlockBytes)
 				to, okD := blockAddress(p.Bases[r], dst[s.From], s.Len(), o.BlockBytes)
 				if !ok || !okD {
-					return nil, wire.Refusef(wire.CodeRange, "%d blocks from %d to %d, region %d", s.Len(), src[s.From], dst[s.From], r)
+					return nil, wire.Refusef(wire.CodeRange, "%d blocks, at P from %d and at D from %d, lie outside the memory of region %d", s.Len(), src[s.From], dst[s.From], r)
 				}
 				out = append(out, mooncake.Descriptor{Src: from, Dst: to, Len: o.BlockBytes * uint64(s.Len())})
 			}

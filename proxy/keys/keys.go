@@ -154,7 +154,7 @@ func parseKey(words []string) (*Key, error) {
 				err = errors.New("its one value is off")
 			}
 		default:
-			err = errors.New("unknown")
+			err = errors.New("unknown; known are rate, concurrent and salt")
 		}
 		if err != nil {
 			return nil, fmt.Errorf("option %.40q: %w", w, err)

@@ -139,7 +139,7 @@ func answer(r resp.Reply, err error) (wait time.Duration, ok bool, _ error) {
 		return 0, false, err
 	}
 	if len(r.List) != 2 || r.List[0].Kind != ':' || r.List[1].Kind != ':' {
-		return 0, false, fmt.Errorf("%w: a list of %d, not of two numbers", resp.ErrProtocol, len(r.List))
+		return 0, false, fmt.Errorf("%w: a list of %d elements, not of two numbers", resp.ErrProtocol, len(r.List))
 	}
 	wait = time.Duration(min(max(r.List[1].Int, 0), math.MaxInt32)) * time.Millisecond
 	return wait, r.List[0].Int == 1, nil
@@ -227,7 +227,7 @@ func (l *Limits) leave() {
 	}
 }
 
-var errRests = errors.New("the server did not answer a moment ago")
+var errRests = errors.New("the Redis server did not answer a moment ago, and is asked again soon")
 
 // connect makes sure that there is a connection to the server, and sets the deadline of the next calls.
 func (l *Limits) connect(ctx context.Context) error {

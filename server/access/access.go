@@ -71,9 +71,9 @@ func (c *Caller) String() string { return c.Peer.String() }
 
 var (
 	// ErrMayNotOpen means that a peer could not open the pool by its own rights.
-	ErrMayNotOpen = errors.New("this worker may not learn the pool's name")
+	ErrMayNotOpen = errors.New("this worker may not open the pool")
 	// ErrLender means that a segment belongs to another user or process.
-	ErrLender = errors.New("this worker may not lend the segment")
+	ErrLender = errors.New("this worker may not lend its shared memory to the server")
 )
 
 // MayOpen returns nil if c could open the pool by its own rights. Otherwise it returns why c must not be told places in it.
@@ -107,7 +107,7 @@ func (c *Caller) MayLend(uid int) error {
 		as = os.Geteuid()
 	}
 	if as != uid && as != 0 {
-		return fmt.Errorf("%w: it belongs to uid %d, the worker is uid %d", ErrLender, uid, as)
+		return fmt.Errorf("%w: the segment belongs to uid %d, the worker is uid %d", ErrLender, uid, as)
 	}
 	return nil
 }

@@ -245,7 +245,7 @@ func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	case v == -1:
 		return tenant.TimeValue(tenant.Forever), nil
 	case !(v >= 1 && v <= tenant.MaxTTL.Seconds()):
-		return tenant.Value{}, errors.New("it is neither -1 nor from 1 to ten years")
+		return tenant.Value{}, errors.New("it is neither -1 nor a number of seconds from 1 to ten years")
 	}
 	return tenant.TimeValue(time.Duration(v * float64(time.Second))), nil
 }

@@ -120,7 +120,7 @@ func TestPinRoutes(t *testing.T) {
 			t.Errorf("%s %.90s: %d %s, want %d %s", method, body, got, text, code, want)
 		}
 	}
-	f("POST", body(50, ""), 409, `"affected":0,"status":"pinned","ttl_seconds":3600,"error":"tenant: nothing may be pinned of this tenant: start the server with --pin-limit _default=SIZE, or PUT`)
+	f("POST", body(50, ""), 409, `"affected":0,"status":"pinned","ttl_seconds":3600,"error":"tenant: the tenant has no limit of pins, so it may pin nothing: start the server with --pin-limit _default=SIZE, or PUT`)
 	if err := s.Store().SetPinLimit("", 4096); err != nil {
 		t.Fatal(err)
 	}

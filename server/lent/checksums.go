@@ -72,7 +72,7 @@ func (d *KV) Checksums(ctx context.Context, blocks []int, perChunk int, apart bo
 			}
 			ok := d.Use(func() { scratch = sumLayer(sum, l.Layer, ids, l.wide, scratch) })
 			if !ok {
-				return nil, fmt.Errorf("%w: its memory is no longer mapped", ErrChecksums)
+				return nil, fmt.Errorf("%w: the worker's memory is no longer mapped", ErrChecksums)
 			}
 			if apart {
 				out.Digests[i] = append(out.Digests[i], hex.EncodeToString(sum.Sum(nil)))

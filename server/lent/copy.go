@@ -18,7 +18,7 @@ type Blocks struct {
 // Blocks checks the block ids of a transfer of `chunks` chunks. lists has the ids of each KV group. Errors wrap paged.ErrBlocks.
 func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	if len(lists) != len(d.groups) {
-		return nil, fmt.Errorf("%w: %d lists for %d KV groups", paged.ErrBlocks, len(lists), len(d.groups))
+		return nil, fmt.Errorf("%w: %d lists of block ids for %d KV groups", paged.ErrBlocks, len(lists), len(d.groups))
 	}
 	b := &Blocks{of: d, ids: make([]paged.IDs, len(lists))}
 	for i := range d.groups {

@@ -350,7 +350,7 @@ func (s *Server) addEngine(e *engine) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.mu.engines) >= s.opts.MaxEngines {
-		return fmt.Errorf("%w: %d engines are connected", vllm.ErrHello, len(s.mu.engines))
+		return fmt.Errorf("%w: %d engines are connected, the most at once", vllm.ErrHello, len(s.mu.engines))
 	}
 	s.mu.engines[e.caller.Number] = e
 	s.mu.left = slices.DeleteFunc(s.mu.left, func(r Region) bool { return r.Name == e.region.Name && r.inode == e.region.inode })

@@ -126,7 +126,7 @@ func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
 	in := r.mu.instances[workerID{id, by}]
 	r.mu.RUnlock()
 	if in == nil {
-		return nil, fmt.Errorf("%w: %d of %v", ErrUnknown, id, by)
+		return nil, fmt.Errorf("%w: instance_id %d of %v", ErrUnknown, id, by)
 	}
 	r.Saw(in, time.Now())
 	r.wake(in)

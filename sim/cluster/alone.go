@@ -30,7 +30,7 @@ func (a *prefillFirst) busy() bool { return len(a.waiting)+len(a.running) > 0 }
 func (a *prefillFirst) add(q *request) error {
 	p := a.e.run.o.Profile
 	if room := p.KVBlocks() * p.BlockTokens; q.Input+q.limit > min(room, p.MaxModel) {
-		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d, the model %d", q.Input, q.limit, room, p.MaxModel)
+		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d tokens, the model's longest sequence %d", q.Input, q.limit, room, p.MaxModel)
 	}
 	q.alone = sequence{}
 	a.waiting = append(a.waiting, q)

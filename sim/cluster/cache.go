@@ -40,11 +40,11 @@ func newKept(r *run, blocks int) (_ *realStore, err error) {
 	slot := slotBytes(block)
 	dir, err := os.MkdirTemp(cmp.Or(r.o.Bytes.Dir, os.TempDir()), "kvasir-sim-")
 	if err != nil {
-		return nil, fmt.Errorf("cluster: memory of the store: %w", err)
+		return nil, fmt.Errorf("cluster: make the memory of the store: %w", err)
 	}
 	p, err := pool.Open(pool.Options{Name: "kvasir_sim", Bytes: int64(blocks) * slot, Align: slot, Dir: dir, ChunkTokens: g.BlockTokens})
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("cluster: memory of the store: %w", err), os.Remove(dir))
+		return nil, errors.Join(fmt.Errorf("cluster: make the memory of the store: %w", err), os.Remove(dir))
 	}
 	const forever = 1000 * time.Hour
 	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: maxOpen + 1, MaxHolds: 1 << 24})}

@@ -145,7 +145,7 @@ func (v *vllm) add(q *request) error {
 		limit = max(limit-1, 1) // the first token is P's
 	}
 	if room := (p.KVBlocks() - 1) * p.BlockTokens; q.Input+limit > room || q.Input+limit > p.MaxModel {
-		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d, the model %d", q.Input, limit, room, p.MaxModel)
+		return fmt.Errorf("cluster: %d prompt tokens and %d to generate: the KV memory holds %d tokens, the model's longest sequence %d", q.Input, limit, room, p.MaxModel)
 	}
 	r := v.of(q)
 	*r = sched.Request{

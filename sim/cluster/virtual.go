@@ -93,14 +93,14 @@ func (o *Options) Validate() error {
 	}
 	profile := o.Profile.Validate()
 	errs = append(errs, profile)
-	f(o.Prefill >= 0 && o.Prefill <= maxEngines, "%d prefill engines; 0 to %d", o.Prefill, maxEngines)
-	f(o.Decode >= 1 && o.Decode <= maxEngines, "%d decode engines; 1 to %d", o.Decode, maxEngines)
+	f(o.Prefill >= 0 && o.Prefill <= maxEngines, "%d prefill engines; 0 to %d are possible", o.Prefill, maxEngines)
+	f(o.Decode >= 1 && o.Decode <= maxEngines, "%d decode engines; 1 to %d are possible", o.Decode, maxEngines)
 	f(o.Transport <= Pipe, "transport %d is unknown", o.Transport)
 	f(!o.PrefillAlone || o.Prefill == 0, "PrefillAlone is for engines that do both: it cannot stand beside prefill engines")
 	f(o.Concurrency >= 0, "concurrency %d is below 0", o.Concurrency)
-	f(o.Store.Blocks >= 0 && o.Store.Blocks <= 1<<26, "a store of %d blocks; 0 to 2^26", o.Store.Blocks)
-	f(o.Store.Blocks == 0 || o.Store.GBps > 0 && o.Store.GBps < 1e9, "a store of %v GB/s; above 0 and below 1e9", o.Store.GBps)
-	f(o.Store.Latency >= 0 && o.Store.Latency < time.Hour, "a store's latency of %v; 0 to an hour", o.Store.Latency)
+	f(o.Store.Blocks >= 0 && o.Store.Blocks <= 1<<26, "a store of %d blocks; 0 to 2^26 are possible", o.Store.Blocks)
+	f(o.Store.Blocks == 0 || o.Store.GBps > 0 && o.Store.GBps < 1e9, "a store of %v GB/s; above 0 and below 1e9 is possible", o.Store.GBps)
+	f(o.Store.Latency >= 0 && o.Store.Latency < time.Hour, "a store's latency of %v; 0 to an hour is possible", o.Store.Latency)
 	if o.Bytes != nil && profile == nil {
 		o.validateBytes(f)
 	}

@@ -62,11 +62,11 @@ func (p *Profile) Validate() error {
 	positive("bytes of a parameter", m.LayerBytes)
 	f(m.LayerParameters <= m.Parameters, "the layers have %v parameters, more than the %v of the model", m.LayerParameters, m.Parameters)
 	f(p.TP >= 1 && p.TP <= 1024, "tensor parallel size %d is outside 1 to 1024", p.TP)
-	f(p.BlockTokens >= 1 && p.BlockTokens <= 1<<16, "blocks of %d tokens; 1 to 2^16", p.BlockTokens)
+	f(p.BlockTokens >= 1 && p.BlockTokens <= 1<<16, "blocks of %d tokens; 1 to 2^16 are possible", p.BlockTokens)
 	f(p.TokenBudget >= 1 && p.TokenBudget <= 1<<24, "token budget %d is outside 1 to 2^24", p.TokenBudget)
-	f(p.MaxSeqs >= 1 && p.MaxSeqs <= 1<<20, "%d sequences; 1 to 2^20", p.MaxSeqs)
-	f(p.MaxModel >= 2 && p.MaxModel <= 1<<24, "a longest sequence of %d tokens; 2 to 2^24", p.MaxModel)
-	f(p.Blocks >= 0 && p.Blocks <= 1<<24, "%d blocks of KV; 0 to 2^24", p.Blocks)
+	f(p.MaxSeqs >= 1 && p.MaxSeqs <= 1<<20, "%d sequences; 1 to 2^20 are possible", p.MaxSeqs)
+	f(p.MaxModel >= 2 && p.MaxModel <= 1<<24, "a longest sequence of %d tokens; 2 to 2^24 are possible", p.MaxModel)
+	f(p.Blocks >= 0 && p.Blocks <= 1<<24, "%d blocks of KV; 0 to 2^24 are possible", p.Blocks)
 	errs = append(errs, p.Constants.Validate())
 	if err := errors.Join(errs...); err != nil {
 		return err

@@ -92,7 +92,7 @@ func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error
 		}
 		segments, paths, names[rank] = append(segments, s), append(paths, path), append(names[rank], name)
 		if err := s.Populate(0, n, true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // otherwise a /dev/shm that others fill would end the engine
-			return nil, fmt.Errorf("engine: KV memory of %s: %w", kv.FormatBytes(n), err)
+			return nil, fmt.Errorf("engine: provide KV memory of %s: %w", kv.FormatBytes(n), err)
 		}
 		return s.Bytes(0, n), nil
 	})

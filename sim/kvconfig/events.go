@@ -25,7 +25,7 @@ func ParseEvents(text []byte) (*Events, error) {
 	const at = "kv-events-config"
 	var p problems
 	if len(text) > maxBytes {
-		p.add("%d bytes; %d at most", len(text), maxBytes)
+		p.add("it has %d bytes, at most %d are possible", len(text), maxBytes)
 		return nil, p.err(at)
 	}
 	m := p.object(text, "")

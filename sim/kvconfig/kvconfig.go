@@ -72,7 +72,7 @@ var (
 // The error lists everything that is wrong.
 func Parse(text []byte) ([]*Config, error) {
 	if len(text) > maxBytes {
-		return nil, fmt.Errorf("kv-transfer-config: %d bytes; %d at most", len(text), maxBytes)
+		return nil, fmt.Errorf("kv-transfer-config: it has %d bytes, at most %d are possible", len(text), maxBytes)
 	}
 	var p problems
 	list := p.connectors(text, "", "")
@@ -131,7 +131,7 @@ func (p *problems) connectors(text []byte, at, engineID string) []*Config {
 		return []*Config{c}
 	}
 	if at != "" {
-		p.add("%sa MultiConnector inside a MultiConnector", at)
+		p.add("%sa MultiConnector inside a MultiConnector is not possible", at)
 		return nil
 	}
 	p.unknown(c.extra, "kv_connector_extra_config: ", []string{"connectors"})

@@ -49,7 +49,7 @@ var (
 func (c *Config) LMCache() (*LMCache, error) {
 	var p problems
 	if c.Connector != LMCacheMPConnector {
-		p.add("kv_connector is %s", c.Connector)
+		p.add("kv_connector is %s, which is not LMCacheMPConnector", c.Connector)
 	}
 	p.unknown(c.extra, "", slices.Concat(lmcacheKeys, lmcacheOther))
 	for _, key := range lmcacheOther {

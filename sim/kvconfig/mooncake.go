@@ -41,7 +41,7 @@ var mooncakeKeys = []string{"num_workers", "mooncake_protocol", "device_name", "
 func (c *Config) Mooncake(getenv func(string) (string, bool)) (*Mooncake, error) {
 	var p problems
 	if c.Connector != MooncakeConnector {
-		p.add("kv_connector is %s", c.Connector)
+		p.add("kv_connector is %s, which is not MooncakeConnector", c.Connector)
 	}
 	p.unknown(c.extra, "", mooncakeKeys)
 	m := &Mooncake{Role: c.Role, EngineID: c.EngineID}

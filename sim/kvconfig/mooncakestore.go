@@ -50,7 +50,7 @@ const peerToPeer = "P2PHANDSHAKE"
 func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeStore, error) {
 	var p problems
 	if c.Connector != MooncakeStoreConnector {
-		p.add("kv_connector is %s", c.Connector)
+		p.add("kv_connector is %s, which is not MooncakeStoreConnector", c.Connector)
 	}
 	p.unknown(c.extra, "", slices.Concat(storeKeys, storeMoot, storeOther))
 	for _, key := range storeOther {

@@ -46,14 +46,14 @@ func (g *Geometry) Validate() error {
 			errs = append(errs, fmt.Errorf("%w: %s", ErrGeometry, fmt.Sprintf(format, args...)))
 		}
 	}
-	f(g.Layers >= 1 && g.Layers <= 1024, "%d layers; 1 to 1024", g.Layers)
-	f(g.Heads >= 1 && g.Heads <= 1024, "%d KV heads; 1 to 1024", g.Heads)
+	f(g.Layers >= 1 && g.Layers <= 1024, "%d layers; 1 to 1024 are possible", g.Layers)
+	f(g.Heads >= 1 && g.Heads <= 1024, "%d KV heads; 1 to 1024 are possible", g.Heads)
 	f(g.HeadBytes >= 8 && g.HeadBytes <= 1<<16 && g.HeadBytes%8 == 0, "%d bytes per head and token; a multiple of 8 to 64 KiB", g.HeadBytes)
-	f(g.BlockTokens >= 1 && g.BlockTokens <= 1<<12, "blocks of %d tokens; 1 to 4096", g.BlockTokens)
-	f(g.Blocks >= 2 && g.Blocks <= 1<<26, "%d blocks; 2 to 2^26", g.Blocks)
-	f(len(g.Groups) <= 64, "%d groups; 64 at most", len(g.Groups))
+	f(g.BlockTokens >= 1 && g.BlockTokens <= 1<<12, "blocks of %d tokens; 1 to 4096 are possible", g.BlockTokens)
+	f(g.Blocks >= 2 && g.Blocks <= 1<<26, "%d blocks; 2 to 2^26 are possible", g.Blocks)
+	f(len(g.Groups) <= 64, "%d groups; 64 at most are possible", len(g.Groups))
 	if g.Layout == MLA {
-		f(g.TPSize >= 1 && g.TPSize <= 1024, "%d ranks; 1 to 1024", g.TPSize)
+		f(g.TPSize >= 1 && g.TPSize <= 1024, "%d ranks; 1 to 1024 are possible", g.TPSize)
 		f(g.Heads == 1, "%d KV heads with layout mla, which has one", g.Heads)
 	} else {
 		f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks: the ranks must divide the KV heads", g.Heads, g.TPSize)
@@ -63,7 +63,7 @@ func (g *Geometry) Validate() error {
 		f(!group.State || g.Layout == Fused, "recurrent states need layout %s", Fused)
 	}
 	if len(errs) == 0 {
-		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV; 2^40 at most", g.LayerBytes()*int64(g.Layers*g.TPSize))
+		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV; 2^40 at most are possible", g.LayerBytes()*int64(g.Layers*g.TPSize))
 	}
 	return errors.Join(errs...)
 }

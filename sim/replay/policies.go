@@ -61,7 +61,7 @@ func (o *PolicyOptions) check() error {
 		}
 	}
 	if len(o.Capacities) == 0 {
-		return fmt.Errorf("%w: no capacity", ErrOptions)
+		return fmt.Errorf("%w: no capacity of the cache is given", ErrOptions)
 	}
 	for _, name := range o.Policies {
 		if !slices.Contains(evict.Names, name) {

@@ -94,17 +94,17 @@ func (c *Config) Validate() error {
 			errs = append(errs, fmt.Errorf("%w: %s", ErrConfig, fmt.Sprintf(format, args...)))
 		}
 	}
-	f(c.BlockTokens >= 0 && c.BlockTokens <= 1<<20, "blocks of %d tokens; 0 to 2^20", c.BlockTokens)
-	f(c.Blocks >= 2 && c.Blocks <= 1<<30, "%d blocks; 2 to 2^30", c.Blocks)
+	f(c.BlockTokens >= 0 && c.BlockTokens <= 1<<20, "blocks of %d tokens; 0 to 2^20 are possible", c.BlockTokens)
+	f(c.Blocks >= 2 && c.Blocks <= 1<<30, "%d blocks; 2 to 2^30 are possible", c.Blocks)
 	f(c.MaxSeqs >= 0 && c.MaxActive >= 0, "%d sequences, %d active ones; neither may be below 0", c.MaxSeqs, c.MaxActive)
-	f(c.MaxTokens >= 0 && c.MaxTokens <= maxTokens, "%d tokens in a step; 0 to %d", c.MaxTokens, maxTokens)
-	f(c.MaxModel >= 0 && c.MaxModel <= maxTokens, "a longest sequence of %d tokens; 0 to %d", c.MaxModel, maxTokens)
-	f(len(c.Groups) <= 64, "%d groups; 64 at most", len(c.Groups))
+	f(c.MaxTokens >= 0 && c.MaxTokens <= maxTokens, "%d tokens in a step; 0 to %d are possible", c.MaxTokens, maxTokens)
+	f(c.MaxModel >= 0 && c.MaxModel <= maxTokens, "a longest sequence of %d tokens; 0 to %d are possible", c.MaxModel, maxTokens)
+	f(len(c.Groups) <= 64, "%d groups; 64 at most are possible", len(c.Groups))
 	for i, g := range c.Groups {
 		f(g.Window == 0 || g.Window >= 2 && g.Window <= maxTokens && !g.State, "group %d: a window of %d tokens; 2 at least, and not of a state", i, g.Window)
 	}
 	f(c.LongPrefill >= 0, "long prefills of %d tokens; not below 0", c.LongPrefill)
-	f(c.Watermark >= 0 && c.Watermark < 1, "watermark %v; from 0 to below 1", c.Watermark)
+	f(c.Watermark >= 0 && c.Watermark < 1, "watermark %v; from 0 to below 1 is possible", c.Watermark)
 	f(c.Connector != nil || !c.Sends && !c.Receives, "a role without a connector")
 	return errors.Join(errs...)
 }

@@ -86,15 +86,15 @@ func (o *Options) Validate() error {
 	for _, n := range []int{len(o.Engines), len(o.Cache), len(o.Link), len(o.Budget), len(o.Rate)} {
 		points = min(points*max(n, 1), 1<<30)
 	}
-	f(points <= maxPoints, "%d deployments; %d at most", points, maxPoints)
+	f(points <= maxPoints, "%d deployments; %d at most are possible", points, maxPoints)
 	for _, r := range o.Rate {
-		f(r >= 0 && r <= 1e6, "%v requests per second; 0 to 1,000,000", r)
+		f(r >= 0 && r <= 1e6, "%v requests per second; 0 to 1,000,000 are possible", r)
 	}
 	for _, g := range o.Link {
-		f(g >= 0.001 && g <= 1e6, "a network of %v GB/s; 0.001 to 1,000,000", g)
+		f(g >= 0.001 && g <= 1e6, "a network of %v GB/s; 0.001 to 1,000,000 is possible", g)
 	}
 	for _, n := range o.Budget {
-		f(n >= 1 && n <= 1<<24, "a step of %d tokens; 1 to 2^24", n)
+		f(n >= 1 && n <= 1<<24, "a step of %d tokens; 1 to 2^24 are possible", n)
 	}
 	return errors.Join(errs...)
 }

@@ -81,7 +81,7 @@ func solve(t Target, at func(Target, float64) (float64, error)) (float64, error)
 		return 0, err
 	}
 	if atLow*atHigh > 0 {
-		return 0, fmt.Errorf("tables: no %s from %v to %v makes %s %v: it is from %.4g to %.4g", t.Constant, low, high, t.Figure, t.Want, t.Want*(1+atLow), t.Want*(1+atHigh))
+		return 0, fmt.Errorf("tables: no value of %s from %v to %v makes %s %v: it is from %.4g to %.4g", t.Constant, low, high, t.Figure, t.Want, t.Want*(1+atLow), t.Want*(1+atHigh))
 	}
 	for range 20 {
 		// Next, the value at which the line between both ends is right, but at least a tenth of the way from each end.

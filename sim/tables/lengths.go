@@ -57,8 +57,11 @@ var ErrLengths = errors.New("tables: list of lengths")
 // of words. Errors name the line.
 func ReadLengths(r io.Reader) ([]Length, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxListBytes+1))
-	if err != nil || len(text) > maxListBytes {
-		return nil, errors.Join(fmt.Errorf("%w: %d bytes were read, at most %d are possible", ErrLengths, len(text), maxListBytes), err)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrLengths, err)
+	}
+	if len(text) > maxListBytes {
+		return nil, fmt.Errorf("%w: more than %d bytes", ErrLengths, maxListBytes)
 	}
 	var out []Length
 	line := 0
@@ -85,7 +88,7 @@ func ReadLengths(r io.Reader) ([]Length, error) {
 		out = append(out, Length{n[0], n[1], [2]int{n[2], n[len(n)-1]}})
 	}
 	if len(out) == 0 {
-		return nil, fmt.Errorf("%w: no line", ErrLengths)
+		return nil, fmt.Errorf("%w: it has no line with lengths", ErrLengths)
 	}
 	return out, nil
 }

@@ -81,7 +81,7 @@ func FitResults(ctx context.Context, p *costmodel.Profile, deployment cluster.Op
 		all = append(all, m)
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("%w: none", ErrResult)
+		return nil, fmt.Errorf("%w: none is given", ErrResult)
 	}
 	if withITL {
 		targets = append(targets, Target{"bandwidth_efficiency", "mean_itl_ms", 1, 0.01, 1})

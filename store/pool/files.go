@@ -255,7 +255,7 @@ func (p *Pool) SetNote(b []byte) error {
 		return fmt.Errorf("%w: %d bytes, at most %d", ErrNote, len(b), MaxNote)
 	}
 	if err := shm.Write(p.notePath(), b); err != nil {
-		return fmt.Errorf("keep note: %w", err)
+		return fmt.Errorf("write the note beside the pool: %w", err)
 	}
 	return nil
 }

@@ -151,7 +151,7 @@ func readHeader(s *shm.Segment) (h header, err error) {
 		h.opts.Bytes = resized
 	}
 	if h.opts.Bytes <= 0 || h.opts.Bytes > MaxBytes || h.opts.Align <= 0 {
-		return h, fmt.Errorf("%w: a pool of %d bytes aligned to %d cannot be", ErrIndex, h.opts.Bytes, h.opts.Align)
+		return h, fmt.Errorf("%w: its header has a pool of %d bytes aligned to %d, which is impossible", ErrIndex, h.opts.Bytes, h.opts.Align)
 	}
 	return h, nil
 }

@@ -198,7 +198,7 @@ func monotonic() time.Duration {
 func (p *Pool) restore() error {
 	used := p.index.Word(headerUsed).Load()
 	if used > uint64(p.records) {
-		return fmt.Errorf("%w: %d records are in use, it has %d", ErrIndex, used, p.records)
+		return fmt.Errorf("%w: its header counts %d records in use, it has %d", ErrIndex, used, p.records)
 	}
 	p.restored.Bytes = p.opts.Bytes
 	p.used = int(used)

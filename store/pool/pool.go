@@ -36,7 +36,7 @@ var (
 	// ErrIndexMemory means that the index has no memory for another slot yet. BackIndex provides it.
 	ErrIndexMemory = errors.New("pool: no memory for the index")
 	// ErrExists means that a key is staged or resident already.
-	ErrExists = errors.New("pool: key exists")
+	ErrExists = errors.New("pool: an object of the key is staged or resident already")
 	// ErrInUse means that another server has the pool of that name.
 	ErrInUse = errors.New("pool: in use")
 	// ErrForeign means that a file of the pool's name is no pool of Kvasir.

@@ -18,11 +18,11 @@ const (
 
 var (
 	// ErrNoPins means that a tenant has no limit of pins, so it may pin nothing.
-	ErrNoPins = errors.New("tenant: nothing may be pinned of this tenant")
+	ErrNoPins = errors.New("tenant: the tenant has no limit of pins, so it may pin nothing")
 	// ErrPinLimit means that a pin would exceed the tenant's limit.
 	ErrPinLimit = errors.New("tenant: the tenant has pinned as much as it may")
 	// ErrTooManyPins means that there are MaxPins pins.
-	ErrTooManyPins = errors.New("tenant: too many pins")
+	ErrTooManyPins = errors.New("tenant: all tenants together have too many pins")
 )
 
 // pins are slots that an operator wants to stay for a time. The owner of the Table must not evict them from Pin to Unpin or EndPins.

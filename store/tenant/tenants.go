@@ -32,7 +32,7 @@ const (
 
 var (
 	// ErrTooMany means that MaxQuotas tenants have a quota, a TTL or a limit of pins already.
-	ErrTooMany = errors.New("tenant: too many quotas")
+	ErrTooMany = errors.New("tenant: too many tenants with a quota, a TTL or a limit of pins")
 	// ErrSum means that all quotas, with the limits of pins that are larger, are more than the pool.
 	ErrSum = errors.New("tenant: the quotas do not fit into the pool")
 	// ErrQuota means that a quota is negative.
@@ -156,7 +156,7 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 		return err
 	}
 	if a == nil && len(t.order) == MaxQuotas {
-		return fmt.Errorf("%w: %d tenants have one", ErrTooMany, MaxQuotas)
+		return fmt.Errorf("%w: %d tenants have a quota", ErrTooMany, MaxQuotas)
 	}
 	if a == nil {
 		a = &account{Usage: Usage{Salt: salt}, policy: t.policy(bytes)}

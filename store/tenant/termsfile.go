@@ -75,10 +75,10 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 		return nil, err
 	}
 	if _, err := in.Token(); err != io.EOF {
-		return nil, errors.New("something follows the document")
+		return nil, errors.New("text follows its JSON object")
 	}
 	if len(d.Terms) > MaxTerms {
-		return nil, fmt.Errorf("%d settings are more than %d", len(d.Terms), MaxTerms)
+		return nil, fmt.Errorf("it has %d settings, at most %d are possible", len(d.Terms), MaxTerms)
 	}
 	seen := make(map[termKey]bool)
 	for _, t := range d.Terms {
@@ -96,7 +96,7 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 			return nil, fmt.Errorf("%q is no setting of a tenant", t.Field)
 		}
 		if y := t.At.UTC().Year(); y < 0 || y > 9999 {
-			return nil, fmt.Errorf("%s of tenant %q was not set in the year %d", t.Field, t.Salt, y)
+			return nil, fmt.Errorf("%s of tenant %q: it cannot have been set in the year %d", t.Field, t.Salt, y)
 		}
 	}
 	return d.Terms, nil

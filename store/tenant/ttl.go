@@ -79,7 +79,7 @@ func (t *Table) SetTTL(salt string, ttl time.Duration) error {
 		return err
 	}
 	if l == nil && len(t.ttls.of) == MaxQuotas {
-		return fmt.Errorf("%w: there are %d TTLs", ErrTooMany, MaxQuotas)
+		return fmt.Errorf("%w: %d tenants have a TTL", ErrTooMany, MaxQuotas)
 	}
 	if l == nil {
 		l = new(tenantTTL)

@@ -186,7 +186,7 @@ func Parse(text string) (a Adapter, _ error) {
 		r.errs = append(r.errs, errSerde)
 	}
 	if a.Path == "" {
-		r.errs = append(r.errs, errors.New("\"base_path\" is missing: the directory"))
+		r.errs = append(r.errs, errors.New("\"base_path\", the directory, is missing"))
 	}
 	r.ignore(&a, "affinity_tag", "shared", "persist_enabled", "read_ahead_size", "serde")
 	return a, errors.Join(r.errs...)

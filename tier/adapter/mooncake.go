@@ -99,7 +99,7 @@ func (r *reader) transferSecrets(o *mooncakestore.Options) {
 // mooncakeKeys maps a field of the options to its JSON key.
 var mooncakeKeys = map[string]string{"Masters": "master_server_addr", "Conns": "num_workers", "Put.Replicas": "replica_num"}
 
-var errNoMooncakeSums = errors.New("objects in a Mooncake Store have no checksum, so --l2-trust checksum leaves nothing of them")
+var errNoMooncakeSums = errors.New("objects in a Mooncake Store have no checksum, so with --l2-trust checksum none of them is served")
 
 func openMooncake(a Adapter, o Options) (*mooncakestore.Tier, error) {
 	if o.Trust == fs.TrustChecksum {

@@ -163,7 +163,7 @@ func (r *reader) tls(o *redis.Options) {
 	}
 }
 
-var errNoSums = errors.New("LMCache's values in Redis have no checksum, so --l2-trust checksum leaves nothing of them; use \"type\":\"redis\"")
+var errNoSums = errors.New("LMCache's values in Redis have no checksum, so with --l2-trust checksum none of them is served; use \"type\":\"redis\"")
 
 func openRedis(a Adapter, o Options) (*redis.Tier, error) {
 	if o.Trust == fs.TrustChecksum && a.Redis.Layout != redis.Native {

@@ -231,7 +231,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return err
 	}
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("disk: write of %d bytes for an object of %d", len(src), m.Len)
+		return fmt.Errorf("disk: write of %d bytes for an object of %d: the lengths must be equal and above 0", len(src), m.Len)
 	}
 	if m.NoSum {
 		m = tier.Meta{Len: m.Len, Sum: xxh3.Hash(src), End: m.End}
@@ -246,7 +246,7 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	replaced := has[0].Len > 0 && has[0].Seal != m.Seal // m was encrypted with a newer key
 	if !(replaced && !tier.IsUse(ctx)) && !d.admits(&k, m.Len) && !replaced {
 		d.admission.refused.Add(1)
-		return fmt.Errorf("%w: it was written for the first time, and the disk stores it the second time", tier.ErrNotKept)
+		return fmt.Errorf("%w: the disk stores an object at its second write, and this is the first", tier.ErrNotKept)
 	}
 	began := time.Now()
 	var err error

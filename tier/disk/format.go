@@ -83,7 +83,7 @@ var (
 	le         = binary.LittleEndian
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-	errDamaged = errors.New("disk: damaged")
+	errDamaged = errors.New("disk: the stored bytes are damaged")
 )
 
 func crc(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }

@@ -20,7 +20,7 @@ func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(i
 		return paced(len(b))
 	})
 	if err == nil && h.Sum64() != r.sum {
-		err = fmt.Errorf("%w: its bytes have checksum %x, recorded is %x", errDamaged, h.Sum64(), r.sum)
+		err = fmt.Errorf("%w: their checksum is %x, recorded is %x", errDamaged, h.Sum64(), r.sum)
 	}
 	return err
 }

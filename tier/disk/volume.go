@@ -32,7 +32,7 @@ var (
 	errOpens  = errors.New("the disk is still being read")
 	errBudget = errors.New("the write budget of this day is used up")
 	errBusy   = errors.New("the object is being written")
-	errLarge  = errors.New("it is larger than a segment")
+	errLarge  = errors.New("the object is larger than a segment")
 )
 
 // volume is one directory: segments, and the index of what is in them.
@@ -194,7 +194,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	err = v.readInto(ctx, s, &r, dst)
 	if err == nil && e.seal == 0 { // whoever decrypts an encrypted object checks its tag
 		if got.Sum = xxh3.Hash(dst); got.Sum != e.sum {
-			err = fmt.Errorf("%w: its bytes have checksum %x, recorded is %x", errDamaged, got.Sum, e.sum)
+			err = fmt.Errorf("%w: their checksum is %x, recorded is %x", errDamaged, got.Sum, e.sum)
 		}
 	}
 	switch {
@@ -316,7 +316,7 @@ func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, e
 	case err != nil:
 		return err
 	case got.key != r.key || got.len != r.len || got.sum != r.sum || got.seal != r.seal:
-		return fmt.Errorf("%w: another object is at its place", errDamaged)
+		return fmt.Errorf("%w: another object is in the object's place", errDamaged)
 	}
 	return nil
 }

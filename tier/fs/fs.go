@@ -113,7 +113,7 @@ func openWith(o Options, a attrs) (*Dir, error) {
 		return nil, err
 	}
 	if o.Path == "" || o.Names == nil {
-		return nil, errors.New("fs: Path or Names is missing")
+		return nil, errors.New("fs: Options.Path or Options.Names is missing")
 	}
 	d := &Dir{o: o, log: o.Log, attrs: a, temp: filepath.Join(o.Path, o.TempDir)}
 	d.usage.changed, d.usage.counted = make(chan struct{}, 1), make(chan struct{})

@@ -219,7 +219,7 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 	defer unix.Close(fd)
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return tier.Meta{}, fmt.Errorf("fs: %s: %w", path, err)
+		return tier.Meta{}, fmt.Errorf("fs: stat %s: %w", path, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return tier.Meta{}, tier.ErrMissing

@@ -329,7 +329,7 @@ func (d *Dir) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 // Discard removes a file by its name.
 func (d *Dir) Discard(name string) error {
 	if _, _, ok := ParseFileName(name); !ok || name != filepath.Base(name) {
-		return fmt.Errorf("fs: %q is the name of no object", name)
+		return fmt.Errorf("fs: %q is not the file name of an object", name)
 	}
 	if err := unix.Unlink(filepath.Join(d.o.Path, name)); err != nil && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("fs: remove %s: %w", name, err)

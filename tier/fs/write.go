@@ -18,7 +18,7 @@ import (
 // its readers could not use. It keeps a file of a later release and returns ErrNewer.
 func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("fs: write of %d bytes for an object of %d", len(src), m.Len)
+		return fmt.Errorf("fs: write of %d bytes for an object of %d: the lengths must be equal and above 0", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err

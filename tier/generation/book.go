@@ -151,8 +151,11 @@ func parse(text []byte) (s state, err error) {
 	if json.Unmarshal(text, &v) == nil && v.Version > version {
 		return s, fmt.Errorf("%w: version %d, this release reads %d", errNewer, v.Version, version)
 	}
-	if err := json.Unmarshal(text, &s); err != nil || s.Version != version || len(s.Models) > maxModels {
-		return state{}, fmt.Errorf("%w: version %d, %w", errDamaged, s.Version, err)
+	if err := json.Unmarshal(text, &s); err != nil {
+		return state{}, fmt.Errorf("%w: %w", errDamaged, err)
+	}
+	if s.Version != version || len(s.Models) > maxModels {
+		return state{}, fmt.Errorf("%w: its version is %d, not %d, or its %d models are more than %d", errDamaged, s.Version, version, len(s.Models), maxModels)
 	}
 	return s, nil
 }

@@ -163,7 +163,7 @@ func modelOf(root, base string) (string, error) {
 		return "", fmt.Errorf("%s: %w", f.Name(), err)
 	}
 	if c.Model == "" || c.BlocksPerFile == nil {
-		return "", fmt.Errorf("%s names no model_name and blocks_per_file", f.Name())
+		return "", fmt.Errorf("%s lacks model_name or blocks_per_file", f.Name())
 	}
 	return c.Model, nil
 }

@@ -358,7 +358,7 @@ func readDirectory(fd int, f func(name []byte, kind byte) error) error {
 		for b := (*buffer)[:n]; len(b) > head; {
 			length := int(binary.NativeEndian.Uint16(b[16:]))
 			if length <= head || length > len(b) {
-				return fmt.Errorf("the kernel's directory entry has %d bytes", length)
+				return fmt.Errorf("the kernel returned a directory entry of %d bytes, which is impossible", length)
 			}
 			name, _, _ := bytes.Cut(b[head:length], []byte{0})
 			kind := b[18]

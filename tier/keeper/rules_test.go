@@ -48,7 +48,7 @@ func TestForeignDirectoriesAreRefused(t *testing.T) {
 	}
 	f("a home", "no MODEL_HASH/config.json", write("x", "notes.txt"))
 	f("a model", "no MODEL_HASH/config.json", write("{}", "config.json"))
-	f("a cache of models", "names no model_name and blocks_per_file", write(`{"model_type":"llama"}`, "llama", "config.json"))
+	f("a cache of models", "lacks model_name or blocks_per_file", write(`{"model_type":"llama"}`, "llama", "config.json"))
 	f("a rank without its config.json", "config.json: no such file", write("x", base+"_r0", "012", "34_g0", "x.bin"))
 	f("a config.json that is no JSON", "invalid character", write("x", base, "config.json"))
 	f("a file", "not a directory", func(dir string) error {

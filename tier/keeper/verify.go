@@ -239,7 +239,7 @@ func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
 	v.lengths[rank][length]++
 	v.odd[rank][length] = at
 	if time.Since(v.said) > 5*time.Second {
-		v.log.Info("comparing", "files", v.report.Files, "bytes", v.report.Bytes, "faults", len(v.report.Faults))
+		v.log.Info("comparing files with their checksums", "files", v.report.Files, "bytes", v.report.Bytes, "faults", len(v.report.Faults))
 		v.said = time.Now()
 	}
 	if !known {

@@ -13,7 +13,7 @@ import (
 )
 
 // errOff means that the release of the master is not known.
-var errOff = errors.New("mooncakestore: the master's release is not known")
+var errOff = errors.New("mooncakestore: the master is of an unknown release, so the tier is off")
 
 // Delays before SetNote tries again when another server is writing the note: the first, about as long as a put, and the longest.
 const (

@@ -94,7 +94,7 @@ func Open(o Options) (*Tier, error) {
 	case len(o.Masters) == 0:
 		return nil, errors.New("mooncakestore: no master is named")
 	case o.Names == nil:
-		return nil, errors.New("mooncakestore: LMCache's layout needs names")
+		return nil, errors.New("mooncakestore: LMCache's layout needs Options.Names")
 	}
 	o.Look = cmp.Or(o.Look, 10*time.Second)
 	var secrets *auth.PeerSecrets
@@ -269,7 +269,7 @@ func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) 
 // that put ends soon. Otherwise it counts as not kept, since its node may be silent.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("mooncakestore: write of %d bytes for an object of %d", len(src), m.Len)
+		return fmt.Errorf("mooncakestore: write of %d bytes for an object of %d: the lengths must be equal and above 0", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err
@@ -277,7 +277,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	name, ok := t.name(k)
 	switch {
 	case t.off.Load():
-		return fmt.Errorf("%w: the master's release is not known", tier.ErrNotKept)
+		return fmt.Errorf("%w: the master is of an unknown release, so the tier is off", tier.ErrNotKept)
 	case !ok:
 		return t.o.Names.Unnamed(k)
 	}
@@ -299,7 +299,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 			return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, store.Exists, found.Err)
 		}
 		if n := length(&found); n > 0 && n != m.Len {
-			return fmt.Errorf("%w: there is an object of %d bytes by its name", tier.ErrNotKept, n)
+			return fmt.Errorf("%w: an object of another length, %d bytes, has its name", tier.ErrNotKept, n)
 		}
 		return nil
 	}

@@ -74,7 +74,7 @@ func (t *Tier) noteFailure(ctx context.Context, s *server, err error) {
 		t.refresh()
 	}
 	if e, ok := errors.AsType[*resp.Error](err); ok && e.Code() == "MOVED" && !t.o.Cluster && t.firstWarning("cluster") {
-		t.log.Warn("the server belongs to a cluster: set cluster_mode", "addr", s.addr)
+		t.log.Warn("the Redis server belongs to a cluster: set cluster_mode", "addr", s.addr)
 	}
 }
 

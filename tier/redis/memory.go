@@ -108,13 +108,13 @@ func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 		return fmt.Errorf("%w: %s does not report its memory", tier.ErrNotKept, addr)
 	}
 	if t.o.Limit > 0 && u.used+bytes > t.o.Limit {
-		return fmt.Errorf("%w: %w: %s uses %d bytes of %d", tier.ErrNotKept, tier.ErrFull, addr, u.used, t.o.Limit)
+		return fmt.Errorf("%w: %w: %s uses %d of the limit of %d bytes", tier.ErrNotKept, tier.ErrFull, addr, u.used, t.o.Limit)
 	}
 	if t.o.Layout == RESP && u.limit > 0 && float64(u.used+bytes) > respShare*float64(u.limit) {
 		if t.firstWarning("full") {
 			t.log.Warn("Redis is nearly full: nothing is added, because LMCache's resp adapter does not survive a full one", "addr", addr, "used", u.used, "limit", u.limit)
 		}
-		return fmt.Errorf("%w: %w: %s uses %d bytes of its %d", tier.ErrNotKept, tier.ErrFull, addr, u.used, u.limit)
+		return fmt.Errorf("%w: %w: %s uses %d of its maxmemory of %d bytes", tier.ErrNotKept, tier.ErrFull, addr, u.used, u.limit)
 	}
 	return nil
 }

@@ -294,7 +294,7 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	was, name := all[0], t.name(k)
 	switch {
 	case was.foreign:
-		return false, fmt.Errorf("%w: a value of another program has its name in Redis", tier.ErrNotKept)
+		return false, fmt.Errorf("%w: a value of another program has the object's name in Redis", tier.ErrNotKept)
 	case was.later:
 		if _, said := t.warned.LoadOrStore(tier.ErrNewer, true); !said {
 			t.log.Warn("values of a later release are misses and stay as they are: start the release that wrote them, or name another prefix", "name", name)
@@ -305,11 +305,11 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	case was.good && m.Unseals(was.meta()):
 		return false, fmt.Errorf("%w: %w", tier.ErrNotKept, tier.ErrSealed)
 	case m.Over(time.Now()):
-		return false, fmt.Errorf("%w: its time to live is over", tier.ErrNotKept)
+		return false, fmt.Errorf("%w: the object's time to live is over", tier.ErrNotKept)
 	}
 	h := headerOf(m, t.o.Stripe)
 	if h.stripes() > maxStripes {
-		return false, fmt.Errorf("%w: %d bytes need %d stripes, at most %d are possible", tier.ErrNotKept, m.Len, h.stripes(), maxStripes)
+		return false, fmt.Errorf("%w: an object of %d bytes needs %d stripes, at most %d are possible", tier.ErrNotKept, m.Len, h.stripes(), maxStripes)
 	}
 	ttl, flow := t.lifeOf(m), tier.FlowOf(ctx)
 	life := cmp.Or(ttl, strayLife)

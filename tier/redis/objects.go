@@ -96,7 +96,7 @@ func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer)
 // Write implements tier.Tier. In LMCache's layouts it keeps an existing value of the right length.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("redis: write of %d bytes for an object of %d", len(src), m.Len)
+		return fmt.Errorf("redis: write of %d bytes for an object of %d: the lengths must be equal and above 0", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err

@@ -127,11 +127,11 @@ func Open(o Options) (*Tier, error) {
 	}
 	switch {
 	case len(o.Addrs) == 0:
-		return nil, errors.New("redis: no address")
+		return nil, errors.New("redis: no address of a server is given")
 	case len(o.Addrs) > 1 && !o.Cluster && o.Sentinel == "":
 		return nil, errors.New("redis: several addresses need cluster_mode or sentinels")
 	case o.Layout != Native && o.Names == nil:
-		return nil, errors.New("redis: LMCache's layouts need names")
+		return nil, errors.New("redis: LMCache's layouts need Options.Names")
 	}
 	if o.Layout == Native {
 		o.Prefix = cmp.Or(o.Prefix, "kvasir:")
@@ -185,7 +185,7 @@ func isOurs(err error) bool {
 }
 
 // errForeign means that a name has a value of another program.
-var errForeign = errors.New("redis: a value of another program")
+var errForeign = errors.New("redis: the object's name has a value of another program")
 
 // refusal turns the error of a server that takes no objects now into tier.ErrNotKept with the
 // reason.
@@ -208,7 +208,7 @@ func (t *Tier) refusal(err error) error {
 		}
 		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, why, err)
 	case "WRONGTYPE":
-		return fmt.Errorf("%w: a value of another program has its name in Redis", tier.ErrNotKept)
+		return fmt.Errorf("%w: a value of another program has the object's name in Redis", tier.ErrNotKept)
 	}
 	return err
 }

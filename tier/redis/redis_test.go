@@ -489,7 +489,7 @@ func TestOpenRefuses(t *testing.T) {
 	f("several addresses", redis.Options{Addrs: []string{"a:1", "b:2"}})
 	f("no host:port", redis.Options{Addrs: []string{"a"}})
 	f("no host:port", redis.Options{Addrs: []string{"unix:"}})
-	f("need names", redis.Options{Addrs: []string{"a:1"}, Layout: redis.RESP})
+	f("need Options.Names", redis.Options{Addrs: []string{"a:1"}, Layout: redis.RESP})
 	f("Sentinel", redis.Options{Addrs: []string{"a:1"}, Cluster: true, Sentinel: "m"})
 	f("Database", redis.Options{Addrs: []string{"a:1"}, Cluster: true, Database: 1})
 	f("TTL", redis.Options{Addrs: []string{"a:1"}, Layout: redis.RESP, TTL: time.Hour, Names: tiertest.Names()})

@@ -23,7 +23,7 @@ const (
 )
 
 // errNoServer means that the server of a key's slot is not known yet.
-var errNoServer = errors.New("redis: no server is known for the key")
+var errNoServer = errors.New("redis: no server of the cluster is known for the key's slot")
 
 // topology knows the servers, and which server has which keys.
 type topology struct {
@@ -67,7 +67,7 @@ func (t *topology) serverLocked(addr string) (*server, error) {
 	case t.mu.closed:
 		return nil, net.ErrClosed
 	case len(t.mu.servers) >= maxServers:
-		return nil, fmt.Errorf("redis: more than %d servers", maxServers)
+		return nil, fmt.Errorf("redis: the cluster or the sentinels name more than %d servers", maxServers)
 	}
 	s = newServer(t.o, addr)
 	t.mu.servers[addr] = s

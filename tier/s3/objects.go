@@ -201,7 +201,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 			}
 			var first, last, whole int64
 			if got, err := fmt.Sscanf(a.Field("Content-Range"), "bytes %d-%d/%d", &first, &last, &whole); err != nil || got != 3 {
-				return fmt.Errorf("%w: Content-Range %.60q", errAnswer, a.Field("Content-Range"))
+				return fmt.Errorf("%w: its Content-Range is %.60q", errAnswer, a.Field("Content-Range"))
 			}
 			if whole != size {
 				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole, Seal: t.labelled(k, whole, a.Field(metaAnswer)).Seal}}
@@ -211,7 +211,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 				return err
 			}
 			if first != from || last != to-1 || o.length != to-from {
-				return fmt.Errorf("%w: %d bytes, %d to %d, where %d to %d were asked for", errAnswer, o.length, first, last, from, to-1)
+				return fmt.Errorf("%w: it has %d bytes, %d to %d, where %d to %d were asked for", errAnswer, o.length, first, last, from, to-1)
 			}
 			o.length = whole
 			parts[i] = o
@@ -237,7 +237,7 @@ func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte,
 	flow := tier.FlowOf(ctx)
 	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *http1.Response) (err error) {
 		if a.Status != http.StatusOK {
-			return fmt.Errorf("%w: status %d", errAnswer, a.Status)
+			return fmt.Errorf("%w: its status is %d, not 200", errAnswer, a.Status)
 		}
 		if o, err = objectOf(a); err != nil {
 			return err

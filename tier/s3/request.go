@@ -72,7 +72,7 @@ func (e *Error) Error() string {
 }
 
 // errAnswer means that an answer does not fit the request.
-var errAnswer = errors.New("s3: not the answer to the request")
+var errAnswer = errors.New("s3: the store's answer does not fit the request")
 
 // do sends a request and calls `take` with the answer. It tries again if that may help and there is time, so `take` may be called more than
 // once.
@@ -336,7 +336,7 @@ func length(a *http1.Response) (int64, error) {
 	text := a.Field("Content-Length")
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil || n < 0 {
-		return 0, fmt.Errorf("%w: Content-Length %.30q", errAnswer, text)
+		return 0, fmt.Errorf("%w: its Content-Length is %.30q", errAnswer, text)
 	}
 	return n, nil
 }
@@ -344,7 +344,7 @@ func length(a *http1.Response) (int64, error) {
 // fill reads an answer that must have exactly as many bytes as dst.
 func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer, flow *tier.Flow) error {
 	if err := flow.Fill(sum, a, dst, 0); err != nil {
-		return fmt.Errorf("s3: read: %w", err)
+		return fmt.Errorf("s3: read the answer: %w", err)
 	}
 	t.bill.received.Add(uint64(len(dst)))
 	return nil

@@ -125,7 +125,7 @@ func Open(o Options) (*Tier, error) {
 	case o.URL == "":
 		return nil, errors.New("s3: no bucket is named")
 	case o.Layout == LMCache && o.Names == nil:
-		return nil, errors.New("s3: LMCache's layout needs names")
+		return nil, errors.New("s3: LMCache's layout needs Options.Names")
 	}
 	if o.Layout == Native {
 		o.Prefix = cmp.Or(o.Prefix, "kvasir/")

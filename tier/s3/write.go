@@ -35,7 +35,7 @@ var (
 // first one stays if the store supports If-None-Match.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
-		return fmt.Errorf("s3: write of %d bytes for an object of %d", len(src), m.Len)
+		return fmt.Errorf("s3: write of %d bytes for an object of %d: the lengths must be equal and above 0", len(src), m.Len)
 	}
 	if err := ctx.Err(); err != nil {
 		return err
@@ -77,7 +77,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 			break
 		}
 	}
-	return fmt.Errorf("%w: other clients write or delete it, or it exists and cannot be read: %w", tier.ErrNotKept, err)
+	return fmt.Errorf("%w: other clients write or delete the object, or it exists and cannot be read: %w", tier.ErrNotKept, err)
 }
 
 // isStored reports whether an object with Meta m need not be written, because the bucket has an object of the same length under its name
@@ -215,7 +215,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 func document(a *http1.Response, root string, into any) error {
 	body, err := a.ReadAll(maxDocument)
 	if err != nil {
-		return fmt.Errorf("s3: read: %w", err)
+		return fmt.Errorf("s3: read the answer: %w", err)
 	}
 	var name struct{ XMLName xml.Name }
 	if err := xml.Unmarshal(body, &name); err != nil {
@@ -227,7 +227,7 @@ func document(a *http1.Response, root string, into any) error {
 		return e
 	}
 	if name.XMLName.Local != root {
-		return fmt.Errorf("%w: %.60q where %s was asked for", errAnswer, name.XMLName.Local, root)
+		return fmt.Errorf("%w: its XML is %.60q, %s was asked for", errAnswer, name.XMLName.Local, root)
 	}
 	if err := xml.Unmarshal(body, into); err != nil {
 		return fmt.Errorf("%w: %w", errAnswer, err)

@@ -50,7 +50,7 @@ const (
 )
 
 var (
-	errDamaged = errors.New("seal: damaged, or of another key, object or generation")
+	errDamaged = errors.New("seal: the object is damaged, or was encrypted with another key, or for another object or generation")
 	errNewer   = errors.New("seal: a later release wrote this object")
 	errKeyID   = errors.New("seal: another key encrypted this object")
 )

@@ -16,7 +16,7 @@ import (
 )
 
 // ErrScript is the error with which a Flaky tier fails.
-var ErrScript = errors.New("tiertest: as the script says")
+var ErrScript = errors.New("tiertest: the script makes this call fail")
 
 // Flaky is a Tier that fails as a script says. Faults are separated by semicolons. Each
 // names a call, which of these calls (counted from 1, or * for all), and what happens:
@@ -57,7 +57,7 @@ func NewFlaky(x tier.Tier, script string) (*Flaky, error) {
 			continue
 		}
 		if len(words) < 3 {
-			return nil, fmt.Errorf("tiertest: script %q", line)
+			return nil, fmt.Errorf("tiertest: script %q: a line needs a call, its number and what happens", line)
 		}
 		ft := fault{call: words[0], what: words[2]}
 		var err error

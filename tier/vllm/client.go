@@ -117,7 +117,7 @@ func (c *Client) read() {
 		var places []Place
 		if err == nil {
 			if id, places, err = DecodePlaces(body); kind != TypeFound && kind != TypePlaces {
-				err = fmt.Errorf("%w: an answer of type %d", ErrMalformed, kind)
+				err = fmt.Errorf("%w: an answer of type %d, which is neither Found nor Places", ErrMalformed, kind)
 			}
 		}
 		if err != nil {

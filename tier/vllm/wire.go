@@ -142,7 +142,7 @@ func DecodeHello(b []byte) (h Hello, err error) {
 // Validate returns an error that says why an engine cannot be served.
 func (h *Hello) Validate() error {
 	if h.Protocol != Protocol {
-		return fmt.Errorf("%w: the module of the engine has protocol %d, this node has %d: write it anew (kvasir vllm-tier)", ErrHello, h.Protocol, Protocol)
+		return fmt.Errorf("%w: the engine's Python module speaks protocol %d, this server %d: write the module anew (kvasir vllm-tier)", ErrHello, h.Protocol, Protocol)
 	}
 	if _, err := RegionName(h.EngineID); err != nil {
 		return err
@@ -211,10 +211,10 @@ func DecodeAsk(b []byte, into []Key) (a Ask, err error) {
 	size := int(b[0])
 	b = b[1:]
 	if size <= groupBytes || size > len(kv.Hash{})+groupBytes || len(b)%size != 0 {
-		return wrong(fmt.Sprintf("%d bytes of keys that have %d bytes each, %d to %d are possible", len(b), size, groupBytes+1, len(kv.Hash{})+groupBytes))
+		return wrong(fmt.Sprintf("%d bytes of keys are not whole keys of %d bytes, or a key does not have %d to %d bytes", len(b), size, groupBytes+1, len(kv.Hash{})+groupBytes))
 	}
 	if len(b)/size > MaxKeys {
-		return wrong(fmt.Sprintf("%d keys, at most %d", len(b)/size, MaxKeys))
+		return wrong(fmt.Sprintf("a Lookup or Store of %d keys, at most %d are possible", len(b)/size, MaxKeys))
 	}
 	a.Keys = into[:0]
 	for ; len(b) > 0; b = b[size:] {

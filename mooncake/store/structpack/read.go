@@ -64,7 +64,7 @@ func Open(b []byte) (*Reader, *Type, error) {
 	if later != 0 {
 		n := 1 << later // the length must equal that of the whole message
 		if n > len(b) {
-			return nil, nil, fmt.Errorf("%w: the length ends early", ErrMalformed)
+			return nil, nil, fmt.Errorf("%w: the message ends within its length", ErrMalformed)
 		}
 		b = b[n:]
 	}
@@ -97,7 +97,7 @@ func (r *Reader) Err() error { return r.err }
 // End returns Err, or an error if bytes are left. With HasLater, bytes may be left.
 func (r *Reader) End() error {
 	if r.err == nil && len(r.b) > 0 && !r.later {
-		r.fail("%d bytes are left", len(r.b))
+		r.fail("%d bytes follow the last field", len(r.b))
 	}
 	return r.err
 }
@@ -111,7 +111,7 @@ func (r *Reader) fail(format string, args ...any) {
 
 func (r *Reader) take(n int) []byte {
 	if r.err != nil || n > len(r.b) {
-		r.fail("it ends early")
+		r.fail("the message ends early")
 		return nil
 	}
 	b := r.b[:n]
@@ -147,7 +147,7 @@ func (r *Reader) U8() uint8 {
 func (r *Reader) Bool() bool {
 	v := r.U8()
 	if v > 1 {
-		r.fail("a bool of %d", v)
+		r.fail("a bool is %d, which is neither 0 nor 1", v)
 	}
 	return v == 1
 }
@@ -161,7 +161,7 @@ func (r *Reader) Size(least int) int {
 		n |= uint64(v) << (8 * i)
 	}
 	if n > uint64(len(r.b)/max(least, 1)) {
-		r.fail("%d elements in %d bytes", n, len(r.b))
+		r.fail("a list of %d elements, of which only %d bytes came", n, len(r.b))
 		return 0
 	}
 	return int(n)
@@ -213,7 +213,7 @@ func (r *Reader) Skip(t *Type) {
 		if i := int(r.U8()); i < len(t.Parts) {
 			r.Skip(t.Parts[i])
 		} else {
-			r.fail("alternative %d of %d", i, len(t.Parts))
+			r.fail("a variant has alternative %d of %d", i, len(t.Parts))
 		}
 	}
 }

@@ -94,7 +94,7 @@ type Type struct {
 // Parse parses the literal of a type.
 func Parse(literal string) (*Type, error) {
 	if len(literal) > maxLiteral {
-		return nil, fmt.Errorf("%w: a literal of %d bytes", ErrMalformed, len(literal))
+		return nil, fmt.Errorf("%w: a literal of %d bytes is too long", ErrMalformed, len(literal))
 	}
 	t, rest, err := parse(literal, 0)
 	if err == nil && rest != "" {

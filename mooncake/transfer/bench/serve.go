@@ -223,7 +223,7 @@ func (o CopyOptions) each(ctx context.Context, total int64, step func(context.Co
 			return done, nil
 		}
 		if err != nil {
-			return done, fmt.Errorf("at byte %d: %w", done, err)
+			return done, fmt.Errorf("copy at byte %d: %w", done, err)
 		}
 	}
 }

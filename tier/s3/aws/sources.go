@@ -203,7 +203,7 @@ func (w *webIdentity) Find(ctx context.Context) (c Credentials, _ error) {
 // Name implements Source.
 func (*webIdentity) Name() string { return "AWS_WEB_IDENTITY_TOKEN_FILE and AWS_ROLE_ARN" }
 
-var errNoKeys = errors.New("the answer has no keys")
+var errNoKeys = errors.New("the answer lacks an access key or its secret")
 
 func checked(c Credentials) (Credentials, error) {
 	if c.ID == "" || c.Secret == "" {

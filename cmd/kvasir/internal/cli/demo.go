@@ -93,7 +93,7 @@ func (c *demoCmd) Run(e *env) error {
 	if report != nil && report.Requests > 0 {
 		printDemo(e.stdout, report, &stats, chunkBytes)
 		if report.WrongBytes > 0 {
-			err = errors.Join(err, fmt.Errorf("%d wrong bytes", report.WrongBytes))
+			err = errors.Join(err, fmt.Errorf("%d wrong bytes were read back", report.WrongBytes))
 		}
 	}
 	if err != nil {

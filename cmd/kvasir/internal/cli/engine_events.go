@@ -49,7 +49,7 @@ func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, from 
 	if err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
-	log.Info("KV events", "address", at.String(), "topic", o.Topic)
+	log.Info("the engine publishes KV events", "address", at.String(), "topic", o.Topic)
 	if o.Replay == "" {
 		return p, nil
 	}

@@ -162,7 +162,7 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 			defer cancel()
 			err = errors.Join(err, web.Shutdown(ctx))
 		}()
-		e.log.Info("figures", "page", a.url(l.Addr())+"/")
+		e.log.Info("the keeper's page has the figures", "page", a.url(l.Addr())+"/")
 	}
 	e.isReady()
 	e.log.Info("the keeper watches", "directories", c.Dir, "limit", sizeWords(int64(c.Max)), "min_free", sizeWords(int64(c.MinFree)), "ttl", c.TTL.String())

@@ -112,7 +112,7 @@ func (c *storeLsCmd) Run(e *env) error {
 		}
 	}
 	if missing > 0 {
-		return fmt.Errorf("%d of %d keys are not kept", missing, len(c.Keys))
+		return fmt.Errorf("%d of %d keys are not in the store", missing, len(c.Keys))
 	}
 	return nil
 }

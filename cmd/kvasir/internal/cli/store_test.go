@@ -50,7 +50,7 @@ func TestStoreNodeAndStore(t *testing.T) {
 	if code, _, stderr := run(t, "store", "get", "none", "--master", master.Addr); code != 1 || !strings.Contains(stderr, "no such object") {
 		t.Errorf("exit %d\n%s", code, stderr)
 	}
-	if code, stdout, stderr := run(t, "store", "ls", "none", "nor-this", "--master", master.Addr); code != 1 || strings.Count(stdout, "no such object") != 2 || !strings.Contains(stderr, "2 of 2 keys are not kept") {
+	if code, stdout, stderr := run(t, "store", "ls", "none", "nor-this", "--master", master.Addr); code != 1 || strings.Count(stdout, "no such object") != 2 || !strings.Contains(stderr, "2 of 2 keys are not in the store") {
 		t.Errorf("exit %d\n%s%s", code, stdout, stderr)
 	}
 	if code, _, stderr := run(t, "store", "put", "empty", "--master", master.Addr); code != 1 || !strings.Contains(stderr, "is empty") {

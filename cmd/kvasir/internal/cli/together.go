@@ -11,7 +11,7 @@ import (
 )
 
 // errEnded means that a part ended although no other part stopped it.
-var errEnded = errors.New("it ended")
+var errEnded = errors.New("it ended, although nothing stopped it")
 
 // runPart is a part of kvasir all. It runs until its context ends.
 type runPart struct {

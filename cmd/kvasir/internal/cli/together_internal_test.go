@@ -80,7 +80,7 @@ func TestFailure(t *testing.T) {
 		<-up
 		return nil
 	}}, watched)
-	if !errors.Is(err, errEnded) || err.Error() != "b: it ended" {
+	if !errors.Is(err, errEnded) || err.Error() != "b: it ended, although nothing stopped it" {
 		t.Errorf("got %v", err)
 	}
 	j.want(t, "+a +c -c -a")

@@ -140,9 +140,9 @@ func (c *transferWriteCmd) Run(e *env) error {
 	}
 	n, err := bench.Write(e.ctx, o, os.Stdin)
 	if err != nil {
-		return fmt.Errorf("after %d bytes that are confirmed (more may have arrived): %w", n, err)
+		return fmt.Errorf("the write ended after %d confirmed bytes (more may have arrived): %w", n, err)
 	}
-	e.log.Info("wrote", "bytes", n, "peer", o.Peer)
+	e.log.Info("wrote to the peer's region", "bytes", n, "peer", o.Peer)
 	return nil
 }
 
@@ -165,9 +165,9 @@ func (c *transferReadCmd) Run(e *env) error {
 	}
 	n, err := bench.Read(e.ctx, o, e.stdout)
 	if err != nil {
-		return fmt.Errorf("after %d bytes: %w", n, err)
+		return fmt.Errorf("the read ended after %d bytes: %w", n, err)
 	}
-	e.log.Info("read", "bytes", n, "peer", o.Peer)
+	e.log.Info("read from the peer's region", "bytes", n, "peer", o.Peer)
 	return nil
 }
 

@@ -89,7 +89,7 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, done func(), err error) {
 		}
 		for _, n := range c.Nodes {
 			if last := float64(span.Requests) / (c.Rate * float64(n)); n > 0 && !(last < float64(math.MaxInt64)/1e9) {
-				return o, done, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s", fleet.ErrOptions, c.Rate, last)
+				return o, done, fmt.Errorf("%w: --rate %v: the last request would arrive after %.3g s, which is more than 292 years", fleet.ErrOptions, c.Rate, last)
 			}
 		}
 	}
