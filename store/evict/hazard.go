@@ -46,7 +46,7 @@ type family struct{ events, spent [buckets]float64 }
 
 const (
 	turns   = 3  // classes of conversation turns
-	lengths = 3  // classes of prompt lengths: below 7 slots, below 63, more
+	lengths = 3  // classes of prompt lengths: below 4 slots, below 32, more
 	sizes   = 8  // classes by number of new slots: 0 (the same prompt again), 1, 2 to 3, 4 to 7 and so on
 	forks   = 5  // classes of forks by number of uses: 1, 2 to 3, 4 to 7 and so on
 	buckets = 64 // classes of ages, two for each power of two

@@ -69,7 +69,7 @@ func TestParseRefuses(t *testing.T) {
 	f(`{"type":"fss","base_path":"/d"}`, `did you mean "fs"?`)
 	f(`{"type":"fs_nativ"}`, `did you mean "fs_native"?`)
 	f(`{"type":3}`, `"type": 3 is no string`)
-	f(`{"type":"fs"}`, `"base_path" is missing`)
+	f(`{"type":"fs"}`, `"base_path", the directory, is missing`)
 	f(`{"type":"fs","base_path":"/d","use_odrect":true,"bas_path":1}`, `"use_odrect" is unknown, did you mean "use_odirect"?`, `"bas_path" is unknown, did you mean "base_path"?`)
 	f(`{"type":"fs","base_path":"/d","use_odirect":"yes"}`, `"use_odirect": "yes" is no true or false`)
 	f(`{"type":"fs","base_path":"/d","max_capacity_gb":-1}`, `"max_capacity_gb": -1 is outside`)
