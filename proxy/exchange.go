@@ -399,7 +399,8 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 	return n, who, err
 }
 
-// prefill runs P's leg. It releases body when P has got the request.
+// prefill runs P's leg: it sends the request, whose body is pieces, and reads P's answer. It releases `held`, the memory of pieces, when
+// P has got the request or sending it has failed.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, fields []byte, pieces [][]byte, held *body) (l leg, err error) {
 	span, fields := e.legSpan(fields)
 	start := time.Now()
@@ -455,7 +456,8 @@ func passOver(resp *http1.Response) error {
 	}
 }
 
-// maxPrefilled is the largest answer of P that is scanned, in bytes: with NIXL the answer lists the prompt's blocks.
+// maxPrefilled is the largest answer of P that is scanned, in bytes: with NIXL the answer lists the prompt's blocks. A longer answer is
+// an error, except that of a P of SGLang, which is passed over.
 const maxPrefilled = 8 << 20
 
 // remoteDecode returns the kv_transfer_params of the request to P, for the dialects without a registry.

@@ -42,7 +42,7 @@ const maxFrees = 64
 
 const (
 	freeTimeout = 8 * time.Minute  // how long the proxy offers a transfer to D's: as long as P keeps it. The restart of a D may take minutes
-	takeTimeout = 30 * time.Second // limit for one D
+	takeTimeout = 30 * time.Second // how long one D may take to answer; then the next D is asked
 	freeRounds  = 2                // after that many rounds in which D's failed, the proxy assumes that P no longer has the KV
 )
 
@@ -71,7 +71,8 @@ func (e *exchange) freeLeft(err error, f func() freeing) {
 	}
 }
 
-// freeIfGone frees a transfer if the D that was to take it is not well at its next health check, or not the proxy's any more.
+// freeIfGone frees a transfer if the D that was to take it is not well at its next full health check, has restarted, or has been removed
+// from the proxy.
 func (p *Proxy) freeIfGone(d *backend, f freeing) {
 	life, looks := d.id.Load(), d.looks.Load()+2 // a check that runs now may have asked D before
 	p.goBackground(func() {

@@ -47,11 +47,11 @@ type list struct {
 	}
 }
 
-// The limits of the bytes and events that a list holds back.
+// The limits of what a list holds back.
 const (
-	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
-	maxHeld   = 1 << 20         // bytes of events before the stream opens
-	heldFor   = 2 * time.Second // then the stream opens, although some parts have not begun
+	maxJoined = 64 << 20        // bytes of answers that wait to be joined: with more, the request fails; also of the parts of a split request
+	maxHeld   = 1 << 20         // bytes of events held back; with more, the stream to the client opens
+	heldFor   = 2 * time.Second // after this time the stream opens, although some parts have not begun
 )
 
 var (
@@ -59,7 +59,8 @@ var (
 	errTooMuch    = fmt.Errorf("the answers have more than %d bytes", maxJoined)
 )
 
-// splitPrompts returns the prompts of a request that must be split; nil: it need not be split. The error is a *refusal.
+// splitPrompts returns the prompts of a request that goes through P and D in parts, one prompt each; nil: the request stays whole. It
+// refuses more than Options.MaxPrompts prompts. The error is a *refusal.
 func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	prompts, n, ok := e.q.Prompts(e.p.o.MaxPrompts)
 	if n < 2 || e.r.URL.Path != "/v1/completions" || !e.p.fleet.hasDecode(e.want.model) {
@@ -240,7 +241,8 @@ func (w *partWriter) FlushError() error { return nil }
 // SetWriteDeadline makes http.ResponseController.SetWriteDeadline succeed: the list sets the client's deadlines.
 func (w *partWriter) SetWriteDeadline(time.Time) error { return nil }
 
-// Write receives a piece of the part's answer. An error means that the request has ended.
+// Write receives a piece of the part's answer. It returns an error if the client's request has failed or ended; more than maxJoined bytes
+// of waiting answers make the request fail.
 func (w *partWriter) Write(b []byte) (int, error) {
 	w.WriteHeader(http.StatusOK)
 	if w.list.memory.Add(int64(len(b))) > maxJoined {

@@ -33,7 +33,7 @@ func (a *engineAnswer) Unwrap() error {
 	return errFailed
 }
 
-// noRoom reports whether the answer says only that the engine has no room.
+// noRoom reports whether the answer says only that the engine has no room (status 429 or 503): then the engine does not count as failed.
 func (a *engineAnswer) noRoom() bool {
 	return a.status == http.StatusTooManyRequests || a.status == http.StatusServiceUnavailable
 }
@@ -158,9 +158,9 @@ func (b *budget) take(now time.Time) bool {
 // engine. It is guarded by fleet.mu.
 type circuit struct {
 	failures int           // failures in a row
-	pause    time.Duration // 0: the engine gets requests
-	until    time.Time
-	probe    bool // a request tests the engine now
+	pause    time.Duration // length of the present pause; 0: the engine gets requests
+	until    time.Time     // end of the pause
+	probe    bool          // a request tests the engine now
 }
 
 const (

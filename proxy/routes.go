@@ -127,7 +127,8 @@ func (e *exchange) promptOf() openai.Range {
 	return e.q.Messages
 }
 
-// maxResponses is the largest number of responses whose engines are remembered; beyond it, the oldest is forgotten.
+// maxResponses is the largest number of responses whose engines are remembered. Beyond it, the oldest is forgotten: requests for it are
+// answered as for a response that does not exist.
 const maxResponses = 1 << 16
 
 // responses remembers, for each response of /v1/responses, which engine stores it and which key asked for it.
@@ -179,7 +180,7 @@ func (e *exchange) keyName() string {
 	return e.key.Name
 }
 
-// maxResponseID is the largest length of an id that is remembered, in bytes.
+// maxResponseID is the largest length of a response's id, in bytes; a response with a longer id is not remembered.
 const maxResponseID = 256
 
 // noteResponse remembers that the engine b stores the response. first, the beginning of the answer, contains the response's id.

@@ -35,14 +35,14 @@ func (f *fleet) noneWell() bool {
 	return !slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.well.Load() })
 }
 
-// pairsSGLang reports whether a D of SGLang serves the model.
+// pairsSGLang reports whether a D of SGLang serves the model, even if it is not well now.
 func (f *fleet) pairsSGLang(model string) bool {
 	return f.rooms.Load() && slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return b.role == decode && b.kind() == sglangKind && b.serves(model)
 	})
 }
 
-// hasOthers reports whether an engine other than a D of SGLang, well or not, serves what the request wants.
+// hasOthers reports whether an engine that does both, or a D of vLLM, serves the request's model and path, even if it is not well now.
 func (f *fleet) hasOthers(w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		k := b.kind()
@@ -375,7 +375,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 // maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler.
 const maxInfoTime = 10 * time.Second
 
-// maxAbort is the largest body of a request to /abort_request, in bytes.
+// maxAbort is the largest body of a request to /abort_request, in bytes; a larger one is refused.
 const maxAbort = 64 << 10
 
 // serveAbort ends the request with the id that its client gave it, at all engines of SGLang, first at D's. It refuses clients with
@@ -446,7 +446,7 @@ func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
 	}
 }
 
-// abortAt ends a request at an engine, and reports whether the engine answered.
+// abortAt asks an engine to end a request. It returns false if the engine does not answer.
 func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/abort_request", bytes.NewReader(body))
 	if err != nil {
