@@ -74,7 +74,7 @@ type pullAnswer struct {
 	waiting     map[string]*offer // by D's request id
 	memory      uint64            // hash of the addresses and strides of D's regions
 	refilled    []string          // requests that an earlier pull filled, whose answer D did not get
-	lostReplies []string          // such requests found out later; guarded by Sender.mu
+	lostReplies []string          // requests of which P learns later that an earlier pull filled them; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
 	ended       []string          // requests whose transfer has ended
 	unknown     map[string]bool   // the requests of waiting whose transfer P does not know yet
@@ -269,7 +269,8 @@ func (p *pullAnswer) answerEarly(more bool) (all bool) {
 
 var errUnknownFull = errors.New("mooncake: too many pulls wait for transfers that P does not know")
 
-// joinTransfers adds the pull to each transfer that it names.
+// joinTransfers adds the pull to each transfer that it names. If too many transfers would then wait that P does not know, it adds the pull
+// to none and returns errUnknownFull.
 func (p *pullAnswer) joinTransfers() error {
 	s := p.s
 	p.waiting, p.unknown = make(map[string]*offer), make(map[string]bool)
@@ -466,7 +467,7 @@ func (p *pullAnswer) replyRound(ids []string, failed map[string]bool, why error)
 	p.reply(&y)
 }
 
-// firstError returns the first error among errs[from:to], or nil. errs may be nil or shorter than to.
+// firstError returns the first error among errs[from:to], or nil. errs may be nil or shorter than `to`.
 func firstError(errs []error, from, to int) error {
 	for i := from; i < min(to, len(errs)); i++ {
 		if errs[i] != nil {

@@ -349,8 +349,8 @@ func (s *Scheduler) failBlocks(blocks []int) {
 	}
 }
 
-// workerDone records that a worker has finished the transfer of request id. It returns the transfer once all workers have finished it,
-// else nil.
+// workerDone records that a worker has finished the transfer of request id. `in` is the table that has the transfer: s.receiving or
+// s.sending. Once all workers have finished the transfer, workerDone removes it from the table and returns it; before that, it returns nil.
 func (s *Scheduler) workerDone(in map[string]*transferState, id string, worker int) *transferState {
 	t := in[id]
 	if t == nil {

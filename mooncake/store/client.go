@@ -112,7 +112,7 @@ type putTimes struct{ writes, whole time.Duration }
 
 var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second}
 
-// maxLeft limits a call that gives places back after its caller's context has ended.
+// maxLeft is the time limit of a call that gives places back, which may begin after its caller's context has ended.
 const maxLeft = 5 * time.Second
 
 // Put puts objects. errs[i] is also nil if another client has put the object: an object is immutable, so the first writer wins. errs[i]
@@ -518,7 +518,8 @@ func (p *plan) add(object int, parts [][]byte, size uint64, r *Replica) bool {
 	return true
 }
 
-// run carries out the plan, at all nodes at the same time. limit returns the context for a node with these objects.
+// run carries out the plan, at all nodes at the same time. limit returns the context of the transfer with one node; `of` are the objects,
+// by index, that have entries there.
 func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	type result struct {
 		n   *nodePlan
