@@ -78,7 +78,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	return n, nil
 }
 
-// add records the new connection n, and returns the connection that must be closed for it, if any.
+// add records the new connection n. If there are now too many, it returns the connection that must be closed, which may be n itself: the
+// oldest one of the host with the most.
 func (l *listener) add(n *conn) (old *conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
