@@ -187,7 +187,7 @@ func writable(file string) error {
 	return errors.Join(f.Close(), os.Remove(f.Name()))
 }
 
-// save writes a file completely or not at all; "-" means stdout.
+// save writes what the function `write` writes to a file, completely or not at all; "-" means stdout.
 func save(file string, stdout io.Writer, write func(io.Writer) error) (err error) {
 	if file == "-" {
 		return write(stdout)

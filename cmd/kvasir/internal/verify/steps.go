@@ -36,7 +36,7 @@ func (r *run) cold(ctx context.Context, g *group) {
 	r.checkSalts(name, r.first, g, got)
 }
 
-// warm checks the second answers of the engine, which had the prompts in its own cache then.
+// warm checks `got`, the second answers of the engine, which had the prompts in its own cache then.
 func (r *run) warm(g *group, got []Answer, err error) {
 	const name = "warm, the same engine"
 	if err != nil {
