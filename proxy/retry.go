@@ -107,7 +107,7 @@ func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 // Among the requests of the last minute, at most one in retryShare may be a retry; minRetries are always allowed.
 const (
 	retryShare = 10 // one in so many
-	minRetries = 10
+	minRetries = 10 // of the last minute
 	budgetTime = 60 // how long a request counts, in seconds
 )
 
@@ -164,9 +164,9 @@ type circuit struct {
 }
 
 const (
-	maxFailures = 5 // failures in a row that begin a pause
-	firstPause  = time.Second
-	maxPause    = time.Minute
+	maxFailures = 5           // failures in a row that begin a pause
+	firstPause  = time.Second // each further pause is twice as long
+	maxPause    = time.Minute // the longest pause
 )
 
 // open reports whether the engine must get no request now.

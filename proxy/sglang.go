@@ -201,8 +201,8 @@ func (e *exchange) newIDPrefix(c choice) string {
 
 func attemptPrefix(n int) string { return strconv.Itoa(n) + "-" }
 
-// Rooms are numbers from 1 to maxRoom: 0 means no room, and P cannot read 2^63 or more. maxRoom leaves some numbers below 2^63, because
-// SGLang counts upwards from a room.
+// maxRoom is the largest number of a room. Rooms are numbers from 1 on: 0 means no room, and P cannot read 2^63 or more. maxRoom leaves some
+// numbers below 2^63, because SGLang counts upwards from a room.
 const maxRoom = 1<<63 - 1<<20
 
 // newRoom returns a random room. With several ranks of P, the room selects the rank whose turn it is.
@@ -372,7 +372,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable(why))
 }
 
-// maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler.
+// maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler; then the next engine is asked.
 const maxInfoTime = 10 * time.Second
 
 // maxAbort is the largest body of a request to /abort_request, in bytes; a larger one is refused.
@@ -423,7 +423,7 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// maxAbortTime is how long the engines of one role may take to end a request.
+// maxAbortTime is how long the proxy waits until the engines of one role have answered that they end a request; then it goes on.
 const maxAbortTime = 3 * time.Second
 
 // abortOf ends requests at all engines of a role, also at engines that are not well: a stopping engine still finishes its requests. A

@@ -13,13 +13,13 @@ import (
 // MaxConns is the connection limit of an interface for people and monitoring.
 const MaxConns = 256
 
-// Limits of one request.
+// Limits of one request. The server ends a connection that exceeds one of them.
 const (
-	headTimeout = 10 * time.Second
-	readTimeout = 30 * time.Second
-	sendTimeout = 60 * time.Second
-	idleTimeout = 75 * time.Second
-	maxHead     = 64 << 10
+	headTimeout = 10 * time.Second // for the head of a request
+	readTimeout = 30 * time.Second // for the whole request
+	sendTimeout = 60 * time.Second // for the answer
+	idleTimeout = 75 * time.Second // without a request
+	maxHead     = 64 << 10         // bytes of a request's head
 )
 
 // NewServer returns an http.Server that limits the time and the header bytes of each request.

@@ -13,7 +13,8 @@ import (
 	"syscall"
 )
 
-// most is how many bytes one call moves at most: meanwhile the scheduler cannot run other goroutines on this processor.
+// most is how many bytes one system call moves at most, because the scheduler cannot run other goroutines on this processor meanwhile. More
+// bytes take several calls.
 const most = 256 << 10
 
 // Conn is a TCP connection that does not announce its reads and writes to the Go scheduler. Its methods are safe for concurrent use.

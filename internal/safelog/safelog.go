@@ -19,7 +19,7 @@ import (
 const (
 	// MaxText is how many bytes of a message, or of a text attribute, are logged.
 	MaxText = 600
-	// maxStack is how many bytes of the attribute "stack" are logged.
+	// maxStack is how many bytes of the attribute "stack" are logged; the rest is cut off.
 	maxStack = 16 << 10
 	// Burst is how many lines one place in the code may log at a time, and LinesPerSecond is how many lines per second it may log in
 	// the long run.

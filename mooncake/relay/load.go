@@ -177,7 +177,8 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	return k, fromP, nil
 }
 
-// maxReleases is the most releases at P at a time that no D asked for. When there are more, P frees the blocks after its own timeout.
+// maxReleases is the largest number of releases at P at a time that no D asked for. The relay sends no further ones: then P frees the
+// blocks after its own timeout.
 const maxReleases = 64
 
 // releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up. D is told

@@ -237,7 +237,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 		return nil
 	}
 	plan := newPlan(true, c.now)
-	var begun []int // of todo
+	var begun []int // indices in todo of the objects whose put the master has begun
 	for n, i := range todo {
 		errs[i] = started[n].Err
 		switch {
@@ -303,7 +303,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 
 // revoke gives back the places that the attempt `id` reserved after begin, even if the caller's context has ended; otherwise they would
 // stay reserved for ten minutes. unsure means that another client may be putting some of the keys. A 0.3.7 master does not distinguish
-// clients and would revoke those puts, too; with such a master, revoke then does nothing.
+// clients and would revoke those puts, too; with such a master, revoke does nothing if unsure is true or the attempt took too long.
 func (c *Client) revoke(begin twoClocks, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()

@@ -72,7 +72,7 @@ func main() {
 	}
 }
 
-// maxData is the largest memory of a process of the tests, in bytes.
+// maxData is the largest memory of a process of the tests, in bytes. A process that needs more ends, as for a failed test.
 const maxData = 8 << 30
 
 // tool is one run of this command.

@@ -230,7 +230,7 @@ func (s *Screen) savings() string {
 	return "lookups   " + strings.Join(parts, "   ")
 }
 
-// maxSeconds is about the largest time.Duration in seconds: 285 years.
+// maxSeconds is about the largest time.Duration in seconds: 285 years. A longer time is shown as this one.
 const maxSeconds = 9e9
 
 // shortTime writes a time in seconds with three digits.
