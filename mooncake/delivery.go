@@ -28,7 +28,7 @@ func (p *pullAnswer) worker() dWorker {
 	return w
 }
 
-// perStage says whether each of D's pipeline stages pulls from this worker.
+// perStage reports whether each of D's pipeline stages pulls from this worker, which is so if D has several and P has another number.
 func (p *pullAnswer) perStage() bool {
 	return p.pull.PPSize > 1 && p.pull.PPSize != p.s.o.Self.PPSize
 }

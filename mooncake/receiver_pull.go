@@ -57,7 +57,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	}
 }
 
-// failAll fails requests of which no pull has been sent.
+// failAll fails those requests of list that are not settled yet, with the error err. Use it only before a pull of them has been sent.
 func (r *Receiver) failAll(list []*receiving, err error) {
 	for _, q := range list {
 		r.mu.Lock()

@@ -183,7 +183,8 @@ func (p *pullAnswer) serve() {
 
 var errDGone = errors.New("mooncake: D went away")
 
-// endBroken counts a pull whose context has ended before its last reply.
+// endBroken ends a pull whose context has ended before its last reply. If the Gate has evicted the pull, D gets a refusal; else D's
+// connection has ended, which is only counted.
 func (p *pullAnswer) endBroken() {
 	if why := context.Cause(p.ctx); errors.Is(why, errEvicted) {
 		p.s.refuse(p.peer, why)
@@ -192,7 +193,7 @@ func (p *pullAnswer) endBroken() {
 	p.s.stats.disconnected.Add(1)
 }
 
-// waitLimit returns how long a pull waits for its next request to be ready.
+// waitLimit returns how long a pull waits for its next request to be ready: AbortTimeout, or the time after which D gives up, if less.
 func (p *pullAnswer) waitLimit() time.Duration {
 	t := p.s.o.AbortTimeout
 	if d := time.Duration(p.pull.DeadlineMillis) * time.Millisecond; d > 0 {

@@ -177,7 +177,7 @@ func (p *Proxy) states() []EngineState {
 	return out
 }
 
-// remove removes an engine. Its requests in progress go on.
+// remove removes an engine: it gets no further requests and no health checks. Its requests in progress go on.
 func (p *Proxy) remove(b *backend) {
 	b.draining.Store(true)
 	p.fleet.remove(b)

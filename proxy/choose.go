@@ -106,8 +106,8 @@ func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, 
 	return choice{}, full, decode
 }
 
-// missingBytes returns how many bytes of a prompt D would have to compute without P. lacks is how many of them D itself does not have.
-// The second result says where D gets the other bytes from: its own memory (byDecode) or the cache server (byStore).
+// missingBytes returns how many bytes of a prompt D would have to compute without P. lacks is how many bytes of it D itself does not have.
+// The second result says why P may be spared: D lacks little itself (byDecode), or can load enough from the cache server (byStore).
 func (f *fleet) missingBytes(w *needs, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {

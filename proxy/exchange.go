@@ -96,7 +96,7 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// end releases what the request holds, and counts and logs its outcome.
+// end releases what the request holds: its body, and its places in the limits of its key. It counts and logs the outcome.
 func (e *exchange) end(outcome string) {
 	e.releaseBody()
 	if e.key != nil {
@@ -208,7 +208,7 @@ func (e *exchange) engineID(c choice) string {
 	return e.id + "-" + newID()
 }
 
-// recordPrefix records in the index which engines get the prompt.
+// recordPrefix records in the index of prefixes that the engines of c have seen the prompt. Without an index it does nothing.
 func (e *exchange) recordPrefix(c choice) {
 	if e.p.index == nil || len(e.want.marks) == 0 {
 		return
@@ -285,7 +285,8 @@ func encode(params *wire.KVTransferParams) []byte {
 // that long for P's answer after a failed attempt: it must know whether P has computed the prompt, because then P's KV must be freed.
 const prefillGrace = 2 * time.Second
 
-// together sends the request to P and D at the same time.
+// together sends the request to P and D at the same time, under a transfer id by which D pulls P's KV. If D fails, it makes sure that P
+// frees the KV.
 func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {

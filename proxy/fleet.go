@@ -126,7 +126,7 @@ func (f *fleet) hasDecode(model string) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.kind() == vllmKind && b.serves(model) })
 }
 
-// shares reports whether another engine uses the same registry as b.
+// shares reports whether another engine uses the same registry as b, so that only a part of the registry's ranks may be b's.
 func (f *fleet) shares(b *backend) bool {
 	return slices.ContainsFunc(f.engines(), func(o *backend) bool {
 		return o != b && o.registry != nil && o.registry.Base() == b.registry.Base()
@@ -355,7 +355,7 @@ func (f *fleet) leave(b *backend, lacks int) {
 	f.dispatchLocked()
 }
 
-// dispatch gives places to waiting requests, as far as there is room.
+// dispatch gives places to waiting requests, as far as there is room. It refuses those for which no engine is well any more.
 func (f *fleet) dispatch() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

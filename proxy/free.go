@@ -191,7 +191,7 @@ func (p *Proxy) free(f freeing) {
 	}
 }
 
-// freeAll frees a transfer, and then the transfers that wait.
+// freeAll frees the transfer f, and then, one after the other, the transfers that wait.
 func (p *Proxy) freeAll(f freeing) {
 	q := &p.frees
 	for {
@@ -243,7 +243,8 @@ func (p *Proxy) freeOne(f freeing) {
 	}
 }
 
-// take sends the request that frees f to the engine b, and drops the answer.
+// take sends the engine b, a D, the request that frees f, and drops the answer. The error is errNotSent, errNoRoom, errFailed, or that of
+// the connection.
 func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	n, err := b.client.Conn(ctx)
 	if err != nil {

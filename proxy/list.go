@@ -83,7 +83,7 @@ func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	return all, nil
 }
 
-// serveList serves a request of several prompts or answers.
+// serveList serves a request of several prompts or answers: each of its sequences as a part of a list, all at the same time.
 func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
@@ -109,7 +109,7 @@ func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	return l.end(parts)
 }
 
-// serve serves one part.
+// serve serves the sequence s as a request of its own, r, whose answer goes to w. A panic ends only this part.
 func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	e := l.e
 	x := &exchange{
@@ -340,7 +340,7 @@ func (l *list) began(h http.Header) {
 	}
 }
 
-// openLate opens the stream to the client if some part has begun.
+// openLate opens the stream to the client if some part has begun and none has failed. It is called heldFor after the request began.
 func (l *list) openLate() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -409,7 +409,8 @@ func (l *list) sendLocked(b []byte) error {
 	return err
 }
 
-// end sends the client the joined answer, or ends its stream.
+// end is called when all parts have ended. It sends the client the joined answer, or the last events of its stream; after a failure of a
+// part it sends that failure. It returns the outcome of the whole request.
 func (l *list) end(parts []*partWriter) (outcome string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -245,8 +245,8 @@ func failUnauthorized(w http.ResponseWriter) {
 	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
 }
 
-// forward sends a small request without a body to an engine, and passes the answer back. A silent engine ends it after the same limits
-// as other requests.
+// forward sends a small request without a body to an engine, and passes the answer back. An engine that stays silent for longer than
+// Options.FirstByte, or within an answer for longer than Options.Stall, ends the request.
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	if refuseQuery(w, r) {
 		return

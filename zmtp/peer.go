@@ -311,7 +311,7 @@ func (p *Peer) writeChunk() error {
 	return err
 }
 
-// wrote counts n bytes that were written to the connection.
+// wrote counts n bytes that were written to the connection, so that they no longer count as queued.
 func (p *Peer) wrote(n int) {
 	p.count.bytesOut.Add(uint64(n))
 	p.retain(-int64(n))

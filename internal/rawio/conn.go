@@ -164,7 +164,7 @@ func (c *Conn) writeOnce(t *transfer) error {
 	return nil
 }
 
-// fault returns an error in the form of package net.
+// fault returns err, the error of the system call `call`, in the form of package net, with the addresses of both ends.
 func (c *Conn) fault(call string, err error) error {
 	return &net.OpError{Op: call, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError(call, err)}
 }

@@ -228,7 +228,7 @@ func (l *Log) Last() []Transfer {
 	return out
 }
 
-// shown returns the entry as it is at the time now. The caller must hold Log.mu.
+// shown returns the entry as it is at the time `now`. The caller must hold Log.mu.
 func (e *Entry) shown(now time.Time) Transfer {
 	t, steps, end := e.t, begun(e.steps), cmp.Or(e.end, now)
 	t.At = millis(steps[0].at.Sub(time.Unix(0, 0)))

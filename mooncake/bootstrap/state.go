@@ -190,7 +190,7 @@ func (r *Registry) saveLoop() {
 	}
 }
 
-// write writes the state file anew and reports whether that succeeded.
+// write writes the state file anew. If that fails, it counts the failure, logs the first one in a row, and returns false.
 func (r *Registry) write() bool {
 	err := r.file.Write(r.saved())
 	if err == nil {

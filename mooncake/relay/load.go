@@ -182,7 +182,7 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 const maxReleases = 64
 
 // releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up. D is told
-// that P failed, so D does not release these blocks.
+// that P failed, so D does not release these blocks. While maxReleases other releases run, releaseUnasked does nothing.
 func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
 		return
@@ -201,7 +201,8 @@ func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	}
 }
 
-// loadEnded records the end of a load.
+// loadEnded records that the load of k has ended, wakes the requests that wait for it, and ends the load's own use of k. After an error, k
+// is removed from the table, so that the next request pulls from P again.
 func (r *Relay) loadEnded(k *savedTransfer, err error) {
 	if err == nil {
 		r.stats.pulled.Add(1)
@@ -289,7 +290,7 @@ func (l *loading) sameLife() error {
 	return l.e.confirmLife(l.k.ctx, l.life)
 }
 
-// pullBlocks pulls some of the blocks from P.
+// pullBlocks pulls KV from P into the given blocks of l.k, and waits until it is there.
 func (l *loading) pullBlocks(blocks [][]int) error {
 	err := l.e.pullUpstream(l.k.ctx, l.k.cache, &l.k.arrived, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
 	if err == nil {

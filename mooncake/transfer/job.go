@@ -129,7 +129,7 @@ func (j *job) count(reqs []request, from int, o outcome) int {
 	return o.done
 }
 
-// fail records err as the result of the entries of reqs.
+// fail records err as the result of all entries of reqs. An entry that already has an ErrUnsettled keeps it.
 func (j *job) fail(reqs []request, err error) {
 	if len(reqs) == 0 {
 		return // the run was given up, but all of it is confirmed

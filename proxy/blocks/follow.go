@@ -173,7 +173,7 @@ func (f *Follower) askLocked(from uint64) {
 	})
 }
 
-// endLocked ends the replay in progress, if any.
+// endLocked ends the replay in progress, if any, and drops the messages that wait for its end.
 func (f *Follower) endLocked() {
 	if f.mu.timer != nil {
 		f.mu.timer.Stop()
@@ -181,7 +181,7 @@ func (f *Follower) endLocked() {
 	f.mu.asking, f.mu.late = false, nil
 }
 
-// goOnLocked ends the replay and applies the messages that came meanwhile.
+// goOnLocked ends the replay and applies the messages that came meanwhile, except those that the replay has brought.
 func (f *Follower) goOnLocked() {
 	late := f.mu.late
 	f.endLocked()

@@ -86,7 +86,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	return errors.Join(c.write(r, &p, stdout, stderr), outcome(r, run))
 }
 
-// outcome returns the error of the command, if the run has one.
+// outcome returns an error if the run failed, was interrupted before all requests ended, or had no request that succeeded; else nil.
 func outcome(r *bench.Result, run *load.Run) error {
 	if run.Err != nil {
 		return fmt.Errorf("ended after %d of %d requests: %w", len(run.Samples), r.NumPrompts, run.Err)

@@ -34,7 +34,7 @@ Examples:
   kvasir store rm greeting --force --master 127.0.0.1:50051`
 }
 
-// cluster has the flags that the commands share.
+// cluster has the flags that the commands of kvasir store share: which cluster they use.
 type cluster struct {
 	masterFlags
 	peerFlags

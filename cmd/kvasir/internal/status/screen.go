@@ -442,7 +442,7 @@ func (s *Screen) sgr(code, text string) string {
 	return string(mark) + code + string(mark) + text
 }
 
-// fit cuts the lines to the width and height of the screen.
+// fit cuts the lines to the width and height of the screen; a height of 0 sets no limit. A line that was cut ends with "…".
 func (s *Screen) fit(lines []string, width, height int) []string {
 	if height > 0 && len(lines) > height {
 		lines = lines[:height]

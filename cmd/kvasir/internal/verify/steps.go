@@ -239,7 +239,7 @@ func (r *run) single(ctx context.Context, g *group) error {
 	return nil
 }
 
-// expect checks the prompts that an earlier run kept.
+// expect checks the prompts that an earlier run kept: whether the engine now restores their KV, and answers as when it computes them anew.
 func (r *run) expect(ctx context.Context, k *Kept) error {
 	const name, weights = "kept prompts, restored", "kept prompts, computed again"
 	if len(k.Prompts) == 0 || len(k.Prompts) != len(k.Answers) {
