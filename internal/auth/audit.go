@@ -77,7 +77,8 @@ func (a *Audit) write(line []byte) error {
 	}
 }
 
-// writeTo appends a line to f. It returns false if f is no longer the file at the path.
+// writeTo appends a line to f. done is false if the file at the path must be opened again: f is no longer that file, or writeTo has
+// rotated it because the line did not fit in maxBytes.
 func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	if err := lock(f); err != nil {
 		return false, err

@@ -282,7 +282,8 @@ func (s *scanner) value(depth int) error {
 	return s.fail("a value is wanted")
 }
 
-// list reads the rest of an object or an array.
+// list reads an array, or an object if object is true, from its opening bracket to `closing`. It fails if the elements, at depth+1, lie
+// deeper than maxDepth.
 func (s *scanner) list(closing byte, depth int, object bool) error {
 	s.at++
 	s.space()

@@ -109,7 +109,8 @@ func (m *Master) Version(ctx context.Context) (Version, error) {
 	return v, err
 }
 
-// acquire returns a connection and the codec for its master. It waits at most until limit.
+// acquire returns a connection and the codec for its master. It returns an error at `limit`; if all connections are in use, it gives up
+// MasterOptions.CallTimeout earlier, so that the call itself has its time.
 func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
 	if err := caller.Err(); err != nil { // otherwise the call would be sent, and ending it would cost the connection
 		return nil, nil, err

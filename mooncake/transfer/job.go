@@ -159,7 +159,7 @@ func (j *job) failRest(reqs []request, o outcome) {
 	j.fail(reqs[o.done:], o.err)
 }
 
-// broken reports whether err means that the peer ended the connection.
+// broken reports whether err means that the peer has closed or reset the connection. A timeout does not count.
 func broken(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
 		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) ||

@@ -183,7 +183,7 @@ func (d *decoder) wantedOne(b []byte) (w Wanted, rest []byte, err error) {
 	return w, rest, err
 }
 
-// flat reports whether b begins with a list whose first element is a number.
+// flat reports whether b begins with a list whose first element is a number: block ids without groups.
 func flat(b []byte) bool {
 	n, rest, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil || n == 0 {
