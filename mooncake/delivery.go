@@ -28,7 +28,7 @@ func (p *pullAnswer) worker() dWorker {
 	return w
 }
 
-// perStage says whether each of D's pipeline stages pulls from this worker.
+// perStage reports whether each of D's pipeline stages pulls from this worker, which is so if D has several and P has another number.
 func (p *pullAnswer) perStage() bool {
 	return p.pull.PPSize > 1 && p.pull.PPSize != p.s.o.Self.PPSize
 }
@@ -88,7 +88,7 @@ func (plan *PushPlan) memory() uint64 {
 const (
 	doneFor  = 30 * time.Second // how long a Sender remembers what it delivered of a transfer
 	endedFor = 10 * time.Minute // how long it remembers that a transfer ended
-	maxDone  = 4096             // ended transfers that it remembers
+	maxDone  = 4096             // ended transfers that it remembers; with more, it forgets the oldest
 )
 
 // doneTransfers remembers transfers that ended: every worker of D has the blocks, no D pulled in time, or P aborted. A later pull of
@@ -153,8 +153,8 @@ func (d *doneTransfers) find(id string, w dWorker, a delivery) *delivery {
 	return nil
 }
 
-// awaitDisconnect answers the request id as filled once the connection of its earlier delivery has ended. P may notice that end only
-// after D's second pull has come.
+// awaitDisconnect makes the pull answer its request id as filled once the connection of `before` has ended: the delivery with which an
+// earlier pull filled the same blocks. P may notice that end only after D's second pull has come.
 func (p *pullAnswer) awaitDisconnect(id string, before *delivery) {
 	select {
 	case <-before.by.Done():

@@ -14,7 +14,7 @@ const (
 	// MaxPullBytes bounds a message of the side channel: some 100 requests of a
 	// million tokens fit.
 	MaxPullBytes = 8 << 20
-	// maxPendingBytes bounds the messages of all pulls in progress at one worker.
+	// maxPendingBytes bounds the messages of all pulls in progress at one worker. A pull beyond it evicts others or is refused; see Gate.
 	maxPendingBytes = 256 << 20
 )
 

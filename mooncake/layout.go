@@ -28,8 +28,8 @@ func (e *layoutMissError) Error() string {
 func (e *layoutMissError) Is(target error) bool { return target == errLayoutMiss }
 
 const (
-	maxLayouts = 1024 // plans that a P keeps, for all D workers; as many as vLLM
-	maxOfOneD  = 64   // plans that a P keeps for the host and port of one D worker
+	maxLayouts = 1024 // plans that a P keeps, for all D workers; as many as vLLM. With more, the least recently used one is dropped
+	maxOfOneD  = 64   // plans that a P keeps for the host and port of one D worker; with more, that worker's least recently used one is dropped
 )
 
 // layoutKey names one layout of one D worker.

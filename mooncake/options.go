@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	maxCount = 1 << 24
-	forever  = time.Duration(math.MaxInt64)
+	maxCount = 1 << 24                      // largest number in options
+	forever  = time.Duration(math.MaxInt64) // largest time in options: it is not limited
 )
 
 // Validate reports every field that cannot be used, as options.Errors.

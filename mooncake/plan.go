@@ -119,7 +119,7 @@ func (s *slicePlan) check(r *regionPair) error {
 	return nil
 }
 
-// Append appends to out the descriptors that fill D's blocks (wanted) from P's blocks (own); both are lists of block ids by KV cache
+// Append appends to `out` the descriptors that fill D's blocks (`wanted`) from P's blocks (`own`); both are lists of block ids by KV cache
 // group. If D wants fewer blocks of a group than P has, it gets P's last ones.
 //
 // A *LayoutError ends the pull. Any other error concerns only this request; the caller must then drop the descriptors that Append added
@@ -155,7 +155,7 @@ func (plan *PushPlan) Append(out []Descriptor, own, wanted [][]int) ([]Descripto
 	return out, nil
 }
 
-// match cuts own to the block ids that fill wanted, and expands the ids of both to kernel blocks.
+// match cuts `own`, P's block ids by group, to those that fill D's block ids `wanted`, and expands the ids of both to kernel blocks.
 func (plan *PushPlan) match(own, wanted [][]int) (src, dst [][]int, err error) {
 	if len(own) != len(wanted) || len(own) > len(plan.kinds) {
 		return nil, nil, errGroupCount

@@ -286,9 +286,9 @@ func (r *Receiver) Apply(m *wire.Metadata) error {
 	return err
 }
 
-// Start begins to pull the requests in wanted from one P engine. Results reports later how they ended. A request without blocks only
-// makes P free its blocks, and has no result. The error names the requests whose pull cannot start; the others are pulled. Results
-// lists those requests as failed, too, except requests that are being pulled already.
+// Start begins to pull the requests in `wanted`, by D's request ids, from the P engine `from`. Results reports later how they ended. A
+// request without blocks only makes P free its blocks, and has no result. The error names the requests whose pull cannot start; the
+// others are pulled. Results lists those requests as failed, too, except requests that are being pulled already.
 func (r *Receiver) Start(from Source, wanted map[string]wire.Wanted) error {
 	_, err := r.start(from, wanted, "")
 	return err

@@ -71,7 +71,7 @@ func (t *pullConn) pullForAll(ctx context.Context) error {
 	return nil
 }
 
-// pullAlone pulls one request again in a pull of its own.
+// pullAlone takes q out of this pull and, in the background, pulls it again in a pull of its own.
 func (t *pullConn) pullAlone(ctx context.Context, q *receiving) {
 	r := t.r
 	r.mu.Lock()

@@ -81,7 +81,7 @@ func (t *pullConn) compareWorkers(now *pairing) error {
 	return errMoved
 }
 
-// forgetEngine makes the next pull ask the bootstrap server again.
+// forgetEngine makes the next pull from the engine `from` ask the bootstrap server for its workers again.
 func (r *Receiver) forgetEngine(from Source) {
 	r.mu.Lock()
 	delete(r.mu.engines, from)

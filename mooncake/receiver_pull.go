@@ -57,7 +57,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	}
 }
 
-// failAll fails requests of which no pull has been sent.
+// failAll fails those requests of list that are not settled yet, with the error err. Use it only before a pull of them has been sent.
 func (r *Receiver) failAll(list []*receiving, err error) {
 	for _, q := range list {
 		r.mu.Lock()
@@ -127,10 +127,12 @@ func (r *Receiver) pair(from Source, e bootstrap.Engine) (*pairing, error) {
 	return p, nil
 }
 
-// maxRemembered bounds how many engines, and how many P workers, a Receiver remembers.
+// maxRemembered bounds how many engines, P workers and bootstrap servers a Receiver remembers. With one more engine or P worker it forgets
+// all of them and asks again; pulls that need one more bootstrap server fail.
 const maxRemembered = 4096
 
-// engine returns P's workers, from memory or from the bootstrap server.
+// engine returns the workers of the P engine `from`: as the bootstrap server named them before, or, if a connection to one of them has
+// ended since, as it names them now.
 func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, error) {
 	if r.o.Find != nil {
 		return r.o.Find(ctx, from)
@@ -159,7 +161,7 @@ type knownEngine struct {
 	asked time.Time
 }
 
-// askEngine asks the bootstrap server for P's workers, and remembers them.
+// askEngine asks the bootstrap server for the workers of the P engine `from`, and remembers them.
 func (r *Receiver) askEngine(ctx context.Context, from Source) (e bootstrap.Engine, err error) {
 	asked := time.Now()
 	c, err := r.client(from.Bootstrap)
@@ -233,8 +235,8 @@ func (t *pullConn) wakeUp() {
 	}
 }
 
-// pullFrom pulls all requests of list from the P worker index of p. If the side channel breaks, it tries again, at most Attempts times
-// in all.
+// pullFrom pulls all requests of list from one worker of the P engine `from`, the one at p.addrs[index], into the window w. If the side
+// channel breaks, it tries again, at most Attempts times in all.
 func (r *Receiver) pullFrom(ctx context.Context, from Source, index int, p *pairing, w *window, list []*receiving) {
 	addr := p.addrs[index]
 	t := &pullConn{
@@ -318,8 +320,9 @@ func (t *pullConn) pullOverSocket(ctx context.Context) error {
 	return err
 }
 
-// exchange sends the pull and handles P's replies until every request has a result. ended means that P has ended the pull too, so the
-// socket may carry another pull.
+// exchange sends the pull over s and handles P's replies until every request has a result. connected means that s is known to have a
+// connection; without one, exchange waits for it, at most ConnectTimeout. ended means that P has ended the pull too, so the socket may
+// carry another pull.
 func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
 	if t.recordAborted(true); len(t.left) == 0 {
 		return false, nil

@@ -12,8 +12,8 @@ import (
 )
 
 // recordAborted ends the requests that D aborted. A stock P may push the blocks of several requests together, so that one fenced block
-// fails them all: with a stock P, recordAborted ends requests only when all that are left were aborted. asks means that the caller is
-// about to send a pull, so answers to earlier pulls do not matter any more.
+// fails them all: with a stock P, recordAborted ends requests only when all that are left were aborted. If `asks` is true, the caller is
+// about to send the pull, which would name the aborted requests again: then recordAborted ends them in any case.
 func (t *pullConn) recordAborted(asks bool) {
 	if !t.kvasir && !asks {
 		for _, q := range t.left {

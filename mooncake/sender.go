@@ -50,7 +50,7 @@ type SenderOptions struct {
 
 	Workers      int // pushes at a time to one D worker; default 10 (num_workers)
 	MaxPulls     int // pulls that wait or run; more are refused; default 4096
-	MaxTransfers int // transfers that D pulls and P does not know yet; default 65536
+	MaxTransfers int // transfers that D pulls and P does not know yet; a pull that would add more is refused; default 65536
 
 	Networks *auth.Networks // networks from which D may reach the side channel; nil: any
 

@@ -74,7 +74,7 @@ type pullAnswer struct {
 	waiting     map[string]*offer // by D's request id
 	memory      uint64            // hash of the addresses and strides of D's regions
 	refilled    []string          // requests that an earlier pull filled, whose answer D did not get
-	lostReplies []string          // such requests found out later; guarded by Sender.mu
+	lostReplies []string          // requests of which P learns later that an earlier pull filled them; guarded by Sender.mu
 	empty       []string          // requests without a transfer id
 	ended       []string          // requests whose transfer has ended
 	unknown     map[string]bool   // the requests of waiting whose transfer P does not know yet
@@ -183,7 +183,8 @@ func (p *pullAnswer) serve() {
 
 var errDGone = errors.New("mooncake: D went away")
 
-// endBroken counts a pull whose context has ended before its last reply.
+// endBroken ends a pull whose context has ended before its last reply. If the Gate has evicted the pull, D gets a refusal; else D's
+// connection has ended, which is only counted.
 func (p *pullAnswer) endBroken() {
 	if why := context.Cause(p.ctx); errors.Is(why, errEvicted) {
 		p.s.refuse(p.peer, why)
@@ -192,7 +193,7 @@ func (p *pullAnswer) endBroken() {
 	p.s.stats.disconnected.Add(1)
 }
 
-// waitLimit returns how long a pull waits for its next request to be ready.
+// waitLimit returns how long a pull waits for its next request to be ready: AbortTimeout, or the time after which D gives up, if less.
 func (p *pullAnswer) waitLimit() time.Duration {
 	t := p.s.o.AbortTimeout
 	if d := time.Duration(p.pull.DeadlineMillis) * time.Millisecond; d > 0 {
@@ -269,7 +270,8 @@ func (p *pullAnswer) answerEarly(more bool) (all bool) {
 
 var errUnknownFull = errors.New("mooncake: too many pulls wait for transfers that P does not know")
 
-// joinTransfers adds the pull to each transfer that it names.
+// joinTransfers adds the pull to each transfer that it names. If too many transfers would then wait that P does not know, it adds the pull
+// to none and returns errUnknownFull.
 func (p *pullAnswer) joinTransfers() error {
 	s := p.s
 	p.waiting, p.unknown = make(map[string]*offer), make(map[string]bool)
@@ -466,7 +468,7 @@ func (p *pullAnswer) replyRound(ids []string, failed map[string]bool, why error)
 	p.reply(&y)
 }
 
-// firstError returns the first error among errs[from:to], or nil. errs may be nil or shorter than to.
+// firstError returns the first error among errs[from:to], or nil. errs may be nil or shorter than `to`.
 func firstError(errs []error, from, to int) error {
 	for i := from; i < min(to, len(errs)); i++ {
 		if errs[i] != nil {

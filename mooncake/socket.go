@@ -128,7 +128,8 @@ func decodeReplyMessage(m zmtp.Message) socketEvent {
 	return socketEvent{reply: y, err: err}
 }
 
-// eventPatience is how long an event may wait until its pullConn reads it. Normally that takes microseconds.
+// eventPatience is how long an event may wait until its pullConn reads it. Normally that takes microseconds. After eventPatience the event
+// is dropped, and the socket is not used any more.
 const eventPatience = time.Second
 
 // event hands e to the socket's pullConn. It runs on the dealer's goroutine.

@@ -96,7 +96,7 @@ func share(r *wire.Region, group int) {
 	}
 }
 
-// maxTensorElements is the largest product of a tensor's shape or strides that Check allows.
+// maxTensorElements is the largest product of a tensor's shape or strides; for a larger one, Check returns an ErrCache.
 const maxTensorElements = 1 << 44
 
 // Check returns an ErrCache if the tensor's shape and strides do not fit into its allocation.

@@ -99,8 +99,8 @@ func (ws *windows) acquire(ctx context.Context, from Source, list []*receiving) 
 	}
 }
 
-// tryAcquire does what acquire does, without waiting. It returns a window, or a channel that closes when it is worth trying again. The
-// caller must withdraw the windows in gone.
+// tryAcquire does what acquire does for the P `from`, without waiting. It returns a window, or a channel that closes when it is worth trying
+// again. `gone` are windows that it has removed to make room; the caller must withdraw them.
 func (ws *windows) tryAcquire(from Source, list []*receiving) (w *window, gone []*window, wait <-chan struct{}, err error) {
 	ws.mu.Lock()
 	defer ws.mu.Unlock()

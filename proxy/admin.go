@@ -99,8 +99,7 @@ func (p *Proxy) Admin(token string) http.Handler {
 	return mux
 }
 
-// each calls f with every engine that has that URL and that role; an empty role matches all. It reports whether there is such an
-// engine.
+// each calls f with every engine that has that URL and that role; an empty role matches all. found is false if there is no such engine.
 func (p *Proxy) each(url, role string, f func(b *backend)) (found bool) {
 	of, known := roleNames[role]
 	if role != "" && !known {
@@ -131,7 +130,8 @@ func badAdmin(format string, args ...any) error {
 	return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: fmt.Sprintf(format, args...)}
 }
 
-// checkEngine returns an error if the addresses of an engine cannot be used.
+// checkEngine returns an error if an engine of the role r cannot have this url, or this registry (only for prefill engines), for example
+// because it is no URL.
 func (p *Proxy) checkEngine(r role, url, registry string) error {
 	o := Options{Dialect: p.o.Dialect}
 	switch r {
@@ -177,7 +177,7 @@ func (p *Proxy) states() []EngineState {
 	return out
 }
 
-// remove removes an engine. Its requests in progress go on.
+// remove removes an engine: it gets no further requests and no health checks. Its requests in progress go on.
 func (p *Proxy) remove(b *backend) {
 	b.draining.Store(true)
 	p.fleet.remove(b)

@@ -49,16 +49,16 @@ func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [
 
 // Limits of how much of an answer the proxy reads before it sends anything to the client, in bytes.
 const (
-	maxWhole = 1 << 20
-	maxError = 64 << 10
+	maxWhole = 1 << 20  // of an answer that is no stream; the client gets what follows as it comes
+	maxError = 64 << 10 // of an answer with an error status; what follows is dropped
 )
 
 var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode"}
 
 // answer runs the leg whose answer the client gets: of one engine alone, or of D with P's transfer params. If it returns an error, the
-// client has got nothing yet. It calls begin when it has a connection to the engine. From then on the engine gets the whole request,
-// even if the client leaves, so that D can release the KV that P computes for it. lacks are the prompt bytes that the engine was
-// expected to compute.
+// client has got nothing yet. answer calls begin, unless it is nil, when it has a connection to the engine. From then on the engine gets
+// the whole request, even if the client leaves, so that D can release the KV that P computes for it. lacks is how many bytes of the
+// prompt the engine was expected to compute; answer subtracts them from the engine's pending bytes.
 func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte, begin func() error) (outcome string, err error) {
 	defer func() { e.p.fleet.leave(b, lacks) }()
 	began := false
@@ -134,7 +134,8 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 }
 
 // beginning reads an answer up to its first data: engines send the head of a stream long before they know whether the request succeeds.
-// It returns the errors of firstData and of the connection, and errFailed for an aborted request.
+// first are the bytes read; stream means that the answer is an event stream. Errors are those of firstData and of the connection, and
+// errFailed for a request that the engine has aborted, if another engine can still be tried.
 func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, stream bool, err error) {
 	first, err = resp.Next()
 	stream = strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
@@ -156,7 +157,7 @@ func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, st
 	return first, stream, nil
 }
 
-// hasOther reports whether another engine than b, which has not been tried, could take the request.
+// hasOther reports whether another engine of b's role, which the request has not tried yet, could take the request.
 func (e *exchange) hasOther(b *backend) bool {
 	w := e.want
 	w.tried = append(slices.Clone(w.tried), b)

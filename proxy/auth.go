@@ -47,8 +47,8 @@ func (e *exchange) admit() error {
 	return nil
 }
 
-// beginShared counts the request against the limits that other proxies count, too, if Options.Limits is set. ok is false if a limit is
-// reached; wait is how long the client should wait.
+// beginShared counts the request against the limits of its key that all proxies count together, if Options.Limits is set. ok is false if
+// a limit is reached: then the request is not counted, and wait is how long the client should wait.
 func (e *exchange) beginShared() (wait time.Duration, ok bool) {
 	if e.p.o.Limits == nil {
 		return 0, true

@@ -21,7 +21,7 @@ type body struct {
 	holds atomic.Int32
 }
 
-// sizes are the sizes of the buffers that are kept for later requests, in bytes.
+// sizes are the sizes of the buffers that are kept for later requests, in bytes; pools has one pool for each.
 var sizes = [...]int{16 << 10, 256 << 10, 2 << 20}
 
 var pools [len(sizes)]sync.Pool
@@ -69,7 +69,8 @@ type bodyMemory struct {
 	}
 }
 
-// take reserves n bytes for a body of the client `who`, and reports whether there was room.
+// take reserves n bytes for a body of the client `who`, which is an address or the name of a key. It returns false, and reserves
+// nothing, if there is no room.
 func (m *bodyMemory) take(who string, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -17,8 +17,9 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how availability, of rol
 	return choice{engine: b}, ready, b.role
 }
 
-// pickPrefillLocked returns the prefill engine for a request, with its rank. If how is ready but p is nil, D may compute the prompt
-// itself (Options.DecodeAlone).
+// pickPrefillLocked returns the prefill engine p for the request w, with its rank `who`, among those that match like. lacks is how many
+// bytes of the prompt p has not seen. how is ready, or says why no engine can take the request. If how is ready but p is nil, D may
+// compute the prompt itself (Options.DecodeAlone).
 func (f *fleet) pickPrefillLocked(w *needs, like fit) (p *backend, who rank, lacks int, how availability) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
@@ -33,8 +34,8 @@ func (f *fleet) pickPrefillLocked(w *needs, like fit) (p *backend, who rank, lac
 	return p, who, lacks, how
 }
 
-// chooseLocked chooses the engines for a request; takeLocked then takes the places. how is ready, or says why there is no choice; of is
-// the role whose engines are missing.
+// chooseLocked chooses the engines for a request; takeLocked then takes the places. how is ready, or says why there is no choice; then
+// `of` is the role of the engines that are missing, for the text of the refusal.
 func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	switch {
 	case w.only != nil:
@@ -54,7 +55,7 @@ func (f *fleet) chooseLocked(w *needs) (c choice, how availability, of role) {
 	return c, how, of
 }
 
-// chooseOfLocked is chooseLocked, limited to the D's that match like and to engines that do both.
+// chooseOfLocked does what chooseLocked does, but takes only D's that match like, and engines that do both.
 func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, of role) {
 	d, dLacks, dHow := f.pickLocked(decode, w, like)
 	if dHow == absent {
@@ -105,8 +106,8 @@ func (f *fleet) chooseOfLocked(w *needs, like fit) (c choice, how availability, 
 	return choice{}, full, decode
 }
 
-// missingBytes returns how many bytes of a prompt D would have to compute without P. The second result says why that is not more: D has
-// the rest, or can load the rest from the cache server.
+// missingBytes returns how many bytes of a prompt D would have to compute without P. lacks is how many bytes of it D itself does not have.
+// The second result says why P may be spared: D lacks little itself (byDecode), or can load enough from the cache server (byStore).
 func (f *fleet) missingBytes(w *needs, lacks int) (int, spared) {
 	guess := 0
 	for _, id := range f.store.ids() {

@@ -20,7 +20,8 @@ func has(list []string, s string) bool {
 	return len(list) == 0 || slices.Contains(list, "*") || slices.ContainsFunc(list, func(v string) bool { return strings.EqualFold(v, s) })
 }
 
-// headers adds the header fields that let a web page read the answer. If r is a preflight request, headers answers it and returns true.
+// headers adds the header fields that let a web page read the answer, if its origin is allowed. If r is a preflight request (OPTIONS),
+// headers answers it and returns true.
 func (c *CORS) headers(w http.ResponseWriter, r *http.Request) (answered bool) {
 	origin := r.Header.Get("Origin")
 	if len(c.Origins) == 0 || origin == "" {

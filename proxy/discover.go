@@ -37,10 +37,11 @@ type finder struct {
 	port     int  // port of a registry at each engine
 	guessed  bool // port is only a default
 
-	outside, beyond int // engines left out at the last lookup: outside FoundNetworks, and more than maxFound
+	outside, beyond int // how many engines the last lookup left out: outside FoundNetworks, and beyond maxFound
 }
 
-// maxFound is the largest number of engines that the proxy accepts from one registry: any host that reaches a registry may register.
+// maxFound is the largest number of engines that the proxy accepts from one registry, where any host that reaches it may register. The
+// others are left out, with a warning in the log.
 const maxFound = 64
 
 // privateNetworks is the default of Options.FoundNetworks.
@@ -65,8 +66,9 @@ func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	})
 }
 
-// selectFound returns those of the found engines that the proxy may use: at most maxFound, in Options.FoundNetworks, and engines that
-// are known first. It logs when the number of engines left out changes.
+// selectFound returns those of the found engines that the proxy may use. Of engines that a registry names, these are at most maxFound,
+// all in Options.FoundNetworks; engines that the proxy already has (known, by URL) come first. It logs when the number of engines left
+// out changes.
 func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
 	if f.registry == nil {
 		return found // DNS names come from the operator

@@ -20,8 +20,8 @@ import (
 
 // Limits of the requests to /tokenize. The proxy needs the tokens of a prompt to use KV events.
 const (
-	maxTokenizing = 4        // most prompts that engines tokenize at a time; further prompts are left out
-	maxTokenized  = 32 << 20 // most bytes of an answer
+	maxTokenizing = 4        // most prompts that engines tokenize at a time; prompts that come meanwhile are not tokenized
+	maxTokenized  = 32 << 20 // most bytes of an answer; a longer one is dropped
 	tokenizeTime  = 30 * time.Second
 )
 
@@ -57,8 +57,9 @@ func (b *backend) blockTokens() (tokens int) {
 	return tokens
 }
 
-// holds returns how many leading bytes of a prompt the engine has, according to its events: n of the rank that has most. reach is how
-// far the events tell. all means that up to reach the engine has nothing more.
+// holds returns how many leading bytes of a prompt the engine has according to its KV events: n is the number for the data-parallel rank
+// that has the most. The events say nothing about bytes after reach. all means that of the first reach bytes the engine has no more
+// than n.
 func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int, all bool) {
 	all = true
 	for _, f := range b.events {
@@ -108,8 +109,8 @@ func (b *backend) base(name string) string {
 	return ""
 }
 
-// learn asks the engine that answers to tokenize the prompt, in an extra request beside the client's, unless the prompt's blocks are
-// known already.
+// learn asks the engine that answers to tokenize the prompt, in an extra request beside the client's, and records the prompt's blocks. It
+// does nothing if the blocks are known already, if the prompt is no text, or while maxTokenizing other prompts are tokenized.
 func (e *exchange) learn(b *backend) {
 	p, store, marks := e.p, &e.p.fleet.store, e.want.marks
 	if len(marks) == 0 {

@@ -96,7 +96,7 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// end releases what the request holds, and counts and logs its outcome.
+// end releases what the request holds: its body, and its places in the limits of its key. It counts and logs the outcome.
 func (e *exchange) end(outcome string) {
 	e.releaseBody()
 	if e.key != nil {
@@ -208,7 +208,7 @@ func (e *exchange) engineID(c choice) string {
 	return e.id + "-" + newID()
 }
 
-// recordPrefix records in the index which engines get the prompt.
+// recordPrefix records in the index of prefixes that the engines of c have seen the prompt. Without an index it does nothing.
 func (e *exchange) recordPrefix(c choice) {
 	if e.p.index == nil || len(e.want.marks) == 0 {
 		return
@@ -285,7 +285,8 @@ func encode(params *wire.KVTransferParams) []byte {
 // that long for P's answer after a failed attempt: it must know whether P has computed the prompt, because then P's KV must be freed.
 const prefillGrace = 2 * time.Second
 
-// together sends the request to P and D at the same time.
+// together sends the request to P and D at the same time, under a transfer id by which D pulls P's KV. If D fails, it makes sure that P
+// frees the KV.
 func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
@@ -399,7 +400,8 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 	return n, who, err
 }
 
-// prefill runs P's leg. It releases body when P has got the request.
+// prefill runs P's leg: it sends the request, whose body is pieces, and reads P's answer. It releases `held`, the memory of pieces, when
+// P has got the request or sending it has failed.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, fields []byte, pieces [][]byte, held *body) (l leg, err error) {
 	span, fields := e.legSpan(fields)
 	start := time.Now()
@@ -455,7 +457,8 @@ func passOver(resp *http1.Response) error {
 	}
 }
 
-// maxPrefilled is the largest answer of P that is scanned, in bytes: with NIXL the answer lists the prompt's blocks.
+// maxPrefilled is the largest answer of P that is scanned, in bytes: with NIXL the answer lists the prompt's blocks. A longer answer is
+// an error, except that of a P of SGLang, which is passed over.
 const maxPrefilled = 8 << 20
 
 // remoteDecode returns the kv_transfer_params of the request to P, for the dialects without a registry.

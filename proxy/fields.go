@@ -133,7 +133,8 @@ func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
 	return append(append(append(fields, "X-Data-Parallel-Rank: "...), value...), "\r\n"...)
 }
 
-// rankOf returns the data-parallel rank of a request to an engine. ok is false if the engine shall choose.
+// rankOf returns the data-parallel rank that the request to the engine b names; `who` is P's rank as its registry lists it. ok is false if
+// the request names none, and the engine chooses.
 func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
 	switch {
 	case e.boot != nil && b.role != both: // the room selects the rank

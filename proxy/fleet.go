@@ -126,7 +126,7 @@ func (f *fleet) hasDecode(model string) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.kind() == vllmKind && b.serves(model) })
 }
 
-// shares reports whether another engine uses the same registry as b.
+// shares reports whether another engine uses the same registry as b, so that only a part of the registry's ranks may be b's.
 func (f *fleet) shares(b *backend) bool {
 	return slices.ContainsFunc(f.engines(), func(o *backend) bool {
 		return o != b && o.registry != nil && o.registry.Base() == b.registry.Base()
@@ -150,9 +150,9 @@ const (
 	ready
 )
 
-// pickLocked returns the engine of role r with the least cost for a request. Engines that were tried or are paused, and D's without a
-// matching P, come last. Among engines of equal cost it returns the one whose last request for the model is oldest; if there are
-// several, the one whose last request for any model is oldest.
+// pickLocked returns the engine of role r that matches like and has the least cost for the request w; lacks is how many bytes of the prompt
+// it has not seen. Engines that were tried or are paused, and D's without a matching P, come last. Among engines of equal cost it returns
+// the one whose last request for the model is oldest; if there are several, the one whose last request for any model is oldest.
 func (f *fleet) pickLocked(r role, w *needs, like fit) (best *backend, lacks int, how availability) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
@@ -312,7 +312,7 @@ func (f *fleet) takeLocked(c choice, model string) {
 	}
 }
 
-// computed records that an engine has computed the `lacks` prompt bytes that it lacked.
+// computed records that an engine has computed `lacks` bytes of a prompt: they no longer count as its pending bytes.
 func (f *fleet) computed(b *backend, lacks int) {
 	if lacks > 0 {
 		f.mu.Lock()
@@ -344,7 +344,8 @@ func (f *fleet) certain(b *backend) {
 	f.dispatchLocked()
 }
 
-// leave gives the place of a request at an engine back.
+// leave gives the place of a request at an engine back; a waiting request may then get it. lacks is how many prompt bytes the engine was
+// given for the request and is not known to have computed.
 func (f *fleet) leave(b *backend, lacks int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -354,7 +355,7 @@ func (f *fleet) leave(b *backend, lacks int) {
 	f.dispatchLocked()
 }
 
-// dispatch gives places to waiting requests, as far as there is room.
+// dispatch gives places to waiting requests, as far as there is room. It refuses those for which no engine is well any more.
 func (f *fleet) dispatch() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -408,7 +409,8 @@ func (f *fleet) queued() (n int64) {
 	return n
 }
 
-// take takes places for a request; if there is no room, it waits. The error is a *refusal, or the error of ctx.
+// take takes places for a request. If there is no room, it waits, at most for Options.QueueTimeout; if the client already has its share
+// of Options.MaxQueue waiting requests, take refuses this one at once. The error is a *refusal, or the error of ctx.
 func (f *fleet) take(ctx context.Context, w *needs) (choice, error) {
 	f.mu.Lock()
 	q := f.mu.queues[w.model]
@@ -482,7 +484,7 @@ func (f *fleet) takeOtherDecode(w *needs) *backend {
 	return b
 }
 
-// refuseLocked returns the reason why a request gets no places; nil: it gets them.
+// refuseLocked returns the refusal of a request that gets no places, from the results `how` and `of` of chooseLocked; nil if how is ready.
 func (f *fleet) refuseLocked(w *needs, how availability, of role) error {
 	switch how {
 	case ready:

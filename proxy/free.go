@@ -42,7 +42,7 @@ const maxFrees = 64
 
 const (
 	freeTimeout = 8 * time.Minute  // how long the proxy offers a transfer to D's: as long as P keeps it. The restart of a D may take minutes
-	takeTimeout = 30 * time.Second // limit for one D
+	takeTimeout = 30 * time.Second // how long one D may take to answer; then the next D is asked
 	freeRounds  = 2                // after that many rounds in which D's failed, the proxy assumes that P no longer has the KV
 )
 
@@ -71,7 +71,8 @@ func (e *exchange) freeLeft(err error, f func() freeing) {
 	}
 }
 
-// freeIfGone frees a transfer if the D that was to take it is not well at its next health check, or not the proxy's any more.
+// freeIfGone frees a transfer if the D that was to take it is not well at its next full health check, has restarted, or has been removed
+// from the proxy.
 func (p *Proxy) freeIfGone(d *backend, f freeing) {
 	life, looks := d.id.Load(), d.looks.Load()+2 // a check that runs now may have asked D before
 	p.goBackground(func() {
@@ -190,7 +191,7 @@ func (p *Proxy) free(f freeing) {
 	}
 }
 
-// freeAll frees a transfer, and then the transfers that wait.
+// freeAll frees the transfer f, and then, one after the other, the transfers that wait.
 func (p *Proxy) freeAll(f freeing) {
 	q := &p.frees
 	for {
@@ -242,7 +243,8 @@ func (p *Proxy) freeOne(f freeing) {
 	}
 }
 
-// take sends the request that frees f to the engine b, and drops the answer.
+// take sends the engine b, a D, the request that frees f, and drops the answer. The error is errNotSent, errNoRoom, errFailed, or that of
+// the connection.
 func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	n, err := b.client.Conn(ctx)
 	if err != nil {

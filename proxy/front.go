@@ -99,7 +99,8 @@ func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
 	return e.endEarly(status, kind, text)
 }
 
-// maxOpening is how many bytes of a stream are held back until it has data.
+// maxOpening is how many bytes of a stream are held back until it has data. When more have come, the client gets them, and no other
+// engine is tried.
 const maxOpening = 64 << 10
 
 const pingComment = ": ping\n\n"

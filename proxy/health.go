@@ -159,7 +159,7 @@ func (p *Proxy) readLoad(ctx context.Context, b *backend) {
 	b.others.Store(max(0, requests(text)-int64(own)))
 }
 
-// maxRequests bounds the number of requests that an engine may report.
+// maxRequests bounds the number of requests that an engine may report; a larger number counts as maxRequests.
 const maxRequests = 1e9
 
 // requests returns the number of running and waiting requests in an engine's metrics, summed over its data-parallel ranks.
@@ -179,7 +179,7 @@ func requests(text []byte) int64 {
 	return int64(min(sum, maxRequests))
 }
 
-// refresh reads an engine's ranks from its registry, and reports whether there are any.
+// refresh reads an engine's ranks from its registry. It returns false if the registry does not answer or lists none.
 func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	d, err := b.registry.Query(ctx)
 	if err != nil {
@@ -213,7 +213,7 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 const doubtTime = 5 * time.Second
 
 // trouble records that a call or a health check of the engine failed: the proxy checks the engine before it uses it again. Requests
-// that need the engine wait for that check, at most for doubtTime.
+// that need the engine wait for that check, at most for doubtTime. If the engine is not well already, trouble does nothing.
 func (p *Proxy) trouble(b *backend, err error) {
 	if !p.fleet.doubt(b) {
 		return

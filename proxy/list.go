@@ -47,11 +47,11 @@ type list struct {
 	}
 }
 
-// The limits of the bytes and events that a list holds back.
+// The limits of what a list holds back.
 const (
-	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
-	maxHeld   = 1 << 20         // bytes of events before the stream opens
-	heldFor   = 2 * time.Second // then the stream opens, although some parts have not begun
+	maxJoined = 64 << 20        // bytes of answers that wait to be joined: with more, the request fails; also of the parts of a split request
+	maxHeld   = 1 << 20         // bytes of events held back; with more, the stream to the client opens
+	heldFor   = 2 * time.Second // after this time the stream opens, although some parts have not begun
 )
 
 var (
@@ -59,7 +59,8 @@ var (
 	errTooMuch    = fmt.Errorf("the answers have more than %d bytes", maxJoined)
 )
 
-// splitPrompts returns the prompts of a request that must be split; nil: it need not be split. The error is a *refusal.
+// splitPrompts returns the prompts of a request that goes through P and D in parts, one prompt each; nil: the request stays whole. It
+// refuses more than Options.MaxPrompts prompts. The error is a *refusal.
 func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	prompts, n, ok := e.q.Prompts(e.p.o.MaxPrompts)
 	if n < 2 || e.r.URL.Path != "/v1/completions" || !e.p.fleet.hasDecode(e.want.model) {
@@ -82,7 +83,7 @@ func (e *exchange) splitPrompts() ([]openai.Sequence, error) {
 	return all, nil
 }
 
-// serveList serves a request of several prompts or answers.
+// serveList serves a request of several prompts or answers: each of its sequences as a part of a list, all at the same time.
 func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
@@ -108,7 +109,7 @@ func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	return l.end(parts)
 }
 
-// serve serves one part.
+// serve serves the sequence s as a request of its own, r, whose answer goes to w. A panic ends only this part.
 func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	e := l.e
 	x := &exchange{
@@ -240,7 +241,8 @@ func (w *partWriter) FlushError() error { return nil }
 // SetWriteDeadline makes http.ResponseController.SetWriteDeadline succeed: the list sets the client's deadlines.
 func (w *partWriter) SetWriteDeadline(time.Time) error { return nil }
 
-// Write receives a piece of the part's answer. An error means that the request has ended.
+// Write receives a piece of the part's answer. It returns an error if the client's request has failed or ended; more than maxJoined bytes
+// of waiting answers make the request fail.
 func (w *partWriter) Write(b []byte) (int, error) {
 	w.WriteHeader(http.StatusOK)
 	if w.list.memory.Add(int64(len(b))) > maxJoined {
@@ -338,7 +340,7 @@ func (l *list) began(h http.Header) {
 	}
 }
 
-// openLate opens the stream to the client if some part has begun.
+// openLate opens the stream to the client if some part has begun and none has failed. It is called heldFor after the request began.
 func (l *list) openLate() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -407,7 +409,8 @@ func (l *list) sendLocked(b []byte) error {
 	return err
 }
 
-// end sends the client the joined answer, or ends its stream.
+// end is called when all parts have ended. It sends the client the joined answer, or the last events of its stream; after a failure of a
+// part it sends that failure. It returns the outcome of the whole request.
 func (l *list) end(parts []*partWriter) (outcome string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -55,7 +55,8 @@ func (p *Proxy) takeNow(ctx context.Context, w *needs) (choice, error) {
 	return p.fleet.take(ctx, w)
 }
 
-// lookForModels asks all engines for their models, unless it did so a moment ago. It reports whether it asked.
+// lookForModels asks all engines that are well for their models. It returns false, and does not ask, if it did so less than
+// Options.modelLooks ago.
 func (p *Proxy) lookForModels(ctx context.Context) bool {
 	m := &p.looks.mu
 	m.Lock()

@@ -321,7 +321,8 @@ func failWith(w http.ResponseWriter, err error) {
 	fail(w, r)
 }
 
-// complete serves one request of a route that has a body.
+// complete serves one request of a route that has a body, or refuses it: while the proxy drains, beyond Options.MaxInFlight, beyond the
+// limits of its key, and if it is malformed.
 func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route routeKind) {
 	e := newExchange(p, w, r)
 	e.route = route

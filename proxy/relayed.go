@@ -20,7 +20,8 @@ import (
 // relayPrefix is how the engine ids of a relay (package relay) begin.
 const relayPrefix = "relay-"
 
-// askRelay limits the request that asks a relay whether it still has a prompt's KV.
+// askRelay limits the request that asks a relay whether it still has a prompt's KV; a relay that is silent for longer counts as having
+// none.
 const askRelay = time.Second
 
 // outputOnly are the keys of a request that do not change the KV of its prompt.
@@ -51,7 +52,7 @@ func (e *exchange) promptKey() (k prefix.RelayedKey) {
 }
 
 // relayedParams returns the params with which D gets the prompt's KV from a relay, without P; nil if no relay is known to have it. If
-// there is a relay at all, it stores the prompt's key in e.prompt.
+// there is a relay at all, relayedParams stores the prompt's key in e.prompt.
 func (e *exchange) relayedParams() []byte {
 	if e.want.alone || !e.p.relays.Load() {
 		return nil

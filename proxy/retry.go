@@ -33,7 +33,7 @@ func (a *engineAnswer) Unwrap() error {
 	return errFailed
 }
 
-// noRoom reports whether the answer says only that the engine has no room.
+// noRoom reports whether the answer says only that the engine has no room (status 429 or 503): then the engine does not count as failed.
 func (a *engineAnswer) noRoom() bool {
 	return a.status == http.StatusTooManyRequests || a.status == http.StatusServiceUnavailable
 }
@@ -107,7 +107,7 @@ func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
 // Among the requests of the last minute, at most one in retryShare may be a retry; minRetries are always allowed.
 const (
 	retryShare = 10 // one in so many
-	minRetries = 10
+	minRetries = 10 // of the last minute
 	budgetTime = 60 // how long a request counts, in seconds
 )
 
@@ -158,15 +158,15 @@ func (b *budget) take(now time.Time) bool {
 // engine. It is guarded by fleet.mu.
 type circuit struct {
 	failures int           // failures in a row
-	pause    time.Duration // 0: the engine gets requests
-	until    time.Time
-	probe    bool // a request tests the engine now
+	pause    time.Duration // length of the present pause; 0: the engine gets requests
+	until    time.Time     // end of the pause
+	probe    bool          // a request tests the engine now
 }
 
 const (
-	maxFailures = 5 // failures in a row that begin a pause
-	firstPause  = time.Second
-	maxPause    = time.Minute
+	maxFailures = 5           // failures in a row that begin a pause
+	firstPause  = time.Second // each further pause is twice as long
+	maxPause    = time.Minute // the longest pause
 )
 
 // open reports whether the engine must get no request now.

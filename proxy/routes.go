@@ -127,7 +127,8 @@ func (e *exchange) promptOf() openai.Range {
 	return e.q.Messages
 }
 
-// maxResponses is the largest number of responses whose engines are remembered; beyond it, the oldest is forgotten.
+// maxResponses is the largest number of responses whose engines are remembered. Beyond it, the oldest is forgotten: requests for it are
+// answered as for a response that does not exist.
 const maxResponses = 1 << 16
 
 // responses remembers, for each response of /v1/responses, which engine stores it and which key asked for it.
@@ -179,7 +180,7 @@ func (e *exchange) keyName() string {
 	return e.key.Name
 }
 
-// maxResponseID is the largest length of an id that is remembered, in bytes.
+// maxResponseID is the largest length of a response's id, in bytes; a response with a longer id is not remembered.
 const maxResponseID = 256
 
 // noteResponse remembers that the engine b stores the response. first, the beginning of the answer, contains the response's id.
@@ -244,8 +245,8 @@ func failUnauthorized(w http.ResponseWriter) {
 	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
 }
 
-// forward sends a small request without a body to an engine, and passes the answer back. A silent engine ends it after the same limits
-// as other requests.
+// forward sends a small request without a body to an engine, and passes the answer back. An engine that stays silent for longer than
+// Options.FirstByte, or within an answer for longer than Options.Stall, ends the request.
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	if refuseQuery(w, r) {
 		return

@@ -35,14 +35,14 @@ func (f *fleet) noneWell() bool {
 	return !slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.well.Load() })
 }
 
-// pairsSGLang reports whether a D of SGLang serves the model.
+// pairsSGLang reports whether a D of SGLang serves the model, even if it is not well now.
 func (f *fleet) pairsSGLang(model string) bool {
 	return f.rooms.Load() && slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return b.role == decode && b.kind() == sglangKind && b.serves(model)
 	})
 }
 
-// hasOthers reports whether an engine other than a D of SGLang, well or not, serves what the request wants.
+// hasOthers reports whether an engine that does both, or a D of vLLM, serves the request's model and path, even if it is not well now.
 func (f *fleet) hasOthers(w *needs) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		k := b.kind()
@@ -201,8 +201,8 @@ func (e *exchange) newIDPrefix(c choice) string {
 
 func attemptPrefix(n int) string { return strconv.Itoa(n) + "-" }
 
-// Rooms are numbers from 1 to maxRoom: 0 means no room, and P cannot read 2^63 or more. maxRoom leaves some numbers below 2^63, because
-// SGLang counts upwards from a room.
+// maxRoom is the largest number of a room. Rooms are numbers from 1 on: 0 means no room, and P cannot read 2^63 or more. maxRoom leaves some
+// numbers below 2^63, because SGLang counts upwards from a room.
 const maxRoom = 1<<63 - 1<<20
 
 // newRoom returns a random room. With several ranks of P, the room selects the rank whose turn it is.
@@ -372,10 +372,10 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable(why))
 }
 
-// maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler.
+// maxInfoTime is how long an engine may take to answer /server_info, for which it asks its scheduler; then the next engine is asked.
 const maxInfoTime = 10 * time.Second
 
-// maxAbort is the largest body of a request to /abort_request, in bytes.
+// maxAbort is the largest body of a request to /abort_request, in bytes; a larger one is refused.
 const maxAbort = 64 << 10
 
 // serveAbort ends the request with the id that its client gave it, at all engines of SGLang, first at D's. It refuses clients with
@@ -423,7 +423,7 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// maxAbortTime is how long the engines of one role may take to end a request.
+// maxAbortTime is how long the proxy waits until the engines of one role have answered that they end a request; then it goes on.
 const maxAbortTime = 3 * time.Second
 
 // abortOf ends requests at all engines of a role, also at engines that are not well: a stopping engine still finishes its requests. A
@@ -446,7 +446,7 @@ func (p *Proxy) abortOf(ctx context.Context, of role, bodies [][]byte) {
 	}
 }
 
-// abortAt ends a request at an engine, and reports whether the engine answered.
+// abortAt asks an engine to end a request. It returns false if the engine does not answer.
 func (p *Proxy) abortAt(ctx context.Context, b *backend, body []byte) bool {
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/abort_request", bytes.NewReader(body))
 	if err != nil {

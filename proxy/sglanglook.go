@@ -29,7 +29,7 @@ type sglang struct {
 // defaultBootstrapPort is SGLang's default.
 const defaultBootstrapPort = 8998
 
-// answers asks an engine whether it is well. heard means that the engine has answered at all.
+// answers asks an engine whether it is well. heard means that the engine has answered at all, so that it does not count as silent.
 func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
 	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its address
 		p.identify(ctx, b)
@@ -272,7 +272,8 @@ func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (proble
 	return ""
 }
 
-// sglangLoad returns how many requests an engine of SGLang has, summed over its data-parallel ranks.
+// sglangLoad returns how many running and waiting requests an engine of SGLang has, summed over its data-parallel ranks. ok is false if the
+// engine does not say it.
 func (p *Proxy) sglangLoad(ctx context.Context, b *backend) (n int64, ok bool) {
 	text, ok := p.get(ctx, b, "/v1/loads?include=core,disagg")
 	var list struct {

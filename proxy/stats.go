@@ -15,7 +15,7 @@ import (
 // outcomes are the ways in which a request ends.
 var outcomes = []string{"ok", "bad_request", "unauthorized", "limited", "client_left", "refused", "no_engine", "failed", "broken_off"}
 
-// maxModels is the largest number of models that have figures of their own.
+// maxModels is the largest number of models that have figures of their own; all further models are counted together, as "other".
 const maxModels = 64
 
 type counters struct {

@@ -125,7 +125,8 @@ type stored struct {
 	all   bool // up to reach the server has no more than bytes
 }
 
-// correct returns t.bytes if the events prove that guess, the number of bytes by the index, is wrong; else guess.
+// correct returns how many leading bytes of a prompt the cache server has. guess is that number by the index of prefixes; if the events
+// prove it wrong, correct returns t.bytes instead.
 func (t stored) correct(guess int) int {
 	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
 		return t.bytes

@@ -30,7 +30,8 @@ func (e *exchange) legSpan(fields []byte) (otlp.Context, []byte) {
 	return c, append(append(append(fields, "Traceparent: "...), c.String()...), "\r\n"...)
 }
 
-// legEnded ends the span of a leg.
+// legEnded ends and exports the span c of a leg at the engine b, which began at start and ended with err. Without Options.Spans it does
+// nothing.
 func (e *exchange) legEnded(c otlp.Context, name string, b *backend, start time.Time, err error) {
 	if e.p.o.Spans == nil {
 		return

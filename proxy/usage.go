@@ -11,7 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// maxEvent is the largest event of a stream whose usage is corrected, in bytes.
+// maxEvent is the largest event of a stream whose usage is corrected, in bytes. A longer event, and all that follows it, passes
+// unchanged.
 const maxEvent = 4 << 20
 
 // fixesUsage returns a function that corrects cached_tokens in D's answer: D counts all tokens that came from P, but the client should

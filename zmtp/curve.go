@@ -84,7 +84,7 @@ func (m *curve) peerReady() []byte { return m.peer }
 func (m *curve) client() string    { return m.user }
 func (m *curve) sealing() bool     { return true }
 
-// nonceOf returns the nonce purpose + rest: either 16 letters and a number of 8 bytes, or 8 letters and 16 random bytes.
+// nonceOf returns the nonce purpose + `rest`: either 16 letters and a number of 8 bytes, or 8 letters and 16 random bytes.
 func nonceOf(purpose string, rest []byte) (n [24]byte) {
 	copy(n[copy(n[:], purpose):], rest)
 	return n

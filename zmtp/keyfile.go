@@ -14,12 +14,12 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// Limits of key files.
+// Limits of key files. A file beyond one of them is refused as a whole; clients that were read before may still connect.
 const (
-	maxKeyFile     = 4 << 10
-	maxClientsFile = 1 << 20
+	maxKeyFile     = 4 << 10 // bytes
+	maxClientsFile = 1 << 20 // bytes
 	maxClients     = 4096
-	maxClientName  = 128
+	maxClientName  = 128 // bytes
 )
 
 // FormatKeyFile returns the text of a file with a secret key, for ReadKeyFile and for pyzmq's zmq.auth.load_certificate.

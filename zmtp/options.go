@@ -10,9 +10,9 @@ import (
 )
 
 const (
-	maxBytes = 1 << 40
-	maxCount = 1 << 24
-	forever  = time.Duration(math.MaxInt64)
+	maxBytes = 1 << 40                      // largest number of bytes in options
+	maxCount = 1 << 24                      // largest number of other things in options
+	forever  = time.Duration(math.MaxInt64) // largest time in options: it is not limited
 )
 
 // Validate reports every field that cannot be used, as options.Errors.

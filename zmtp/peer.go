@@ -99,7 +99,7 @@ type Peer struct {
 	held      atomic.Int64 // bytes of the receive buffers, without the first 16 KiB (firstBuffer)
 	begun     atomic.Int64 // unix ns when the unfinished message was first seen; 0: there is none
 	lastHeard atomic.Int64 // unix ns when the keeper last saw that bytes had come or that a handler ran
-	marked    atomic.Bool
+	marked    atomic.Bool  // see Mark
 	count     counters
 	minor     byte
 	routing   string
@@ -112,11 +112,11 @@ type Peer struct {
 	mu struct {
 		sync.Mutex
 		q       queue
-		corked  bool  // the reading goroutine will flush
-		writing bool  // a goroutine owns out and will look at q again
-		err     error // why the peer was closed; nil while it lives
-		broken  error // why nothing more can be sent to a peer that is still read; nil: sending works
-		idle    []chan struct{}
+		corked  bool                     // the reading goroutine will flush
+		writing bool                     // a goroutine owns out and will look at q again
+		err     error                    // why the peer was closed; nil while it lives
+		broken  error                    // why nothing more can be sent to a peer that is still read; nil: sending works
+		idle    []chan struct{}          // closed when nothing is queued and no handler runs; see flushed
 		pings   map[uint64]chan struct{} // by the context that Peer.ping sent; a PONG with this context closes the channel
 		pinged  uint64                   // the last of these contexts
 	}
@@ -311,7 +311,7 @@ func (p *Peer) writeChunk() error {
 	return err
 }
 
-// wrote counts n bytes that were written to the connection.
+// wrote counts n bytes that were written to the connection, so that they no longer count as queued.
 func (p *Peer) wrote(n int) {
 	p.count.bytesOut.Add(uint64(n))
 	p.retain(-int64(n))

@@ -55,8 +55,8 @@ type PubOptions struct {
 // Pub is a PUB socket. It listens as a Router does, and sends each message to the peers that have subscribed to a prefix of the
 // message's first frame. Its methods are safe for concurrent use.
 //
-// Publish never waits. A subscriber that does not keep up loses whole messages; a subscriber that reads nothing for WriteTimeout is
-// closed. Both are counted.
+// Publish never waits. A subscriber that does not keep up loses whole messages; a subscriber that reads less than 256 KiB (or, if that is
+// less, all that is queued for it) within WriteTimeout is closed. Both are counted.
 type Pub struct {
 	r       *Router
 	o       PubOptions
@@ -144,7 +144,7 @@ func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err erro
 	return true, nil
 }
 
-// Covered reports whether the peer has another subscription than prefix to a prefix of topic.
+// Covered reports whether the peer has, besides its subscription to prefix, another subscription that covers topic.
 func (p *Pub) Covered(peer *Peer, topic, prefix []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -160,8 +160,8 @@ func (p *Pub) DropHeld(peer *Peer) {
 	}
 }
 
-// Release sends the peer the messages that were kept back for it, and stops keeping messages back. It returns false if a message was
-// lost; then messages are still kept back. Only OnSubscribe may call it.
+// Release sends the peer the messages that were kept back for it, and stops keeping messages back. It returns false if the messages kept
+// back found no room and were dropped; then messages are still kept back. Only OnSubscribe may call it.
 func (p *Pub) Release(peer *Peer) bool {
 	for {
 		batch, lost, ended := p.takeHeld(peer)
@@ -176,7 +176,8 @@ func (p *Pub) Release(peer *Peer) bool {
 	}
 }
 
-// takeHeld returns the messages kept back since the last call. If there are none, it ends the keeping back, and ended is true.
+// takeHeld returns the messages kept back for a peer since the last call. If there are none, later messages go to the peer at once, and
+// `ended` is true. `lost` means that a message found no room, so that all were dropped.
 func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
 	p.order.Lock()
 	defer p.order.Unlock()
@@ -196,7 +197,8 @@ func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
 	return h.messages, false, false
 }
 
-// maxHeld bounds the number of messages that are kept back for a peer; SendQueueBytes bounds their bytes.
+// maxHeld bounds the number of messages that are kept back for a peer; SendQueueBytes bounds their bytes. With more, all of them are
+// dropped, and Release returns false.
 const maxHeld = 1 << 14
 
 func (p *Pub) holdLocked(h *heldBack, frames [][]byte) {
@@ -225,8 +227,8 @@ func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return p.PublishTo(nil, frames, nil)
 }
 
-// PublishTo publishes like Publish, but only those subscribers get frames for which may returns true; a nil may means all. The others
-// get the message `instead`, if any, which must have the same first frame.
+// PublishTo publishes like Publish, but only those subscribers get frames for which `may` returns true; if `may` is nil, all get them. The
+// others get the message `instead`, if any, which must have the same first frame.
 func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent int) {
 	if len(frames) == 0 {
 		return 0
@@ -250,8 +252,8 @@ func (p *Pub) PublishTo(may func(*Peer) bool, frames, instead [][]byte) (sent in
 	return sent
 }
 
-// interested returns the subscribers of topic for which messages are not kept back. For the others it keeps the message back that
-// choose returns.
+// interested returns the subscribers of topic for which messages are not kept back. For each other subscriber, choose returns the message
+// to keep back.
 func (p *Pub) interested(topic []byte, choose func(*Peer) [][]byte) (peers []*Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -5,7 +5,7 @@ package zmtp
 const (
 	refBytes    = 8 << 10   // SendOwned keeps frames of at least this size without a copy
 	keepBytes   = 64 << 10  // a buffer above this size is not kept for reuse
-	stallBytes  = 256 << 10 // bytes that a slow peer must take within WriteTimeout
+	stallBytes  = 256 << 10 // bytes that a slow peer must take within WriteTimeout; else it is closed
 	maxVecs     = 64        // slices per writev
 	flushRounds = 8         // how often a Send writes what others have queued meanwhile, before a goroutine takes over
 )

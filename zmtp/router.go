@@ -195,10 +195,11 @@ func (r *Router) accept(l net.Listener) {
 	}
 }
 
-// maxLeaving is the largest number of connections that gave way to new ones and are not closed yet.
+// maxLeaving is the largest number of connections that gave way to new ones and are not closed yet. At the limit, new connections are
+// refused.
 const maxLeaving = 64
 
-// add makes the connection c a peer with its own reading goroutine.
+// add makes the connection c a peer with its own reading goroutine. At MaxPeers it closes c instead or, with GiveWay, another connection.
 func (r *Router) add(c net.Conn) {
 	p := newPeer(r.lastID.Add(1), c, &r.role)
 	r.mu.Lock()

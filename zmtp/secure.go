@@ -123,7 +123,7 @@ func (c *secureConn) space() []byte {
 // held returns how many bytes the receive buffers of the connection have.
 func (c *secureConn) held() int64 { return int64(cap(c.in) + cap(c.plain)) }
 
-// step handles the next greeting, command or frame in c.in. It returns false if that has not come completely.
+// step handles the next greeting, command or frame in c.in. `more` is false if it has not come completely: then more bytes must be read.
 func (c *secureConn) step() (more bool, err error) {
 	b := c.in[c.at:]
 	if c.phase == wantGreeting {

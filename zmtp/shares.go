@@ -62,7 +62,8 @@ func (p *Peer) recordUnfinished() {
 	}
 }
 
-// stalled reports whether too little of an unfinished message has come in the last ReceiveTimeout. The keeper calls it.
+// stalled reports whether less than stallProgress bytes of an unfinished message have come in the last ReceiveTimeout. The keeper calls it,
+// and then closes the peer.
 func (p *Peer) stalled(now time.Time) bool {
 	limit := p.role.limits.receiveTimeout
 	w := &p.watch
@@ -90,8 +91,8 @@ func host(c net.Conn) string {
 	return "unix"
 }
 
-// heaviest sums what(p) over the peers of each host. It returns the total of all peers, and as most the peer with the largest value at
-// the host with the largest sum; nil if all values are 0.
+// heaviest finds the connection to close when memory is short. `what` returns how many bytes a peer holds. `most` is the peer that holds the
+// most, of the host that holds the most; nil if no peer holds any. total is the sum over all peers.
 func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -124,7 +125,8 @@ func (p *Peer) ended() bool {
 	}
 }
 
-// closeHeaviest closes the heaviest connection, again and again, until the total of `what` over all peers is within limit.
+// closeHeaviest closes the connection that heaviest finds, again and again, until the total of `what` over all peers is within limit. The
+// text `of` says for the log what the bytes are.
 func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 	for {
 		most, total := r.heaviest(what)
@@ -210,8 +212,8 @@ func (r *Router) strangerLocked(newcomer string) (oldest *Peer) {
 // known reports whether the peer has proved who it is.
 func (p *Peer) known() bool { return p.proved.Load() || p.ready.Load() }
 
-// hostsLocked returns the number of connections of each host, including a new one of newcomer. It counts all connections, or only those
-// that have not proved who they are.
+// hostsLocked returns the number of connections of each host, including a new one of the host newcomer. If `all` is false, it counts only
+// connections that have not proved who they are.
 func (r *Router) hostsLocked(newcomer string, all bool) map[string]int {
 	hosts := map[string]int{newcomer: 1}
 	for p := range r.mu.peers {

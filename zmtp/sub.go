@@ -22,7 +22,7 @@ type Sub struct {
 	}
 }
 
-// maxPrefix is the largest prefix of a subscription, in bytes: it must fit into a command.
+// maxPrefix is the largest prefix of a subscription, in bytes, because a prefix must fit into a command. Subscribe refuses a longer one.
 const maxPrefix = 4 << 10
 
 // NewSub returns a Sub that does not connect yet. It does not use Identity, NoWaiting and SendQueueBytes of o. Handler gets only

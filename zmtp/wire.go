@@ -33,14 +33,14 @@ const (
 	maxHeader = 9
 )
 
-// maxCommandBytes bounds the body of a command. READY is under 300 B with the
+// maxCommandBytes bounds the body of a command; a peer that sends a longer one is closed. READY is under 300 B with the
 // longest identity; PING and PONG are under 24 B.
 const maxCommandBytes = 8 << 10
 
 const (
-	maxProperties   = 64
-	maxIdentity     = 255
-	maxPingContext  = 16
+	maxProperties   = 64    // in a READY; a peer that sends more is closed
+	maxIdentity     = 255   // bytes; a longer one is refused
+	maxPingContext  = 16    // bytes; a PING with a longer one is malformed
 	pingHeaderBytes = 5 + 2 // 1 B name length + "PING" + 2 B TTL in tenths of a second
 )
 
@@ -120,7 +120,7 @@ func appendHeader(b []byte, flags byte, size int) []byte {
 	return binary.BigEndian.AppendUint64(append(b, flags|flagLong), uint64(size))
 }
 
-// appendReady appends READY as libzmq does: the socket type, then the identity, which is present even when empty.
+// appendReady appends READY as libzmq does: our socket type `own`, then our identity, which is present even when empty.
 func appendReady(b []byte, own socketType, identity []byte) []byte {
 	return appendCommand(b, "READY", properties(own, identity))
 }

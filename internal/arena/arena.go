@@ -157,7 +157,7 @@ func (a *Arena) FreeBefore(off int64) int64 {
 	return 0
 }
 
-// floor returns the free range with the highest offset that is not above off.
+// floor returns the free range, n bytes at the offset `at`, with the highest offset that is not above off. ok is false if there is none.
 func (a *Arena) floor(off int64) (at, n int64, ok bool) {
 	for i := a.root; i != 0; {
 		d := &a.nodes[i]

@@ -19,7 +19,7 @@ import (
 const (
 	maxAuditFile  = 16 << 20
 	auditFiles    = 4
-	maxAuditField = 512 // longest path or query in a line, in bytes
+	maxAuditField = 512 // longest path or query in a line, in bytes; longer ones are cut
 )
 
 // Audit is the log of the requests of administrators: one line of JSON for each, in a file of its own. Several listeners and processes
@@ -77,7 +77,8 @@ func (a *Audit) write(line []byte) error {
 	}
 }
 
-// writeTo appends a line to f. It returns false if f is no longer the file at the path.
+// writeTo appends a line to f. done is false if the file at the path must be opened again: f is no longer that file, or writeTo has
+// rotated it because the line did not fit in maxBytes.
 func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	if err := lock(f); err != nil {
 		return false, err
@@ -103,10 +104,10 @@ func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
 	return err == nil, err
 }
 
-// lockWait bounds how long a write waits for another process that is writing the file.
+// lockWait bounds how long a write waits for another process that is writing the file; then the write fails, and its line is lost.
 const lockWait = time.Second
 
-// lock locks the file f until f is closed.
+// lock locks the file f until f is closed. It returns a *FileError if another process holds the lock for longer than lockWait.
 func lock(f *os.File) error {
 	for until := time.Now().Add(lockWait); ; time.Sleep(5 * time.Millisecond) {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -143,12 +144,13 @@ func cut(text string) string {
 	return text[:min(len(text), maxAuditField)]
 }
 
-// audited reports whether the audit log gets a line for a request.
+// audited reports whether the audit log gets a line for a request that needs the right need: if that is NeedAdmin, or for a DELETE.
 func audited(r *http.Request, need Need) bool {
 	return need == NeedAdmin || need == NeedWrite && r.Method == http.MethodDelete
 }
 
-// serveAudited serves a request and writes its line to the log, unless it is answered with 401 or 403.
+// serveAudited serves a request of the client `who` and then writes its line to the audit log, unless it is answered with 401 or 403. If
+// the line cannot be written, the server's log gets it.
 func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, h http.Handler) {
 	d := AuditRecord{
 		Time: time.Now().UTC(), Listener: g.o.Listener, Who: who, From: r.RemoteAddr, Method: cut(r.Method), Path: cut(r.URL.Path), Query: cut(r.URL.RawQuery),

@@ -14,7 +14,8 @@ import (
 	"time"
 )
 
-// maxAuthorityFile bounds the bytes of a file of authorities, and maxVerified the certificates whose verification is remembered.
+// maxAuthorityFile bounds the bytes of a file of authorities; a longer one is refused. maxVerified bounds the certificates whose
+// verification is remembered; beyond it, all are forgotten and verified again.
 const maxAuthorityFile, maxVerified = 8 << 20, 4096
 
 // Authorities holds the certificate authorities that sign clients' certificates, and their lists of revoked certificates, from one

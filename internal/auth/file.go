@@ -134,7 +134,7 @@ func OpenFile(o FileOptions) (*File, error) {
 	return f, nil
 }
 
-// load reads the file. whole means that the file ends with a newline.
+// load reads the file, in the state `at`, and returns the change that its text would make. `whole` means that the text ends with a newline.
 func (f *File) load() (c Change, at stamp, whole bool, err error) {
 	text, at, err := readFile(f.o.Path, f.o.MaxBytes, !f.o.Public)
 	if err != nil {
@@ -184,8 +184,8 @@ func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logg
 	}
 }
 
-// putIntoUse puts the file into use in the state now, which it has had since the time `since`. It returns true if the state is settled:
-// in use, or logged as unusable. looked is the error of os.Stat.
+// putIntoUse puts the file into use in the state `now`, which the file has had since the time `since`. It returns true if the state is
+// settled: in use, or logged as unusable. looked is the error of the os.Stat that found the state.
 func (f *File) putIntoUse(now stamp, since time.Time, looked error, log *slog.Logger) bool {
 	c, at, whole, err := Change{}, stamp{}, false, looked
 	if err == nil {

@@ -177,7 +177,8 @@ func (g *Gate) subjects(r *http.Request) []Subject {
 	return out
 }
 
-// scope returns the scope of a request's credentials and the name of their owner. If the scope is 0, why says what is wrong.
+// scope returns the scope that a request's credentials give it (`has`) and the name of their owner (`who`). If the scope is 0, the request
+// has no valid credential, and why says what is wrong.
 func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	why = "a token is missing"
 	now := time.Now()
@@ -208,7 +209,7 @@ func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	return has, who, ""
 }
 
-// certificate returns the scope of a certificate with that subject, and the name of its owner.
+// certificate returns the scope that a client certificate with that subject gives, 0 if none, and the name of its owner.
 func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	if g.o.Certificates == nil {
 		return Admin, subject
@@ -219,7 +220,7 @@ func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
 	return g.o.Unlisted, subject
 }
 
-// secret returns the scope of a secret and the name of its owner. If the scope is 0, why says what is wrong.
+// secret returns the scope that a key or token gives (`has`) and the name of its owner (`who`). If the scope is 0, why says what is wrong.
 func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string) {
 	sum, fits := sha256.Sum256([]byte(secret)), 0
 	for i := range g.keys {

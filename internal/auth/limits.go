@@ -40,7 +40,7 @@ type tenantSet struct {
 	of  map[string]bool
 }
 
-// Limits of a file of tenant limits.
+// Limits of a file of tenant limits. A file beyond one of them is refused as a whole; limits read before stay in force.
 const (
 	MaxLimitFile = 1 << 20 // bytes
 	maxLimits    = 4096    // lines
@@ -161,7 +161,7 @@ func userNumber(name string) (string, error) {
 	return u.Uid, nil
 }
 
-// Has reports whether there is a line for that kind of subject.
+// Has reports whether the file has a line for any subject of that kind.
 func (l *TenantLimits) Has(kind string) bool {
 	for s := range *l.all.Load() {
 		if s.Kind == kind {
@@ -186,7 +186,8 @@ type Limit struct {
 	subjects []Subject
 }
 
-// setOf returns the tenants that a subject may use; nil: all.
+// setOf returns the tenants that a subject may use, by its own line in the file or by the line for all others of its kind; nil, without
+// such a line, means all tenants. `all` has the lines.
 func setOf(all map[Subject]*tenantSet, s Subject) *tenantSet {
 	if set := all[s]; set != nil {
 		return set

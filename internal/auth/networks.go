@@ -82,7 +82,7 @@ func (n *Networks) Stats() NetworkStats {
 	return NetworkStats{Refused: map[string]uint64{"network": n.Refused()}}
 }
 
-// refuse counts and logs a refused connection.
+// refuse counts a refused connection, which came to the listener `at` from the address `from`. It logs at most one a minute.
 func (n *Networks) refuse(at, from string) {
 	total := n.refused.Add(1)
 	now, last := time.Now().UnixNano(), n.logged.Load()

@@ -109,7 +109,8 @@ func peerMAC(secret []byte, role string, session []byte) []byte {
 	return h.Sum(nil)
 }
 
-// Refuse counts a peer without a valid proof. It logs at most one such peer a minute.
+// Refuse counts a peer without a valid proof. It logs at most one such peer a minute: the port `at` to which it came, its address, and why
+// its proof was not valid.
 func (s *PeerSecrets) Refuse(at, peer string, why error) {
 	total := s.refused.Add(1)
 	now, last := time.Now().UnixNano(), s.logged.Load()

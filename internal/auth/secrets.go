@@ -11,7 +11,7 @@ import (
 	"sync/atomic"
 )
 
-// Limits of a file of shared secrets.
+// Limits of a file of shared secrets. A file beyond one of them is refused as a whole; secrets read before stay in use.
 const (
 	maxSecretFile = 64 << 10 // bytes
 	maxSecrets    = 4

@@ -63,7 +63,7 @@ type Token struct {
 	subject string // empty: the entry is for a secret
 }
 
-// Limits of a file of tokens.
+// Limits of a file of tokens. A file beyond one of them is refused as a whole; entries read before stay in use.
 const (
 	MaxTokenFile = 1 << 20 // bytes
 	maxTokens    = 1000

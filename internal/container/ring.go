@@ -34,8 +34,8 @@ func (r *Ring[T]) Add(v T) bool {
 // Last returns the number of the newest value; 0: none was added.
 func (r *Ring[T]) Last() uint64 { return r.last }
 
-// After copies into dst the values after a number, oldest first, and returns how many. If some of these values are no longer in the
-// ring, it copies none and returns lost.
+// After copies into dst the values after a number, oldest first, and returns how many; values beyond the length of dst stay for the next
+// call. If some of the values after that number are no longer in the ring, After copies none, and `lost` is true.
 func (r *Ring[T]) After(number uint64, dst []T) (n int, lost bool) {
 	if kept := uint64(len(r.ring)); r.last > kept && number < r.last-kept {
 		return 0, true

@@ -37,21 +37,21 @@ func (b *Shares) All() Amount { return b.all }
 // Empty reports whether no owner has anything.
 func (b *Shares) Empty() bool { return b.all == (Amount{}) && len(b.of) == 0 }
 
-// MayCount reports whether the owner `who` may get one more thing, if all owners together may have limit things. An owner may always
-// have one thing as long as the limit is not reached.
+// MayCount reports whether the owner `who` may get one more thing, where `limit` is how many things all owners together may have. An owner
+// may always have one thing as long as the limit is not reached.
 func (b *Shares) MayCount(who string, limit int) bool {
 	own := b.of[who].Count
 	return b.all.Count < limit && own < max(1, (limit-(b.all.Count-own))/2)
 }
 
-// MaySize reports whether the owner `who` may get size more, if all owners together may have limit.
+// MaySize reports whether the owner `who` may get things of `size` more, where `limit` is the total size that all owners together may have.
 func (b *Shares) MaySize(who string, size, limit int64) bool {
 	own := b.of[who].Size
 	return b.all.Size+size <= limit && own+size <= (limit-(b.all.Size-own))/2
 }
 
-// May reports whether the owner `who` may get one more thing of that size, if all owners together may have limit. An owner may always
-// have one thing if it fits in beside those of the others. If no owner has anything, one thing of any size is allowed.
+// May reports whether the owner `who` may get one more thing of that size, where `limit` is what all owners together may have. An owner may
+// always have one thing if it fits in beside those of the others. If no owner has anything, one thing of any size is allowed.
 func (b *Shares) May(who string, size int64, limit Amount) bool {
 	return b.MayCount(who, limit.Count) && (b.all.Count == 0 || b.all.Size+size <= limit.Size) &&
 		(b.of[who].Count == 0 || b.MaySize(who, size, limit.Size))

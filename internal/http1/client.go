@@ -34,7 +34,7 @@ var ErrCut = errors.New("http1: the context ended before the whole request was s
 // ErrAnswer means that the server's answer is not HTTP/1.1, or exceeds a limit.
 var ErrAnswer = errors.New("http1: not an HTTP answer")
 
-// Limits of an answer.
+// Limits of an answer. An answer beyond one of them is an ErrAnswer.
 const (
 	maxHead      = 64 << 10 // bytes
 	maxChunkLine = 4 << 10  // bytes, as in net/http
@@ -48,7 +48,7 @@ const (
 type Options struct {
 	DialTimeout time.Duration // default 3 s
 	IdleTimeout time.Duration // after which a connection without a request is closed; default 4 s: uvicorn closes after 5 s
-	MaxIdle     int           // most idle connections; default 1024
+	MaxIdle     int           // most idle connections; a connection that would be one more is closed; default 1024
 	TLS         *tls.Config   // for https; nil: the system's authorities
 }
 
@@ -282,7 +282,7 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 // heads holds buffers for the head of a request, or for a whole small request.
 var heads = sync.Pool{New: func() any { b := make([]byte, 0, small+2<<10); return &b }}
 
-// maxPooledHead is the largest buffer that goes back to heads, in bytes.
+// maxPooledHead is the largest buffer that goes back to heads, in bytes; larger ones are dropped.
 const maxPooledHead = 32 << 10
 
 func (n *Conn) do(r *Request) (*Response, error) {
@@ -332,7 +332,8 @@ func isTimeout(err error) bool {
 // small is the largest body that is copied after the head, so that the request is one TLS record and one write.
 const small = 4 << 10
 
-// write writes head and body. It returns the buffer of head, to which it may have appended the body.
+// write writes head and then body, which has length bytes. It calls ready, unless that is nil, with the number of each piece of body before
+// it reads the piece. It returns the buffer of head, to which it may have appended the body.
 func (n *Conn) write(head []byte, length int, body [][]byte, ready func(int) error) ([]byte, error) {
 	if length <= small {
 		for i, p := range body {
@@ -373,7 +374,8 @@ func (n *Conn) writeAll(pieces net.Buffers) error {
 // Field is one header line of an answer, its name in canonical form.
 type Field struct{ Name, Value string }
 
-// line reads a line and returns it without its end; the result is valid until the next read. left is how many bytes may still be read.
+// line reads a line and returns it without its end; the result is valid until the next read. *left is how many bytes may still be read; line
+// subtracts the bytes of this line, and returns an ErrAnswer if they are more.
 func (n *Conn) line(left *int) ([]byte, error) {
 	b, err := n.rawLine(left)
 	return bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r")), err

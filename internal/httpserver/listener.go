@@ -13,13 +13,13 @@ import (
 // MaxConns is the connection limit of an interface for people and monitoring.
 const MaxConns = 256
 
-// Limits of one request.
+// Limits of one request. The server ends a connection that exceeds one of them.
 const (
-	headTimeout = 10 * time.Second
-	readTimeout = 30 * time.Second
-	sendTimeout = 60 * time.Second
-	idleTimeout = 75 * time.Second
-	maxHead     = 64 << 10
+	headTimeout = 10 * time.Second // for the head of a request
+	readTimeout = 30 * time.Second // for the whole request
+	sendTimeout = 60 * time.Second // for the answer
+	idleTimeout = 75 * time.Second // without a request
+	maxHead     = 64 << 10         // bytes of a request's head
 )
 
 // NewServer returns an http.Server that limits the time and the header bytes of each request.
@@ -78,7 +78,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	return n, nil
 }
 
-// add records the new connection n, and returns the connection that must be closed for it, if any.
+// add records the new connection n. If there are now too many, it returns the connection that must be closed, which may be n itself: the
+// oldest one of the host with the most.
 func (l *listener) add(n *conn) (old *conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -71,10 +71,10 @@ type field struct {
 	end   int // end of the text to cut if the key is removed: after its comma, if it has one
 }
 
-// Limits of a body.
+// Limits of a body. Scan refuses a body beyond one of them.
 const (
-	maxDepth  = 512
-	maxFields = 1024
+	maxDepth  = 512  // objects and lists in one another
+	maxFields = 1024 // keys of an object
 )
 
 // SyntaxError says at which byte, and why, a body is not a valid JSON object.
@@ -282,7 +282,8 @@ func (s *scanner) value(depth int) error {
 	return s.fail("a value is wanted")
 }
 
-// list reads the rest of an object or an array.
+// list reads an array, or an object if object is true, from its opening bracket to `closing`. It fails if the elements, at depth+1, lie
+// deeper than maxDepth.
 func (s *scanner) list(closing byte, depth int, object bool) error {
 	s.at++
 	s.space()
@@ -380,7 +381,8 @@ func (s *scanner) text() error {
 	}
 }
 
-// window returns the end of the next window: at a quote, between two runes, or at the end of the text.
+// window returns the end of the next window (`to`): at a quote, between two runes, or at the end of the text. quote means that a quote is
+// there.
 func (s *scanner) window() (to int, quote bool) {
 	to = min(len(s.b), s.at+window)
 	if i := bytes.IndexByte(s.b[s.at:to], '"'); i >= 0 {

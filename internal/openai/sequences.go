@@ -58,7 +58,8 @@ func oneElement(list []byte) bool {
 
 // Prompts returns the ranges of the prompts of a completion whose prompt is a list. apart means that each prompt can be sent as a
 // request of its own, with the same answers: all are texts or lists of token ids, none is empty, and the other fields ask for one
-// answer per prompt. count is the number of prompts, or less than 2 if the request has no such list; prompts has at most limit of them.
+// answer per prompt. count is the number of prompts, or less than 2 if the request has no such list; prompts has only the first `limit` of
+// them.
 func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
 		return nil, 0, false

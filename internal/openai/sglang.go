@@ -34,8 +34,8 @@ var batched = map[string]bool{
 // batchedOfCompletions is the same table for /v1/completions (SGLang 0.5.23, openai/protocol.py).
 var batchedOfCompletions = map[string]bool{"lora_path": true, "extra_key": true, "cache_salt": true}
 
-// Sequences returns the sequences of a request to a path of SGLang, ordered by prompt, at most limit. The error says what is wrong with
-// the request.
+// Sequences returns the sequences of a request to a path of SGLang, ordered by prompt. It returns an error if they are more than `limit`, or
+// if the request cannot be divided; the error says what is wrong with the request.
 func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) {
 	var prompts [][]Edit
 	n, listed := 1, false
@@ -90,8 +90,9 @@ func (r *Request) answers(at Range) (int, error) {
 	return n, nil
 }
 
-// openAIPrompts returns, for each prompt, the edits that leave only that prompt, with one answer. n is the number of answers per
-// prompt. A chat has one prompt.
+// openAIPrompts returns, for each prompt, the edits that leave only that prompt, with one answer. n is the number of answers per prompt.
+// lists means that the path allows a list of prompts (a chat has one prompt), and listed that the request has one. More than `limit`
+// prompts are an error.
 func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	if n, err = r.answers(r.N); err != nil {
 		return nil, 0, false, err
@@ -121,7 +122,8 @@ func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int,
 	return prompts, n, true, nil
 }
 
-// promptList returns the ranges of the prompts in a list of texts or of lists of token ids; listed is false for a single prompt.
+// promptList returns the ranges of the prompts in the value at the range `at`, a list of texts or of lists of token ids; listed is false for
+// a single prompt. More than `limit` prompts are an error.
 func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, err error) {
 	if !at.Has() || r.Body[at.From] != '[' {
 		return nil, false, nil
@@ -196,8 +198,9 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 	return prompts, n, true, nil
 }
 
-// batchedFields returns the fields in the table batched that have an element for each prompt, except the prompts themselves. If a key
-// occurs twice, the last one counts.
+// batchedFields returns the names of the fields in the table batched that have an element for each prompt, except the field prompts, and
+// the ranges of their elements (each). count is the number of prompts; a list of another length is an error. If a key occurs twice, the
+// last one counts.
 func (r *Request) batchedFields(prompts string, count int, batched map[string]bool) (names []string, each [][]Range, err error) {
 	last := make(map[string]Range)
 	for f := range r.fields {
@@ -247,7 +250,7 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 	return []Edit{{Key: "sampling_params", Value: bytes.Join(pieces, nil)}}, n, nil
 }
 
-// maxIDs bounds the total length of the request ids of a divided request, in bytes.
+// maxIDs bounds the total length of the request ids of a divided request, in bytes; a request with longer ones is refused.
 const maxIDs = 1 << 20
 
 // ownIDs returns request ids for the sequences if the client chose a request id, or one for each prompt; else nil. They have the form

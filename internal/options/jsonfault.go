@@ -90,7 +90,7 @@ func expected(t reflect.Type) string {
 	return "an object"
 }
 
-// JSONLine returns the line number, from 1, of the byte at in text.
+// JSONLine returns the number, from 1, of the line of text that has the byte at the offset `at`.
 func JSONLine(text []byte, at int64) int {
 	return 1 + bytes.Count(text[:min(max(at, 0), int64(len(text)))], []byte("\n"))
 }

@@ -34,7 +34,7 @@ func (b KiB) String() string   { return formatSize(int64(b)) }
 func (b MiB) String() string   { return formatSize(int64(b)) }
 func (b GiB) String() string   { return formatSize(int64(b)) }
 
-// maxSize bounds every size: 1 PiB, in bytes.
+// maxSize bounds every size: 1 PiB, in bytes. A larger one is an error.
 const maxSize = 1 << 50
 
 var unitShift = map[string]uint{"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}

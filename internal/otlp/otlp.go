@@ -26,10 +26,10 @@ import (
 
 // Limits of the spans that wait to be sent, and of sending.
 const (
-	maxQueue = 4096 // spans that wait; further ones are dropped and counted
-	maxBatch = 512
-	every    = 2 * time.Second
-	timeout  = 10 * time.Second
+	maxQueue = 4096             // spans that wait; further ones are dropped and counted
+	maxBatch = 512              // spans of one request to the collector; the others wait for the next
+	every    = 2 * time.Second  // interval of the requests
+	timeout  = 10 * time.Second // of one request; its spans are then dropped and counted
 )
 
 // Context identifies a span across processes.

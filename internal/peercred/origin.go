@@ -26,7 +26,7 @@ func OriginOfAddr(a netip.Addr) Origin {
 }
 
 // LargestOrigin returns the origin that must give way when `from` asks for n more: of the user who holds the most, the address that
-// holds the most. held is what each origin holds now.
+// holds the most, counting the n more. That may be `from` itself, which must then be refused. `held` is what each origin holds now.
 func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	users := map[string]int{from.User: n}
 	for o, k := range held {

@@ -136,8 +136,8 @@ func find(from, to netip.AddrPort) (socket, error) {
 	return findBy(diag, diagWorks, from, to)
 }
 
-// findBy finds a socket with ask. If ask is not available, or does not even find the accepted socket (which works finds out), it
-// searches the kernel's tables.
+// findBy finds the socket whose own address is `from` and whose peer's address is `to` by asking the kernel (ask). If ask is not available,
+// or does not even find the accepted socket, which works reports, findBy searches the kernel's tables.
 func findBy(ask func(from, to netip.AddrPort) (socket, error), works func(from, to netip.AddrPort) bool, from, to netip.AddrPort) (socket, error) {
 	s, err := ask(from, to)
 	if err == nil {

@@ -59,7 +59,7 @@ func parseStat(stat []byte) (started uint64, ok bool) {
 	return started, true
 }
 
-// maxAncestors bounds the result of Ancestors.
+// maxAncestors bounds the result of Ancestors; earlier ancestors are left out.
 const maxAncestors = 16
 
 // Ancestors returns the processes that started p: its parent, the parent's parent, and so on, without process 1.

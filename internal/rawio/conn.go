@@ -13,7 +13,8 @@ import (
 	"syscall"
 )
 
-// most is how many bytes one call moves at most: meanwhile the scheduler cannot run other goroutines on this processor.
+// most is how many bytes one system call moves at most, because the scheduler cannot run other goroutines on this processor meanwhile. More
+// bytes take several calls.
 const most = 256 << 10
 
 // Conn is a TCP connection that does not announce its reads and writes to the Go scheduler. Its methods are safe for concurrent use.
@@ -163,7 +164,7 @@ func (c *Conn) writeOnce(t *transfer) error {
 	return nil
 }
 
-// fault returns an error in the form of package net.
+// fault returns err, the error of the system call `call`, in the form of package net, with the addresses of both ends.
 func (c *Conn) fault(call string, err error) error {
 	return &net.OpError{Op: call, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError(call, err)}
 }

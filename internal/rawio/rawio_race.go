@@ -12,6 +12,6 @@ func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 // Write writes to the non-blocking socket fd.
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
-// announce makes the race detector order all operations so far before the operations that follow a Read of the bytes written next. An
-// empty write is enough.
+// announce tells the race detector that all operations so far happen before those that follow the Read of the bytes that are written next
+// to fd. An empty write is enough.
 func announce(fd uintptr) { _, _ = syscall.Write(int(fd), nil) }

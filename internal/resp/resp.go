@@ -17,12 +17,12 @@ import (
 	"time"
 )
 
-// Limits of a server's answers, without values.
+// Limits of a server's answers, without values. An answer beyond one of them is an ErrProtocol, and breaks the connection.
 const (
 	bufferBytes = 16 << 10 // buffer of a connection; no line may be longer
 	maxText     = 4 << 20  // sum of the texts of an answer, in bytes
 	maxItems    = 1 << 17  // items of a list, together with those of the lists in it
-	maxDepth    = 8
+	maxDepth    = 8        // lists in one another
 )
 
 // ErrProtocol means that a server's answer is not RESP, or is not of the kind that the command expects.
@@ -120,8 +120,8 @@ func (c *Conn) Flush() error {
 	return nil
 }
 
-// Send sends the commands that Command has added, and then a command that has a value between its arguments. The value is the
-// concatenation of parts. Send does not copy parts, and does not read them after it has returned.
+// Send sends the commands that Command has added, and then a command that has a value between its arguments `before` and `after`. The value
+// is the concatenation of parts. Send does not copy parts, and does not read them after it has returned.
 func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 	return c.SendWhen(before, parts, nil, after...)
 }

@@ -19,13 +19,13 @@ import (
 const (
 	// MaxText is how many bytes of a message, or of a text attribute, are logged.
 	MaxText = 600
-	// maxStack is how many bytes of the attribute "stack" are logged.
+	// maxStack is how many bytes of the attribute "stack" are logged; the rest is cut off.
 	maxStack = 16 << 10
 	// Burst is how many lines one place in the code may log at a time, and LinesPerSecond is how many lines per second it may log in
 	// the long run.
 	Burst          = 100
 	LinesPerSecond = 5
-	// maxPlaces bounds the number of places that are counted.
+	// maxPlaces bounds the number of places that are counted. Lines of any further place are logged without a limit.
 	maxPlaces = 4096
 )
 
@@ -72,7 +72,8 @@ type place struct {
 	hidden int
 }
 
-// allow reports whether a line may be logged now. hidden is how many lines were left out since the last logged line.
+// allow reports whether a line of the place key may be logged now; a line that may not is counted and dropped. hidden is how many lines of
+// the place were dropped since its last logged line.
 func (p *places) allow(key placeKey, now time.Time) (ok bool, hidden int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

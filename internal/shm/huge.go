@@ -15,13 +15,13 @@ import (
 // hugePage is the length of a huge page, in bytes, on systems with pages of 4 KiB.
 const hugePage = 2 << 20
 
-// huge decides when to try to get a segment's memory as huge pages. Direct I/O into huge pages costs half the processor time, and the
+// huge says when to try again to get a segment's memory as huge pages. Direct I/O into huge pages costs half the processor time, and the
 // kernel provides them faster.
 type huge struct {
 	wait atomic.Int32 // calls until the next try
 }
 
-// hugePause is how many calls do not try to get huge pages after the kernel had none, because its search for them takes long then.
+// hugePause is how many calls of populateHuge do nothing after the kernel had no huge pages, because its search for them takes long then.
 const hugePause = 16
 
 // mapAligned maps n bytes of a file at an address that is a multiple of hugePage; otherwise the mapping could not have huge pages.

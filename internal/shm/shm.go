@@ -229,7 +229,8 @@ func (s *Segment) Provided(known int64) int64 {
 }
 
 // Extend makes the file longer, with zeros, and maps it anew. Slices and words from before must not be used any more. Peers that have
-// mapped the file see only the old length. If the file has that length already, Extend only maps it anew.
+// mapped the file see only the old length. If the file has that length already, Extend only maps it anew; if the mapping has it, Extend
+// does nothing.
 func (s *Segment) Extend(size int64) error {
 	if size <= s.Len() {
 		return nil

@@ -59,7 +59,8 @@ type File struct {
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // Open locks PATH.lock and returns the document, which is nil if there is no file yet. magic names the kind of content and its version.
-// max bounds the file, in bytes.
+// max bounds the file, in bytes: Open does not accept a longer one, and Write does not write one. If another process has the file open,
+// Open waits a moment, in case that process is ending, and then returns an error.
 func Open(path, magic string, max int64) (*File, []byte, error) {
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|syscall.O_CLOEXEC, 0o600)
 	if err != nil {

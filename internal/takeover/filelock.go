@@ -18,10 +18,10 @@ const (
 	lockAlive  = 100 * time.Millisecond // longest wait for a process that seems alive: it may have been killed just now
 )
 
-// LockAfter calls lock again and again until it returns another result than held. A killed process keeps its locks until the kernel has
-// torn it down, which takes milliseconds, or seconds with a large mapping, and nothing signals the end. So LockAfter waits, at most 5
-// s, while the process pid, which holds the lock, is ending; pid 0 means that the process is unknown. If the process is alive,
-// LockAfter returns held after 100 ms.
+// LockAfter calls lock again and again until it returns another result than the error `held`. A killed process keeps its locks until the
+// kernel has torn it down, which takes milliseconds, or seconds with a large mapping, and nothing signals the end. So LockAfter waits, at
+// most 5 s, while the process pid, which holds the lock, is ending; pid 0 means that the process is unknown, and counts as ending. If the
+// process is alive, LockAfter returns `held` after 100 ms.
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()

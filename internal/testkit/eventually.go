@@ -8,7 +8,7 @@ import (
 )
 
 // Eventually waits until ok returns true. It fails the test if that does not happen within two minutes, most of which a busy machine
-// may need. what names the condition. Eventually calls ok every two milliseconds, on the goroutine of the test.
+// may need. `what` names the condition in the failure. Eventually calls ok every two milliseconds, on the goroutine of the test.
 func Eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	within(t, 2*time.Minute, what, ok)

@@ -14,10 +14,10 @@ import (
 
 // Limits of a Log. The texts in it take less than 64 KiB.
 const (
-	Max      = 64  // transfers
-	maxText  = 128 // bytes of each id, address and model
-	maxWhy   = 256 // bytes of a reason
-	maxSteps = 6   // steps of a transfer
+	Max      = 64  // transfers; see Begin
+	maxText  = 128 // bytes of each id, address and model; longer ones are cut
+	maxWhy   = 256 // bytes of a reason; a longer one is cut
+	maxSteps = 6   // steps of a transfer; further ones are not recorded
 )
 
 // State is the state of a transfer.
@@ -88,8 +88,8 @@ type step struct {
 	bytes    int64                                  // set when the step has ended
 }
 
-// Begin adds a transfer that begins now with its first step. A full Log drops its oldest ended transfer; if all transfers are running,
-// it drops the oldest.
+// Begin adds a transfer that begins now with its first step, in the given state and with the name `what`. A full Log drops its oldest ended
+// transfer; if all transfers are running, it drops the oldest.
 func (l *Log) Begin(t Transfer, state State, what string) *Entry {
 	if l == nil {
 		return nil
@@ -131,7 +131,7 @@ func (e *Entry) To(d string) {
 	e.t.To = cut(d, maxText)
 }
 
-// Receiving adds a step of sending with the name what, which begins with P's first byte. progress returns the time of that byte and the
+// Receiving adds a step of sending with the name `what`, which begins with P's first byte. progress returns the time of that byte and the
 // number of bytes so far; it must not take locks.
 func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
@@ -144,8 +144,8 @@ func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes u
 	}
 }
 
-// Next ends the current step and begins the next one. progress returns how far that step has come; nil means that this is unknown. It
-// must not take locks.
+// Next ends the current step and begins the next one, in the given state and with the name `what`. progress returns when that step's first
+// byte came and the number of bytes so far; nil means that this is unknown. It must not take locks.
 func (e *Entry) Next(state State, what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -228,7 +228,7 @@ func (l *Log) Last() []Transfer {
 	return out
 }
 
-// shown returns the entry as it is at the time now. The caller must hold Log.mu.
+// shown returns the entry as it is at the time `now`. The caller must hold Log.mu.
 func (e *Entry) shown(now time.Time) Transfer {
 	t, steps, end := e.t, begun(e.steps), cmp.Or(e.end, now)
 	t.At = millis(steps[0].at.Sub(time.Unix(0, 0)))

@@ -20,11 +20,11 @@ import (
 	"time"
 )
 
-// Limits of messages, on both sides.
+// Limits of messages. The server refuses a registration or a query beyond them.
 const (
 	maxBodyBytes     = 64 << 10 // of POST /register
 	maxEngineIDBytes = 1024
-	maxAddrBytes     = 1024
+	maxAddrBytes     = 1024    // of a side channel's address, and of a Client's base address
 	maxSize          = 1 << 16 // largest TP, PP or DP size in a registration or a query
 )
 
@@ -126,7 +126,8 @@ func parseDirectory(body []byte) (Directory, error) {
 	return d, nil
 }
 
-// parseRank reads a rank, the text of a JSON key. It accepts only the canonical decimal text, so that two keys cannot name one rank.
+// parseRank reads a rank, the text of a JSON key. It accepts only the canonical decimal text, so that two keys cannot name one rank. The
+// error of another text says that it is no `what`.
 func parseRank(what, text string) (int, error) {
 	n, err := strconv.Atoi(text)
 	if err != nil || strconv.Itoa(n) != text {

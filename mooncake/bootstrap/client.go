@@ -208,8 +208,8 @@ func (c *Client) query(ctx context.Context) (Directory, error) {
 	return d, nil
 }
 
-// retry makes attempts until the server answers one, at most o.Attempts. again returns how long to wait after an error, and whether to
-// try again at all.
+// retry makes attempts until the server answers one, at most o.Attempts. After an attempt without an answer it calls `again` with the
+// error, which returns how long to wait before the next attempt, and false if there must be none.
 func (c *Client) retry(ctx context.Context, method, path string, body []byte, again func(error) (time.Duration, bool)) ([]byte, error) {
 	for attempt := 1; ; attempt++ {
 		answer, err := c.tryOnce(ctx, method, path, body)

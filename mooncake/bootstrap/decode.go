@@ -51,7 +51,8 @@ func decodeRegistration(contentType string, body []byte) (r Registration, refuse
 	return r, nil
 }
 
-// decodeSize reads a TP or PP size, or adds a problem. Stock workers send no sizes: a missing one is 0.
+// decodeSize reads the TP or PP size in the field name of a registration. It adds a problem to p if the size is not larger than the
+// worker's rank, or larger than maxSize. Stock workers send no sizes: a missing size is 0.
 func decodeSize(p *problems, in bodyFields, name string, rank int) int {
 	raw, ok := in[name]
 	if !ok || string(raw) == "null" {
@@ -65,7 +66,7 @@ func decodeSize(p *problems, in bodyFields, name string, rank int) int {
 	return n
 }
 
-// minLease and maxLease bound the lease that a worker may request.
+// minLease and maxLease bound the lease that a worker may request; a registration with another lease is refused.
 const (
 	minLease = 500 * time.Millisecond
 	maxLease = 24 * time.Hour

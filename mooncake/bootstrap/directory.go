@@ -132,8 +132,9 @@ func (d *directory) missing(x expectation) string {
 	return ""
 }
 
-// wait returns the first directory that meets x. After atMost it returns the current directory and what that lacks; "" means that only
-// x.after is not met.
+// wait returns the first directory that meets x, and "". If none has come after the time atMost, or the request or the server ends first,
+// wait returns the current directory and a text that says which demand of x is not met. That text is "" if only x.after is not met after
+// atMost.
 func (r *Registry) wait(ctx context.Context, x expectation, atMost time.Duration) (*directory, string) {
 	timer := time.NewTimer(atMost)
 	defer timer.Stop()

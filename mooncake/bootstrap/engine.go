@@ -85,7 +85,8 @@ func (e *engine) add(w *worker) {
 	delete(e.missing, w.ranks)
 }
 
-// remove removes a worker. Unless forget is true, its place becomes vacant.
+// remove removes the worker with the ranks `at`. Unless `forget` is true, its place becomes vacant: the directory hides the engine until
+// a worker registers there again.
 func (e *engine) remove(at ranks, forget bool) {
 	e.changes++
 	e.json = nil

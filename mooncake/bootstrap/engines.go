@@ -20,7 +20,7 @@ type EngineState struct {
 	Lease   bool    `json:"lease"`   // its workers repeat their registration before a deadline
 }
 
-// maxStates bounds the result of Engines.
+// maxStates bounds the result of Engines; further engines are left out.
 const maxStates = 64
 
 // Engines returns the first 64 registered engines, in the order in which their DP ranks registered.

@@ -64,5 +64,5 @@ func (o Options) Validate() error {
 	return errors.Join(errs...)
 }
 
-// maxLimit bounds the numbers in Options.
+// maxLimit bounds the numbers in Options; Validate reports a larger one.
 const maxLimit = 1 << 20

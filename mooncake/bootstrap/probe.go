@@ -31,12 +31,13 @@ func newProber(timeout time.Duration, limit int, networks []netip.Prefix) *probe
 	return &prober{timeout: timeout, networks: networks, slots: peercred.OriginShares{Max: limit}, freed: make(chan struct{}, 1), dial: dialTCP}
 }
 
-// maxProbesPerEngine is the largest number of workers' addresses that are probed for one decision.
+// maxProbesPerEngine is the largest number of workers' addresses that are probed for one decision; an engine's further workers are not
+// probed.
 const maxProbesPerEngine = 4
 
-// anyDead reports whether the side channel of one of the workers refuses connections. The text says what it found. An engine works only
-// as a whole, so one side channel that refuses connections proves that the engine is dead; at other addresses another process may
-// listen. anyDead returns after the probe timeout at the latest.
+// anyDead reports whether the side channel of one of the workers of an engine refuses connections. The text says what it found. An engine
+// works only as a whole, so one side channel that refuses connections proves that the engine is dead; at other addresses another process
+// may listen. The probes count as those of the origin `from`. anyDead returns after the probe timeout at the latest.
 func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []worker) (bool, string) {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
@@ -77,7 +78,7 @@ func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []wo
 // errProbes ends a probe for a peer that has the most probes, to make room for another peer's probe.
 var errProbes = errors.New("the probe was ended to make room for another peer's")
 
-// probe waits for a free slot and dials host. It returns nil if host accepts the connection.
+// probe waits for a free slot, counted for the origin `from`, and dials host (host:port). It returns nil if host accepts the connection.
 func (p *prober) probe(ctx context.Context, from peercred.Origin, host string) error {
 	for {
 		in, leave, ok := p.slots.Enter(ctx, from, errProbes)

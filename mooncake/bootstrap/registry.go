@@ -196,8 +196,8 @@ type conflict struct {
 // register adds a worker, or renews its registration. The error is a refusedError if the registration conflicts with another one, and
 // errFull if the registry is full.
 //
-// If a side channel of the engine with which the new worker conflicts refuses connections, the worker replaces that whole engine. The
-// probe takes up to Options.ProbeTimeout and holds no lock.
+// If a side channel of the engine with which the new worker conflicts refuses connections, or the new worker has the address of one, the
+// worker replaces that whole engine, unless Options.Strict is set. The probe takes up to Options.ProbeTimeout and holds no lock.
 func (r *Registry) register(ctx context.Context, in Registration, from peercred.Origin) error {
 	for {
 		c, err := r.tryRegister(in, from, nil, "")
@@ -261,8 +261,8 @@ func (r *Registry) refuse(in Registration, from peercred.Origin, c *conflict, wh
 	return refusedError(c.detail)
 }
 
-// tryRegister registers `in`, or returns its conflict with another engine. A non-nil dead is a conflict whose old engine was found
-// dead; why says how. Then `in` replaces that engine.
+// tryRegister registers `in`, which the origin `from` sent, or returns its conflict with another engine. A non-nil dead is a conflict whose
+// old engine was found dead; why is a text that says how, for the log. Then `in` replaces that engine.
 func (r *Registry) tryRegister(in Registration, from peercred.Origin, dead *conflict, why string) (*conflict, error) {
 	r.mu.Lock()
 	out, c, err := r.registerLocked(in, from, dead)
@@ -299,7 +299,7 @@ type outcome struct {
 	gaveWay  []gone
 }
 
-// gone is an engine that lost workers to make room: all of them, or those of the origin most.
+// gone is an engine that lost workers to make room: all of them, or only those of the origin `most`, which held the most weight.
 type gone struct {
 	*engine
 	most peercred.Origin
@@ -461,8 +461,8 @@ func (e *engine) adoptSizesLocked(r *Registry, in Registration) error {
 	return nil
 }
 
-// conflict returns the reason for which vLLM's server would refuse the registration `in`, or nil. It compares the engine id before the
-// address. With repeats, a repeated registration is a conflict too, as in vLLM's first releases.
+// conflict returns the reason for which vLLM's server would refuse the registration `in` of a worker with the ranks `at`, or nil. It
+// compares the engine id before the address. If `repeats` is true, a repeated registration is a conflict too, as in vLLM's first releases.
 func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 	c := &conflict{old: e, workers: len(e.byRank), changes: e.changes}
 	switch w := e.byRank[at]; {
@@ -488,7 +488,8 @@ func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 	return c
 }
 
-// replaceLocked replaces e with a new engine and returns it.
+// replaceLocked replaces e with a new engine of that id, which the origin `from` registered, and returns the new engine. All workers of e
+// are removed.
 func (r *Registry) replaceLocked(e *engine, id string, from peercred.Origin, now time.Time) *engine {
 	next := e.successor(id, from, now.Add(r.o.Settle))
 	r.scheduleLocked(next.settled)
@@ -499,8 +500,8 @@ func (r *Registry) replaceLocked(e *engine, id string, from peercred.Origin, now
 	return next
 }
 
-// dropLocked removes a worker, and its engine with the last worker. Unless forget is true, the directory hides the engine until that
-// rank has registered again.
+// dropLocked removes the worker with the ranks `at`, and with the last worker its engine. Unless `forget` is true, the directory hides the
+// engine until that rank has registered again.
 func (r *Registry) dropLocked(e *engine, at ranks, forget bool) {
 	if len(e.byRank) == 1 {
 		r.removeLocked(e)

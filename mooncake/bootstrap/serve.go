@@ -20,9 +20,9 @@ import (
 const (
 	readTimeout  = 10 * time.Second // for reading a whole request
 	writeTimeout = 30 * time.Second // from the end of a request's head: for its body, a probe, and the answer
-	idleTimeout  = 75 * time.Second
-	drainTimeout = 5 * time.Second
-	maxHeader    = 16 << 10
+	idleTimeout  = 75 * time.Second // without a request; then the connection is closed
+	drainTimeout = 5 * time.Second  // for requests in progress when Serve ends; then their connections are cut
+	maxHeader    = 16 << 10         // bytes of a request's head; a longer one is refused
 )
 
 // Serve answers requests that arrive on l until ctx ends. Then it answers requests that wait for a directory, and gives others 5 s to

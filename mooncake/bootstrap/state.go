@@ -12,8 +12,8 @@ import (
 )
 
 const (
-	stateMagic    = "kvasir-bootstrap 1" // followed by savedState as JSON
-	maxStateBytes = 64 << 20
+	stateMagic    = "kvasir-bootstrap 1"  // followed by savedState as JSON
+	maxStateBytes = 64 << 20              // largest state file: a larger one is neither read nor written
 	saveEvery     = 50 * time.Millisecond // delay before a write, so that one write covers all changes in that time
 	saveRetry     = 5 * time.Second       // delay after a failed write
 )
@@ -190,7 +190,7 @@ func (r *Registry) saveLoop() {
 	}
 }
 
-// write writes the state file anew and reports whether that succeeded.
+// write writes the state file anew. If that fails, it counts the failure, logs the first one in a row, and returns false.
 func (r *Registry) write() bool {
 	err := r.file.Write(r.saved())
 	if err == nil {

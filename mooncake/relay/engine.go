@@ -51,8 +51,8 @@ type channel struct {
 }
 
 const (
-	maxGone = 64               // most engines that have left P's registry and keep their side channels
-	goneFor = 10 * time.Minute // how long they keep the side channels
+	maxGone = 64               // most engines that have left P's registry and keep their side channels; those of others are closed
+	goneFor = 10 * time.Minute // how long such engines keep the side channels
 
 	answerWithin = 5 * time.Second // limit for the answer with which a worker proves that its process lives
 )
@@ -182,8 +182,9 @@ func (r *Relay) updateDirectory(d bootstrap.Directory, asked time.Time) ([]byte,
 	return text, nil
 }
 
-// showEngine finds or creates the engine, and a side channel for each of its workers. If a worker of P has moved, a new life of P
-// begins.
+// showEngine finds or creates the relay's engine for the P engine `now`, as P's registry lists it at this moment, and a side channel of the
+// relay for each of its workers. It returns the addresses of these side channels by TP and PP rank. If a worker of P has moved or left, a
+// new life of P begins.
 func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]string, error) {
 	r.mu.Lock()
 	e, closed := r.mu.engines[now.ID], r.mu.closed

@@ -27,8 +27,9 @@ const (
 	fromBoth   = "prefix and P"
 )
 
-// findOrLoad returns the KV of a request, from memory or from P. The caller must release it. before is the KV that the relay pushed for
-// an earlier pull of the same request, or nil.
+// findOrLoad returns the KV of a request, from memory or from P, and its source for the log. The caller must release the KV. `before` is
+// the KV that the relay pushed for an earlier pull of the same request, or nil: it is used again if P does not give the KV once more. `seen`
+// is the log entry of the request.
 func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *savedTransfer, seen *transferlog.Entry) (k *savedTransfer, source string, err error) {
 	r := e.r
 	r.mu.Lock()
@@ -92,7 +93,7 @@ func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTrans
 	return k, nil
 }
 
-// await waits until k is loaded, or ctx ends. On failure it releases k.
+// await waits until k is loaded, or ctx ends, and records the progress in the log entry `seen`. On failure it releases k.
 func (e *engine) await(ctx context.Context, k *savedTransfer, source string, seen *transferlog.Entry) (*savedTransfer, string, error) {
 	err := error(nil)
 	if source == fromP || !isDone(k.done) { // when source is fromP, P may have sent all of it already
@@ -120,9 +121,9 @@ func (k *savedTransfer) holds(blocks [][]int) bool {
 	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
 }
 
-// load begins to pull a transfer from P. The result replaces other, the kept KV of the same transfer, which may be nil. The result
-// counts one use for the caller, who must await and release it. Other requests may wait for the same load; it is cancelled when none
-// waits any more. If another request has begun a suitable load meanwhile, load returns that one.
+// load begins to pull a transfer from P into memory, as k. k replaces `other`, the kept KV of the same transfer, which may be nil. k counts
+// one use for the caller, who must await and release it. Other requests may wait for the same load; it is cancelled when none waits any
+// more. If another request has begun a suitable load meanwhile, load returns the KV of that load.
 func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *savedTransfer) (k *savedTransfer, source string, err error) {
 	r := e.r
 	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
@@ -176,11 +177,12 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	return k, fromP, nil
 }
 
-// maxReleases is the most releases at P at a time that no D asked for. When there are more, P frees the blocks after its own timeout.
+// maxReleases is the largest number of releases at P at a time that no D asked for. The relay sends no further ones: then P frees the
+// blocks after its own timeout.
 const maxReleases = 64
 
 // releaseUnasked tells P to free the blocks of a transfer whose load ended with err, if the relay itself gave the load up. D is told
-// that P failed, so D does not release these blocks.
+// that P failed, so D does not release these blocks. While maxReleases other releases run, releaseUnasked does nothing.
 func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	if !errors.Is(err, mooncake.ErrTimeout) && !errors.Is(err, errMadeRoom) {
 		return
@@ -199,7 +201,8 @@ func (e *engine) releaseUnasked(pull *wire.Pull, transfer string, err error) {
 	}
 }
 
-// loadEnded records the end of a load.
+// loadEnded records that the load of k has ended, wakes the requests that wait for it, and ends the load's own use of k. After an error, k
+// is removed from the table, so that the next request pulls from P again.
 func (r *Relay) loadEnded(k *savedTransfer, err error) {
 	if err == nil {
 		r.stats.pulled.Add(1)
@@ -287,7 +290,7 @@ func (l *loading) sameLife() error {
 	return l.e.confirmLife(l.k.ctx, l.life)
 }
 
-// pullBlocks pulls some of the blocks from P.
+// pullBlocks pulls KV from P into the given blocks of l.k, and waits until it is there.
 func (l *loading) pullBlocks(blocks [][]int) error {
 	err := l.e.pullUpstream(l.k.ctx, l.k.cache, &l.k.arrived, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
 	if err == nil {
@@ -334,8 +337,8 @@ func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) 
 	return n, nil
 }
 
-// pullUpstream pulls from P, with the ranks of the D worker whose pull is given. If P's life is not `life` any more, it fails at once.
-// It also fails a pull that had to be repeated if P's life ended meanwhile.
+// pullUpstream pulls the requests in `wanted` from the P engine `now` into c, with the ranks of the D worker that sent pull; arrived counts
+// the bytes. If P's life is not `life` any more, it fails at once. It also fails a pull that had to be repeated if P's life ended meanwhile.
 func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *transfer.Progress, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
 	r := e.r
 	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
@@ -443,7 +446,7 @@ func (k *savedTransfer) entries(pull *wire.Pull, blocks [][]int) (entries []tran
 	return entries, total, nil
 }
 
-// push writes kept KV into D's blocks and returns the bytes. sent counts what D has confirmed.
+// push writes kept KV into D's blocks and returns the number of bytes. Meanwhile `sent` counts the bytes that D has confirmed.
 func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *savedTransfer, blocks [][]int, sent *transfer.Progress) (int64, error) {
 	entries, total, err := k.entries(pull, blocks)
 	if err != nil {

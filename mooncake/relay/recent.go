@@ -19,7 +19,7 @@ import (
 // needs nothing any more.
 func (r *Relay) Transfers() []transferlog.Transfer { return r.last.Last() }
 
-// beginEntry begins the log entry of a request of D. It returns nil if D wants no blocks.
+// beginEntry begins the log entry of the request a, for which D's pull wants the blocks in `want`. It returns nil if these are none.
 func (e *engine) beginEntry(a *request, pull *wire.Pull, want wire.Wanted) *transferlog.Entry {
 	blocks := 0
 	for _, ids := range want.Blocks {
@@ -58,7 +58,7 @@ func (e *engine) place() string {
 // notReady is part of the text with which P, like vLLM's, says that it did not have the KV in time.
 const notReady = "Timeout waiting for P side ready"
 
-// noteEnd ends the log entry of a request. late means that D's own deadline has passed.
+// noteEnd ends the log entry `seen` of a request that ended with err. `late` means that D's own deadline has passed.
 func noteEnd(seen *transferlog.Entry, err error, late bool) {
 	switch {
 	case late && err != nil:

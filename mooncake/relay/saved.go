@@ -254,17 +254,18 @@ func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, er
 	return m, nil
 }
 
-// maxLoading is the largest number of loads at a time: each takes at least one region of the transfer table.
+// maxLoading is the largest number of loads at a time, because each takes at least one region of the transfer table. One more load waits
+// or fails as if memory were short; see newKept.
 const maxLoading = transfer.MaxRegions / 2
 
 // storageBase is the address of the relay's memory in its caches. The addresses below it are room for unused block ids, which lie
 // before a storage.
 const storageBase = 1 << 50
 
-// newKept allocates memory for the blocks of one request. The result has two users: the caller and the load. When memory is short,
-// newKept first evicts unused transfers, least recently used first. Then it cancels the newest load of the D worker whose loads take
-// the most memory; if no other D worker takes more than peer, it cancels a push to the D worker whose pushes hold the most. It waits
-// until that memory is free, or ctx ends.
+// newKept allocates memory for the blocks of one request of the D worker peer. The result has two users: the caller and the load. When
+// memory is short, newKept first evicts unused transfers, least recently used first. Then it cancels the newest load of the D worker whose
+// loads take the most memory; if no other D worker takes more than peer, it cancels a push to the D worker whose pushes hold the most. It
+// waits until that memory is free, or ctx ends. If there is nothing to cancel, it returns errMemory.
 func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region, blocks [][]int) (*savedTransfer, error) {
 	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
 	if err != nil {

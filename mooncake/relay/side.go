@@ -99,8 +99,8 @@ func checkRegions(regions []wire.Region) error {
 	return nil
 }
 
-// maxTogether bounds how many requests of one pull are served at a time. It is more than an engine computes at once, and small enough
-// to be cheap if all of them fail.
+// maxTogether bounds how many requests of one pull are served at a time; the others wait. It is more than an engine computes at once, and
+// small enough to be cheap if all of them fail.
 const maxTogether = 256
 
 // result is the outcome of one request of a pull.
@@ -150,7 +150,8 @@ func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, pee
 	}
 }
 
-// report sends D the result of one request, and logs a failure.
+// report sends D the result of one request of pull, counts it, and logs a failure. `last` means that no other request of the pull is left:
+// the reply then ends the pull.
 func (r *Relay) report(peer *zmtp.Peer, pull *wire.Pull, res result, last bool) {
 	y := wire.Reply{Status: wire.StatusContinue}
 	if last {
@@ -204,7 +205,7 @@ type request struct {
 }
 
 const (
-	maxRequests   = 4096
+	maxRequests   = 4096             // most requests remembered; with more, all that have ended are forgotten
 	requestMemory = 30 * time.Second // how long a request is remembered after its end
 )
 
@@ -286,8 +287,8 @@ func (r *Relay) forgetRequestsLocked() {
 	}
 }
 
-// answer serves a request and ends it. before is an earlier pull of D for the same request, or nil. answer waits until before has
-// ended, so that the two do not push at the same time.
+// answer serves the request a, for which D's pull wants the blocks in `want`, and ends it. `before` is the request of an earlier pull of D
+// for the same blocks, or nil. answer waits until `before` has ended, so that the two do not push at the same time.
 func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *request) {
 	defer a.cancel()
 	var from *savedTransfer
@@ -305,8 +306,9 @@ func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *r
 	close(a.done)
 }
 
-// deliver gets the KV of one request and pushes it to D. It returns the KV that it pushed from, also when the push fails. before is the
-// KV that an earlier answer was pushed from, or nil.
+// deliver gets the KV of one request and pushes it into D's blocks in `want`. It returns the KV that it pushed, also when the push fails.
+// `before` is the KV that this relay pushed for an earlier pull of the same request, or nil: it is used again if P does not give the KV once
+// more.
 func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *savedTransfer) (*savedTransfer, error) {
 	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {

@@ -239,7 +239,7 @@ func (s *Scheduler) finishSend(r *Request, status RequestStatus, blocks [][]int)
 	return out, nil
 }
 
-// response returns the params for D that P's answer to the proxy carries.
+// response returns the params for D that P's answer to the proxy carries; nil if the Pairing has none.
 func (s *Scheduler) response() *wire.KVTransferParams {
 	if s.o.Pairing.response == nil {
 		return nil
@@ -247,7 +247,8 @@ func (s *Scheduler) response() *wire.KVTransferParams {
 	return s.o.Pairing.response()
 }
 
-// withdraw cancels the send of r under the transfer id.
+// withdraw cancels the send of r under the transfer id: it takes the announcement back if no Build has taken it yet, and lets the workers
+// know that nothing will be sent.
 func (s *Scheduler) withdraw(r *Request, id string) {
 	if !s.follows(keepsAnnouncement) {
 		s.send.drop(r.ID)
@@ -349,8 +350,8 @@ func (s *Scheduler) failBlocks(blocks []int) {
 	}
 }
 
-// workerDone records that a worker has finished the transfer of request id. It returns the transfer once all workers have finished it,
-// else nil.
+// workerDone records that a worker has finished the transfer of request id. `in` is the table that has the transfer: s.receiving or
+// s.sending. Once all workers have finished the transfer, workerDone removes it from the table and returns it; before that, it returns nil.
 func (s *Scheduler) workerDone(in map[string]*transferState, id string, worker int) *transferState {
 	t := in[id]
 	if t == nil {

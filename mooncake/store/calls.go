@@ -50,7 +50,7 @@ type Found struct {
 	Err      error         // a Code
 }
 
-// batches splits n keys into ranges of at most MaxKeys and calls f for each.
+// batches splits n keys into ranges of at most MaxKeys and calls f for each range, until f returns an error.
 func (m *Master) batches(n int, f func(from, to int) error) error {
 	for from := 0; from < n; from += m.o.MaxKeys {
 		if err := f(from, min(from+m.o.MaxKeys, n)); err != nil {
@@ -60,8 +60,8 @@ func (m *Master) batches(n int, f func(from, to int) error) error {
 	return nil
 }
 
-// largest returns the largest size in a request: of the number of keys, the length of a key, the length of the tenant, and the values
-// in more.
+// largest returns the largest of the sizes that a request has: the number of keys, the length of a key, the length of the tenant, and
+// `more`.
 func (m *Master) largest(keys []string, more ...int) int {
 	n := max(len(keys), len(m.o.Tenant))
 	for _, k := range keys {
@@ -81,8 +81,8 @@ func shape(ok bool) error {
 	return nil
 }
 
-// results reads a vector of n expected values. For value i it calls f to read it, or fail with the Code that the answer has in its
-// place.
+// results reads a vector of n results from r, whose type is t. Result i is a value, which f reads, or a Code, with which results calls
+// fail. It returns an error if the answer has another type or another number of results.
 func results(r *sp.Reader, t *sp.Type, n int, f func(i int, t *sp.Type) error, fail func(i int, c Code)) error {
 	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindExpected); err != nil {
 		return err

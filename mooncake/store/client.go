@@ -112,7 +112,7 @@ type putTimes struct{ writes, whole time.Duration }
 
 var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second}
 
-// maxLeft limits a call that gives places back after its caller's context has ended.
+// maxLeft is the time limit of a call that gives places back, which may begin after its caller's context has ended.
 const maxLeft = 5 * time.Second
 
 // Put puts objects. errs[i] is also nil if another client has put the object: an object is immutable, so the first writer wins. errs[i]
@@ -237,7 +237,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 		return nil
 	}
 	plan := newPlan(true, c.now)
-	var begun []int // of todo
+	var begun []int // indices in todo of the objects whose put the master has begun
 	for n, i := range todo {
 		errs[i] = started[n].Err
 		switch {
@@ -303,7 +303,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 
 // revoke gives back the places that the attempt `id` reserved after begin, even if the caller's context has ended; otherwise they would
 // stay reserved for ten minutes. unsure means that another client may be putting some of the keys. A 0.3.7 master does not distinguish
-// clients and would revoke those puts, too; with such a master, revoke then does nothing.
+// clients and would revoke those puts, too; with such a master, revoke does nothing if unsure is true or the attempt took too long.
 func (c *Client) revoke(begin twoClocks, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
@@ -518,7 +518,8 @@ func (p *plan) add(object int, parts [][]byte, size uint64, r *Replica) bool {
 	return true
 }
 
-// run carries out the plan, at all nodes at the same time. limit returns the context for a node with these objects.
+// run carries out the plan, at all nodes at the same time. limit returns the context of the transfer with one node; `of` are the objects,
+// by index, that have entries there.
 func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	type result struct {
 		n   *nodePlan

@@ -109,7 +109,8 @@ func (m *Master) Version(ctx context.Context) (Version, error) {
 	return v, err
 }
 
-// acquire returns a connection and the codec for its master. It waits at most until limit.
+// acquire returns a connection and the codec for its master. It returns an error at `limit`; if all connections are in use, it gives up
+// MasterOptions.CallTimeout earlier, so that the call itself has its time.
 func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
 	if err := caller.Err(); err != nil { // otherwise the call would be sent, and ending it would cost the connection
 		return nil, nil, err
@@ -181,7 +182,8 @@ const (
 	broken                    // close it and all connections that are as old: a restarted master may have another release
 )
 
-// maxHeld is how many bytes of buffers for requests and answers an idle connection may keep.
+// maxHeld is how many bytes of a buffer for requests, and of one for answers, an idle connection may keep. If one is larger, both are
+// dropped.
 const maxHeld = 1 << 20
 
 // release gives a connection back.
@@ -304,8 +306,8 @@ func (m *Master) tenant(k *codec, w *sp.Writer) {
 	}
 }
 
-// do makes one call. write appends the request to a connection; read decodes the answer. again means that the call may be made twice:
-// do then repeats it if a connection that had been idle breaks.
+// do makes one call. write appends the request to a connection; read decodes the answer. If `again` is true, the call may be made twice: do
+// then repeats it if a connection that had been idle breaks.
 func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn, *codec), read func(*sp.Reader, *sp.Type) error) error {
 	limit := time.Now().Add(m.o.CallTimeout + time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
 	for {

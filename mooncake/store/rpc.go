@@ -20,7 +20,7 @@ const (
 	requestHeader  = 20 // magic, version, serialization, kind, sequence u32, function u32, body u32, attachment u32
 	responseHeader = 16 // magic, version, error, kind, sequence u32, body u32, attachment u32
 
-	// maxResponse bounds the body of an answer. The descriptor of a replica takes about 100 bytes.
+	// maxResponse bounds the body of an answer, in bytes; a longer one is an error. The descriptor of a replica takes about 100 bytes.
 	maxResponse = 64 << 20
 
 	badArguments = 4  // error: the hash of the arguments' type differs, or the body ends early

@@ -29,7 +29,8 @@ func (r *Region) began(acked bool) {
 	}
 }
 
-// wrote records that the write of the range at has ended: all its bytes are in memory.
+// wrote records that the write of the range `at` has ended: all its bytes are in memory. acked means that the peer gets an acknowledgement
+// of the write.
 func (r *Region) wrote(at Range, acked bool) {
 	a := &r.arrived
 	if acked {
@@ -101,9 +102,9 @@ func (t *Table) Confirmation(regions ...*Region) Confirmation {
 	return c
 }
 
-// Unwritten returns how many bytes of the ranges no counted write has filled since Forget. next closes at the next counted write, and
-// when Confirmation may change. Counted are unacknowledged writes, and all writes into watched regions. The caller must call stop when
-// it needs next no longer.
+// Unwritten returns how many bytes of the ranges no counted write has filled since Forget. The channel `next` closes at the next counted
+// write, and when Confirmation may change. Counted are unacknowledged writes, and all writes into watched regions. The caller must call
+// stop when it needs `next` no longer.
 func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop func()) {
 	t.waiters.Add(1)
 	t.wake.Lock()

@@ -47,7 +47,8 @@ func (c *claims) drop() {
 	c.table.mu.Unlock()
 }
 
-// claimWrite asks for the right to write the range at until releaseWrite. It returns the region, or the reason of a refusal.
+// claimWrite asks for the right to write the range `at`, which ends with releaseWrite. It returns the region that has the range and granted,
+// or nil and the reason of the refusal.
 func (c *claims) claimWrite(at Range) (*Region, refusal) {
 	c.mu.Lock()
 	c.mu.write = at
@@ -65,7 +66,8 @@ func (c *claims) claimWrite(at Range) (*Region, refusal) {
 	return r, granted
 }
 
-// claimRead asks for the right to read the range at until releaseReads. It returns the region, or the reason of a refusal.
+// claimRead asks for the right to read the range `at`, which ends with releaseReads. It returns the region that has the range and granted,
+// or nil and the reason of the refusal.
 func (c *claims) claimRead(at Range) (*Region, refusal) {
 	c.mu.Lock()
 	c.mu.reads = append(c.mu.reads, at)
@@ -106,7 +108,7 @@ func (c *claims) wakeLocked() {
 }
 
 // touches returns nil when none of c's claims overlaps the ranges, which are sorted and disjoint. Otherwise it returns a channel that
-// closes when one of c's claims ends. reads says whether claims of reads count, too.
+// closes when one of c's claims ends. If `reads` is true, claims of reads count, too.
 func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -123,8 +125,8 @@ func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	return c.mu.free
 }
 
-// drain waits until no connection of users touches the ranges. When ctx ends first, it cuts the connections that still touch them and
-// waits until they release their claims. cut is how many it cut.
+// drain waits until no connection of users writes to the ranges or, if `reads` is true, reads from them. When ctx ends first, it cuts the
+// connections that still do and waits until they release their claims. cut is how many it cut.
 func drain(ctx context.Context, users []*claims, ranges []Range, reads bool) (cut int) {
 	for _, c := range users {
 		done := ctx.Done()

@@ -42,8 +42,8 @@ func (c *Client) describeNow(ctx context.Context, p *peer) (*Descriptor, error) 
 	return c.refresh(ctx, p, d)
 }
 
-// refresh fetches the descriptor, unless another call has replaced the descriptor old meanwhile. Concurrent calls share one handshake.
-// Calls in the failureFor after a failed handshake share its failure.
+// refresh fetches the descriptor of p, unless another call has replaced the descriptor `old` meanwhile: then it returns the newer one.
+// Concurrent calls share one handshake. Calls in the failureFor after a failed handshake share its failure.
 func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descriptor, error) {
 	if d := p.desc.Load(); d != nil && d != old {
 		return d, nil

@@ -30,7 +30,7 @@ const (
 	frameProbe      = 3 // since 0.3.11
 	frameTypeless   = 4 // ours: stands for the old frame; never on the wire
 
-	// maxHandshakeBytes bounds a handshake frame, as in the engine.
+	// maxHandshakeBytes bounds a handshake frame, as in the engine. A longer one is an ErrProtocol, and ends the connection.
 	maxHandshakeBytes = 1 << 20
 )
 

@@ -129,7 +129,7 @@ func (j *job) count(reqs []request, from int, o outcome) int {
 	return o.done
 }
 
-// fail records err as the result of the entries of reqs.
+// fail records err as the result of all entries of reqs. An entry that already has an ErrUnsettled keeps it.
 func (j *job) fail(reqs []request, err error) {
 	if len(reqs) == 0 {
 		return // the run was given up, but all of it is confirmed
@@ -159,7 +159,7 @@ func (j *job) failRest(reqs []request, o outcome) {
 	j.fail(reqs[o.done:], o.err)
 }
 
-// broken reports whether err means that the peer ended the connection.
+// broken reports whether err means that the peer has closed or reset the connection. A timeout does not count.
 func broken(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
 		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) ||

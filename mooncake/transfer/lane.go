@@ -330,7 +330,8 @@ func (l *lane) takeAcks(o *outcome, sent int) error {
 	return nil
 }
 
-// lateAcks reads the acknowledgements that the peer had sent before it broke the connection.
+// lateAcks reads the acknowledgements that the peer had sent before it broke the connection. Like takeAcks, it accepts them for the first
+// `sent` requests.
 func (l *lane) lateAcks(o *outcome, sent int) {
 	for {
 		if o.err = l.takeAcks(o, sent); o.err != nil {
@@ -343,8 +344,9 @@ func (l *lane) lateAcks(o *outcome, sent int) {
 	}
 }
 
-// giveUp ends a write that cannot go on. If the peer has ended the connection, it applies nothing more. Otherwise the lane ends its own
-// direction and waits for the peer's end, so that no byte of the write is on its way any more.
+// giveUp ends a write that cannot go on because of err, and returns o with the acknowledgements that have come meanwhile for the first `sent`
+// requests. If the peer has ended the connection, the peer applies nothing more. Otherwise the lane ends its own direction and waits for
+// the peer's end, at most SettleTimeout, so that no byte of the write is on its way any more; without that end, o is unsettled.
 func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 	if o.err != nil { // the peer told the reason
 		return o

@@ -7,7 +7,8 @@ import (
 	"slices"
 )
 
-// maxRun bounds the bytes of a merged request, so that acknowledgements come often enough to show progress.
+// maxRun bounds the bytes of a merged request, so that acknowledgements come often enough to show progress. A longer run of neighbouring
+// entries becomes several requests.
 const maxRun = 16 << 20
 
 // Entry is one copy of a batch.

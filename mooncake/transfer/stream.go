@@ -123,7 +123,7 @@ func (s *stream) resize(large bool) {
 // fill reads once from the connection into the buffer.
 func (s *stream) fill() error { return s.fillUpTo(bigBuf, false) }
 
-// fillUpTo reads once from the connection into the buffer, at most limit bytes. With idle, it waits without a timeout.
+// fillUpTo reads once from the connection into the buffer, at most limit bytes. If `idle` is true, it waits for them without a timeout.
 func (s *stream) fillUpTo(limit int, idle bool) error {
 	s.makeRoom()
 	for {
@@ -232,7 +232,7 @@ func (s *stream) wakeAt(left int) {
 	})
 }
 
-// write sends all bytes of bufs. It keeps no reference to bufs.
+// write sends all bytes of bufs and returns how many it has sent, also after an error. It keeps no reference to bufs.
 func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 	s.out = s.gather(bufs)
 	for len(s.out) > 0 {

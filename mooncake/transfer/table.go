@@ -112,7 +112,7 @@ func (t *Table) Register(base uint64, mem []byte) (*Region, error) {
 	return t.add(&Region{table: t, at: Range{base, uint64(len(mem))}, mem: mem})
 }
 
-// RegisterFunc publishes the range at. src answers reads and dst receives writes, at offsets from the range's base; a nil src or dst
+// RegisterFunc publishes the range `at`. src answers reads and dst receives writes, at offsets from the range's base; a nil src or dst
 // refuses that direction. Both are called from many goroutines and must return without outside help: a fence waits for them. An error
 // of theirs refuses the request. A write reaches dst in pieces, in order.
 func (t *Table) RegisterFunc(at Range, src io.ReaderAt, dst io.WriterAt) (*Region, error) {
@@ -255,7 +255,7 @@ func (t *Table) change(ranges []Range, by func(closed, ranges []Range) []Range) 
 	}
 }
 
-// clip returns the parts of ranges that lie inside the range at.
+// clip returns the parts of ranges that lie inside the range `at`.
 func clip(ranges []Range, at Range) []Range {
 	out := make([]Range, 0, len(ranges))
 	for _, r := range ranges {
@@ -292,7 +292,7 @@ func (t *Table) buffers(name string) []Buffer {
 	return list
 }
 
-// find returns the region that contains all of the range at, or nil. at may be any range, also an impossible one.
+// find returns the region that contains all of the range `at`, or nil. `at` may be any range, also an impossible one.
 func (v *view) find(at Range) *Region {
 	i, found := slices.BinarySearchFunc(v.regions, at.Addr, func(e *Region, a uint64) int { return cmp.Compare(e.at.Addr, a) })
 	if !found {
@@ -309,13 +309,13 @@ func (v *view) find(at Range) *Region {
 	return r
 }
 
-// isClosed reports whether a byte of the range at is closed to writes. at must lie in the region.
+// isClosed reports whether a byte of the range `at` is closed to writes. `at` must lie in the region.
 func (r *Region) isClosed(at Range) bool {
 	c := r.closed.Load()
 	return c != nil && meets(*c, at)
 }
 
-// meets reports whether the range at overlaps a range of set, which is sorted and disjoint.
+// meets reports whether the range `at` overlaps a range of set, which is sorted and disjoint.
 func meets(set []Range, at Range) bool {
 	i, _ := slices.BinarySearchFunc(set, at.Addr, func(e Range, a uint64) int { return cmp.Compare(e.Addr, a) })
 	return i > 0 && set[i-1].overlaps(at) || i < len(set) && set[i].overlaps(at)

@@ -17,8 +17,8 @@ const (
 	maxReplies     = 64
 	maxReplyBytes  = 512 << 10
 	callbackChunk  = bigBuf
-	lingerBytes    = 64 << 20 // bytes discarded after a rejection, so that the status reaches the peer
-	lingerDuration = 2 * time.Second
+	lingerBytes    = 64 << 20        // most bytes discarded after a rejection, so that the status reaches the peer
+	lingerDuration = 2 * time.Second // how long they are discarded; then the connection ends
 )
 
 // errRejected ends a connection after a request that was refused.

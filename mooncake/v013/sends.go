@@ -169,8 +169,8 @@ func (h *heldPull) blocks() [][]int {
 	return out
 }
 
-// end ends the pull; it must be called once. sent says that D got the blocks. It returns the sent requests that no other pull holds,
-// each once: their blocks may be reused. The leases of the other requests start anew.
+// end ends the pull; it must be called once. If `sent` is true, D got the blocks. end returns the sent requests that no other pull holds,
+// each once: their blocks may be reused. The leases of the other requests start anew at the time `now`.
 func (h *heldPull) end(sent bool, now time.Time) (free []string) {
 	for _, e := range h.sends {
 		e.pulls--

@@ -65,7 +65,8 @@ func (d *decoder) text(b []byte) (string, []byte, error) {
 	return string(s), rest, nil
 }
 
-// maxName bounds the names of requests, transfers, layers and hosts, which are remembered and logged.
+// maxName bounds the names of requests, transfers, layers and hosts, in bytes, because they are remembered and logged. A message with a
+// longer name is refused.
 const maxName = 1 << 10
 
 // name reads a string of at most maxName bytes.
@@ -182,7 +183,7 @@ func (d *decoder) wantedOne(b []byte) (w Wanted, rest []byte, err error) {
 	return w, rest, err
 }
 
-// flat reports whether b begins with a list whose first element is a number.
+// flat reports whether b begins with a list whose first element is a number: block ids without groups.
 func flat(b []byte) bool {
 	n, rest, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil || n == 0 {

@@ -26,9 +26,9 @@ const (
 	releasePackedRows   Release = 32
 	releaseLayoutCache  Release = 33
 	latest              Release = releaseLayoutCache
-	maxMessageIDs               = 1 << 22 // most block ids in one message
-	maxMessageTransfers         = 1 << 16 // most requests in one message
-	maxMessageRegions           = 1 << 16
+	maxMessageIDs               = 1 << 22 // most block ids in one message; one with more is refused
+	maxMessageTransfers         = 1 << 16 // most requests in one message; one with more is refused
+	maxMessageRegions           = 1 << 16 // most regions in one message; one with more is refused
 )
 
 // BlockSizes reports whether a pull of this release carries the sizes of D's blocks.

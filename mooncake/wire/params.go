@@ -52,7 +52,7 @@ const (
 	KeyTruncated = "_p_side_truncated"     // from 0.25
 )
 
-// Limits of kv_transfer_params.
+// Limits of kv_transfer_params. Params beyond one of them are refused.
 const (
 	maxParamsBytes = 64 << 10
 	maxParamsKeys  = 256

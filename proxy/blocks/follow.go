@@ -32,7 +32,8 @@ type Options struct {
 	Log *slog.Logger // nil: nothing is logged
 }
 
-// maxLate bounds the messages that wait until a replay has ended.
+// maxLate bounds the messages that wait until a replay has ended. With one more, the Follower applies all of them without the rest of
+// the replay, and so may have to forget the blocks it knew.
 const maxLate = 4096
 
 // Follower applies a publisher's events to a Held, in their order and without gaps. After a gap, a lost connection or a restart of the
@@ -172,7 +173,7 @@ func (f *Follower) askLocked(from uint64) {
 	})
 }
 
-// endLocked ends the replay in progress, if any.
+// endLocked ends the replay in progress, if any, and drops the messages that wait for its end.
 func (f *Follower) endLocked() {
 	if f.mu.timer != nil {
 		f.mu.timer.Stop()
@@ -180,7 +181,7 @@ func (f *Follower) endLocked() {
 	f.mu.asking, f.mu.late = false, nil
 }
 
-// goOnLocked ends the replay and applies the messages that came meanwhile.
+// goOnLocked ends the replay and applies the messages that came meanwhile, except those that the replay has brought.
 func (f *Follower) goOnLocked() {
 	late := f.mu.late
 	f.endLocked()
@@ -191,7 +192,7 @@ func (f *Follower) goOnLocked() {
 	}
 }
 
-// knownLocked reports whether the replay has already brought the message m.
+// knownLocked reports whether a replay has already brought the message m, which must then not be applied again.
 func (f *Follower) knownLocked(m *message) bool {
 	return f.mu.begun && m.seq < f.mu.next && !f.restartedLocked(&m.batch)
 }

@@ -24,14 +24,15 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// ErrFile means that a file of keys has a malformed line.
+// ErrFile means that a file of keys cannot be used: it cannot be read, others may read it, it is too large, or it has a malformed line or
+// no key.
 var ErrFile = errors.New("keys: file")
 
-// Limits of a file.
+// Limits of a file of keys. A file beyond one of them is refused as a whole; keys read before stay in force.
 const (
 	maxFile = 16 << 20 // bytes
 	maxKeys = 100_000
-	maxName = 64
+	maxName = 64 // bytes of a key's name
 )
 
 // hash is the SHA-256 of a secret.
@@ -48,7 +49,7 @@ type Key struct {
 
 	mu struct {
 		sync.Mutex
-		tokens   float64
+		tokens   float64   // requests that the rate allows to begin now
 		at       time.Time // time up to which tokens is computed
 		inFlight int
 	}
@@ -175,8 +176,8 @@ func (s *Set) Find(secret string) *Key {
 // burst returns how many requests may come at the same time after a pause.
 func (k *Key) burst() float64 { return math.Max(1, math.Ceil(k.rate)) }
 
-// Begin asks for the right to begin one more request. If the key must wait, ok is false and wait is the estimated time. Each Begin with
-// ok needs an End.
+// Begin asks for the right to begin one more request. If a limit of the key is reached, ok is false, and wait is the estimated time until
+// it is not. Each Begin with ok needs an End.
 func (k *Key) Begin(now time.Time) (wait time.Duration, ok bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -83,7 +83,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// maxAsks bounds the requests that wait for an answer of the server; further requests are allowed at once.
+// maxAsks bounds the requests that wait for an answer of the Redis server; further requests are allowed at once.
 const maxAsks = 1024
 
 // Limits counts requests of keys. Its methods are safe for concurrent use.
@@ -91,7 +91,7 @@ type Limits struct {
 	o    Options
 	self string // this proxy's name in the server
 	asks chan *ask
-	news chan struct{} // holds one token if a count has changed
+	news chan struct{} // holds one token if a count has changed, which makes run report it
 	stop context.CancelFunc
 	done chan struct{}
 
@@ -162,8 +162,8 @@ func (l *Limits) Stats() Stats {
 	return Stats{l.n.asked.Load(), l.n.refused.Load(), l.n.unknown.Load()}
 }
 
-// Begin asks for the right to begin one more request of the key. If the key must wait, ok is false and wait is the estimated time. Each
-// Begin with ok needs an End. Begin itself waits no longer than a few times Options.Timeout.
+// Begin asks for the right to begin one more request of the key. If one of the key's limits `what` is reached, ok is false, and wait is the
+// estimated time until it is not. Each Begin with ok needs an End. Begin itself waits no longer than a few times Options.Timeout.
 func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 	a := &ask{Limit: what, done: make(chan struct{})}
 	select {
@@ -188,7 +188,7 @@ func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
 // End records that a request has ended.
 func (l *Limits) End(what Limit) { l.add(what, -1, true) }
 
-// add adds n to the key's requests in progress and returns the sum. With tell, run reports it to the server.
+// add adds n to the key's requests in progress and returns the sum. If tell is true, run reports the sum to the server.
 func (l *Limits) add(what Limit, n int, tell bool) (now int) {
 	if what.AtOnce == 0 {
 		return 0

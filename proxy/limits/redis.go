@@ -58,7 +58,7 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %.0f', ARGV[2], t[1] * 10
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1`
 
-// maxBatch bounds the calls that are sent before their answers are read.
+// maxBatch bounds the calls that are sent before their answers are read; further calls follow after these answers.
 const maxBatch = 256
 
 // run owns the connection, so that the calls of one proxy reach the server in the order in which the proxy counts.
@@ -205,7 +205,7 @@ func (l *Limits) report(ctx context.Context) {
 	l.settle(ctx, err)
 }
 
-// leave removes this proxy from the server's counts, and allows the requests that wait.
+// leave removes this proxy from the server's counts, and allows all requests that still wait for an answer of the server.
 func (l *Limits) leave() {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.o.Timeout)
 	defer cancel()

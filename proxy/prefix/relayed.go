@@ -28,7 +28,7 @@ type RelayedPrompts struct {
 	}
 }
 
-const maxRelayedPrompts = 8192 // per set
+const maxRelayedPrompts = 8192 // prompts in each of the two sets of a RelayedPrompts
 
 // Add remembers that r is the KV of the prompt k.
 func (s *RelayedPrompts) Add(k RelayedKey, r RelayedKV) {

@@ -72,7 +72,7 @@ func main() {
 	}
 }
 
-// maxData is the largest memory of a process of the tests, in bytes.
+// maxData is the largest memory of a process of the tests, in bytes. A process that needs more ends, as for a failed test.
 const maxData = 8 << 30
 
 // tool is one run of this command.
@@ -197,7 +197,7 @@ func (t *tool) next(sample *[]*mutant, scores map[string]*score) *mutant {
 	return nil
 }
 
-// settle counts the verdict about a mutant.
+// settle prints the verdict about a mutant and counts it in `of`, the score of the mutant's package. An error ends the run.
 func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -129,7 +129,8 @@ func Read(text string) (p Page, faults []string) {
 	return p, faults
 }
 
-// note records the mark in line n, for the next shell block or for the page. It returns true if the mark stands alone.
+// note records a mark with its value, in line n of the page: in `next`, for the next shell block, or in p, for the page. alone means that
+// the mark belongs to no shell block.
 func (p *Page) note(next *Step, n int, mark, value string) (alone bool) {
 	switch mark {
 	case "not typed":

@@ -189,7 +189,8 @@ func relative(from, to string) string {
 	return up + to
 }
 
-// link returns the address, on the site, to which a link of a page leads.
+// link returns the address, on the site, for the link `to` of the page p; "" for a folder, whose link is shown as text only. A link that
+// leads nowhere is an error.
 func (s *site) link(p *page, to string) (string, error) {
 	if strings.Contains(to, "://") || strings.HasPrefix(to, "mailto:") {
 		return to, nil

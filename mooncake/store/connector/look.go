@@ -89,7 +89,7 @@ func (s *Scheduler) Explain(ctx context.Context, w io.Writer, d Directory, p *Pr
 	return nil
 }
 
-// maxDigest is the largest length of a digest that ParseDigests accepts, in bytes.
+// maxDigest is the largest length of a digest, in bytes; ParseDigests returns an error for a longer one.
 const maxDigest = 64
 
 // ParseDigests makes a Prompt from the hashes of its hash units: hexadecimal words, as vLLM's KV events have them.

@@ -17,7 +17,7 @@ type Reader struct {
 	err   error
 }
 
-// types caches parsed literals. Peers choose the literals, so the cache is bounded.
+// types caches parsed literals. Peers choose the literals, so the cache is bounded: at maxTypes it is emptied.
 var types struct {
 	sync.Mutex
 	of map[string]known

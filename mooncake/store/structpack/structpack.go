@@ -64,8 +64,8 @@ const (
 	widthShift = 3
 	widthBits  = 3
 
-	maxLiteral = 4096 // bytes
-	maxDepth   = 32
+	maxLiteral = 4096 // bytes; a longer literal is malformed
+	maxDepth   = 32   // types in one another; a literal with more is malformed
 )
 
 // Kind says what a Type is.

@@ -167,7 +167,7 @@ type CopyOptions struct {
 	Timeout    time.Duration // for the whole copy; default none
 }
 
-// copyStep bounds the memory that Write and Read use.
+// copyStep bounds the memory that Write and Read use: they copy at most so many bytes at a time.
 const copyStep = 64 << 20
 
 // Write sends all bytes of `in` to the peer and returns how many bytes the peer has confirmed.
@@ -186,7 +186,7 @@ func Write(ctx context.Context, o CopyOptions, in io.Reader) (int64, error) {
 	})
 }
 
-// Read copies o.Bytes from the peer to out and returns the bytes copied.
+// Read copies o.Bytes from the peer to `out` and returns the number of bytes copied.
 func Read(ctx context.Context, o CopyOptions, out io.Writer) (int64, error) {
 	if o.Bytes < 0 {
 		return 0, fmt.Errorf("read %d bytes: %w", o.Bytes, transfer.ErrRange)

@@ -122,7 +122,7 @@ func (f *faults) unless(ok bool, format string, args ...any) {
 	}
 }
 
-// within adds a fault unless n lies between least and most, both included.
+// within adds a fault that names the flag unless n lies between `least` and `most`, both included.
 func (f *faults) within(flag string, n, least, most int) {
 	f.unless(least <= n && n <= most, "%s %d is outside %d to %d", flag, n, least, most)
 }

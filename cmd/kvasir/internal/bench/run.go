@@ -86,7 +86,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	return errors.Join(c.write(r, &p, stdout, stderr), outcome(r, run))
 }
 
-// outcome returns the error of the command, if the run has one.
+// outcome returns an error if the run failed, was interrupted before all requests ended, or had no request that succeeded; else nil.
 func outcome(r *bench.Result, run *load.Run) error {
 	if run.Err != nil {
 		return fmt.Errorf("ended after %d of %d requests: %w", len(run.Samples), r.NumPrompts, run.Err)
@@ -187,7 +187,7 @@ func writable(file string) error {
 	return errors.Join(f.Close(), os.Remove(f.Name()))
 }
 
-// save writes a file completely or not at all; "-" means stdout.
+// save writes what the function `write` writes to a file, completely or not at all; "-" means stdout.
 func save(file string, stdout io.Writer, write func(io.Writer) error) (err error) {
 	if file == "-" {
 		return write(stdout)

@@ -28,7 +28,7 @@ type storeFlags struct {
 	Timeout time.Duration `help:"Time for all questions." default:"30s" group:"A real store"`
 }
 
-// maxPromptFile is the largest file of hashes or token ids, in bytes.
+// maxPromptFile is the largest file of hashes or token ids, in bytes; a larger one is refused.
 const maxPromptFile = 256 << 20
 
 // explain asks the store for the prompt's blocks, and prints which of them it has.

@@ -128,7 +128,8 @@ type demoRequests struct {
 	close func()             // closes the file from which they are read
 }
 
-// maxDemoRequests is the largest number of requests of a trace: 8 bytes of each are kept in memory.
+// maxDemoRequests is the largest number of requests of a trace, because 8 bytes of each are kept in memory. With more, the demo ends with
+// an error before it plays any.
 const maxDemoRequests = 1 << 24
 
 // requests returns the requests to play. It reads a trace once to see that it is complete; the trace is read again while it is played.
@@ -179,8 +180,8 @@ func (c *demoCmd) play(e *env, srv *server.Server, requests *demoRequests, layou
 	})
 }
 
-// progress returns a function that prints how far a run has come, at most twice a second: on one line of a terminal, or else every
-// tenth of the run. end ends the line of a run that was not finished.
+// progress returns two functions. show prints how far a run has come, at most twice a second: on one line of a terminal, or else every
+// tenth of the run. The text `of` names what show counts, for example requests. end ends the line of a run that was not finished.
 func progress(w io.Writer, of string) (show func(done, total int), end func()) {
 	return progressOn(w, isTerminal(w), of)
 }

@@ -21,10 +21,10 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
-// Limits of the second part, which takes some seconds.
+// Limits of the second part, which takes some seconds. It plays the first requests whose prompts are short enough.
 const (
 	deploymentRequests = 200
-	deploymentTokens   = 12000 // tokens of a prompt
+	deploymentTokens   = 12000 // most tokens of a prompt
 )
 
 // deployment plays requests through a server, a registry, P and D.

@@ -39,10 +39,11 @@ type engineMessage struct {
 	payload  []byte
 }
 
-// replayBytes bounds the payloads that are kept to be repeated.
+// replayBytes bounds the payloads that are kept to be repeated; beyond it the oldest ones are dropped, but the newest one always stays.
 const replayBytes = 64 << 20
 
-// openEnginePublisher opens the sockets; Close closes them.
+// openEnginePublisher opens the sockets for the KV events of the data-parallel rank; Close closes them. `from` are the networks from which
+// subscribers may connect.
 func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, from *auth.Networks, log *slog.Logger) (*enginePublisher, error) {
 	p := &enginePublisher{o: o, rank: rank, pub: zmtp.NewPub(zmtp.PubOptions{HeartbeatInterval: 30 * time.Second, Networks: from, Log: log})}
 	at, err := p.pub.Listen(ctx, o.Endpoint)

@@ -15,7 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 )
 
-// likeSGLang changes the options for --like sglang.
+// likeSGLang changes the options for --like sglang. It returns an error if flags do not fit --like sglang, or need another --like than the
+// given one.
 func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
 	switch {
 	case c.VLLMTier != "" || c.Requests != 0:

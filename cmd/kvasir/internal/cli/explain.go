@@ -49,7 +49,7 @@ func explainChanged(e *pool.ChangedError) error {
 	return explained{text, e}
 }
 
-// explained is an error with another text.
+// explained is the error err with another text, for people. errors.Is and errors.As find err in it.
 type explained struct {
 	text string
 	err  error

@@ -30,8 +30,8 @@ type exposure struct {
 // allowAnyone is the only value of --allow-anyone. It names the risk.
 const allowAnyone = "read-prompts"
 
-// refuseOpen returns an error for listeners beyond loopback that have neither networks nor credentials. credentials means that
-// --token-file or --tls-client-ca is given.
+// refuseOpen returns an error for those of the listeners `all` that are beyond loopback and have neither networks nor credentials, unless
+// --allow-anyone is given. credentials means that --token-file or --tls-client-ca is given, which protect HTTP listeners.
 func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credentials bool, all []exposure) error {
 	if f.AllowAnyone != "" && f.AllowAnyone != allowAnyone {
 		return usagef("--allow-anyone %.40s: its one value is %s", f.AllowAnyone, allowAnyone)
@@ -60,7 +60,7 @@ func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credential
 		strings.Join(open, ", and "), strings.Join(localNetworks(), ","), instead, allowAnyone)
 }
 
-// maxLocalNetworks is the largest number of networks that an error names.
+// maxLocalNetworks is the largest number of networks that an error names; this machine's further networks are left out.
 const maxLocalNetworks = 8
 
 // localNetworks returns values for --allow-from: the networks of this machine's interfaces, and the loopback address.

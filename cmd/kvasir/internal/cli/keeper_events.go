@@ -26,7 +26,7 @@ type keeperEventFlags struct {
 
 const (
 	keeperChanges     = 1 << 15 // changes kept for the publisher
-	keeperSubscribers = 32      // a subscriber takes 48 bytes per file until it has got the list of all chunks
+	keeperSubscribers = 32      // most subscribers, each of which takes 48 bytes per file until it has got the list of all chunks
 )
 
 // check returns an error for flags that contradict each other.
@@ -110,7 +110,8 @@ func (keeperFeed) Activate() {}
 // Last returns the number of the newest change.
 func (f keeperFeed) Last() uint64 { return f.LastChange() }
 
-// Read returns changes as events.
+// Read appends to dst, as events, at most `limit` changes after the number `after`, and returns the number of the last of them. The bool is
+// true if changes were lost.
 func (f keeperFeed) Read(after uint64, limit int, dst []events.Announcement) ([]events.Announcement, uint64, bool) {
 	changes, next, lost := f.Changes(after, limit)
 	for i := range changes {

@@ -28,9 +28,9 @@ func notify(log *slog.Logger, state string) {
 	}
 }
 
-// whenOver calls f when ctx ends, unless the caller calls end before. If ctx has ended, end returns only after f has returned;
-// otherwise f is never called. A context closes its channel before it starts its AfterFuncs, so end may be called before f was started:
-// then end itself calls f.
+// whenOver calls f when ctx ends, unless the caller has called the function `end` before. If ctx has ended, `end` returns only after f has
+// returned; otherwise `end` makes sure that f is never called. A context closes its channel before it starts its AfterFuncs, so `end` may be
+// called before f was started: then `end` itself calls f.
 func whenOver(ctx context.Context, f func()) (end func()) {
 	once := sync.OnceFunc(f) // a second call waits for the first one
 	stop := context.AfterFunc(ctx, once)

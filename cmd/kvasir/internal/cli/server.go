@@ -415,8 +415,8 @@ func failedStart(st *store.Store, err error) error {
 	return errors.Join(err, st.Close())
 }
 
-// A server needs files for the connections of engines, one per worker and one per scheduler, and for its own files. minFiles is
-// required; below fewFiles it warns.
+// minFiles and fewFiles are numbers of open files that the system allows the server, which needs them for the connections of engines, one
+// per worker and one per scheduler, and for its own files. Below minFiles the server does not start; below fewFiles it warns.
 const minFiles, fewFiles = 32, 256
 
 // warnSetup warns about settings with which the server would work badly, and returns an error for those with which it cannot work.

@@ -34,7 +34,7 @@ Examples:
   kvasir store rm greeting --force --master 127.0.0.1:50051`
 }
 
-// cluster has the flags that the commands share.
+// cluster has the flags that the commands of kvasir store share: which cluster they use.
 type cluster struct {
 	masterFlags
 	peerFlags
@@ -122,7 +122,8 @@ type storeGetCmd struct {
 	Key string `arg:"" help:"Key."`
 }
 
-// maxObject is the largest object that a command holds in memory, in bytes.
+// maxObject is the largest object that kvasir store gets or puts, in bytes, because the command holds it in memory. For a larger one the
+// command ends with an error.
 const maxObject = 4 << 30
 
 // Run reads an object and writes it to standard output.

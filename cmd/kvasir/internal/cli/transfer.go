@@ -95,7 +95,8 @@ func (c *transferServeCmd) Run(e *env) error {
 	})
 }
 
-// peerFileWait is how long a command waits for the file of a serve that has just been started.
+// peerFileWait is how long a command waits for the file that kvasir transfer serve writes, which may just have been started. Then the
+// command ends with an error.
 const peerFileWait = 5 * time.Second
 
 // region says which bytes of which peer a command uses.

@@ -104,7 +104,7 @@ func (f *faults) unless(ok bool, format string, args ...any) {
 	}
 }
 
-// port adds a fault if port is not a port to listen on. free says whether 0, which takes a free port, is allowed.
+// port adds a fault that names the flag if port is not a port to listen on. If `free` is true, 0, which takes a free port, is allowed.
 func (f *faults) port(flag string, port int, free bool) {
 	low := 1
 	if free {
@@ -113,7 +113,7 @@ func (f *faults) port(flag string, port int, free bool) {
 	f.unless(port >= low && port <= 65535, "%s %d is outside %d to 65535", flag, port, low)
 }
 
-// maxSeconds is the longest time that can be given in seconds: ten years.
+// maxSeconds is the longest time that can be given in seconds: ten years. A flag with a longer one is refused.
 const maxSeconds = 10 * 365 * 86400
 
 // err returns all faults as one usageError; nil: there are none.

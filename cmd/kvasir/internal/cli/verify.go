@@ -57,7 +57,7 @@ Examples:
   kvasir verify --url http://10.0.0.7:8000 --expect prompts.json`
 }
 
-// maxKept is the largest file for --expect, in bytes.
+// maxKept is the largest file for --expect, in bytes; a larger one is refused as malformed.
 const maxKept = 64 << 20
 
 // serverAt is the HTTP interface of a server at an address.
@@ -153,7 +153,8 @@ func readKept(path string) (*verify.Kept, error) {
 	return k, nil
 }
 
-// writeFile creates a file that only its owner may read.
+// writeFile writes what the function `write` writes to a file. It creates a missing file, which only its owner may read, and replaces the
+// content of an existing one.
 func writeFile(path string, write func(io.Writer) error) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {

@@ -63,7 +63,7 @@ type zmqAuth struct {
 	of      map[string]zmtp.Authentication
 	refused map[string]*zmqRefusals // by listener
 	clients *zmtp.CurveClients
-	self    lmcache.ClientOptions // with which this process connects to its own listener zmq
+	self    lmcache.ClientOptions // options with which this process connects to its own listener zmq
 }
 
 // open reads the files. tokens are those of --token-file; nil: there are none.

@@ -146,13 +146,14 @@ func Run(ctx context.Context, o Options) *Report {
 	return &d.report
 }
 
-// add adds a finding to the report. It makes texts from outside printable, such as names of files and texts of errors.
+// add adds a finding to the report. It makes texts from outside printable, such as names of files and texts of errors, and cuts texts after
+// 500 bytes.
 func (d *doctor) add(level Level, noun, text, cause, mend string) {
 	const most = 500
 	d.report.Findings = append(d.report.Findings, Finding{level, noun, safelog.Text(text, most), safelog.Text(cause, most), safelog.Text(mend, most)})
 }
 
-// okIfNone adds an OK finding about a noun if no finding was added since mark was taken.
+// okIfNone adds an OK finding about a noun if no finding was added since d.mark returned mark.
 func (d *doctor) okIfNone(mark int, noun, format string, args ...any) {
 	if len(d.report.Findings) == mark {
 		d.add(OK, noun, fmt.Sprintf(format, args...), "", "")
@@ -202,7 +203,7 @@ func (r *Report) WriteJSON(w io.Writer) error {
 	}{r.Worst(), r.Findings})
 }
 
-// read returns the text of a small file of the kernel, without blanks at its ends. It is empty if the file cannot be read.
+// read returns the text of a small file of the kernel, or of as much of it as can be read; empty if nothing can.
 func read(path string) string {
 	f, err := os.Open(path)
 	if err != nil {
@@ -213,5 +214,5 @@ func read(path string) string {
 	return string(b)
 }
 
-// maxFile is how many bytes of a file of the kernel are read.
+// maxFile is how many bytes of a file of the kernel are read; what follows is ignored.
 const maxFile = 4 << 20

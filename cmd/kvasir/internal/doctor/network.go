@@ -41,8 +41,8 @@ func (d *doctor) ports() {
 	d.okIfNone(mark, ports, "%s can be listened on", strings.Join(list, ", "))
 }
 
-// port checks whether a server can listen at an address. taken is the level of the finding if a program other than Kvasir listens
-// there.
+// port checks whether a server can listen at the address `at`, which is host and port. taken is the level of the finding if a program other
+// than Kvasir listens there.
 func (d *doctor) port(at, host string, port int, taken Level) {
 	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	switch {

@@ -135,7 +135,8 @@ func (d *doctor) releases(ctx context.Context, all []*process) {
 	d.okIfNone(mark, releases, "every release was run with Kvasir")
 }
 
-// judgeAll judges the packages of all peers in some directories. It reports whether there is such a package.
+// judgeAll adds a finding for each package of a peer in dirs, which belong to the environment or process `where`. It returns false if there
+// is no such package.
 func (d *doctor) judgeAll(dirs []string, where string) (some bool) {
 	for _, dir := range dirs {
 		entries, _ := os.ReadDir(dir) // a directory that cannot be read has no entries

@@ -72,7 +72,8 @@ func kindOf(text string) (kind, path string) {
 	return kind, path
 }
 
-// try runs kvasir tier check on a tier, and adds a finding for each fault.
+// try runs the check of kvasir tier check on the tier that text describes, and adds a finding for each fault. name names the tier in the
+// findings. It returns the verdict of the check.
 func (d *doctor) try(ctx context.Context, name, text string) tiertool.Verdict {
 	v, faults := d.TryTier(ctx, text)
 	for _, f := range faults {

@@ -71,8 +71,9 @@ func (w *words) next() []string {
 	return out
 }
 
-// cases returns the branches of the two shell case statements that bash and zsh share: one for the command before the cursor, one for
-// the flag.
+// cases returns parts of the scripts for bash and zsh: the paths of all commands as one pattern (commands), and the branches of two case
+// statements. `after` has those for the flag before the cursor, `next` those for the command. offer returns the shell code that offers
+// words, and files is the code that offers names of files.
 func cases(list []words, offer func([]string) string, files string) (commands, after, next string) {
 	var known []string
 	var a, n strings.Builder

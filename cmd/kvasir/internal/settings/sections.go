@@ -30,15 +30,15 @@ func (s *Settings) Section(name string) (*Settings, bool) {
 	return &Settings{getenv: s.getenv, from: make(map[string]string), path: s.path, name: name, section: node, last: make(map[string]setting)}, ok
 }
 
-// Default gives a flag a value that is used if neither the environment nor the file has one. from names the source of the value, for
-// Sources.
+// Default gives a flag a value that is used if neither the environment nor the file has one. `from` names, for Sources, the source of this
+// and of all earlier values given to Default.
 func (s *Settings) Default(flag, value, from string) {
 	s.last[flag] = setting{value: value}
 	s.lastOf = from
 }
 
-// hint returns the end of an error about an unknown key: the name that was probably meant, or else the names of the sections, if the
-// file may have any.
+// hint returns the end of an error about an unknown key: which of the names `known` was probably meant, or else the names of the sections,
+// if the file may have any.
 func (s *Settings) hint(key string, known, sections []string) string {
 	if near := options.NearestHint(key, slices.Concat(known, sections)); near != "" || sections == nil {
 		return near

@@ -28,7 +28,7 @@ import (
 // notInFile are the flags that can be given only on the command line.
 var notInFile = []string{"help", "config", "check-config", "drop"}
 
-// maxConfig is the largest configuration file, in bytes.
+// maxConfig is the largest configuration file, in bytes; a larger one is refused.
 const maxConfig = 1 << 20
 
 // Settings finds the values of flags in the environment and in the file of --config. It implements kong.Resolver.
@@ -248,7 +248,8 @@ func (e FileError) Error() string {
 	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys in the text may be any text
 }
 
-// readSettings reads a YAML mapping. Its values are scalars, lists of scalars, and sections, which are mappings themselves.
+// readSettings reads a YAML mapping. Its values are scalars, lists of scalars, and sections, which are mappings themselves. `known` are the
+// flags that may be its keys, and sections the names of its sections; other keys are an error, except the sections of a file for kvasir all.
 func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[string]setting, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxConfig+1))
 	if err != nil {
@@ -275,7 +276,8 @@ func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[stri
 	return s.readMapping(doc.Content[0], known, sections)
 }
 
-// readMapping reads the mapping of a file or of a section. It keeps the sections of a file in s.sections.
+// readMapping reads the mapping of a file or of a section, whose keys may be the flags `known` and the names of the sections. It keeps the
+// sections of a file in s.sections.
 func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[string]setting, error) {
 	out := make(map[string]setting)
 	of, example := "", "port: 5555"

@@ -52,7 +52,7 @@ Examples:
   kvasir sim fleet --nodes 1,4,16 --read-gbps 5 --write-gbps 5 --route sticky --csv -`
 }
 
-// maxFleetRequests is how many requests all nodes together may send.
+// maxFleetRequests is how many requests all nodes together may send; --requests for more is refused.
 const maxFleetRequests = 2_000_000
 
 // options returns the options of the runs. The caller calls done after them, also if there is an error: it closes the trace.

@@ -65,8 +65,8 @@ func Aliases(args []string) []string {
 type Env struct {
 	Ctx            context.Context // it ends at SIGINT or SIGTERM
 	Stdout, Stderr io.Writer
-	// Progress returns two functions: show prints how far a run is, and end ends the printed line. of names what show counts, for
-	// example requests. nil: no progress is printed.
+	// Progress returns two functions: show prints how far a run is, and end ends the printed line. The text `of` names what show counts,
+	// for example requests. nil: no progress is printed.
 	Progress func(w io.Writer, of string) (show func(done, total int), end func())
 }
 

@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// maxAnswer is how many bytes of an answer are read.
+// maxAnswer is how many bytes of an answer are read. A longer answer is cut, and cannot be decoded.
 const maxAnswer = 64 << 20
 
 // Asker sends requests to the HTTP interfaces of servers.
@@ -67,7 +67,7 @@ func (f *AccessFlags) asker() (*Asker, error) {
 	return a, nil
 }
 
-// get sends a GET request to a server and returns the body of the answer. The error says in one line what to check.
+// get sends a GET request to the URL `at` and returns the body of the answer. The error says in one line what to check.
 func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
 	if err != nil {
@@ -86,7 +86,7 @@ func (a *Asker) do(r *http.Request) (body []byte, err error) {
 	return body, err
 }
 
-// stream sends a request as do does, but passes the body of the answer to take, which reads it as it comes.
+// stream sends a request as do does, but passes the body of the answer to the function `take`, which reads it as it comes.
 func (a *Asker) stream(r *http.Request, take func(io.Reader) error) error {
 	at := r.URL.String()
 	if a.token != "" {

@@ -43,10 +43,10 @@ type askFlags struct {
 	Timeout float64 `help:"Seconds to wait for the answer." default:"10"`
 }
 
-// maxPatience is the largest --timeout in seconds: ten years.
+// maxPatience is the largest --timeout in seconds: ten years. A larger one is refused.
 const maxPatience = 10 * 365 * 86400
 
-// ask sends a request to a path of the server, with body as JSON unless it is nil. It returns the body of the answer, and the URL of
+// ask sends a request to a path of the server, with body as JSON unless it is nil. It returns the body of the answer, and as `at` the URL of
 // the server without the path.
 func (f *askFlags) ask(e *sim.Env, method, path string, body any) (answer []byte, at string, err error) {
 	base, err := f.base()

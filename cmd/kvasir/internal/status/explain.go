@@ -35,7 +35,7 @@ Examples:
   kvasir explain --limit 100 --json | jq '.lookups[].reason'`
 }
 
-// maxExplained is the largest --limit: a server remembers this many lookups.
+// maxExplained is the largest --limit, because a server remembers this many lookups; a larger one is refused.
 const maxExplained = 4096
 
 // Run asks the server and prints its explanation.
@@ -94,7 +94,8 @@ func printRequest(w io.Writer, got *explain.Explanation, id string, width int) e
 	return printAdvice(w, got)
 }
 
-// foundAll says why the server remembers no lookup of a request that found less than it asked for.
+// foundAll says why the server remembers, for a request, no lookup that found less than it asked for. kept is how many such lookups the
+// server remembers in all; the request's may be among the older ones that it has forgotten.
 func foundAll(r *explain.Timeline, kept int) string {
 	switch {
 	case r.AskedTokens == 0:

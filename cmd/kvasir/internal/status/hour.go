@@ -19,7 +19,7 @@ type hour struct {
 	p50, p99   []float64 // times of lookups in seconds; NaN: there was no lookup
 }
 
-// add appends the points that are newer than the last one. p may be nil.
+// add appends those of the server's points p that are newer than the last one. p may be nil: then there are none.
 func (h *hour) add(p *admin.Points) {
 	if p == nil {
 		return
@@ -45,8 +45,8 @@ func (h *hour) seconds() (all float64) {
 	return all
 }
 
-// rates divides the hour into equal parts, at most as many as the parameter most says, and returns the hit rate of each. It is NaN if
-// nothing was asked for.
+// rates divides the hour into equal parts, at most `most` of them, and returns the hit rate of each; NaN for a part in which nothing was
+// asked for.
 func (h *hour) rates(most int) []float64 {
 	n := min(len(h.asked), max(most, 0))
 	out := make([]float64, n)

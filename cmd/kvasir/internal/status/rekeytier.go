@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// maxRekeyLine is the longest line of the server's answer, in bytes.
+// maxRekeyLine is the longest line of the server's answer, in bytes; a longer one is an error.
 const maxRekeyLine = 64 << 10
 
 // RekeyTier makes a running server encrypt the objects of one of its tiers anew that an older key encrypted, and prints the progress.

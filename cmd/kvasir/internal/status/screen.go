@@ -34,10 +34,10 @@ type Screen struct {
 	hour        hour      // the points of the last hour; empty: the server keeps none
 }
 
-// maxHistory is how many hit rates are kept: as many as the widest line shows.
+// maxHistory is how many hit rates are kept: as many as the widest line shows. Older ones are dropped.
 const maxHistory = 512
 
-// Add adds the result of one attempt to ask the server at the time at: a snapshot or an error.
+// Add adds the result of one attempt, at the time `at`, to ask the server: a snapshot or an error.
 func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	if s.err = err; err != nil {
 		if s.lost.IsZero() {
@@ -71,8 +71,8 @@ type block struct {
 // minFooter is the least height of a screen that has a line of keys.
 const minFooter = 5
 
-// Lines returns the lines of the screen: none is longer than width columns, and there are at most height (0: no limit). note stands at
-// the right of the first line. If there is a limit, the last line names the keys.
+// Lines returns the lines of the screen at the time `at`: none is longer than width columns, and there are at most height (0: no limit).
+// note stands at the right of the first line. If there is a limit, the last line names the keys.
 func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 	lines := s.head(width, note, at)
 	if s.now == nil {
@@ -108,9 +108,9 @@ func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 	return lines
 }
 
-// share divides lines among blocks and returns the number of rows for each. First each block in turn gets its least rows. Then each
-// gets one more row in turn, until there are no rows or no lines left. The first row of a block takes two lines, because the title
-// needs one.
+// share divides lines, the number of lines of a screen, among blocks and returns how many rows of each block are shown. First each block in
+// turn gets its `least` rows. Then each gets one more row in turn, until there are no rows or no lines left. The first row of a block takes
+// two lines, because the title needs one.
 func share(blocks []block, lines int) []int {
 	rows := make([]int, len(blocks))
 	give := func(i int) bool {
@@ -230,7 +230,7 @@ func (s *Screen) savings() string {
 	return "lookups   " + strings.Join(parts, "   ")
 }
 
-// maxSeconds is about the largest time.Duration in seconds: 285 years.
+// maxSeconds is about the largest time.Duration in seconds: 285 years. A longer time is shown as this one.
 const maxSeconds = 9e9
 
 // shortTime writes a time in seconds with three digits.
@@ -368,7 +368,7 @@ func percent(share float64, ok bool) string {
 	return fmt.Sprintf("%.1f %%", 100*share)
 }
 
-// percentOf returns part as a percentage of the whole. If part is larger than the whole, it returns 100 %.
+// percentOf returns `part` as a percentage of the whole, which is `of`. If `part` is larger than the whole, it returns 100 %.
 func percentOf(part, of uint64) string {
 	return percent(float64(min(part, of))/math.Max(1, float64(of)), of > 0)
 }
@@ -442,7 +442,7 @@ func (s *Screen) sgr(code, text string) string {
 	return string(mark) + code + string(mark) + text
 }
 
-// fit cuts the lines to the width and height of the screen.
+// fit cuts the lines to the width and height of the screen; a height of 0 sets no limit. A line that was cut ends with "…".
 func (s *Screen) fit(lines []string, width, height int) []string {
 	if height > 0 && len(lines) > height {
 		lines = lines[:height]

@@ -39,8 +39,8 @@ var counted = map[string]bool{"kvasir_stored_bytes_total": true, "kvasir_retriev
 // timed is the histogram that a Snapshot reads from /metrics.
 const timed = "kvasir_request_duration_seconds_bucket"
 
-// Take asks a server at /status, /metrics and /now, and at /explain about a request, unless its ID in request is empty. at is the time
-// of the snapshot.
+// Take asks a server at /status, /metrics and /now, and at /explain about a request, unless its ID in request is empty. `at` is the time
+// of the snapshot. If /now or /explain is not answered, the snapshot lacks its figures; other failures are errors.
 func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, error) {
 	s := &Snapshot{At: at}
 	body, err := a.get(ctx, url+"/status")
@@ -74,7 +74,7 @@ func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*S
 // maxGap is about how much time two points of a server's history cover at least. After a longer gap the whole hour is fetched again.
 const maxGap = 8 * time.Second
 
-// maxOperations is how many operations of the histogram are kept.
+// maxOperations is how many operations of the histogram are kept; further ones are ignored.
 const maxOperations = 64
 
 // read reads the counters and the histogram from a text of Prometheus.
@@ -124,13 +124,14 @@ func label(labels, name string) string {
 	}
 }
 
-// isLater reports whether both snapshots are of the same process, and s is the later one. Only then do differences between them mean
-// anything.
+// isLater reports whether s and `before` are snapshots of the same process, and s is the later one. Only then do differences between them
+// mean anything.
 func (s *Snapshot) isLater(before *Snapshot) bool {
 	return before != nil && s.At.After(before.At) && s.Status.PID == before.Status.PID && s.Status.Started == before.Status.Started
 }
 
-// rate returns by how much a counter grew per second between two snapshots. ok is false if that is not known.
+// rate returns by how much a counter grew per second from the snapshot `before` to s; the function `of` returns the counter's value in a
+// snapshot. The bool is false if the two are not snapshots of one process.
 func (s *Snapshot) rate(before *Snapshot, of func(*Snapshot) float64) (float64, bool) {
 	if !s.isLater(before) {
 		return 0, false
@@ -138,7 +139,8 @@ func (s *Snapshot) rate(before *Snapshot, of func(*Snapshot) float64) (float64, 
 	return max(0, of(s)-of(before)) / s.At.Sub(before.At).Seconds(), true
 }
 
-// hitRate returns the share of tokens that were found between two snapshots. ok is false if none were asked for.
+// hitRate returns which share of the tokens asked for from the snapshot `before` to s was found. The bool is false if none were asked for,
+// or if the two are not snapshots of one process.
 func (s *Snapshot) hitRate(before *Snapshot) (float64, bool) {
 	if !s.isLater(before) {
 		return 0, false

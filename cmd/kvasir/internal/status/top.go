@@ -172,8 +172,8 @@ func draw(out *os.File, s *Screen, paused bool) error {
 	return err
 }
 
-// readKeys reads single keys from a terminal. restore stops the reading and gives the terminal its settings back. If in is no terminal,
-// keys is nil.
+// readKeys reads single keys from the terminal `in`. restore stops the reading and gives the terminal its settings back. If `in` is no
+// terminal, keys is nil.
 func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 	fd := int(in.Fd())
 	old, err := unix.IoctlGetTermios(fd, getTermios)

@@ -98,7 +98,8 @@ func waterfall(r *explain.Timeline, width int) []string {
 	return out
 }
 
-// span draws the time between from and to on a line of width columns that reaches from 0 to all. It takes at least one column.
+// span draws the time between `from` and `to` as a bar on a line of width columns that stands for the time from 0 to `all`. The bar has at
+// least one column.
 func span(from, to, all float64, width int) string {
 	if !(all > 0) || math.IsInf(all, 1) {
 		return ""

@@ -108,7 +108,7 @@ func VerifyJSON(ctx context.Context, w io.Writer, t tier.Tier, remove bool) erro
 // verdicts are the names of the verdicts in JSON.
 var verdicts = map[Verdict]string{Good: "good", Partial: "partial", Useless: "useless"}
 
-// CheckJSON writes the result of a check as one JSON object. said is the text that the check wrote.
+// CheckJSON writes the result of a check as one JSON object. `said` is the text that the check wrote.
 func CheckJSON(w io.Writer, v Verdict, said string) error {
 	return json.NewEncoder(w).Encode(struct {
 		Verdict   string   `json:"verdict"`

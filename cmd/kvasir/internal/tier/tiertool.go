@@ -220,7 +220,7 @@ func (n *verified) err() error {
 	return errors.Join(errorOfObjects(ErrDamaged, n.Damaged-n.Removed), errorOfObjects(ErrUnread, n.Unread))
 }
 
-// verify does the work of Verify. It calls fault for each object that is damaged (read is true) or could not be read (read is false).
+// verify does the work of Verify. It calls fault for each object that is damaged (`read` is true) or could not be read (`read` is false).
 // why is the reason.
 func verify(ctx context.Context, t tier.Tier, remove bool, fault func(name, why string, read bool)) (n verified, _ error) {
 	var buf []byte

@@ -57,7 +57,8 @@ func compare(prompt int, needle string, computed, restored *Answer, tolerance fl
 	return out, worst
 }
 
-// tie reports whether, at one place of the computed answer, another token was as likely as the one that was chosen.
+// tie reports whether, at the token number `at` of the computed answer, the token `other` was as likely as the chosen one: their
+// log-probabilities differ by at most tolerance.
 func tie(computed *Answer, at int, other string, tolerance float64) bool {
 	if at >= len(computed.Top) {
 		return false

@@ -38,7 +38,7 @@ type engine struct {
 	reports bool // an answer has said how many tokens were cached
 }
 
-// The limits of an engine's answer: its size in bytes, and the time it may take.
+// The limits of an engine's answer: its size in bytes, and the time it may take. An answer beyond one of them is a failed request.
 const (
 	maxAnswer   = 16 << 20
 	requestTime = 10 * time.Minute

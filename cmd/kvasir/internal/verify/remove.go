@@ -17,13 +17,13 @@ type page struct {
 	Next *string `json:"next_page_token"`
 }
 
-// How many pages of the list are read, and how many objects one request removes.
+// Limits of a removal.
 const (
-	maxPages  = 10_000
-	deletable = 5000
+	maxPages  = 10_000 // pages of the list that are read; objects on further pages stay
+	deletable = 5000   // objects that one request removes; further ones follow in the next request
 )
 
-// remove removes the objects under the run's own salts from the server, and returns how many there were. from says where: "l1" is the
+// remove removes the objects under the run's own salts from the server, and returns how many there were. `from` says where: "l1" is the
 // pool alone, "all" also the tiers.
 func (r *run) remove(ctx context.Context, from string) (removed int, err error) {
 	own := map[string]bool{}
@@ -74,7 +74,7 @@ func (r *run) remove(ctx context.Context, from string) (removed int, err error) 
 	return removed, nil
 }
 
-// cleanTime is how long it may take to remove what the run stored.
+// cleanTime is how long it may take to remove what the run stored. After that the report says that it stays on the server.
 const cleanTime = 30 * time.Second
 
 // cleanUp removes what the run stored. If it cannot, it says so in the report.

@@ -23,7 +23,7 @@ func (r *Report) ExitCode() int {
 	return 3
 }
 
-// mostDifferences is how many differences of a step the text for people shows.
+// mostDifferences is how many differences of a step the text for people shows; the report as JSON or HTML has all of them.
 const mostDifferences = 5
 
 // Write writes the report as text for people.

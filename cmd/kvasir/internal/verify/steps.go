@@ -36,7 +36,7 @@ func (r *run) cold(ctx context.Context, g *group) {
 	r.checkSalts(name, r.first, g, got)
 }
 
-// warm checks the second answers of the engine, which had the prompts in its own cache then.
+// warm checks `got`, the second answers of the engine, which had the prompts in its own cache then.
 func (r *run) warm(g *group, got []Answer, err error) {
 	const name = "warm, the same engine"
 	if err != nil {
@@ -239,7 +239,7 @@ func (r *run) single(ctx context.Context, g *group) error {
 	return nil
 }
 
-// expect checks the prompts that an earlier run kept.
+// expect checks the prompts that an earlier run kept: whether the engine now restores their KV, and answers as when it computes them anew.
 func (r *run) expect(ctx context.Context, k *Kept) error {
 	const name, weights = "kept prompts, restored", "kept prompts, computed again"
 	if len(k.Prompts) == 0 || len(k.Prompts) != len(k.Answers) {

@@ -93,7 +93,8 @@ type Kept struct {
 // of restored prompts differ by up to 0.06.
 const defaultTolerance = 0.1
 
-// maxNoise is the largest difference between cold runs at which a wrong block could still be noticed.
+// maxNoise is the largest difference between cold runs at which a wrong block could still be noticed. With a larger one, the steps count
+// as not tested.
 const maxNoise = 0.5
 
 // run is one verification.
@@ -243,8 +244,8 @@ func (r *run) notTested(name, why string) { r.step(Step{Name: name, Status: NotT
 
 func (r *run) tolerance() float64 { return max(2*r.noise, r.Tolerance) }
 
-// check compares answers with the computed ones, and adds the step. restored is how many tokens came from outside the engine, as the
-// engine or the server reports it; -1: not known. If it is 0, nothing was tested, and none is the reason.
+// check compares the answers `got` with the computed ones of the group, and adds the step. restored is how many tokens came from outside the
+// engine, as the engine or the server reports it; -1: not known. If restored is 0, nothing was tested, and the text `none` is the reason.
 func (r *run) check(name string, g *group, got []Answer, restored int, none string) {
 	switch {
 	case restored == 0:
@@ -266,8 +267,8 @@ func (r *run) check(name string, g *group, got []Answer, restored int, none stri
 	r.step(s)
 }
 
-// checkSalts checks that an engine computes prompts under a salt under which nobody sent them before. It measures the noise of cold
-// runs by the answers.
+// checkSalts checks that an engine computes prompts under a salt under which nobody sent them before: `got` are its answers under that
+// salt. It measures the noise of cold runs by these answers.
 func (r *run) checkSalts(name string, e *engine, g *group, got []Answer) {
 	s := Step{Name: name, Status: Passed, Prompts: len(got)}
 	cached := e.cached(got)
