@@ -178,7 +178,7 @@ func (c *connection) mustRefuseHeartbeat() bool {
 	return true
 }
 
-// opened records the open requests of a connection whose size may still change.
+// opened records the open requests of a connection whose chunk size may still change, 64 at most; others are not recorded.
 func (c *connection) opened(r lmcache.Request) {
 	if c.fixed {
 		return
@@ -250,7 +250,7 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	answer("")
 }
 
-// maxMisfits is how many pairs of alignment and chunk size that do not fit are logged, each once.
+// maxMisfits is how many pairs of alignment and chunk size that do not fit are logged, each once. Later pairs are not logged.
 const maxMisfits = 100
 
 // sizeFor returns the chunk size with which a request must be read.

@@ -16,13 +16,13 @@ const (
 	// peerLookupLife is how long objects wait to be unlocked, as long as LMCache's read locks.
 	peerLookupLife = 300 * time.Second
 
-	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys.
+	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys. Beyond it one is forgotten, see peerLookups.
 	maxPeerLookups = 1024
 
 	// peerLoans and allLoans bound the bytes that one peer, and all peers, may have locked, as parts of the pool.
 	peerLoans, allLoans = 0.25, 0.5
 
-	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB.
+	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB. Beyond it a lookup is forgotten, see peerLookups.
 	maxPeerKeys = 1 << 20
 )
 
@@ -72,7 +72,7 @@ func newPeerLookups(s *store.Store) *peerLookups {
 	return t
 }
 
-// mayLock returns how many bytes a peer may lock now.
+// mayLock returns how many bytes the peer `by` may lock now.
 func (t *peerLookups) mayLock(by string) int64 {
 	pool := float64(t.store.Files().Bytes())
 	t.mu.Lock()
@@ -143,8 +143,8 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 	return k.id
 }
 
-// lock locks the objects of a lookup, within the shares of its peer and of all peers, and adds the lookup. It returns the loans of lookups
-// that were forgotten for it.
+// lock locks the objects `keys` of a lookup, within the shares of its peer and of all peers, and adds the lookup. `at` has the index of each
+// key in the peer's request. It returns the loans of lookups that were forgotten for it, which the caller must give back.
 func (t *peerLookups) lock(k *peerLookup, keys []kv.Key, at []int) (forgotten []*store.Loan) {
 	t.locking.Lock() // no other lookup may lock the bytes that this one may
 	defer t.locking.Unlock()
@@ -174,7 +174,7 @@ func (t *peerLookups) Len() (n int) {
 	return n
 }
 
-// add adds a lookup. It returns the loans of lookups that were forgotten for it.
+// add adds a lookup. It returns the loans of lookups that were forgotten for it, which the caller must give back.
 func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -21,8 +21,8 @@ import (
 
 // Limits on requests that wait.
 const (
-	maxWaits   = 1024 // a user or address may have half of those that others leave free
-	maxWaitFor = 5 * time.Minute
+	maxWaits   = 1024            // requests that wait; a user or address may have half of those that others leave free; others are declined
+	maxWaitFor = 5 * time.Minute // a request that asks for a longer time waits only for this one
 )
 
 // waits has the requests that are answered later.

@@ -18,8 +18,8 @@ const (
 )
 
 // RekeyTier encrypts those objects of a tier again that were encrypted with an older key, `rate` bytes per second at most; 0 for the
-// default. It calls so after each object. It ends with ctx, or when the server stops: objects that are done stay so, and another call
-// continues. Errors: ErrNoTier, those of seal.Tier.Rekey.
+// default. It calls `so` with its figures after each object. `by` is who asks, for the log. It ends with ctx, or when the server stops:
+// objects that are done stay so, and another call continues. Errors: ErrNoTier, those of seal.Tier.Rekey.
 func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by string, so func(seal.RekeyStats)) (seal.RekeyStats, error) {
 	t, ok := s.opts.Seals[name]
 	if !ok {

@@ -27,9 +27,9 @@ import (
 
 // Limits on streams.
 const (
-	maxStreams    = 1024    // a user or address may have half of those that others leave free
-	streamBytes   = 4 << 20 // about, per batch
-	bytesPerToken = 5       // at most
+	maxStreams    = 1024    // open streams; a user or address may have half of those that others leave free; others are declined
+	streamBytes   = 4 << 20 // about how many bytes a batch has; later records follow in the next one
+	bytesPerToken = 5       // most bytes that a token takes in a batch
 )
 
 // streamKey identifies a subscriber: an instance id of one user or address.
@@ -72,7 +72,7 @@ type streams struct {
 	}
 }
 
-// begin adds a stream, and replaces one of the same subscriber. It reports false when there are too many.
+// begin adds a stream, and ends an earlier one of the same subscriber. It reports false when there are too many, or after stop.
 func (l *streams) begin(st *stream) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -69,7 +69,7 @@ type Options struct {
 }
 
 // Open maps the memory of a worker, which the caller `who` lends, and finds out its groups. The error wraps ErrRegistration, and
-// access.ErrLender for memory that who may not lend.
+// access.ErrLender for memory that `who` may not lend.
 func Open(reg *lmcache.KVCache, o Options, who *access.Caller) (*KV, error) {
 	d := &KV{reg: *reg}
 	err := d.open(o, who)
@@ -172,7 +172,8 @@ func understood(reg *lmcache.KVCache, cpuViews bool) error {
 	return reg.Unread.Err()
 }
 
-// layer maps the memory of one layer and checks that the tensor lies within it.
+// layer maps the memory of one layer, a segment in shmDir, and checks that the tensor lies within it. `may` returns an error for a file that
+// the worker may not lend.
 func (d *KV) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) error) (paged.Layer, error) {
 	switch desc.Type {
 	case lmcache.CPUShm:

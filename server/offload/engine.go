@@ -242,7 +242,8 @@ func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	return k
 }
 
-// begin counts a lookup that begins. It reports false if the id is in use, if too many lookups are not released, or if the engine has left.
+// begin counts a lookup that begins. It reports false if the id is in use, if too many lookups are not released, or if the engine has left:
+// the lookup is then answered without a hit.
 func (e *engine) begin(id uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -253,8 +254,8 @@ func (e *engine) begin(id uint64) bool {
 	return true
 }
 
-// keep records what a lookup lends. It reports false if it lends nothing, if another lookup with this id was faster, or if the engine has
-// left.
+// keep records what a lookup lends. It reports false if the lookup lends nothing, if another lookup with this id was faster, or if the
+// engine has left: the caller must then give the loan back itself.
 func (e *engine) keep(id uint64, l loan) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

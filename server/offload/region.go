@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxLeft is the largest number of regions of former engines that are remembered.
+// maxLeft is the largest number of regions of former engines that are remembered. Further ones are not remembered, and stay.
 const maxLeft = 1 << 12
 
 // Region is the file of an engine's region. An engine that was killed leaves the file, and the file keeps all of its memory.

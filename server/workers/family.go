@@ -30,6 +30,7 @@ type engine struct {
 }
 
 // relatives returns the largest number of workers of a model's layout that were k's relatives at one time; `now` is the present number.
+// first is the fingerprint of the layout's first worker, which tells the layout apart from others.
 func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
 	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {
