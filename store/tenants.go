@@ -19,9 +19,9 @@ type quotas struct {
 	named    atomic.Bool
 }
 
-// SetQuota gives the tenant of a cache salt a quota of `bytes` in the pool: an eviction for another tenant never makes it fall below them.
-// The empty salt is a tenant like others. Objects that it stored before count from its next request of the same model on. Errors:
-// tenant.ErrTooMany, ErrSum, ErrQuota.
+// SetQuota gives the tenant of a cache salt a quota of `bytes` in the pool: an eviction for another tenant never leaves this tenant with
+// less than its quota. The empty salt is a tenant like others. Objects that the tenant stored before count from its next request of the
+// same model on. Errors: tenant.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetQuota(salt string, bytes int64) error {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()

@@ -56,7 +56,8 @@ type stage struct {
 	counted int64 // part of used that hold.Table counts already
 }
 
-// maxTransfer bounds the objects of one transfer.
+// maxTransfer bounds the objects of one transfer. A store leaves out the chunks beyond them, a lookup lends no more, and a larger load is
+// refused.
 const maxTransfer = 1 << 16
 
 // stageBatch is how many chunks get their places under the lock at a time. It is small because each chunk may need evictions.
@@ -204,7 +205,8 @@ func (st *stage) chunkLocked(c int) error {
 	return nil
 }
 
-// busyLocked reports whether a transfer of the user or address `by` must be refused because too many are in progress.
+// busyLocked reports whether a transfer of the user or address `by` must be refused, because too many are in progress or the store is
+// closed.
 func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
 // unstageLocked frees places that were not given to a worker.
@@ -222,7 +224,8 @@ func (s *Store) unstageLocked(objects []heldObject) {
 // endsForRoom is how many objects whose end has come are dropped for one chunk before the store tries again to place it.
 const endsForRoom = 16
 
-// mostFreed bounds the bytes that may be evicted for one chunk that finds no place, as a multiple of the chunk's length.
+// mostFreed bounds the bytes that may be evicted for one chunk that finds no place, as a multiple of the chunk's length. Beyond it the chunk
+// is not stored.
 const mostFreed = 16
 
 // reserveLocked stages one object, and evicts others as long as that helps. Errors: pool.ErrFull, errAgain.
@@ -300,7 +303,8 @@ type prefixGuard struct {
 	kept   []pool.Slot
 }
 
-// protect keeps the request's chunks, at the first call. It reports whether it may have made room.
+// protect keeps the request's chunks from eviction, at the first call. It reports whether it evicted any of the request's window chunks: the
+// caller then tries again to place its chunk.
 func (g *prefixGuard) protect() bool {
 	if g.on {
 		return false

@@ -34,7 +34,8 @@ const (
 	smallPart = 10
 )
 
-// maxWalk is how many slots putBack looks at for the place of a slot.
+// maxWalk is how many slots putBack looks at for the place of a slot. If the place is farther away, the slot gets the one where the search
+// ended.
 const maxWalk = 32
 
 // entry is the state of a slot.
@@ -228,10 +229,10 @@ func (p *S3FIFO) putBack(slot uint32, e *entry) {
 	p.hint = slot + 1
 }
 
-// maxGhosts bounds the ids that a ghostQueue remembers: 40 MB.
+// maxGhosts bounds the ids that a ghostQueue remembers: 40 MB. Beyond it the oldest is forgotten.
 const maxGhosts = 1 << 20
 
-// ghostQueue remembers the ids of slots that were evicted from the small queue, as many as together weigh `limit` bytes.
+// ghostQueue remembers the ids of content that was evicted, the latest of them that together weigh at most `limit` bytes.
 type ghostQueue struct {
 	limit  int64
 	weight int64

@@ -31,8 +31,8 @@ type PromptEnd struct {
 
 // Teacher is a policy that teaches Shadows.
 type Teacher interface {
-	// Teach fills in l: the classes of the prompts since its last call (the first call gives none). With whole it copies the indices, 36
-	// KiB.
+	// Teach fills in l: the classes of the prompts since its last call (the first call gives none). With `whole` it also copies the
+	// indices, 36 KiB.
 	Teach(l *Lessons, whole bool)
 }
 
@@ -109,7 +109,8 @@ func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 	s.setClass(slot, n, of.class)
 }
 
-// Share records that a prompt used a slot. forks says that the prompt continued differently than the one before.
+// Share records that a prompt used a slot. forks says that the prompt continued after it differently than the prompt before: the slot is
+// then a fork.
 func (s *Shadow) Share(slot uint32, forks bool) {
 	s.settle()
 	if n := s.node(slot); n != nil && (forks || n.forkUses > 0) {

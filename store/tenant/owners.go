@@ -24,7 +24,8 @@ type owner[T comparable] struct {
 	next, before *owner[T] // in the ring of empty ones; nil outside it
 }
 
-// name sets the tenant of a namespace. It reports whether the namespace had another tenant, or none, before.
+// name sets the tenant of a namespace. It reports whether that changed anything: not if it had this tenant before, or if owners is full of
+// namespaces with slots.
 func (s *owners[T]) name(ns kv.Namespace, tenant T) (news bool) {
 	old := s.of[ns]
 	switch {
