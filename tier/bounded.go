@@ -69,7 +69,8 @@ func (b *Bounding) Resting() bool {
 	return b.mu.failures >= b.limits.Failures
 }
 
-// do calls f once there is room for it. While the tier rests it returns ErrResting and does not call f.
+// do calls f, which moves `bytes` bytes and is a write or not, once the limits leave room for it, and counts how it ends. While the tier
+// rests it returns ErrResting and does not call f.
 func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(context.Context) error) error {
 	trial, err := b.admit()
 	if err != nil {

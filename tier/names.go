@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// maxNames bounds the namespaces in Names.
+// maxNames bounds the namespaces in Names; Add says what happens beyond it.
 const maxNames = 1 << 16
 
 // Name has the model, the salt and the other parts of which a kv.Namespace is the digest. Tiers whose layout other programs share name
@@ -99,7 +99,8 @@ func (n *Names) Mix(model string) {
 	}
 }
 
-// maxMixed bounds the models of Mix. A server's note of mixed models has room for as many, so that a restart loses none.
+// maxMixed bounds the models of Mix. When there are as many, every model counts as mixed. A server's note of mixed models has room for as
+// many, so that a restart loses none.
 const maxMixed = 1024
 
 // MixedModels returns the models of Mix, sorted. If there are maxMixed (1,024), every model counts as mixed, also in other Names to which

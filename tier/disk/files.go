@@ -288,7 +288,7 @@ func (f osFile) writev(bufs [][]byte, off int64) error {
 	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(f.fd, bufs, off) }, io.ErrShortWrite)
 }
 
-// each repeats call until all of bufs are moved. If a call moves nothing, each returns the error none.
+// each repeats call until all of bufs are moved, to or from offset off on. If a call moves nothing, each returns the error `none`.
 func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), none error) error {
 	for len(bufs) > 0 {
 		n, err := call(bufs, off)
@@ -307,7 +307,7 @@ func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), non
 	return nil
 }
 
-// after returns what remains of bufs after the first n bytes. It does not change bufs.
+// after returns those parts of bufs that follow the first n bytes. It does not change bufs.
 func after(bufs [][]byte, n int) [][]byte {
 	for i := range bufs {
 		if n < len(bufs[i]) {

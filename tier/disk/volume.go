@@ -130,7 +130,7 @@ type segment struct {
 	err         error         // why sealing failed
 }
 
-// begin counts a call, which ends with v.calls.Done.
+// begin counts a call, which ends with v.calls.Done. If the volume is closed it returns errClosed and counts nothing.
 func (v *volume) begin() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -141,7 +141,8 @@ func (v *volume) begin() error {
 	return nil
 }
 
-// use finds an object and keeps its segment open until release. counts says that this read counts as a use.
+// use finds an object of n bytes and keeps its segment open until release. counts says that this read counts as a use of the object. Errors:
+// errClosed, tier.ErrMissing, *tier.CorruptError for another length.
 func (v *volume) use(k *kv.Key, n int, counts bool) (s *segment, e entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -285,7 +286,8 @@ func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte
 	return nil
 }
 
-// restOf returns the part of the two blocks that has the rest of a payload.
+// restOf returns the part of `ends`, two blocks, that has the rest of a payload: the second block with extra, else the first one after the
+// header.
 func restOf(ends []byte, rest int64, extra bool) []byte {
 	if extra {
 		return ends[block:][:rest]

@@ -52,8 +52,8 @@ type begun struct {
 	known         map[kv.Namespace]kv.Namespace // Book.mu.known before the change
 }
 
-// outdate adds the namespaces to stale that tiers no longer find since generations began. A clear does not do this itself, because
-// there may be many, and lookups wait for a clear. The first question about stale objects does it.
+// outdate adds to stale the namespaces that tiers no longer find since generations began. A clear does not call it, because there may be
+// many such namespaces, and lookups wait for a clear. The first question about stale objects calls it.
 func (b *Book) outdate() {
 	b.outdating.Lock()
 	defer b.outdating.Unlock()

@@ -88,9 +88,10 @@ type job struct {
 const (
 	jobPause = int64(200 * time.Millisecond / time.Microsecond)
 	jobTime  = int64(2 * time.Second / time.Microsecond)
-	maxJobs  = 4096
+	maxJobs  = 4096 // jobs that may still grow; beyond them those that paused end, or else all: a thread's next file begins a new job
 )
 
+// slabFiles is the number of files for which memory is allocated at a time.
 const slabFiles = 1 << 14
 
 func newBooks(seed uint64) *books {

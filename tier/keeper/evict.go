@@ -154,6 +154,7 @@ type systemRoom struct {
 	beganAt       time.Time
 }
 
+// freeLag is how long the keeper waits for unlinked bytes to show as free: see systemRoom.
 const freeLag = 5 * time.Second
 
 func (s shortage) of(r *rootDir) bool { return s[r] != nil && s[r].lacks > 0 }

@@ -281,7 +281,7 @@ func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 	return n, true
 }
 
-// maxRanks bounds the directories of ranks below one root.
+// maxRanks bounds the directories of ranks below one root. The keeper does not know the files of further ones, and never unlinks them.
 const maxRanks = 1 << 14
 
 // path is the path of a file below its root. Callers hold k.mu.

@@ -145,7 +145,8 @@ func rankDirectory(name string) (base string, ok bool) {
 	return base, u > 0 && isHex(base[u+1:], 12)
 }
 
-// maxConfigBytes bounds the bytes read of a config.json. That of a model with many layers and groups has some 100 KB.
+// maxConfigBytes bounds the bytes read of a config.json; a longer one cannot be read. That of a model with many layers and groups has some
+// 100 KB.
 const maxConfigBytes = 4 << 20
 
 // modelOf returns the model that BASE/config.json names.

@@ -80,8 +80,8 @@ type verifier struct {
 
 	mu      sync.Mutex
 	sums    [][sumBytes]byte
-	lengths map[string]map[int64]int // number of files of each length, by the rank's directory
-	odd     map[string]map[int64]string
+	lengths map[string]map[int64]int    // number of files of each length, by the rank's directory
+	odd     map[string]map[int64]string // by the rank's directory and a length: the path of a file of that length
 }
 
 func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {

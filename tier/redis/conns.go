@@ -36,8 +36,8 @@ func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
 	return &conns{dial: dial, slots: make(chan struct{}, most)}
 }
 
-// take returns a connection: an idle one, or a new one if fresh is set or none is idle. It may wait until another call puts its connection
-// back. Then it calls ready, because the server may have failed meanwhile.
+// take returns a connection: an idle one (reused), or a new one if fresh is set or none is idle. It may wait until another call puts its
+// connection back. Afterwards it calls ready, because the server may have failed meanwhile; an error of ready is take's error.
 func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
 	case p.slots <- struct{}{}:

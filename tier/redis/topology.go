@@ -18,8 +18,8 @@ import (
 
 const (
 	slots      = 1 << 14 // of a cluster
-	maxServers = 1 << 10 // that the topology may have at once
-	maxMoves   = 5       // redirections that a call follows
+	maxServers = 1 << 10 // servers that the topology may have at once; a call that needs a further one fails
+	maxMoves   = 5       // redirections that a call follows; a further one is its error
 )
 
 // errNoServer means that the server of a key's slot is not known yet.

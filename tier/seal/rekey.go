@@ -82,7 +82,8 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 	return s, errors.Join(stopped, err)
 }
 
-// maxRekey bounds the bytes of an object in a Rekey, so that a wrong length in the tier below never sizes a larger memory.
+// maxRekey bounds the bytes of an object in a Rekey, so that a wrong length in the tier below never sizes a larger memory. A larger object
+// counts as failed, and stays.
 const maxRekey = 1 << 30
 
 // rekeyOne encrypts one object anew. It returns only the context's error.

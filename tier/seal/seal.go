@@ -143,7 +143,7 @@ func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
 	}
 }
 
-// maxStale bounds the objects in Tier.mu.stale.
+// maxStale bounds the objects in Tier.mu.stale. Beyond it any of them is forgotten, until it is read again.
 const maxStale = 4096
 
 // noteStale remembers an object whose header has another key or version than the tier below says. A newer build may have written it, or its
