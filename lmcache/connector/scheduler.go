@@ -353,7 +353,8 @@ func (t *Scheduler) extend(e *entry, blocks [][]int) {
 	}
 }
 
-// settlePins releases the pins of a lookup that no load needs, at the first allocation.
+// settlePins releases, at the first allocation, the pins of a lookup that no load needs: with `load` those of the chunks that the engine's
+// own hit covers, else all. With `load` the request then waits for its load.
 func (t *Scheduler) settlePins(e *entry, load bool) {
 	e.State = Ready
 	if load {

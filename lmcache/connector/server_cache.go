@@ -59,7 +59,7 @@ type lookup struct {
 	done      bool
 	reported  bool // LookupResult returned it
 	abandoned bool // the scheduler will not ask for the result: the pins must be released
-	ended     bool // the session must end after that
+	ended     bool // the session must end, once its pins are released
 	hit       int  // tokens
 
 	before *lookup       // an abandoned lookup of the same request, whose calls must be sent first; nil: none
