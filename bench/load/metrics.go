@@ -42,7 +42,7 @@ type watched struct {
 const (
 	watchEvery  = time.Second
 	scrapeWait  = 3 * time.Second // limit for one answer
-	scrapeLimit = 16 << 20        // most bytes of one answer
+	scrapeLimit = 16 << 20        // most bytes of one answer that are read
 	maxPoints   = 4096            // most points of an engine; then every second point is dropped, and the interval doubles
 )
 

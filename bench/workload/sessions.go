@@ -346,7 +346,8 @@ func (p *prompt) names() []int64 {
 	return out
 }
 
-// unique adds n tokens of one turn that no other prompt has, except those that continue this one.
+// unique adds n tokens that no other prompt has, except those that continue this one: `kind`, pieceFresh or pieceAnswer, the number of the
+// session and the number of its turn identify them.
 func (p *prompt) unique(kind byte, number, turn, n int) {
 	p.add(kind, uint64(number)<<32|uint64(uint32(turn)), n)
 }

@@ -285,7 +285,8 @@ func (a *API) rank(r *http.Request) *apiError {
 }
 
 // begin submits a request with some prompts to the engine, each with as many answers as the body asks for. All of them end when ctx
-// ends.
+// ends. `usual` is how many tokens a completion generates if its body doesn't say; a chat then gets the rest of the longest sequence.
+// `shown` is the id of the request, from which the ids of its answers in the engine are made.
 //
 // All of them get the request's kv_transfer_params, as in vLLM: one transfer id then belongs to several.
 func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]uint32, usual int, shown string, chat bool) ([]*sequence, *apiError) {

@@ -83,7 +83,8 @@ type Carried struct {
 	arrived int // blocks that have arrived
 }
 
-// prepare makes the tokens of q's prompt and what follows from them.
+// prepare makes the tokens of q's prompt, and their chain. If `named` is true, as in a run with a store, it also makes the hashes of the
+// prompt's full blocks, of blockTokens tokens each.
 func (q *request) prepare(blockTokens int, named bool) {
 	from := q.from
 	if len(from.Blocks) == 0 { // it has nothing in common with any other request

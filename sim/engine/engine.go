@@ -229,7 +229,7 @@ func (o *Options) checkRanks() error {
 	return nil
 }
 
-// maxRanks is the largest number of data-parallel ranks, and of pipeline stages.
+// maxRanks is the largest number of data-parallel ranks, and of pipeline stages. Options with more are an error.
 const maxRanks = 1024
 
 // Model returns the model's name.

@@ -52,10 +52,10 @@ type Config struct {
 	extra map[string]json.RawMessage // kv_connector_extra_config
 }
 
-// Limits of a configuration.
+// Limits of a configuration. One that exceeds them is an error.
 const (
-	maxBytes      = 1 << 20
-	maxConnectors = 16
+	maxBytes      = 1 << 20 // of JSON
+	maxConnectors = 16      // of a MultiConnector
 )
 
 // The keys of the JSON. Those in the second list concern devices, ports and processes of other connectors: they are accepted, but not
