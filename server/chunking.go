@@ -198,7 +198,7 @@ func (c *connection) opened(r lmcache.Request) {
 	}
 }
 
-// fix records that the client knows its chunk size from now on.
+// fix records that the client knows its chunk size from now on: that of `to`. If the size is new to the server, it is logged and saved.
 func (s *Server) fix(c *connection, to *chunking) {
 	c.chunk, c.fresh, c.fixed, c.sessions = to, true, true, nil
 	if to != s.own && s.sizes.add(to.tokens) {

@@ -365,7 +365,7 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 	})
 }
 
-// ExplainTo is Explain for a reader who may see only the tenants of limit.
+// ExplainTo is Explain for a reader who may see only the tenants of limit: it returns `most` lookups of these tenants at most.
 func (s *Server) ExplainTo(request string, most int, limit *auth.Limit) explain.Explanation {
 	return s.ended.ExplainTo(request, most, limit.Allows)
 }
@@ -461,7 +461,7 @@ func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest)
 // Store returns the store from which the Server answers.
 func (s *Server) Store() *store.Store { return s.store }
 
-// logMoved logs, at debug level, how many chunks and bytes a request moved.
+// logMoved logs, at debug level, how many tokens, chunks and bytes a request moved. `of` says how many tokens a chunk has.
 func (s *Server) logMoved(msg string, chunks int, of *chunking, bytes int64, request []byte) {
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
 		s.log.Debug(msg, "request", string(request), "tokens", chunks*of.tokens, "chunks", chunks, "bytes", bytes)

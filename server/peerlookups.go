@@ -86,14 +86,14 @@ func (t *peerLookups) mayLock(by string) int64 {
 	return max(0, min(int64(t.share.peer*pool)-own, int64(t.share.all*pool)-t.mu.lent))
 }
 
-// Join records a connection of a peer.
+// Join records a connection of the peer `by`.
 func (t *peerLookups) Join(by string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.mu.conns[by]++
 }
 
-// Leave records the end of a peer's connection. With the last one all locks of the peer end.
+// Leave records the end of a connection of the peer `by`. With its last connection all locks of the peer end.
 func (t *peerLookups) Leave(by string) {
 	for _, loan := range t.leave(by) {
 		loan.GiveBack()
@@ -274,8 +274,8 @@ func (t *peerLookups) lockedBy(by string) (tasks []*peerLookup) {
 	return tasks
 }
 
-// unlock ends those locks of the task k that want asks for, and subtracts them from want. It returns the loan of a task that has no more
-// locks.
+// unlock ends locks of the task k: of each object as many as `want` has, if it has so many. It subtracts them from `want`. If the task has
+// no more locks, unlock returns its loan, which the caller gives back.
 func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -47,8 +47,8 @@ type wait struct {
 	timeout time.Duration
 }
 
-// begin adds a wait and returns its context, which ends with the connection, with stop and with the wait's timeout. It reports false if
-// there are too many, or after stop.
+// begin adds the wait `of` and returns its context, which ends with the connection, with stop and with the wait's timeout. It reports false
+// if there are too many, or after stop.
 func (w *waits) begin(of *wait) (context.Context, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -161,8 +161,8 @@ func (x *EachLookup) beginFetch() bool {
 	return true
 }
 
-// take pins the objects that are ready, and joins the flights of those that are being read or compared. It begins a flight for each object
-// that the tier has.
+// take looks for those of the query's keys whose indexes are in `rest`. It pins the objects that are ready, and joins the flights of those
+// that are being read or compared. It begins a flight for each object that the tier has.
 func (x *EachLookup) take(rest []int) {
 	var absent []int
 	for ; len(rest) > 0; rest = rest[min(batch, len(rest)):] {

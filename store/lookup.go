@@ -146,7 +146,8 @@ func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.L
 	return out, given
 }
 
-// whyEndsLocked sets in out why a hit is not longer: the first missing object among those that one more chunk needs.
+// whyEndsLocked sets in out why a hit is not longer: the first missing object among those that one more chunk needs. `from` is the first
+// chunk that the engine would load.
 func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash, from int) {
 	out.Why = miss.NeverStored // also if a longer hit would fail at a later chunk
 	hit, k := out.Hit, &out.Missing

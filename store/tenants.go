@@ -129,7 +129,7 @@ func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
 	return miss.ID(&k), parent
 }
 
-// placeLocked stages an object in free memory of the pool.
+// placeLocked stages an object of n bytes in free memory of the pool for the transfer `by`. Its errors are those of Reserve.
 func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, error) {
 	slot, err := s.mu.pool.Reserve(k, n, by)
 	if err == nil {

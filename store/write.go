@@ -228,7 +228,8 @@ const endsForRoom = 16
 // is not stored.
 const mostFreed = 16
 
-// reserveLocked stages one object, and evicts others as long as that helps. Errors: pool.ErrFull, errAgain.
+// reserveLocked stages one object of n bytes for the transfer `by`, and evicts others as long as that helps, but none that guard keeps.
+// Errors: pool.ErrFull, errAgain.
 func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
 	s.mu.needs = needs{guard.by, k.Namespace}

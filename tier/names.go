@@ -50,7 +50,7 @@ type Names struct {
 	revisions map[string]string // by model; immutable once names are added
 }
 
-// SetRevisions sets the revisions of models. Call it before the first Add.
+// SetRevisions sets the revisions of models: `of` has the revision by the model's name. Call it before the first Add.
 func (n *Names) SetRevisions(of map[string]string) { n.revisions = of }
 
 // NewNames returns empty Names.

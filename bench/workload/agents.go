@@ -153,7 +153,8 @@ type generator struct {
 	sessions agentQueue
 }
 
-// begin creates a session whose first step is at the time at.
+// begin creates a session whose first step is at the time `at`. parent is the session that waits until this one, a sub-agent, ends; nil:
+// none.
 func (g *generator) begin(at time.Duration, parent *agentSession) *agentSession {
 	s := &agentSession{at: at, id: g.ids, left: 4 + int(float64(g.o.Steps-3)*g.rnd.Float64()), parent: parent}
 	if parent != nil {

@@ -296,7 +296,8 @@ func (s *ServerCache) ReportBlockAllocations(records []lmcache.BlockAllocation) 
 	})
 }
 
-// sendLocked queues a call, or counts it as dropped if the queue is full, the server unhealthy or the ServerCache closed.
+// sendLocked queues a call, or counts it as dropped if the queue is full, the server unhealthy or the ServerCache closed. `what` names the
+// call if it fails.
 func (s *ServerCache) sendLocked(what string, call func(context.Context) error) {
 	if s.mu.closed || !s.health.Healthy() {
 		s.dropped.Add(1)

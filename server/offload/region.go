@@ -130,7 +130,8 @@ func (s *Server) lost() []Region {
 	return slices.Clone(s.mu.left)
 }
 
-// noteRegionEnd records the result of remove.
+// noteRegionEnd records the result of remove: a region that is gone is no longer listed as left, another one is listed with the reason
+// `why`. It does nothing for a region that an engine has taken over meanwhile.
 func (s *Server) noteRegionEnd(r Region, why string, gone bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -339,7 +339,7 @@ func (r *Registry) Strangers(now time.Time) (n int, one int64) {
 	return n, one
 }
 
-// ForgetUnknown makes the next ping of an unregistered id count as its first.
+// ForgetUnknown makes the next ping of an unregistered id from the user or address `by` count as its first.
 func (r *Registry) ForgetUnknown(id int64, by access.Principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -260,7 +260,7 @@ func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *a
 	return prefix + id, nil
 }
 
-// answerID returns the engine's id for one answer to one prompt of a request.
+// answerID returns the engine's id for one answer to one prompt of a request, whose id is `shown`. answers is how many each prompt gets.
 func (a *API) answerID(shown string, chat bool, prompt, answer, answers int) string {
 	if !chat {
 		shown += fmt.Sprint("-", prompt)

@@ -230,7 +230,7 @@ func (m *memory) blockArrived(block sched.BlockID) {
 	}
 }
 
-// pull copies blocks of P into blocks of D.
+// pull copies the blocks `from` of P into the blocks `to` of D, and counts the bytes as moved.
 func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	if r.buffer == nil {
 		r.buffer = make([]byte, p.memory.block)

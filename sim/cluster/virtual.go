@@ -420,7 +420,7 @@ func (r *run) token(e *engine, q *request) {
 	}
 }
 
-// deliver gives a token to the client.
+// deliver records that the client gets a token of q at the time `at`.
 func (r *run) deliver(q *request, at time.Duration) {
 	if q.First == 0 {
 		q.First = at

@@ -533,7 +533,8 @@ func (e *Engine) inspect(row *sched.Row) {
 	e.sched.Forget(row.Request)
 }
 
-// finish ends the client's stream of a request.
+// finish ends the client's stream of a request, and counts the end. The stream's End has the reason `why`, and err. It does nothing if the
+// request has been finished already.
 func (e *Engine) finish(q *request, why sched.Reason, err error) {
 	if e.by[q.r.ID] != q {
 		return

@@ -202,7 +202,7 @@ func (s *Scheduler) Abort(id string) {
 	}
 }
 
-// end ends r and frees its blocks, unless a load or the connector still uses them.
+// end ends r for the reason `why`, and frees its blocks, unless a load or the connector still uses them.
 func (s *Scheduler) end(r *Request, why Reason) {
 	r.written = r.status == Loading && !r.arrived
 	switch {

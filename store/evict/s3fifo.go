@@ -154,7 +154,7 @@ func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// enter puts a slot at the newest end of a queue.
+// enter puts a slot at the newest end of the queue `of`.
 func (p *S3FIFO) enter(slot uint32, e *entry, of queueOf) {
 	p.clock++
 	e.of, e.came = of, p.clock

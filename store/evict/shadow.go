@@ -95,7 +95,7 @@ func NewShadow(l *Lessons) *Shadow {
 	return s
 }
 
-// Mark gives a slot the class of a prompt that has it.
+// Mark gives a slot the class `of` of a prompt that has the slot.
 func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 	s.settle()
 	n := s.node(slot)

@@ -147,7 +147,8 @@ const (
 	answered       // stored and not asked for: it counts as a distinct chunk, which stretch.answers subtracts again
 )
 
-// noteLocked counts chunks[from:to]. It does not count the chunks before them, but queues those of the sample as played before.
+// noteLocked counts chunks[from:to], as `why` says. It does not count the chunks before them, but queues those of the sample as played
+// before. If more than maxQueued chunks would wait for Play, it queues none.
 func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted, bytes int64) {
 	if from == to {
 		return

@@ -109,7 +109,7 @@ func (w *windows) end() {
 	}
 }
 
-// push puts a stretch before the others, and drops the last.
+// push puts the stretch s before the others of `of`, and drops the last of them.
 func push(of []*stretch, s *stretch) {
 	copy(of[1:], of)
 	of[0] = s

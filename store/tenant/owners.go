@@ -71,7 +71,7 @@ func (s *owners[T]) forget(of *owner[T]) {
 // anyEmpty reports whether any namespace has no slot.
 func (s *owners[T]) anyEmpty() bool { return s.empty.next != nil && s.empty.next != &s.empty }
 
-// link puts a namespace at the newest end of the ring.
+// link puts the namespace `of` at the newest end of the ring.
 func (s *owners[T]) link(of *owner[T]) {
 	ring := &s.empty
 	if ring.next == nil {
@@ -81,13 +81,13 @@ func (s *owners[T]) link(of *owner[T]) {
 	of.before.next, ring.before = of, of
 }
 
-// unlink takes a namespace out of the ring.
+// unlink takes the namespace `of` out of the ring.
 func (s *owners[T]) unlink(of *owner[T]) {
 	of.before.next, of.next.before = of.next, of.before
 	of.next, of.before = nil, nil
 }
 
-// enter counts one more slot in a namespace.
+// enter counts one more slot in the namespace `of`.
 func (s *owners[T]) enter(of *owner[T]) {
 	if of.slots == 0 && !of.forgotten {
 		s.unlink(of)
@@ -95,7 +95,7 @@ func (s *owners[T]) enter(of *owner[T]) {
 	of.slots++
 }
 
-// leave counts one slot less in a namespace.
+// leave counts one slot less in the namespace `of`.
 func (s *owners[T]) leave(of *owner[T]) {
 	of.slots--
 	if of.slots == 0 && !of.forgotten {

@@ -266,7 +266,8 @@ const (
 	Expired       // it was not used for its TTL
 )
 
-// Remove records that a slot has no content any more. It does nothing for a slot that the Table does not know.
+// Remove records that a slot has no content any more, and counts the cause `why` for its tenant. It does nothing for a slot that the Table
+// does not know.
 func (t *Table) Remove(slot uint32, why Cause) {
 	if why == Expired {
 		t.ttls.expired(slot)

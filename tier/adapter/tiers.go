@@ -411,7 +411,7 @@ func explain(err error) error {
 	return fmt.Errorf("--disk: %w", err)
 }
 
-// uniqueName numbers tiers of one type: fs, fs-2, fs-3.
+// uniqueName returns the name of a further tier beside those of `of`. It numbers tiers of one type: fs, fs-2, fs-3.
 func uniqueName(of []*tier.Counting, kind string) string {
 	n := 1
 	for _, t := range of {

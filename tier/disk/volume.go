@@ -238,7 +238,7 @@ func (v *volume) forget(s *segment, r *record) bool {
 	return true
 }
 
-// goneLocked records that a record was deleted; journal.save makes that durable.
+// goneLocked records that the record at the place `at` of a segment was deleted; journal.save makes that durable.
 func (v *volume) goneLocked(s *segment, at uint32) {
 	if _, ok := v.mu.gone[s.id][at]; !ok {
 		v.addGoneLocked(place{s.id, at})
@@ -375,7 +375,8 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 // largest is the longest object that fits a segment.
 func (v *volume) largest() int64 { return v.segment - block - indexBytes(1) - 2*block }
 
-// reserve finds a place for a record. It waits for a segment while one is being made.
+// reserve finds a place for a record of `need` bytes. It waits for a segment while one is being made. If there is no place, the error is
+// tier.ErrNotKept.
 func (v *volume) reserve(ctx context.Context, need int64) (*segment, int64, error) {
 	for {
 		s, at, wait, err := v.tryReserve(need, nil)

@@ -99,14 +99,15 @@ func (k *Keeper) choose() []victim {
 	return k.pick(now, short)
 }
 
-// due reports whether a file must be unlinked, and whether its time to live is over. Callers hold k.mu.
+// due reports whether a file must be unlinked, and whether its time to live is over. It must be unlinked if that time is over, if all files
+// exceed the limit, or if its root is in `short`, which lacks free space. Callers hold k.mu.
 func (k *Keeper) due(f *file, now time.Time, short shortage) (due, expired bool) {
 	over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
 	expired = k.o.TTL > 0 && f.usedAt < now.Add(-k.o.TTL).UnixMicro()
 	return over || expired || short.of(k.books.dirs[f.dir].root), expired
 }
 
-// pick takes the next victims out of the books. Callers hold k.mu.
+// pick takes the next victims out of the books, unlinkBatch at most, and subtracts their bytes from what `short` lacks. Callers hold k.mu.
 func (k *Keeper) pick(now time.Time, short shortage) (out []victim) {
 	for n := k.books.coldest(); n != 0 && len(out) < unlinkBatch; {
 		f := k.books.file(n)

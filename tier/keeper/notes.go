@@ -40,7 +40,7 @@ const (
 	keyBytes    = 32 + 1 + 2
 )
 
-// stateName is the name of a root's file in the state directory.
+// stateName returns the name of a root's file in the state directory: `what` the file is, and a hash of where the root is.
 func stateName(what string, r *rootDir) string {
 	return fmt.Sprintf("%s-%016x", what, xxh3.HashString(r.place()))
 }

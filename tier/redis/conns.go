@@ -160,7 +160,8 @@ func isGone(err error) bool {
 	return !refused && !(ok && timeout.Timeout()) && !isOurs(err) && !errors.Is(err, syscall.EFAULT)
 }
 
-// tryOnce calls f with one connection and reports whether the connection was an idle one.
+// tryOnce calls f with one connection, `fresh` asks for a new one, and reports whether the connection was an idle one. f has the time that
+// so many bytes may take. A trial also tries a server that rests after failures.
 func (s *server) tryOnce(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
 	c, reused, err := p.take(ctx, fresh, func() error {
 		if trial {

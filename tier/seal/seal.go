@@ -92,7 +92,7 @@ type Options struct {
 	Log  *slog.Logger
 }
 
-// New returns the Tier over another one. It is a tier.Notebook if the other one is.
+// New returns the Tier over another one, `of`. It is a tier.Notebook if the other one is.
 func New(of tier.Tier, keys *Keys, o Options) interface {
 	tier.Tier
 	Sealed() *Tier
