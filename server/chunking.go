@@ -56,7 +56,8 @@ func (b *bases) get(local net.Addr) int {
 	return b.of[listenerOf(local)]
 }
 
-// chunking returns the chunking of a chunk size.
+// chunking returns the chunking for chunks of so many tokens. It makes and keeps one for a new size, or beyond maxSizes a Memo-less one that
+// it does not keep.
 func (s *Server) chunking(tokens int) *chunking {
 	if tokens == s.own.tokens {
 		return s.own
@@ -99,7 +100,7 @@ func (x *sizes) announced() []int {
 	return slices.Compact(all)
 }
 
-// remember records the sizes that an earlier server announced to engines.
+// remember records the sizes that an earlier server announced to engines, the first 1024 of them.
 func (x *sizes) remember(former []int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()

@@ -152,7 +152,7 @@ func (c *curves) promptLocked(request uint64) *namedPrompt {
 	return nil
 }
 
-// noteLocked remembers the prompt of a request.
+// noteLocked remembers the prompt of a request, in place of an older prompt if there is no room.
 func (c *curves) noteLocked(p namedPrompt) {
 	if known := c.promptLocked(p.request); known != nil {
 		*known = p

@@ -123,7 +123,7 @@ func (s *Store) run(pf *prefetch) {
 	s.conclude(pf, errors.Is(pf.ctx.Err(), context.DeadlineExceeded))
 }
 
-// plannedAll records that a prefetch joins no more flights.
+// plannedAll records that a prefetch joins no more flights: it ends once those that it joined have landed.
 func (s *Store) plannedAll(pf *prefetch) {
 	s.lock()
 	defer s.unlock()

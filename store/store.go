@@ -360,7 +360,8 @@ func (s *Store) Clear(force bool) int {
 	return n + s.dropIdle()
 }
 
-// dropLeases ends the pins of all sessions.
+// dropLeases ends the pins of all sessions, and returns the leases, whose pins the caller releases. A lookup whose result was not fetched
+// yet gets an empty hit.
 func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
@@ -374,7 +375,7 @@ func (s *Store) dropLeases() (given []lease.Lease) {
 	return given
 }
 
-// dropHeld drops the keys of the slots that transfers in progress hold.
+// dropHeld drops the keys of the slots that transfers in progress hold, and returns how many it dropped, which count as cleared.
 func (s *Store) dropHeld() (n int) {
 	for _, h := range s.inProgress() {
 		n += s.dropKeys(h, miss.Cleared, pool.Staged, pool.Resident)

@@ -358,7 +358,8 @@ func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Ha
 	return out
 }
 
-// committed ends the transfers that one commit ends.
+// committed ends the transfers that one commit ends. With ok, their chunks become resident, unless the worker has left places unwritten or
+// the transfer is late; otherwise they are dropped.
 func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
 	ended, marked, out := s.commit(name, requestID)
 	out.Unwritten = ok && s.unwritten(marked)

@@ -124,7 +124,7 @@ func (c *Counting) named(err error) error {
 	return &Error{c.name, err}
 }
 
-// failed counts an error by its kind.
+// failed counts an error by its kind: as corrupt, lost, dropped, late or a failure. It does not count a call that its caller gave up.
 func (c *Counting) failed(err error) {
 	_, corrupt := errors.AsType[*CorruptError](err)
 	switch {

@@ -255,7 +255,7 @@ func (t *Scheduler) bypass(e *entry) {
 	e.blocks, e.before, e.computed, e.loading = nil, 0, 0, false
 }
 
-// giveUp releases the pins of e's lookup that no Retrieve will use.
+// giveUp releases the pins of e's lookup that no Retrieve will use. Under the rule keepsPins it does nothing.
 func (t *Scheduler) giveUp(e *entry) {
 	if t.follows(keepsPins) {
 		return

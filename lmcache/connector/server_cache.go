@@ -241,7 +241,7 @@ func (s *ServerCache) abandonLocked(id string, l *lookup, ended bool) {
 	s.mu.leaving[id] = l
 }
 
-// giveBackLocked releases the pins of an abandoned lookup.
+// giveBackLocked releases the pins of an abandoned lookup, and ends its session if that was to end.
 func (s *ServerCache) giveBackLocked(l *lookup) {
 	if l.hit > 0 {
 		k := *l.key

@@ -57,7 +57,8 @@ func totalsOf(st usage.Stats) map[string]tokens {
 	return out
 }
 
-// due reports whether a point is due. A tick of the History may come early.
+// due reports whether a point is due at the time `at`: hourEvery after the last one. Half a tick less is enough, because a tick of the
+// History may come early.
 func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-historyEvery/2 }
 
 // add adds the point between the last counters and the counters `now`.
@@ -96,7 +97,7 @@ func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	t.n++
 }
 
-// clear removes a point.
+// clear removes point i of all tenants.
 func (t *tenantHours) clear(i int) {
 	t.ends[i], t.took[i], t.others[i] = 0, 0, tokens{}
 	for _, h := range t.of {

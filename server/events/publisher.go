@@ -269,7 +269,7 @@ func (p *Publisher) IntroduceModel(model string) {
 	p.introduceLocked(model)
 }
 
-// introduceLocked makes AllBlocksCleared the first message about a model.
+// introduceLocked makes AllBlocksCleared the first message about a model: routers then forget what they knew of it.
 func (p *Publisher) introduceLocked(model string) {
 	if _, known := p.mu.models[model]; known || len(p.mu.models) >= maxModels {
 		return

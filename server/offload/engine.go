@@ -353,7 +353,7 @@ func (l *found) ended(r *store.LookupResult) {
 	})
 }
 
-// release takes back what lookups lent.
+// release takes back the rows that lookups lent to the engine, and counts those that it has loaded.
 func (e *engine) release(body []byte) error {
 	list, err := vllm.DecodeReleased(body)
 	if err != nil {
@@ -412,7 +412,8 @@ func (e *engine) store(body []byte) error {
 	return e.conn.Write(vllm.TypePlaces, func(dst []byte) []byte { return vllm.AppendPlaces(dst, a.ID, places) })
 }
 
-// beginStores reserves places, group by group.
+// beginStores reserves places for the keys of a Store, group by group, and enters them in places. A key whose group the engine cannot have,
+// whose row is there already, or for which there is no room, gets none.
 func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) {
 	at := make(map[uint32][]int)
 	var order []uint32

@@ -82,7 +82,7 @@ func (r *Registry) NewClient(c *access.Caller) *Client {
 	return k
 }
 
-// searching returns the clients whose process must be looked for now.
+// searching returns the clients whose process must be looked for now. It is looked for maxTries times at most.
 func (r *Registry) searching() (out []*Client) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -170,7 +170,7 @@ func (r *Registry) sleepLocked(in *Worker) {
 	r.unlistLocked(in)
 }
 
-// wake wakes a worker that is asleep, after a sign of life.
+// wake wakes a worker that is asleep, after a sign of life: lookups count on it again.
 func (r *Registry) wake(in *Worker) {
 	if !in.asleep.Load() {
 		return

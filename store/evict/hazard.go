@@ -169,7 +169,8 @@ func familyOf(class int) int {
 	return 0
 }
 
-// endOfPrompt sets the class of a prompt's end, and begins a probe of it.
+// endOfPrompt sets the class of a prompt's end, and begins a probe of it. A probe whose prompt was evicted and now comes back ends with a
+// use.
 func (h *LeafHazard) endOfPrompt(place uint32, end *node) {
 	size, turn, known := 0, 0, false
 	n := end

@@ -117,7 +117,7 @@ func (h *LeafHazard) observe(i uint32, used bool) {
 	p.free = append(p.free, i)
 }
 
-// grow moves probes to the queue of the age that they have reached.
+// grow moves probes to the queue of the age that they have reached, maxAging at most.
 func (h *LeafHazard) grow() {
 	p, moves := &h.probes, 0
 	for b := buckets - 2; b >= 0; b-- {
@@ -165,7 +165,7 @@ func (h *LeafHazard) time(q *probe, b int, t float64) {
 	h.passed[q.class][b] += t
 }
 
-// dropOldest ends the probe that has been watched for longest.
+// dropOldest ends the probe that has been watched for longest, as one without a use.
 func (h *LeafHazard) dropOldest() {
 	for anchor := uint32(buckets); anchor > 0; anchor-- {
 		if i := h.probes.at(anchor).newer; i != anchor {

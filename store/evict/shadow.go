@@ -46,7 +46,7 @@ const (
 	unmarkedLife = 1 << 12
 )
 
-// noteEnd records the class of a prompt.
+// noteEnd records the class of a prompt for the next Teach, unless maxEnds wait for it already.
 func (h *LeafHazard) noteEnd(n *node) {
 	if h.ends != nil && len(*h.ends) < maxEnds {
 		*h.ends = append(*h.ends, PromptEnd{ID: n.id, class: n.class})

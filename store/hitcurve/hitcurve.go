@@ -232,7 +232,7 @@ func (c *Curves) Run(ctx context.Context) {
 	}
 }
 
-// thin halves the sample.
+// thin halves the sample, and drops the chunks that wait for Play. At maxRate it does nothing.
 func (c *Curves) thin() {
 	c.playing.Lock()
 	defer c.playing.Unlock()

@@ -199,7 +199,7 @@ func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
 	t.admit(slot, ns, id, parent)
 }
 
-// admit adds a resident slot to the policy of its tenant.
+// admit adds a resident slot to the policy of its tenant, or to the common one if the tenant has none.
 func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
 	p := t.at(slot)
 	if p.in == nil && t.Any() {

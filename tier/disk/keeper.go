@@ -84,7 +84,8 @@ func (v *volume) isOpen() bool {
 	}
 }
 
-// provide makes the next segment if a writer wants one.
+// provide makes the next segment if a writer wants one, and wakes the writers that wait for it. If that fails, writes are refused for a
+// while.
 func (v *volume) provide() {
 	v.mu.Lock()
 	need := v.mu.wanted && v.mu.spare == nil

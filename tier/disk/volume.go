@@ -215,7 +215,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	return tier.Meta{}, fmt.Errorf("read from %s: %w", v.dir.Path, err)
 }
 
-// dropDamaged forgets an object that cannot be read.
+// dropDamaged forgets an object that cannot be read, counts it as corrupt and logs err.
 func (v *volume) dropDamaged(s *segment, r *record, err error) {
 	if !v.forget(s, r) {
 		return
@@ -567,7 +567,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	}
 }
 
-// refusedLocked refuses writes to this disk with err for refusePause.
+// refusedLocked refuses writes to this disk with err for refusePause, also those that wait for a segment now.
 func (v *volume) refusedLocked(err error) {
 	v.mu.refused, v.mu.until, v.mu.wanted = err, v.now().Add(refusePause), false
 	v.changedLocked()

@@ -343,7 +343,7 @@ func (b *Book) retry() {
 // Files returns the paths of the files with the generations.
 func (b *Book) Files() []string { return b.files }
 
-// write replaces each file as a whole.
+// write replaces each file as a whole. It goes on after an error, and returns all errors. It is also an error if there is no file.
 func (b *Book) write(s *state) error {
 	var errs []error
 	for _, path := range b.files {

@@ -18,7 +18,7 @@ var rooms = []string{".room", ".room2"} // suffixes of the file's name
 
 const roomUnit = 4096 // the bytes of a room are a multiple of this
 
-// replace puts text in place of the file.
+// replace puts text in place of the file. If there is no space, it takes a room that an earlier replace has left for that.
 func replace(path string, text []byte) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, 0o700); err != nil {

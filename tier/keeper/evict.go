@@ -266,7 +266,7 @@ func (k *Keeper) unlinked(v victim, err error) {
 	k.books.stuck[n] = struct{}{}
 }
 
-// enterEnd counts a file that is gone. Callers hold k.mu.
+// enterEnd counts a file that is gone: as evicted by this keeper, or with an err as removed by others. Callers hold k.mu.
 func (k *Keeper) enterEnd(v *victim, err error) {
 	d := k.books.dirs[v.dir]
 	if err != nil {

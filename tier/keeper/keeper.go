@@ -398,7 +398,7 @@ func (k *Keeper) applyEvent(e event, size, now int64) {
 	}
 }
 
-// wakeIfFull wakes the goroutine that unlinks. Callers hold k.mu.
+// wakeIfFull wakes the goroutine that unlinks, if the files take more than they may. Callers hold k.mu.
 func (k *Keeper) wakeIfFull() {
 	if k.o.Limit > 0 && k.arranged && k.books.bytes > k.reserve.aim() {
 		signal(k.full)
