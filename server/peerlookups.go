@@ -47,7 +47,7 @@ type peerLookups struct {
 		sync.Mutex
 		last  int64
 		tasks []*peerLookup  // oldest first
-		keys  int            // of all of them
+		keys  int            // number of keys of all tasks
 		lent  int64          // bytes of all loans
 		conns map[string]int // number of connections of each peer that asks
 	}

@@ -33,7 +33,7 @@ type waits struct {
 		sync.Mutex
 		closed bool
 		all    int
-		of     map[string]int // by user or address
+		of     map[string]int // number of waits, by user or address
 		cancel map[*zmtp.Peer]map[*wait]context.CancelFunc
 	}
 }

@@ -38,7 +38,7 @@ type curves struct {
 // namedPrompt is a prompt that a request looked up.
 type namedPrompt struct {
 	request uint64 // hash of its id; 0: none
-	asked   int    // chunks
+	asked   int    // chunks that its lookup asked for
 	named   int    // leading chunks whose names were reported
 }
 

@@ -43,7 +43,7 @@ import (
 type Options struct {
 	Quarantine  time.Duration // life of a hold without commit, from prepare or from the worker's end; default 600 s
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
-	MaxSessions int           // default 65,536
+	MaxSessions int           // sessions at once; beyond it another one ends; default 65,536
 	MaxHolds    int           // transfers at once; a user or address may have half of those that others leave free, then ErrBusy; default 65,536
 
 	// Rates of the background work in bytes per second; 0: no such work.

@@ -15,7 +15,7 @@ import (
 
 // quotas orders changes of quotas. While no tenant has a quota or a TTL of its own, requests only read `named`.
 type quotas struct {
-	changing sync.Mutex // taken before Store.mu
+	changing sync.Mutex // held during a change; taken before Store.mu
 	named    atomic.Bool
 }
 

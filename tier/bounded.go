@@ -49,7 +49,7 @@ type Bounding struct {
 		calls, writes int
 		bytes         int64
 		freed         chan struct{} // closed when a call ends; nil without waiters
-		failures      int           // in a row
+		failures      int           // failed calls in a row
 		restUntil     time.Time     // end of the Pause; means something only while failures is at its limit
 		trying        bool          // a call that tests whether the tier works again is running
 	}

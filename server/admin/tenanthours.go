@@ -36,12 +36,12 @@ func (h *hour) asked() (all uint64) {
 // tenantHours is the last hour by tenant. It takes 61 KiB at most, allocated as tenants come. All times count from the start of the
 // History, whose mutex guards it. The zero tenantHours is empty.
 type tenantHours struct {
-	at     time.Duration     // of the newest point
+	at     time.Duration     // end of the newest point
 	last   map[string]tokens // counters by salt at that time; usage.MaxPairs bounds them
 	n      int               // number of points since the start
 	ends   [hourPoints]time.Duration
-	took   [hourPoints]time.Duration // 0: no point
-	of     map[string]*hour          // by salt
+	took   [hourPoints]time.Duration // lengths of the points; 0: no point
+	of     map[string]*hour          // points of each tenant, by salt
 	others hour                      // sum of the tenants that have no hour of their own
 }
 

@@ -12,7 +12,7 @@ package evict
 type S3FIFO struct {
 	capacity int64 // bytes of the pool
 	pages    []*entryPage
-	queues   [3]queue // by queue
+	queues   [3]queue // by queueOf
 	clock    uint64   // counts entries into a queue
 	hint     uint32   // 1 + the slot that was put back last
 	ghosts   ghostQueue
@@ -43,7 +43,7 @@ type entry struct {
 	older, newer uint32 // 1 + slot in the queue; 0 for its ends
 	of           queueOf
 	aside        bool  // out of its queue, because Victim found it busy
-	freq         uint8 // uses
+	freq         uint8 // uses, maxFreq at most, less those for which Victim spared it
 	weight       int64
 	id           uint64
 	came         uint64 // the clock when it entered the queue

@@ -54,7 +54,7 @@ type Session[N any] struct {
 	leases       []Lease
 	first        [1]Lease // memory for the first lease; used once, because Drop gives it away
 	firstUsed    bool
-	pins         int // slots of leases
+	pins         int // slots of its leases
 	last         time.Time
 	older, newer *Session[N]
 

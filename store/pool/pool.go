@@ -112,7 +112,7 @@ type Pool struct {
 	count   [4]int
 	stamp   uint64 // stamp of the latest use
 
-	backing  sync.Mutex   // orders BackIndex
+	backing  sync.Mutex   // held by BackIndex, so that one call runs at a time
 	backed   atomic.Int64 // records whose index pages the kernel has provided; grows under backing
 	unbacked atomic.Bool  // the kernel had no memory for more
 

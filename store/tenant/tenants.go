@@ -42,7 +42,7 @@ var (
 // Table has the accounts and knows every slot in use. Its methods Add, Use, Remove, Victim and Ascend are those of evict.Policy, for all
 // tenants together.
 type Table struct {
-	pool   int64 // bytes
+	pool   int64 // bytes of the pool
 	common evict.Policy
 	policy func(quota int64) evict.Policy // makes the policy of an account
 	busy   func(slot uint32) bool
@@ -76,8 +76,8 @@ func (p place) of() *account {
 type account struct {
 	Usage
 	policy evict.Policy
-	slots  container.PagedSlice[uint32] // by local number
-	free   []uint32                     // local numbers
+	slots  container.PagedSlice[uint32] // by local number: the slot in the pool
+	free   []uint32                     // local numbers that are free
 	used   uint32                       // local numbers that were ever used
 	busy   func(local uint32) bool
 }

@@ -80,7 +80,7 @@ type worker struct {
 type job struct {
 	last        uint32 // the file that came last, the coldest one
 	number      uint32
-	began, seen int64 // microseconds
+	began, seen int64 // microseconds since 1970: of its first and its last use
 }
 
 // Files that one thread uses without a pause of jobPause are one job, for at most jobTime. If two jobs are taken for one, their files

@@ -15,7 +15,7 @@ import (
 // RekeyStats say how far a Rekey is.
 type RekeyStats struct {
 	Key         string `json:"key"`               // id of the key that encrypts
-	Seen        int64  `json:"seen"`              // objects
+	Seen        int64  `json:"seen"`              // objects that Rekey has looked at
 	Current     int64  `json:"current"`           // objects that had this key already
 	Rewritten   int64  `json:"rewritten"`         // objects that have it now
 	Bytes       int64  `json:"bytes"`             // bytes of the rewritten objects
