@@ -32,7 +32,7 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 	return w<<24 | r<<16 | w<<8 | r, true
 }
 
-// MaxSaltBytes is the longest salt LMCache accepts.
+// MaxSaltBytes is the length of the longest salt that LMCache accepts, in characters. A longer one is ErrSalt.
 const MaxSaltBytes = 128
 
 // ErrSalt means that a salt is too long or contains one of @ / \ NUL.

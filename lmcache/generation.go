@@ -168,6 +168,7 @@ func (o *operation) payloadsOf(g Generation) string {
 	return o.payloads
 }
 
+// maxID is the largest number of an operation that is looked up. A message with a larger one is of no generation.
 const maxID = 40
 
 // index finds rows of the table.

@@ -107,7 +107,7 @@ const (
 	MaxTagBytes = 64
 )
 
-// MinTTL and MaxTTL bound the value of lmcache.ttl.
+// MinTTL and MaxTTL bound the value of lmcache.ttl. For another value KeyView.TTL is 0 and BadTTL is true.
 const (
 	MinTTL = time.Millisecond
 	MaxTTL = 10 * 365 * 24 * time.Hour

@@ -26,7 +26,7 @@ const (
 	PickleOnly                   // all workers': no worker is offered shared memory
 )
 
-// MaxPickleBytes is the size of the largest message that the protocol can carry.
+// MaxPickleBytes is the size of the largest message that the protocol can carry. Options with a larger one are not valid.
 const MaxPickleBytes = 1<<32 - 1
 
 // routerLimits raises the limits on messages so that they may carry tensors, for peers of mayPickle only.

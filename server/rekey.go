@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Rates of RekeyTier: bytes per second, read and written together.
+// Rates of RekeyTier: bytes per second, read and written together. Its callers refuse a rate above MaxRekeyRate.
 const (
 	DefaultRekeyRate = 128 << 20
 	MaxRekeyRate     = 1 << 40

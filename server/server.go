@@ -365,7 +365,7 @@ func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
 	s.ended.Took(op.String(), request, began, now)
 }
 
-// maxUID bounds the first frame of a request, in bytes. LMCache's clients send 16.
+// maxUID bounds the first frame of a request, in bytes. A request with a longer one is refused without an answer. LMCache's clients send 16.
 const maxUID = 1024
 
 func isStreamControl(b []byte) bool {

@@ -74,7 +74,7 @@ func (c *Changes) ForgetTier(tier uint8, model string) {
 	}
 }
 
-// MaxTiers bounds the tiers of one Changes, because a Change has the number of its tier in one byte.
+// MaxTiers bounds the tiers of one Changes, because a Change has the number of its tier in one byte. Package adapter refuses to open more.
 const MaxTiers = 255
 
 // NewChanges returns Changes that record nothing yet.

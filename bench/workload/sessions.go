@@ -106,7 +106,7 @@ func (o *TraceOptions) readLine(m map[string]json.RawMessage) (l line, err error
 	return l, nil
 }
 
-// maxSeconds is the largest time in a trace.
+// maxSeconds bounds the times in a trace, in seconds. A later time is ErrTrace.
 const maxSeconds = float64(math.MaxInt64) / 1e9
 
 // turn parses a line of AIPerf. A later turn of a session is a delta: its prompt is the prompt of the turn before it, the answer to

@@ -32,7 +32,7 @@ type Explanation struct {
 
 const (
 	maxExplained = 4 << 20 // tokens, and hash units, of a prompt; an Explanation with more is refused
-	maxCells     = 1024    // cells of a picture, likewise
+	maxCells     = 1024    // cells of a picture; a request for more is refused
 )
 
 // Explain writes, per group, which tokens of the prompt are stored, loaded and skipped: a

@@ -172,7 +172,7 @@ func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
 }
 
-// maxBody bounds the body of a request in bytes.
+// maxBody bounds the body of a request in bytes. A longer one is an error of the request.
 const maxBody = 4096
 
 // clearCache reads the optional body {"tier": "all", "force": false}, and clears the cache.

@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// Limits on the part of a prompt that is compared.
+// Limits on the part of a prompt that is compared. What is beyond maxTokens or maxAnchors is not compared.
 const (
 	window     = 16   // tokens per anchor
 	anchorBits = 5    // one window in 32 is an anchor
@@ -35,7 +35,8 @@ const (
 	minTokens  = 256
 )
 
-// Limits on the cost of comparing. A token takes 9 to 15 ns: 0.1 ms per second, whatever the load.
+// Limits on the cost of comparing: prompts for which the budget does not suffice are not compared. A token takes 9 to 15 ns: 0.1 ms per
+// second, whatever the load.
 const (
 	perSecond = maxTokens     // tokens per second
 	mostSaved = 8 * maxTokens // budget in tokens at the start, and its limit

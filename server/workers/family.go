@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// maxClients bounds the clients whose process is being looked for.
+// maxClients bounds the clients whose process is being looked for. The processes of further clients are not looked for.
 const maxClients = 1024
 
 // Client is who looks up over one connection: the scheduler of an engine.

@@ -42,7 +42,7 @@ type Options struct {
 
 // Limits of one request.
 const (
-	maxID       = 1024             // longest id that a client may choose, in bytes
+	maxID       = 1024             // longest id that a client may choose, in bytes; a request with a longer one gets an error
 	sendTimeout = 60 * time.Second // limit for one event, or a whole answer, to a client that does not read
 )
 

@@ -26,7 +26,7 @@ type Bytes struct {
 	Dir string
 }
 
-// maxBytes is the largest total KV memory of a deployment.
+// maxBytes is the largest total KV memory of a deployment in a run with bytes. More is ErrMemory.
 const maxBytes = 2 << 30
 
 // ErrMemory means that the KV memory of a deployment with bytes would exceed 2 GiB.

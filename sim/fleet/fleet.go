@@ -64,7 +64,7 @@ type Options struct {
 // ErrOptions means that the options of a fleet are not valid.
 var ErrOptions = errors.New("fleet: invalid options")
 
-// MaxNodes is the largest number of nodes.
+// MaxNodes is the largest number of nodes. Validate refuses more.
 const MaxNodes = 4096
 
 // Validate reports every field that cannot be used, as options.Errors.

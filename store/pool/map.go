@@ -40,7 +40,7 @@ const (
 	maxMapCells = 4096    // cells; if more are asked for, the cells are larger
 	maxMapped   = 1 << 17 // slots that are looked at by default
 
-	MaxOwners = 256
+	MaxOwners = 256 // namespaces in Owners; the last entry is shared by all beyond that
 )
 
 // NewMap returns an empty Map of a pool of `bytes` bytes, with at most `cells` cells of at least 4,096 bytes. AddSome fills it. `most` is

@@ -4,7 +4,8 @@ package tenant
 
 import "github.com/kvasir-kv/kvasir/kv"
 
-// maxOwners bounds the namespaces whose tenant a Table knows. They are those of tenants that have a quota, a TTL or pins of their own.
+// maxOwners bounds the namespaces whose tenant a Table knows. They are those of tenants that have a quota, a TTL or pins of their own. A
+// further namespace takes the place of one without slots; if all have slots, its tenant stays unknown.
 const maxOwners = 1 << 14
 
 // owners maps a namespace to its tenant. When it is full, it forgets the namespace without slots that was named least recently. If all

@@ -53,7 +53,7 @@ const (
 	hotBit    = 1 << 31
 	sealShift = 21
 	blockMask = 1<<sealShift - 1
-	maxSeals  = 1 << 10
+	maxSeals  = 1 << 10 // names of keys; objects of further ones become misses, see sealPlace
 )
 
 // entry returns where the object of an item is.

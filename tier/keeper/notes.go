@@ -35,7 +35,7 @@ type notes struct {
 const (
 	notesMagic  = "kvasir-keeper-uses-1"
 	notesEvery  = 10 * time.Minute
-	maxNotes    = 4 << 30
+	maxNotes    = 4 << 30 // bytes of a file of notes, or of sums
 	recordBytes = 32 + 1 + 2 + 8
 	keyBytes    = 32 + 1 + 2
 )
