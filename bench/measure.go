@@ -173,7 +173,7 @@ func between(a, b, t float64) float64 {
 	return a + (b-a)*t
 }
 
-// maxSeconds is the longest run, in seconds, for which peaks computes something.
+// maxSeconds is the longest run, in seconds, for which peaks computes something. For a longer one it returns 0.
 const maxSeconds = 1 << 22
 
 // peaks returns the most tokens received in one second, and the most requests in progress in one second, both in whole seconds after

@@ -103,7 +103,7 @@ func (p *promptLengths) forgetLocked() {
 	}
 }
 
-// end records that the session of a request ended.
+// end records that the session of a request ended: the next lookup with its id counts as another prompt.
 func (p *promptLengths) end(peer string, request []byte) {
 	p.with(peer, request, func(n *promptNote) { n.ended = true })
 }

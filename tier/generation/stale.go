@@ -120,7 +120,8 @@ func (b *Book) addStale(list []kv.Namespace) {
 // earliest is the least time of a generation, Unix ns. A smaller number after a ~ belongs to the model's own name.
 const earliest = 1_600_000_000_000_000_000
 
-// parseTag reads MODEL~ALL, MODEL~ALL-OWN and MODEL~-OWN.
+// parseTag splits the name of a model in a tier, MODEL~ALL, MODEL~ALL-OWN or MODEL~-OWN, into the model and the generations of all models
+// and of its own. ok is false for a name without generations.
 func parseTag(name string) (model string, all, own Generation, ok bool) {
 	at := strings.LastIndexByte(name, '~')
 	if at < 0 {

@@ -203,7 +203,7 @@ func checkRoot(root string) error {
 	}
 }
 
-// isEngines reports whether only an engine makes such an entry in a root. The error says what a directory of vLLM lacks.
+// isEngines reports whether the entry e of a root is one that only an engine makes. The error says what a directory of vLLM lacks.
 func isEngines(root string, e os.DirEntry) (bool, error) {
 	name := e.Name()
 	if !e.IsDir() {
