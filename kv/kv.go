@@ -19,7 +19,7 @@ import (
 // LMCache always sets the local pair equal to the global one.
 type Rank uint32
 
-// MaxWorldSize is the largest number of shards a Rank can name.
+// MaxWorldSize is the largest number of shards that a Rank can name. Messages and registrations with a larger world size are refused.
 const MaxWorldSize = 255
 
 // NewRank packs shard worker of worldSize shards. It reports false when the pair

@@ -295,9 +295,9 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 }
 
 // FreeAbandoned releases `readers` pins of each object of the chunks [from, to) that a lookup of owner's session pinned and no load needs.
-// It is the oldest lookup that began at from, found the chunks up to to, and still has pins there. If there is none, and the range is one
-// chunk, it is the newest lookup, if that found the chunks up to to: an engine that computes the end of a prompt itself does not load the
-// hit's last chunk.
+// It is the oldest lookup that began at `from`, found the chunks up to `to`, and still has pins there. If there is none, and the range is
+// one chunk, it is the newest lookup, if that found the chunks up to `to`: an engine that computes the end of a prompt itself does not load
+// the hit's last chunk.
 func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
 	for at, more := to, true; more; {
 		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)

@@ -179,7 +179,7 @@ func (c *Counting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta
 	return m, sum, err
 }
 
-// read counts a read of bytes bytes.
+// read counts a read of `bytes` bytes.
 func (c *Counting) read(bytes int, f func() (Meta, error)) error {
 	end, began := c.begin("read", &c.n.readTime), time.Now()
 	m, err := f()

@@ -258,7 +258,7 @@ func (p *Publisher) restartLocked() {
 	}
 }
 
-// maxModels bounds the models for which introduceLocked sends a message. It does nothing for further ones.
+// maxModels bounds the models for which introduceLocked sends a message. For further models it sends none.
 const maxModels = 1024
 
 // IntroduceModel makes readers forget what they know of a model from an earlier life of the server. Otherwise

@@ -23,8 +23,7 @@ type files interface {
 	list() (map[string]int64, error)
 	// open opens a file to read and write it.
 	open(name string) (file, error)
-	// create makes a file and reserves bytes bytes for it. Errors: fs.ErrExist,
-	// ENOSPC.
+	// create makes a file and reserves `bytes` bytes for it. Errors: fs.ErrExist, ENOSPC.
 	create(name string, bytes int64) (file, error)
 	rename(from, to string) error
 	// remove removes a name. A missing name is no error.
@@ -44,7 +43,7 @@ type file interface {
 	writev(bufs [][]byte, off int64) error
 	size() (int64, error)
 	truncate(bytes int64) error
-	// reserve reserves space for bytes bytes of the file, whose size stays.
+	// reserve reserves space for `bytes` bytes of the file, whose size stays.
 	reserve(bytes int64) error
 	sync() error
 	close() error

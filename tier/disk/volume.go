@@ -295,7 +295,7 @@ func restOf(ends []byte, rest int64, extra bool) []byte {
 	return ends[headBytes:][:rest]
 }
 
-// readPiece reads the part of the payload's body at byte at. With the first part it reads the header
+// readPiece reads the part of the payload's body at byte `at`. With the first part it reads the header
 // and checks it. With extra it reads the block after the body, which has the rest.
 func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, extra bool) error {
 	var parts [3][]byte

@@ -176,7 +176,8 @@ func (s shortage) take(r *rootDir, n int64) {
 	}
 }
 
-// look sets s.lacks, if at least `least` bytes must be free.
+// look sets s.lacks to the bytes that must be unlinked until `least` bytes are free. While the file system does not show yet what was
+// unlinked before, it counts that as free.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
 	came := max(s.written-s.writtenBefore, s.before-s.free) // other programs write to it, too: at least this many bytes

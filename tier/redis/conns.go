@@ -133,7 +133,7 @@ func (s *server) close() {
 	s.bulk.close()
 }
 
-// do calls f with a connection, within the time that moving bytes bytes may take.
+// do calls f with a connection, within the time that moving `bytes` bytes may take.
 // If an idle connection turns out to be closed, it calls f again with a new one.
 func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
 	trial, err := s.admit()

@@ -79,7 +79,7 @@ func newBudget(n int, per time.Duration) *budget {
 }
 
 // take spends n events and reports true, or reports false if fewer are left. If no event was spent in the
-// period, it allows any n, even more than most.
+// period, it allows any n, even more than `most`.
 func (b *budget) take(n int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
