@@ -135,8 +135,9 @@ func newPopulation(samples []Sample, key string) *population {
 	return p
 }
 
-// draw draws requests of a population with replacement, and stores in into the percentiles `points` of their values. points must rise;
-// a point below 0 means the mean. ok is false if no value was drawn.
+// draw draws requests of a population with replacement, and stores the percentiles `points` of their values in `into`. points must rise;
+// a point below 0 means the mean. `times` is memory for how often each request was drawn. ok is false if no value was drawn; into is then
+// as it was.
 func (p *population) draw(rnd *rand.Rand, times []int, points, into []float64) (ok bool) {
 	clear(times)
 	for range p.requests {

@@ -43,7 +43,7 @@ func (d *Distribution) At(p float64) (millis float64, ok bool) {
 	return 0, false
 }
 
-// maxErrors is the largest number of distinct texts that a Result counts.
+// maxErrors is the largest number of distinct texts that a Result counts. Failures with further texts are not in Errors.
 const maxErrors = 100
 
 // numbers matches a number in the text of a failure. An HTTP status matches together with the word HTTP.
@@ -173,12 +173,12 @@ func between(a, b, t float64) float64 {
 	return a + (b-a)*t
 }
 
-// maxSeconds bounds the number of seconds at which peaks looks.
+// maxSeconds is the longest run, in seconds, for which peaks computes something. For a longer one it returns 0.
 const maxSeconds = 1 << 22
 
 // peaks returns the most tokens received in one second, and the most requests in progress in one second, both in whole seconds after
 // the first request was sent. If a request got several tokens per event, as with speculative decoding, each of its events counts for
-// the mean number; vLLM counts one token per event.
+// the mean number; vLLM counts one token per event. Both results are 0 if no request succeeded, or if they took longer than maxSeconds.
 func peaks(samples []Sample) (tokens float64, concurrent int) {
 	first, last := math.Inf(1), math.Inf(-1)
 	for i := range samples {

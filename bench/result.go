@@ -231,7 +231,7 @@ func detailOf(samples []Sample) *detail {
 	return d
 }
 
-// maxResult is the largest file of a result, in bytes.
+// maxResult is the largest file of a result, in bytes. A larger one is an error.
 const maxResult = 1 << 30
 
 // ReadJSON reads one result, written by vllm bench serve or by WriteJSON. Errors name the line or the key.

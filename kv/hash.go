@@ -19,7 +19,7 @@ func (h Hash) String() string { return hex.EncodeToString(h[:]) }
 // lmcache 0.5.6 (TokenHasher, algorithm "blake3").
 var Seed = Hash(sum256(make([]byte, 12)))
 
-// MaxChunkTokens bounds the chunk size; the largest seen in use is 1,024.
+// MaxChunkTokens bounds the chunk size, in tokens; servers and pools refuse a larger one. The largest seen in use is 1,024.
 const MaxChunkTokens = 1 << 16
 
 func sum256(b []byte) [32]byte { return blake3.Sum256(b) }

@@ -19,7 +19,7 @@ import (
 // LMCache always sets the local pair equal to the global one.
 type Rank uint32
 
-// MaxWorldSize is the largest number of shards a Rank can name.
+// MaxWorldSize is the largest number of shards that a Rank can name. Messages and registrations with a larger world size are refused.
 const MaxWorldSize = 255
 
 // NewRank packs shard worker of worldSize shards. It reports false when the pair
@@ -32,7 +32,7 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 	return w<<24 | r<<16 | w<<8 | r, true
 }
 
-// MaxSaltBytes is the longest salt LMCache accepts.
+// MaxSaltBytes is the length of the longest salt that LMCache accepts, in characters. A longer one is ErrSalt.
 const MaxSaltBytes = 128
 
 // ErrSalt means that a salt is too long or contains one of @ / \ NUL.

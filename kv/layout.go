@@ -22,7 +22,7 @@ type Layout struct {
 // ErrLayout means that a layout has an unknown dtype, a size that is not positive, or more than MaxChunkBytes.
 var ErrLayout = errors.New("kv: unusable layout")
 
-// MaxChunkBytes bounds one chunk: 4 GiB.
+// MaxChunkBytes bounds one chunk: 4 GiB. A Layout with larger chunks is ErrLayout.
 const MaxChunkBytes = 4 << 30
 
 // dtypeBytes lists torch's element sizes.

@@ -15,11 +15,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
-// Limits on a register_kv_cache and on the block ids of a transfer.
+// Limits on a register_kv_cache and on the block ids of a transfer. A message beyond one of them is an error.
 const (
 	maxLayers = 8192 // descriptors
 	maxGroups = 256  // KV groups
-	maxDims   = 16   // of a tensor
+	maxDims   = 16   // dimensions of a tensor
 )
 
 // EngineGroup is LMCache's EngineGroupInfo: layers that share block ids and a kind of attention.
@@ -72,8 +72,8 @@ type KVCache struct {
 type UnreadFields []string
 
 const (
-	maxUnread      = 8
-	maxUnreadBytes = 64 // of a name
+	maxUnread      = 8  // names of fields; further ones are left out
+	maxUnreadBytes = 64 // bytes of a name; the rest is cut off
 )
 
 // Err returns an error that names the fields, or nil.
@@ -221,7 +221,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	return c, nil
 }
 
-// Limits on the strings of a registration.
+// Limits on the strings of a registration, in bytes. A longer one is errLongName.
 const (
 	maxNameBytes    = 256
 	maxShmNameBytes = 255

@@ -168,9 +168,10 @@ func (o *operation) payloadsOf(g Generation) string {
 	return o.payloads
 }
 
+// maxID is the largest number of an operation that is looked up. A message with a larger one is of no generation.
 const maxID = 40
 
-// index finds rows of the table.
+// index finds the rows of the table of operations: by Op, by name, and by generation and number.
 type index struct {
 	byOp   [256]*operation
 	takes  [256][generations]int // numbers of payloads that an operation (by Op) takes in each generation

@@ -16,12 +16,12 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Limits on a key's fields.
+// Limits on a key's fields. A key beyond one of the last three is ErrKey.
 const (
 	MaxKVReaders    = 128     // LMCache clamps num_kv_readers to 1..128
-	maxModelBytes   = 1024    // model_name
-	MaxRequestBytes = 1024    // request_id
-	MaxTokens       = 1 << 24 // token_ids, token_bytes
+	maxModelBytes   = 1024    // bytes of model_name
+	MaxRequestBytes = 1024    // bytes of request_id
+	MaxTokens       = 1 << 24 // tokens of token_ids or token_bytes
 )
 
 // Key is LMCache's IPCCacheServerKey as a client builds it. Tokens is the whole
@@ -107,7 +107,7 @@ const (
 	MaxTagBytes = 64
 )
 
-// MinTTL and MaxTTL bound the value of lmcache.ttl.
+// MinTTL and MaxTTL bound the value of lmcache.ttl. For another value KeyView.TTL is 0 and BadTTL is true.
 const (
 	MinTTL = time.Millisecond
 	MaxTTL = 10 * 365 * 24 * time.Hour
@@ -268,7 +268,7 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	return rest, nil
 }
 
-// maxTTLText bounds the length of a TTL that is sent as a string, in bytes.
+// maxTTLText bounds the length of a TTL that is sent as a string, in bytes. A longer one is a bad TTL: readTTL ignores it and says so.
 const maxTTLText = 32
 
 // readTTL reads a TTL in seconds: a number, or a number in a string. nil means no TTL. bad is true for any other type, and for a value

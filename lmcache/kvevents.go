@@ -13,7 +13,7 @@ import (
 // KVEventStream is the name in the answer to get_experimental that says that subscribe_kv_events is served.
 const KVEventStream = "kv_event_stream"
 
-// MaxKVEvents bounds the events of one batch, as 0.5.6 does.
+// MaxKVEvents bounds the events of one batch, as 0.5.6 does. A subscribe_kv_events that asks for more is an error.
 const MaxKVEvents = 1024
 
 // What a client sends on a stream, under the uid of its subscription: an empty operation frame, then one of these words.

@@ -116,7 +116,7 @@ func (p *EngineDriven) Append(b []byte) []byte {
 	return b
 }
 
-// maxObjectGroups bounds the group_layouts of a registration.
+// maxObjectGroups bounds the group_layouts of a registration. A registration with more is an error.
 const maxObjectGroups = 64
 
 func (p *EngineDriven) decodeGroups(b []byte) ([]byte, error) {
@@ -503,7 +503,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	return b, false
 }
 
-// maxReason bounds the reason of AppendFailure in bytes.
+// maxReason bounds the reason of AppendFailure in bytes. The rest of a longer one is cut off.
 const maxReason = 512
 
 // AppendFailure appends the operation frame of an answer that declines a request whose normal answer has no result. op is the operation

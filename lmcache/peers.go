@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// MaxObjectKeys bounds the keys that one peer-to-peer operation may name.
+// MaxObjectKeys bounds the keys that one peer-to-peer operation may name. An operation with more is an error.
 const MaxObjectKeys = 1 << 16
 
 // ObjectKey is LMCache's name of one object: a chunk of one shard and object group. Model

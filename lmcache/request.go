@@ -328,7 +328,7 @@ func (r *PingRequest) decode(p [][]byte) (err error) {
 	return nil
 }
 
-// maxTimeout bounds the time that a client may ask a server to wait.
+// maxTimeout bounds the time that a server waits at a client's request. A longer time counts as this one.
 const maxTimeout = time.Hour
 
 func (r *PrefetchStatusRequest) decode(p [][]byte) (err error) {
@@ -343,7 +343,7 @@ func (r *PrefetchStatusRequest) decode(p [][]byte) (err error) {
 	return err
 }
 
-// maxSpans bounds the extra ranges of a free_lookup_locks.
+// maxSpans bounds the extra ranges of a free_lookup_locks. A message with more is an error.
 const maxSpans = 1024
 
 // decodeSpans reads extra_ranges: pairs of token positions, which it turns into ranges of chunks. It leaves out empty ranges.

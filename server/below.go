@@ -129,7 +129,7 @@ func (t *TierStatus) Text() string {
 	return out
 }
 
-// rate returns a speed in GB per second.
+// rate returns the speed at which so many bytes moved within the time `in`, in GB per second; 0 without a time.
 func rate(bytes uint64, in time.Duration) float64 {
 	if in <= 0 {
 		return 0
@@ -154,7 +154,7 @@ var sealedAdvice = []struct{ reason, what, do string }{
 	{"newer", "encrypted by a newer build", "start that build"},
 }
 
-// findings calls add for each problem of the tiers that keeps hits away.
+// findings calls add for each problem of the tiers that keeps hits away: with what is wrong, and what to do about it.
 func (b *BelowStatus) findings(add func(what, do string)) {
 	for i := range b.Tiers {
 		t := &b.Tiers[i]

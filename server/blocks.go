@@ -25,7 +25,8 @@ type blockCopy struct {
 	took     time.Duration
 }
 
-// blockCopyOf checks what store and retrieve requests have in common. in is nil if the worker is not known; nothing was tried then.
+// blockCopyOf checks what store and retrieve requests have in common; load is true for a retrieve. blocks has the engine's block ids by KV
+// group. in is nil if the worker is not known; nothing was tried then.
 func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int, load bool) (in *workers.Worker, c blockCopy, err error) {
 	c.key, c.worker, c.chunk = r.Key, r.InstanceID, sc.chunk
 	in, c.transfer, err = s.transferOf(sc, r, false)
@@ -42,7 +43,8 @@ func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int, l
 	return in, c, err
 }
 
-// run copies, while the worker's memory stays mapped. A panic becomes an error, because the caller must end the Transfer in any case.
+// run copies the parts, while the worker's memory stays mapped. It leaves out blocks that lie entirely in the first `skip` tokens. A panic
+// becomes an error, because the caller must end the Transfer in any case.
 func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) error {
 	began := time.Now()
 	defer func() { c.took = time.Since(began) }()

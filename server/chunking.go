@@ -56,7 +56,8 @@ func (b *bases) get(local net.Addr) int {
 	return b.of[listenerOf(local)]
 }
 
-// chunking returns the chunking of a chunk size.
+// chunking returns the chunking for chunks of so many tokens. It makes and keeps one for a new size, or beyond maxSizes a Memo-less one that
+// it does not keep.
 func (s *Server) chunking(tokens int) *chunking {
 	if tokens == s.own.tokens {
 		return s.own
@@ -99,7 +100,7 @@ func (x *sizes) announced() []int {
 	return slices.Compact(all)
 }
 
-// remember records the sizes that an earlier server announced to engines.
+// remember records the sizes that an earlier server announced to engines, the first 1024 of them.
 func (x *sizes) remember(former []int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -178,7 +179,7 @@ func (c *connection) mustRefuseHeartbeat() bool {
 	return true
 }
 
-// opened records the open requests of a connection whose size may still change.
+// opened records the open requests of a connection whose chunk size may still change, 64 at most; others are not recorded.
 func (c *connection) opened(r lmcache.Request) {
 	if c.fixed {
 		return
@@ -198,7 +199,7 @@ func (c *connection) opened(r lmcache.Request) {
 	}
 }
 
-// fix records that the client knows its chunk size from now on.
+// fix records that the client knows its chunk size from now on: that of `to`. If the size is new to the server, it is logged and saved.
 func (s *Server) fix(c *connection, to *chunking) {
 	c.chunk, c.fresh, c.fixed, c.sessions = to, true, true, nil
 	if to != s.own && s.sizes.add(to.tokens) {
@@ -250,7 +251,7 @@ func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
 	answer("")
 }
 
-// maxMisfits is how many pairs of alignment and chunk size that do not fit are logged, each once.
+// maxMisfits is how many pairs of alignment and chunk size that do not fit are logged, each once. Later pairs are not logged.
 const maxMisfits = 100
 
 // sizeFor returns the chunk size with which a request must be read.

@@ -156,8 +156,9 @@ func (s *Server) clearFor(who *caller, force bool) error {
 	return nil
 }
 
-// DeleteObjects drops objects from the pool, the tiers or both, as `from` says. inPool are their keys in the pool, below the keys that they
-// may have in the tiers. In the pool it skips objects that are pinned or in transfer.
+// DeleteObjects drops objects from the pool, the tiers or both, as `from` says. inPool are the objects' keys in the pool, and below are the
+// keys that they may have in the tiers. In the pool it skips objects that are pinned or in transfer; skipped counts them. With an error the
+// tiers may still have the objects.
 func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted, skipped int, err error) {
 	if from == ClearL1 {
 		deleted, skipped = s.store.Drop(inPool)

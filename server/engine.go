@@ -107,8 +107,8 @@ func (sc *scratch) placed(in *workers.Worker) {
 	}
 }
 
-// skipped returns a function that reports which objects a worker does not store. by has the positions that it sent, by object group. A nil
-// function means that it stores all.
+// skipped returns a function that reports which objects a worker does not store. `by` has, for each object group, the chunks that the
+// worker leaves out. A nil function means that it stores all.
 func skipped(in *workers.Worker, by [][]int) (func(group, chunk int) bool, error) {
 	switch {
 	case len(by) == 0:
@@ -309,9 +309,9 @@ type promptNote struct {
 	repeated *lookup.Repeated
 }
 
-// noteOf returns the note of a lookup that begins. If there are tiers below the pool, the reason of a miss is known only later, when the
-// prompt's tokens are gone. So noteOf compares the prompt with earlier ones now, from the first chunk that the memo does not remember: if
-// the lookup misses there, that chunk is new.
+// noteOf returns the note of a lookup of the first `asked` chunks, of which the engine itself has those before number `from`. If there are
+// tiers below the pool, the reason of a miss is known only later, when the prompt's tokens are gone. So noteOf compares the prompt with
+// earlier ones now, from the first chunk that the memo does not remember: if the lookup misses there, that chunk is new.
 func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked, from int) any {
 	tags := s.tally.Tagged(sc.caller().Name, k.Tags)
 	if fresh := max(len(k.Hashes), from); s.store.AsksBelow() && fresh < asked {
@@ -323,7 +323,8 @@ func (s *Server) noteOf(sc *scratch, k *lmcache.KeyView, ns kv.Namespace, asked,
 }
 
 // mayLookUp returns why a lookup must not search; miss.None: it may. The error is nil for a prompt that is too short, and for one that must
-// load nothing: their hit is 0. loaders is how many workers can load the hit. unknown is the error if no shard is known to search in.
+// load nothing: their hit is 0. asked is how many chunks the lookup asks for, and loaders how many workers can load the hit. unknown is the
+// error if no shard is known to search in.
 func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked, loaders int, unknown error) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it records who asks
 	need := k.WorldSize * k.Readers
@@ -364,7 +365,7 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 	})
 }
 
-// ExplainTo is Explain for a reader who may see only the tenants of limit.
+// ExplainTo is Explain for a reader who may see only the tenants of limit: it returns `most` lookups of these tenants at most.
 func (s *Server) ExplainTo(request string, most int, limit *auth.Limit) explain.Explanation {
 	return s.ended.ExplainTo(request, most, limit.Allows)
 }
@@ -460,7 +461,7 @@ func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest)
 // Store returns the store from which the Server answers.
 func (s *Server) Store() *store.Store { return s.store }
 
-// logMoved logs, at debug level, how many chunks and bytes a request moved.
+// logMoved logs, at debug level, how many tokens, chunks and bytes a request moved. `of` says how many tokens a chunk has.
 func (s *Server) logMoved(msg string, chunks int, of *chunking, bytes int64, request []byte) {
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
 		s.log.Debug(msg, "request", string(request), "tokens", chunks*of.tokens, "chunks", chunks, "bytes", bytes)

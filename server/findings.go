@@ -81,7 +81,7 @@ func (st *Status) findings() []Finding {
 	return out
 }
 
-// vllmFindings adds what engines of vLLM's tiered offloading left behind.
+// vllmFindings adds what engines of vLLM's tiered offloading left behind, and a finding if no engine of any kind is connected.
 func (st *Status) vllmFindings(add func(what, do string)) {
 	if st.VLLM == nil {
 		return
@@ -95,7 +95,7 @@ func (st *Status) vllmFindings(add func(what, do string)) {
 	}
 }
 
-// lookupFindings adds why lookups did not find chunks.
+// lookupFindings adds why lookups did not find chunks, and a finding if few hits were loaded.
 func (st *Status) lookupFindings(add func(what, do string)) {
 	l := &st.Lookup
 	if l.Short > 0 && l.Short*2 >= l.Lookups {
@@ -120,7 +120,7 @@ func (st *Status) lookupFindings(add func(what, do string)) {
 	}
 }
 
-// missFindings adds a finding for each reason of misses, the most frequent first.
+// missFindings adds a finding for each reason of misses, the most frequent first, except reasons for which other findings exist.
 func (st *Status) missFindings(add func(what, do string)) {
 	type reason struct {
 		why string
@@ -180,7 +180,7 @@ func (st *Status) adviceFor(why string) string {
 	return "see docs/operate/server.md"
 }
 
-// times returns a number and what it counts.
+// times returns a number and the word for what it counts: `one` if n is 1, otherwise `many`.
 func times(n uint64, one, many string) string {
 	if n == 1 {
 		return "1 " + one

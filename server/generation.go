@@ -97,8 +97,8 @@ func (e *ambiguousError) Error() string {
 	return fmt.Sprintf("%v: %s", errAmbiguous, strings.Join(each, ", "))
 }
 
-// ofWorker returns the readings whose generation is that of the worker that the message names, or of the workers of its model. If there are
-// none it returns all readings.
+// ofWorker returns the readings whose generation is that of the worker that the message names, or of the workers of its model. `by` is the
+// user or address that sent the message. If there are no such readings it returns all.
 func (s *Server) ofWorker(by principal, p [][]byte, readings []lmcache.Reading) []lmcache.Reading {
 	kept := readings[:0:0]
 	for _, r := range readings {

@@ -12,7 +12,8 @@ import (
 // Messages that could mean several operations are held until their clients' generation is known; a heartbeat, sent every 10 s, shows it.
 // They are the calls that a client had in flight when its server was replaced: keys of prompts, never chunks.
 
-// hold keeps a copy of an ambiguous message. It reports false if too many are held.
+// hold keeps a copy of an ambiguous message, whose answer waits. It reports false if too many messages are held, or if the message comes
+// from this process: the caller then declines it.
 func (s *Server) hold(p *zmtp.Peer, m [][]byte) bool {
 	kept := p != nil && s.held.Keep(p, whoIs(p).By, m)
 	if kept {

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// The limits.
+// Limits on held messages: Keep refuses a message beyond one of the first four, and Late removes what was held for longer than the last.
 const (
 	maxHeldMessages   = 16       // of one connection
 	maxHeldBytes      = 2 << 20  // of one connection
@@ -36,7 +36,7 @@ type heldConnection[O comparable] struct {
 	since    time.Time // when the oldest came
 }
 
-// Keep keeps a copy of a message of a connection. It reports false if there are too many.
+// Keep keeps a copy of a message of a connection. It reports false, and keeps nothing, if a limit on messages or bytes is reached.
 func (h *heldMessages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 	own, n := make([][]byte, len(m)), int64(0)
 	for i, frame := range m {

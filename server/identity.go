@@ -71,7 +71,7 @@ func (s *Server) callerOf(p peercred.Peer) *caller {
 	return &caller{Caller: access.New(p, s.opts.Trust, s.n.callers.Add(1))}
 }
 
-// callerAgain returns the caller as which a worker of the note registered.
+// callerAgain returns the caller as which a worker of the note registered: the user or the address `by`.
 func (s *Server) callerAgain(by principal) *caller {
 	if by.User {
 		return &caller{Caller: access.Caller{Peer: peercred.Peer{UID: by.UID}, By: by}}

@@ -36,7 +36,7 @@ type Options struct {
 	KeepNeverPinged   bool                  // a worker that never pinged is never dropped for silence
 	MemoBytes         int64                 // token-list memo; default 64 MiB
 	NoMemo            bool                  // no token-list memo
-	MaxInstances      int                   // registered workers; default 4096
+	MaxInstances      int                   // most registered workers; beyond it a new one replaces another or is refused; default 4096
 	DrainTimeout      time.Duration         // longest wait for transfers in progress at shutdown; default 10 s
 	RefuseDriven      bool                  // refuse workers whose KV the server would copy (lmcache_driven)
 	RefuseEngine      bool                  // refuse workers that copy themselves (engine_driven)

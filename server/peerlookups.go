@@ -16,13 +16,13 @@ const (
 	// peerLookupLife is how long objects wait to be unlocked, as long as LMCache's read locks.
 	peerLookupLife = 300 * time.Second
 
-	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys.
+	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys. Beyond it one is forgotten, see peerLookups.
 	maxPeerLookups = 1024
 
 	// peerLoans and allLoans bound the bytes that one peer, and all peers, may have locked, as parts of the pool.
 	peerLoans, allLoans = 0.25, 0.5
 
-	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB.
+	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB. Beyond it a lookup is forgotten, see peerLookups.
 	maxPeerKeys = 1 << 20
 )
 
@@ -47,7 +47,7 @@ type peerLookups struct {
 		sync.Mutex
 		last  int64
 		tasks []*peerLookup  // oldest first
-		keys  int            // of all of them
+		keys  int            // number of keys of all tasks
 		lent  int64          // bytes of all loans
 		conns map[string]int // number of connections of each peer that asks
 	}
@@ -72,7 +72,7 @@ func newPeerLookups(s *store.Store) *peerLookups {
 	return t
 }
 
-// mayLock returns how many bytes a peer may lock now.
+// mayLock returns how many bytes the peer `by` may lock now.
 func (t *peerLookups) mayLock(by string) int64 {
 	pool := float64(t.store.Files().Bytes())
 	t.mu.Lock()
@@ -86,14 +86,14 @@ func (t *peerLookups) mayLock(by string) int64 {
 	return max(0, min(int64(t.share.peer*pool)-own, int64(t.share.all*pool)-t.mu.lent))
 }
 
-// Join records a connection of a peer.
+// Join records a connection of the peer `by`.
 func (t *peerLookups) Join(by string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.mu.conns[by]++
 }
 
-// Leave records the end of a peer's connection. With the last one all locks of the peer end.
+// Leave records the end of a connection of the peer `by`. With its last connection all locks of the peer end.
 func (t *peerLookups) Leave(by string) {
 	for _, loan := range t.leave(by) {
 		loan.GiveBack()
@@ -143,8 +143,8 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 	return k.id
 }
 
-// lock locks the objects of a lookup, within the shares of its peer and of all peers, and adds the lookup. It returns the loans of lookups
-// that were forgotten for it.
+// lock locks the objects `keys` of a lookup, within the shares of its peer and of all peers, and adds the lookup. `at` has the index of each
+// key in the peer's request. It returns the loans of lookups that were forgotten for it, which the caller must give back.
 func (t *peerLookups) lock(k *peerLookup, keys []kv.Key, at []int) (forgotten []*store.Loan) {
 	t.locking.Lock() // no other lookup may lock the bytes that this one may
 	defer t.locking.Unlock()
@@ -174,7 +174,7 @@ func (t *peerLookups) Len() (n int) {
 	return n
 }
 
-// add adds a lookup. It returns the loans of lookups that were forgotten for it.
+// add adds a lookup. It returns the loans of lookups that were forgotten for it, which the caller must give back.
 func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -274,8 +274,8 @@ func (t *peerLookups) lockedBy(by string) (tasks []*peerLookup) {
 	return tasks
 }
 
-// unlock ends those locks of the task k that want asks for, and subtracts them from want. It returns the loan of a task that has no more
-// locks.
+// unlock ends locks of the task k: of each object as many as `want` has, if it has so many. It subtracts them from `want`. If the task has
+// no more locks, unlock returns its loan, which the caller gives back.
 func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -21,8 +21,8 @@ import (
 
 // Limits on requests that wait.
 const (
-	maxWaits   = 1024 // a user or address may have half of those that others leave free
-	maxWaitFor = 5 * time.Minute
+	maxWaits   = 1024            // requests that wait; a user or address may have half of those that others leave free; others are declined
+	maxWaitFor = 5 * time.Minute // a request that asks for a longer time waits only for this one
 )
 
 // waits has the requests that are answered later.
@@ -33,7 +33,7 @@ type waits struct {
 		sync.Mutex
 		closed bool
 		all    int
-		of     map[string]int // by user or address
+		of     map[string]int // number of waits, by user or address
 		cancel map[*zmtp.Peer]map[*wait]context.CancelFunc
 	}
 }
@@ -47,8 +47,8 @@ type wait struct {
 	timeout time.Duration
 }
 
-// begin adds a wait and returns its context, which ends with the connection, with stop and with the wait's timeout. It reports false if
-// there are too many, or after stop.
+// begin adds the wait `of` and returns its context, which ends with the connection, with stop and with the wait's timeout. It reports false
+// if there are too many, or after stop.
 func (w *waits) begin(of *wait) (context.Context, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -26,7 +26,7 @@ const (
 	PickleOnly                   // all workers': no worker is offered shared memory
 )
 
-// MaxPickleBytes is the size of the largest message that the protocol can carry.
+// MaxPickleBytes is the size of the largest message that the protocol can carry. Options with a larger one are not valid.
 const MaxPickleBytes = 1<<32 - 1
 
 // routerLimits raises the limits on messages so that they may carry tensors, for peers of mayPickle only.
@@ -47,8 +47,8 @@ func (s *Server) mayPickle(p *zmtp.Peer) bool {
 	return ok && s.registry.Pickles(c.By)
 }
 
-// pickles records that the worker in sends its chunks with its commits: pickled, or in an envelope (enveloped). It reports false for a
-// worker that has stored in the pool itself.
+// pickles records, and logs at the first time, that the worker `in` sends its chunks with its commits: pickled, or in an envelope
+// (enveloped). It reports false for a worker that has stored in the pool itself: its commit must be declined.
 func (s *Server) pickles(in *workers.Worker, enveloped bool) bool {
 	first, ok := in.TakeSide(workers.Pickle)
 	if !ok || !first {
@@ -221,7 +221,7 @@ func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer
 	return nil
 }
 
-// overhead bounds the bytes of a message other than those of chunks: once for each chunk, and once for the message.
+// overhead returns the most bytes that each chunk adds to a message besides the chunk's own bytes. The message itself takes as many once.
 func overhead(in *workers.Worker) int64 {
 	return int64(pickle.Overhead) * int64(max(1, len(in.Objects)))
 }

@@ -259,7 +259,8 @@ func (s *Server) reap(now time.Time) {
 	}
 }
 
-// drop ends the registration of a worker that can no longer end it itself.
+// drop ends the registration of a worker that can no longer end it itself, and logs `why`. It does nothing if that registration has ended
+// already.
 func (s *Server) drop(in *workers.Worker, why string) {
 	if !s.registry.RemoveThis(in) {
 		return // it has registered again meanwhile, or another goroutine has dropped it
@@ -270,7 +271,8 @@ func (s *Server) drop(in *workers.Worker, why string) {
 	s.save()
 }
 
-// detachWorker settles what a worker leaves when its registration has ended.
+// detachWorker settles what a worker leaves when its registration has ended: the slots of its transfers go into quarantine, and memory
+// that it lent is unmapped. `how` says in the log how the registration ended.
 func (s *Server) detachWorker(in *workers.Worker, how string) {
 	if n := s.store.Detach(in.Key); n > 0 {
 		s.log.Warn("a worker left transfers in progress: their slots are in quarantine", "worker", in.ID, "how", how, "transfers", n)

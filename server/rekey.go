@@ -11,15 +11,15 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/seal"
 )
 
-// Rates of RekeyTier: bytes per second, read and written together.
+// Rates of RekeyTier: bytes per second, read and written together. Its callers refuse a rate above MaxRekeyRate.
 const (
 	DefaultRekeyRate = 128 << 20
 	MaxRekeyRate     = 1 << 40
 )
 
 // RekeyTier encrypts those objects of a tier again that were encrypted with an older key, `rate` bytes per second at most; 0 for the
-// default. It calls so after each object. It ends with ctx, or when the server stops: objects that are done stay so, and another call
-// continues. Errors: ErrNoTier, those of seal.Tier.Rekey.
+// default. It calls `so` with its figures after each object. `by` is who asks, for the log. It ends with ctx, or when the server stops:
+// objects that are done stay so, and another call continues. Errors: ErrNoTier, those of seal.Tier.Rekey.
 func (s *Server) RekeyTier(ctx context.Context, name string, rate int64, by string, so func(seal.RekeyStats)) (seal.RekeyStats, error) {
 	t, ok := s.opts.Seals[name]
 	if !ok {

@@ -192,7 +192,8 @@ func (s *Server) Tick(now time.Time) {
 	s.offload.Tick()
 }
 
-// checkName notices that the pool's name was removed. Workers that have mapped the pool continue; new ones could not map it.
+// checkName notices that the pool's name was removed, and logs that once. Workers that have mapped the pool continue; new ones could not map
+// it.
 func (s *Server) checkName() {
 	if s.store.Files().NameLost() && !s.lost.Swap(true) {
 		s.log.Error("the pool's shared-memory name was removed; new workers cannot map it: restart the server", "shm", s.store.Files().Name())
@@ -365,7 +366,7 @@ func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
 	s.ended.Took(op.String(), request, began, now)
 }
 
-// maxUID bounds the first frame of a request, in bytes. LMCache's clients send 16.
+// maxUID bounds the first frame of a request, in bytes. A request with a longer one is refused without an answer. LMCache's clients send 16.
 const maxUID = 1024
 
 func isStreamControl(b []byte) bool {

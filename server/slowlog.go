@@ -19,7 +19,8 @@ type SlowRequest struct {
 	At        string  `json:"at"` // time of the answer, RFC 3339
 }
 
-// Limits of a slowLog. maxSlowRequests requests, with maxSlowID bytes of each id, take less than 8 KiB.
+// Limits of a slowLog: the slowest maxSlowRequests requests of the last slowFor stay. With maxSlowID bytes of each id, at which a longer one
+// is cut, they take less than 8 KiB.
 const (
 	maxSlowRequests = 32
 	maxSlowID       = 128

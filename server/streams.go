@@ -27,9 +27,9 @@ import (
 
 // Limits on streams.
 const (
-	maxStreams    = 1024    // a user or address may have half of those that others leave free
-	streamBytes   = 4 << 20 // about, per batch
-	bytesPerToken = 5       // at most
+	maxStreams    = 1024    // open streams; a user or address may have half of those that others leave free; others are declined
+	streamBytes   = 4 << 20 // about how many bytes a batch has; later records follow in the next one
+	bytesPerToken = 5       // most bytes that a token takes in a batch
 )
 
 // streamKey identifies a subscriber: an instance id of one user or address.
@@ -72,7 +72,7 @@ type streams struct {
 	}
 }
 
-// begin adds a stream, and replaces one of the same subscriber. It reports false when there are too many.
+// begin adds a stream, and ends an earlier one of the same subscriber. It reports false when there are too many, or after stop.
 func (l *streams) begin(st *stream) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -124,7 +124,8 @@ func (l *streams) remove(st *stream) {
 	l.removeLocked(st)
 }
 
-// control handles an ack or a cancel. It ignores those that belong to no stream of the connection.
+// control handles `what` a client sends about the stream uid: a cancel ends the stream, anything else is an ack, after which the next batch
+// may be sent. It ignores those that belong to no stream of the connection.
 func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
 	if p == nil || !l.some.Load() {
 		return
@@ -273,7 +274,8 @@ func (s *Server) sendBatch(ctx context.Context, st *stream, batch []byte) bool {
 // Incarnation returns a number that is different for each start of the server.
 func (s *Server) Incarnation() uint64 { return uint64(s.started.UnixNano()) }
 
-// next waits until there is something to send. ok is false if the stream ends. The first batch is returned at once.
+// next waits until there is something to send. ok is false if the stream ends. With `first` it returns a batch at once, even one without
+// events.
 func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (batch lmcache.KVEventBatch, ok bool) {
 	batch = lmcache.KVEventBatch{Enabled: true, Incarnation: incarnation}
 	for {

@@ -47,7 +47,7 @@ type sample struct {
 	n  summary
 }
 
-// maxSamples is how many summary lines are remembered.
+// maxSamples is how many summary lines are remembered. A new one then takes the place of the oldest.
 const maxSamples = 30
 
 func (r *recently) add(now time.Time, n summary) {

@@ -77,9 +77,9 @@ func (s *Server) noTier(name string) error {
 }
 
 // DropTier removes all objects of a tier or, with a model, those of the model if the tier names objects by models. It returns how many it
-// removed, also with an error. Subscribers of KV events learn that the tier has none of those chunks; chunks that stay are announced again
-// when they are seen. Then the store asks the tier for the chunks of the pool that were recorded as being there. A chunk that the tier
-// lacks is written there again when an engine loads it.
+// removed, also with an error. `by` is who asks, for the log. Subscribers of KV events learn that the tier has none of those chunks; chunks
+// that stay are announced again when they are seen. Then the store asks the tier for the chunks of the pool that were recorded as being
+// there. A chunk that the tier lacks is written there again when an engine loads it.
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {

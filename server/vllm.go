@@ -60,7 +60,7 @@ type VLLMStatus struct {
 	Left    []offload.Region `json:"left"`    // regions in /dev/shm that engines left
 }
 
-// vllmStatus returns nil if no tier socket is served.
+// vllmStatus returns the part of the status about vLLM's tiered offloading; nil if no tier socket is served.
 func (s *Server) vllmStatus() *VLLMStatus {
 	if !s.vllmTier {
 		return nil

@@ -20,14 +20,14 @@ type AnswerPolicy uint8
 const (
 	AnswersAsPrompts AnswerPolicy = iota // written as WritePolicy says
 	AnswersAfterHit                      // written once a lookup found them in the pool
-	AnswersNever
+	AnswersNever                         // never written
 )
 
-// answerMark is the value that the pool's index has for an answer, in place of the mark of the tier that has the object. A later server
-// then does not write the answer either.
+// answerMark is what the pool's index records for an object with tokens of an answer, in place of the mark of the tier that has the object.
+// A later server then does not write that object either.
 var answerMark = pool.MarkOf("\x00answer")
 
-// maxPrompts bounds the requests of which promptLengths remembers the prompt's length.
+// maxPrompts bounds the requests of which promptLengths remembers the prompt's length; it says which one it forgets beyond them.
 const maxPrompts = 1 << 16
 
 // promptNote is how many chunks the prompt of a request has.
@@ -88,7 +88,7 @@ func (p *promptLengths) note(peer string, request []byte, chunks int) {
 	}
 }
 
-// forgetLocked forgets the oldest request of the peer that has the most requests.
+// forgetLocked forgets, of the peer that has the most requests, the request that looked up least recently.
 func (p *promptLengths) forgetLocked() {
 	var most *promptsOf
 	for _, of := range p.mu.peers {
@@ -103,7 +103,7 @@ func (p *promptLengths) forgetLocked() {
 	}
 }
 
-// end records that the session of a request ended.
+// end records that the session of a request ended: the next lookup with its id counts as another prompt.
 func (p *promptLengths) end(peer string, request []byte) {
 	p.with(peer, request, func(n *promptNote) { n.ended = true })
 }

@@ -22,7 +22,7 @@ import (
 // the pool.
 
 const (
-	maxLoads = 32 // reads at once; a user or address may have at most half of those that others leave free
+	maxLoads = 32 // reads at once, further ones wait; a user or address may have at most half of those that others leave free
 
 	// loadLife is how many times LoadTimeout a read may take before it is canceled.
 	loadLife = 10
@@ -180,8 +180,9 @@ func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 	}
 }
 
-// beginLoad makes a slot and its flight for an object. The flight is nil with an error, and if another search has begun to read the object
-// meanwhile. wait is not nil if too many reads are running: the caller waits until it is closed and tries again.
+// beginLoad makes a slot and its flight for an object of n bytes; `chunk` is the object's chunk in the prompt. The flight is nil with an
+// error, and if the object is resident or on its way meanwhile. wait is not nil if too many reads are running: the caller waits until this
+// channel is closed and tries again.
 func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *flight, wait chan struct{}, err error) {
 	s.lock()
 	defer s.unlock()
@@ -226,14 +227,15 @@ func (s *Store) read(fl *flight, k kv.Key) {
 	}
 }
 
+// view returns the bytes of a flight's slot in the pool.
 func (s *Store) view(fl *flight) []byte {
 	s.lock()
 	defer s.unlock()
 	return s.mu.pool.View(fl.slot)
 }
 
-// endTierRead ends the flight of an object that was read from the tier. With why None the object becomes resident with the checksum sum,
-// otherwise it is dropped.
+// endTierRead ends the flight of an object that was read from the tier, and so wakes the lookups that wait for it. If `why` is None the
+// object becomes resident with the checksum sum, otherwise it is dropped for that reason. `tier` is the name of the tier that failed, or "".
 func (s *Store) endTierRead(fl *flight, sum uint64, why miss.Reason, tier string) {
 	s.lock()
 	defer s.unlock()

@@ -14,7 +14,7 @@ type Counters struct {
 	EvictedChunks      uint64
 	EvictedBytes       uint64
 	DeadChunks         uint64 // of the evicted, chunks of windows that no hit could need any more
-	Cleared            uint64 // chunks
+	Cleared            uint64 // chunks that clears have dropped
 	ExpiredChunks      uint64 // dropped because they were not used for their TTL
 	ExpiredBytes       uint64
 	EndedChunks        uint64 // dropped because the TTL of their request was over

@@ -38,7 +38,7 @@ type curves struct {
 // namedPrompt is a prompt that a request looked up.
 type namedPrompt struct {
 	request uint64 // hash of its id; 0: none
-	asked   int    // chunks
+	asked   int    // chunks that its lookup asked for
 	named   int    // leading chunks whose names were reported
 }
 
@@ -152,7 +152,7 @@ func (c *curves) promptLocked(request uint64) *namedPrompt {
 	return nil
 }
 
-// noteLocked remembers the prompt of a request.
+// noteLocked remembers the prompt of a request, in place of an older prompt if there is no room.
 func (c *curves) noteLocked(p namedPrompt) {
 	if known := c.promptLocked(p.request); known != nil {
 		*known = p

@@ -44,7 +44,8 @@ type EachQuery struct {
 	Lent *atomic.Int64
 }
 
-// longestOther bounds the length of an object of another length in the tier below, as a multiple of EachQuery.Bytes.
+// longestOther bounds the length of an object of another length in the tier below, as a multiple of EachQuery.Bytes. A longer object is not
+// read and not lent.
 const longestOther = 4
 
 // LookupEach begins a lookup and lends the objects that may be served at once. Error: ErrBusy.
@@ -147,6 +148,7 @@ func (x *EachLookup) Fetch(ctx context.Context) {
 	s.forget(x.pf)
 }
 
+// beginFetch counts the lookup as pending. It reports false if too many lookups are pending, or if the store is closed.
 func (x *EachLookup) beginFetch() bool {
 	s := x.store
 	s.lock()
@@ -159,8 +161,8 @@ func (x *EachLookup) beginFetch() bool {
 	return true
 }
 
-// take pins the objects that are ready, and joins the flights of those that are being read or compared. It begins a flight for each object
-// that the tier has.
+// take looks for those of the query's keys whose indexes are in `rest`. It pins the objects that are ready, and joins the flights of those
+// that are being read or compared. It begins a flight for each object that the tier has.
 func (x *EachLookup) take(rest []int) {
 	var absent []int
 	for ; len(rest) > 0; rest = rest[min(batch, len(rest)):] {

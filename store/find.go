@@ -18,7 +18,7 @@ const batch = 2048
 // dropBatch is as batch, for objects that may be dropped, which takes longer.
 const dropBatch = 128
 
-// maxLookup bounds the objects of one lookup.
+// maxLookup bounds the objects of one lookup: the chunks beyond them are not looked up. It also bounds the objects of all pending lookups.
 const maxLookup = 1 << 21
 
 // Prompt is what a lookup asks for.

@@ -29,7 +29,8 @@ func (s *Store) dropDeadLocked(sh object.Shard, hashes []kv.Hash) {
 	})
 }
 
-// evictLocked drops the key of a slot to make room, and counts the eviction.
+// evictLocked drops the key of a slot to make room, and counts the eviction; also as lost, if the tier should have the object and does
+// not have it yet. `why` is the reason that a later miss of the object gets.
 func (s *Store) evictLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.n.EvictedChunks++
 	if s.outbox != nil && !s.answerLocked(slot) && !s.mu.lives.limited(slot) && s.mu.pool.Below(slot) != s.place {

@@ -18,9 +18,9 @@ type Loan struct {
 	hold  *hold.Hold
 }
 
-// Lend holds the objects of keys for a reader of the user or address `by`. In each shard and object group it lends the objects before the
-// first missing one, at most as many as one transfer may have, and at most `most` bytes. places has one place for each key; for a key that
-// is not lent its Bytes is 0. The loan is nil if nothing is lent. Error: ErrBusy.
+// Lend holds the objects of keys for a reader of the user or address `by`, for the time life at most. In each shard and object group it
+// lends the objects before the first missing one, at most as many as one transfer may have, and at most `most` bytes. places has one place
+// for each key; for a key that is not lent its Bytes is 0. The loan is nil if nothing is lent. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration, most int64) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
 	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended: shards and groups with a missing object, by keys without a chunk

@@ -62,7 +62,7 @@ func (l *slotEnds) extend(slot pool.Slot, end time.Duration) {
 // postpone sets a later time for the next look at a slot that is due.
 func (l *slotEnds) postpone(slot pool.Slot, due time.Duration) { l.move(l.slots.At(int(slot)), due) }
 
-// move sets the time at which a slot is due.
+// move sets the time at which the slot of the entry `of` is due.
 func (l *slotEnds) move(of *life, due time.Duration) {
 	of.due = due
 	l.down(of.at - 1)

@@ -45,7 +45,7 @@ func (s *Store) unlock() {
 	}
 }
 
-// watch is called at the begin and the end of each section; benchmarks set it.
+// watch is called at the beginning (begin) and at the end of each section. It is nil; only benchmarks set it.
 var watch func(begin bool)
 
 // exit panics on a goroutine of its own, where no recover can catch it. Tests replace it.

@@ -146,7 +146,8 @@ func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.L
 	return out, given
 }
 
-// whyEndsLocked sets in out why a hit is not longer: the first missing object among those that one more chunk needs.
+// whyEndsLocked sets in out why a hit is not longer: the first missing object among those that one more chunk needs. `from` is the first
+// chunk that the engine would load.
 func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash, from int) {
 	out.Why = miss.NeverStored // also if a longer hit would fail at a later chunk
 	hit, k := out.Hit, &out.Missing
@@ -294,9 +295,9 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 }
 
 // FreeAbandoned releases `readers` pins of each object of the chunks [from, to) that a lookup of owner's session pinned and no load needs.
-// It is the oldest lookup that began at from, found the chunks up to to, and still has pins there. If there is none, and the range is one
-// chunk, it is the newest lookup, if that found the chunks up to to: an engine that computes the end of a prompt itself does not load the
-// hit's last chunk.
+// It is the oldest lookup that began at `from`, found the chunks up to `to`, and still has pins there. If there is none, and the range is
+// one chunk, it is the newest lookup, if that found the chunks up to `to`: an engine that computes the end of a prompt itself does not load
+// the hit's last chunk.
 func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
 	for at, more := to, true; more; {
 		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)

@@ -26,7 +26,7 @@ func (b backed) Limit(bytes int64) error {
 // Memory returns the pool.Memory, which knows how much of the pool the kernel has provided. Run provides the rest in the background.
 func (s *Store) Memory() *pool.Memory { return s.memory }
 
-// provide prepares memory for `chunks` chunks of the given groups.
+// provide makes the kernel provide memory for `chunks` more chunks with the object groups `of`, unless the whole pool has memory already.
 func (s *Store) provide(chunks int, of *object.Groups) {
 	if s.memory.Whole() {
 		return

@@ -10,6 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
+// forever is the longest time that an option may be.
 const forever = time.Duration(math.MaxInt64)
 
 // Validate reports every field that cannot be used, as options.Errors.

@@ -49,19 +49,20 @@ type prefetch struct {
 }
 
 const (
-	// maxPending bounds the pending lookups. A user or address may have at most half of those that others leave free.
+	// maxPending bounds the pending lookups. A user or address may have at most half of those that others leave free. A further lookup does
+	// not wait: its result is what can be served at once.
 	maxPending = 256
 
 	// defaultLoadTimeout is the default of Options.LoadTimeout.
 	defaultLoadTimeout = 2 * time.Second
 )
 
-// mayPendLocked reports whether peer may have one more pending lookup, one of `objects` objects.
+// mayPendLocked reports whether the user or address `peer` may have one more pending lookup, one of `objects` objects.
 func (s *Store) mayPendLocked(peer string, objects int) bool {
 	return s.mu.pending.MayCount(peer, maxPending) && s.mu.pending.MaySize(peer, int64(objects), maxLookup)
 }
 
-// begin makes a lookup pending. It reports false when too many are pending.
+// begin makes a lookup pending. It reports false when too many are pending: the caller then answers it from what can be served at once.
 func (s *Store) begin(q *query, f *found, hashes []kv.Hash) bool {
 	given, ok := s.beginPrefetch(q, f, hashes)
 	s.giveBack(given)
@@ -122,7 +123,7 @@ func (s *Store) run(pf *prefetch) {
 	s.conclude(pf, errors.Is(pf.ctx.Err(), context.DeadlineExceeded))
 }
 
-// plannedAll records that a prefetch joins no more flights.
+// plannedAll records that a prefetch joins no more flights: it ends once those that it joined have landed.
 func (s *Store) plannedAll(pf *prefetch) {
 	s.lock()
 	defer s.unlock()

@@ -20,7 +20,7 @@ func (s *Store) Refuse(session []byte, name hold.Transfer) {
 }
 
 // loadLocked turns the session's pins of the objects that a load of name's range moves into holds. The reason is None, or why the load is
-// refused.
+// refused: Busy for more than maxTransfer objects.
 func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash) ([]heldObject, miss.Reason) {
 	now := time.Now()
 	if _, known := s.mu.leases.Pinned(session, name.By, now); !known {

@@ -128,7 +128,7 @@ func (s *Store) pinLocked(slot pool.Slot) { s.keepLocked(slot) }
 
 func (s *Store) unpinLocked(slot uint32) { s.letGoLocked(pool.Slot(slot)) }
 
-// dropLocked removes the key of a resident or staged slot, and remembers why.
+// dropLocked removes the key of a resident or staged slot, and remembers `why` for later misses. The object is no longer written to a tier.
 func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.drops++
 	k := s.mu.pool.KeyOf(slot)

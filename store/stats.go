@@ -14,8 +14,8 @@ type Stats struct {
 	Outbox        tiering.WriteBackStats // objects that wait to be written to the tier below
 	Rates         tiering.RateStats      // speed of loads from the tier below, and of computing
 	Sessions      int
-	Pending       int // lookups
-	Transfers     int // holds
+	Pending       int // lookups that wait for their result
+	Transfers     int // transfers in progress
 	Quarantined   int // of those, transfers of detached workers
 	EvictableObjs int
 }

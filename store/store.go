@@ -43,8 +43,8 @@ import (
 type Options struct {
 	Quarantine  time.Duration // life of a hold without commit, from prepare or from the worker's end; default 600 s
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
-	MaxSessions int           // default 65,536
-	MaxHolds    int           // transfers in progress; a user or address may have half of those that others leave free; default 65,536
+	MaxSessions int           // sessions at once; beyond it another one ends; default 65,536
+	MaxHolds    int           // transfers at once; a user or address may have half of those that others leave free, then ErrBusy; default 65,536
 
 	// Rates of the background work in bytes per second; 0: no such work.
 	PopulateRate int64 // provides pool memory ahead of its use
@@ -330,7 +330,7 @@ func (s *Store) close() error {
 	return s.mu.pool.Close()
 }
 
-// closePatience is how long Close waits for calls of the tier below.
+// closePatience is how long Close waits for calls of the tier below. If one still runs then, Close returns ErrBelowHangs.
 const closePatience = 10 * time.Second
 
 // ErrBelowHangs means that a call of the tier below did not end when its context did. The pool stays mapped, because that call may still
@@ -360,7 +360,8 @@ func (s *Store) Clear(force bool) int {
 	return n + s.dropIdle()
 }
 
-// dropLeases ends the pins of all sessions.
+// dropLeases ends the pins of all sessions, and returns the leases, whose pins the caller releases. A lookup whose result was not fetched
+// yet gets an empty hit.
 func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
@@ -374,7 +375,7 @@ func (s *Store) dropLeases() (given []lease.Lease) {
 	return given
 }
 
-// dropHeld drops the keys of the slots that transfers in progress hold.
+// dropHeld drops the keys of the slots that transfers in progress hold, and returns how many it dropped, which count as cleared.
 func (s *Store) dropHeld() (n int) {
 	for _, h := range s.inProgress() {
 		n += s.dropKeys(h, miss.Cleared, pool.Staged, pool.Resident)

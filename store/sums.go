@@ -197,7 +197,7 @@ func (s *Store) comparedLocked(t *sumTask) bool {
 	return false
 }
 
-// maxCloseSums bounds the time in which Close computes checksums.
+// maxCloseSums bounds the time in which Close computes checksums. Objects that have none then are misses after a restart.
 const maxCloseSums = 5 * time.Second
 
 // sumRest computes the checksum of every resident object that has none. An object that it does not reach within maxCloseSums is a miss

@@ -15,13 +15,13 @@ import (
 
 // quotas orders changes of quotas. While no tenant has a quota or a TTL of its own, requests only read `named`.
 type quotas struct {
-	changing sync.Mutex // taken before Store.mu
+	changing sync.Mutex // held during a change; taken before Store.mu
 	named    atomic.Bool
 }
 
-// SetQuota gives the tenant of a cache salt a quota of `bytes` in the pool: an eviction for another tenant never makes it fall below them.
-// The empty salt is a tenant like others. Objects that it stored before count from its next request of the same model on. Errors:
-// tenant.ErrTooMany, ErrSum, ErrQuota.
+// SetQuota gives the tenant of a cache salt a quota of `bytes` in the pool: an eviction for another tenant never leaves this tenant with
+// less than its quota. The empty salt is a tenant like others. Objects that the tenant stored before count from its next request of the
+// same model on. Errors: tenant.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetQuota(salt string, bytes int64) error {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()
@@ -129,7 +129,7 @@ func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
 	return miss.ID(&k), parent
 }
 
-// placeLocked stages an object in free memory of the pool.
+// placeLocked stages an object of n bytes in free memory of the pool for the transfer `by`. Its errors are those of Reserve.
 func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, error) {
 	slot, err := s.mu.pool.Reserve(k, n, by)
 	if err == nil {

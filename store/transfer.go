@@ -159,7 +159,8 @@ func (t *Transfer) Done(hashes []kv.Hash, ok bool) Committed {
 	return out
 }
 
-// take removes the Transfer's hold from the table. It reports whether the worker was detached meanwhile.
+// take removes the Transfer's hold from the table. It reports whether the worker was detached meanwhile. The transfer's end is counted if
+// that is so, or if `ok` says that the transfer succeeded.
 func (t *Transfer) take(ok bool) (late bool) {
 	s := t.store
 	s.lock()

@@ -56,7 +56,8 @@ type stage struct {
 	counted int64 // part of used that hold.Table counts already
 }
 
-// maxTransfer bounds the objects of one transfer.
+// maxTransfer bounds the objects of one transfer. A store leaves out the chunks beyond them, a lookup lends no more, and a larger load is
+// refused.
 const maxTransfer = 1 << 16
 
 // stageBatch is how many chunks get their places under the lock at a time. It is small because each chunk may need evictions.
@@ -204,7 +205,8 @@ func (st *stage) chunkLocked(c int) error {
 	return nil
 }
 
-// busyLocked reports whether a transfer of the user or address `by` must be refused because too many are in progress.
+// busyLocked reports whether a transfer of the user or address `by` must be refused, because too many are in progress or the store is
+// closed.
 func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
 // unstageLocked frees places that were not given to a worker.
@@ -222,10 +224,12 @@ func (s *Store) unstageLocked(objects []heldObject) {
 // endsForRoom is how many objects whose end has come are dropped for one chunk before the store tries again to place it.
 const endsForRoom = 16
 
-// mostFreed bounds the bytes that may be evicted for one chunk that finds no place, as a multiple of the chunk's length.
+// mostFreed bounds the bytes that may be evicted for one chunk that finds no place, as a multiple of the chunk's length. Beyond it the chunk
+// is not stored.
 const mostFreed = 16
 
-// reserveLocked stages one object, and evicts others as long as that helps. Errors: pool.ErrFull, errAgain.
+// reserveLocked stages one object of n bytes for the transfer `by`, and evicts others as long as that helps, but none that guard keeps.
+// Errors: pool.ErrFull, errAgain.
 func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
 	s.mu.needs = needs{guard.by, k.Namespace}
@@ -300,7 +304,8 @@ type prefixGuard struct {
 	kept   []pool.Slot
 }
 
-// protect keeps the request's chunks, at the first call. It reports whether it may have made room.
+// protect keeps the request's chunks from eviction, at the first call. It reports whether it evicted any of the request's window chunks: the
+// caller then tries again to place its chunk.
 func (g *prefixGuard) protect() bool {
 	if g.on {
 		return false
@@ -353,7 +358,8 @@ func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Ha
 	return out
 }
 
-// committed ends the transfers that one commit ends.
+// committed ends the transfers that one commit ends. With ok, their chunks become resident, unless the worker has left places unwritten or
+// the transfer is late; otherwise they are dropped.
 func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
 	ended, marked, out := s.commit(name, requestID)
 	out.Unwritten = ok && s.unwritten(marked)

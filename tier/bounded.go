@@ -49,7 +49,7 @@ type Bounding struct {
 		calls, writes int
 		bytes         int64
 		freed         chan struct{} // closed when a call ends; nil without waiters
-		failures      int           // in a row
+		failures      int           // failed calls in a row
 		restUntil     time.Time     // end of the Pause; means something only while failures is at its limit
 		trying        bool          // a call that tests whether the tier works again is running
 	}
@@ -69,7 +69,8 @@ func (b *Bounding) Resting() bool {
 	return b.mu.failures >= b.limits.Failures
 }
 
-// do calls f once there is room for it. While the tier rests it returns ErrResting and does not call f.
+// do calls f, which moves `bytes` bytes and is a write or not, once the limits leave room for it, and counts how it ends. While the tier
+// rests it returns ErrResting and does not call f.
 func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(context.Context) error) error {
 	trial, err := b.admit()
 	if err != nil {

@@ -74,7 +74,7 @@ func (c *Changes) ForgetTier(tier uint8, model string) {
 	}
 }
 
-// MaxTiers bounds the tiers of one Changes.
+// MaxTiers bounds the tiers of one Changes, because a Change has the number of its tier in one byte. Package adapter refuses to open more.
 const MaxTiers = 255
 
 // NewChanges returns Changes that record nothing yet.
@@ -174,6 +174,7 @@ const (
 	forgets
 )
 
+// begin counts a call of the kind `what` for the objects of keys as running, until end.
 func (n *Recording) begin(keys []kv.Key, what kind) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -197,8 +198,8 @@ const (
 	absent
 )
 
-// end records the result of a call. The result of a lookup or read says nothing if a Write or Delete ran at the same time. A Write
-// counts as a removal if a Delete ran at the same time.
+// end ends what begin counted, and records what the call reveals: of(i) is its result for keys[i]. The result of a lookup or read says
+// nothing if a Write or Delete of the object ran at the same time. A Write counts as a removal if a Delete ran at the same time.
 func (n *Recording) end(keys []kv.Key, what kind, of func(i int) result) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

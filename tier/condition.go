@@ -60,7 +60,7 @@ type conditions struct {
 	name     string
 	now      Condition
 	worked   bool
-	failures int       // in a row
+	failures int       // failed calls in a row
 	failed   string    // text of the last failure
 	refuses  Condition // why it last refused a write; zero once it takes writes again
 	refused  time.Time // time of that refusal

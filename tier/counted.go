@@ -124,7 +124,7 @@ func (c *Counting) named(err error) error {
 	return &Error{c.name, err}
 }
 
-// failed counts an error by its kind.
+// failed counts an error by its kind: as corrupt, lost, dropped, late or a failure. It does not count a call that its caller gave up.
 func (c *Counting) failed(err error) {
 	_, corrupt := errors.AsType[*CorruptError](err)
 	switch {
@@ -179,7 +179,7 @@ func (c *Counting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta
 	return m, sum, err
 }
 
-// read counts a read of bytes bytes.
+// read counts a read of `bytes` bytes.
 func (c *Counting) read(bytes int, f func() (Meta, error)) error {
 	end, began := c.begin("read", &c.n.readTime), time.Now()
 	m, err := f()

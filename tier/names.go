@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// maxNames bounds the namespaces in Names.
+// maxNames bounds the namespaces in Names; Add says what happens beyond it.
 const maxNames = 1 << 16
 
 // Name has the model, the salt and the other parts of which a kv.Namespace is the digest. Tiers whose layout other programs share name
@@ -50,7 +50,7 @@ type Names struct {
 	revisions map[string]string // by model; immutable once names are added
 }
 
-// SetRevisions sets the revisions of models. Call it before the first Add.
+// SetRevisions sets the revisions of models: `of` has the revision by the model's name. Call it before the first Add.
 func (n *Names) SetRevisions(of map[string]string) { n.revisions = of }
 
 // NewNames returns empty Names.
@@ -99,7 +99,8 @@ func (n *Names) Mix(model string) {
 	}
 }
 
-// maxMixed bounds the models of Mix. A server's note of mixed models has room for as many, so that a restart loses none.
+// maxMixed bounds the models of Mix. When there are as many, every model counts as mixed. A server's note of mixed models has room for as
+// many, so that a restart loses none.
 const maxMixed = 1024
 
 // MixedModels returns the models of Mix, sorted. If there are maxMixed (1,024), every model counts as mixed, also in other Names to which

@@ -10,7 +10,7 @@ import (
 // NoteName is the name of the note of a Notebook, after the tier's prefix.
 const NoteName = ".kvasir-generations"
 
-// MaxNote bounds a note, bytes.
+// MaxNote bounds the bytes of a note. Note returns ErrLongNote for a longer one.
 const MaxNote = 8 << 20
 
 // ErrLongNote means that a note is longer than MaxNote. No server writes such a note.

@@ -21,7 +21,7 @@ type Summer struct {
 	reread bool  // bytes were read twice, so h is useless
 }
 
-// Fill fills dst, which begins at byte at of the whole, from r. Errors: those of r, io.ErrUnexpectedEOF for io.EOF.
+// Fill fills dst, which begins at byte `at` of the whole, from r. Errors: those of r, io.ErrUnexpectedEOF for io.EOF.
 func (s *Summer) Fill(r io.Reader, dst []byte, at int64) error {
 	if s != nil {
 		s.reread = s.reread || s.at != at

@@ -328,8 +328,8 @@ func (p *play) dispatch(requests iter.Seq2[workload.Request, error]) error {
 	return nil
 }
 
-// await waits until the turn before a request has ended, until the request's pause is over, and for a slot. It returns false if ctx
-// ends first.
+// await waits until the turn before a request has ended, which closes `before`, until the request's pause is over, and then for a slot. If
+// the turn and the pause end after *due, it sets *due to that moment. It returns false if ctx ends first.
 func (p *play) await(before chan struct{}, r *workload.Request, due *time.Time) bool {
 	defer p.waiting.remove(len(r.Blocks))
 	select {

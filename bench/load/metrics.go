@@ -42,7 +42,7 @@ type watched struct {
 const (
 	watchEvery  = time.Second
 	scrapeWait  = 3 * time.Second // limit for one answer
-	scrapeLimit = 16 << 20        // most bytes of one answer
+	scrapeLimit = 16 << 20        // most bytes of one answer that are read
 	maxPoints   = 4096            // most points of an engine; then every second point is dropped, and the interval doubles
 )
 
@@ -72,7 +72,8 @@ func (g *Generator) Watch(ctx context.Context, urls map[string]string) *Watcher 
 	return w
 }
 
-// follow records the state of an engine until ctx ends.
+// follow records the state of an engine every second until ctx ends, at longer intervals once there are maxPoints. It leaves out a point
+// when the engine does not answer.
 func (w *Watcher) follow(ctx context.Context, e *watched) {
 	t := time.NewTicker(watchEvery)
 	defer t.Stop()

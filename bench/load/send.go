@@ -24,11 +24,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
-// The limits of one answer. maxEvent is the longest event, in bytes.
+// The limits of one answer. maxEvent is the longest event, in bytes; with a longer one, the request fails.
 const (
 	maxEvent   = 16 << 20 // bytes
-	maxMessage = 200      // most bytes of an error's text that are kept
-	maxKept    = 1 << 20  // most bytes of generated text that are kept
+	maxMessage = 200      // most bytes of an error's text that are kept; "..." follows where it was cut
+	maxKept    = 1 << 20  // bytes of generated text after which no more is kept
 )
 
 // event has the fields of a stream's event that matter here.
@@ -50,7 +50,8 @@ type event struct {
 	Error json.RawMessage
 }
 
-// send sends one request and fills in its Sample. It returns when the request was sent. Sample.Start is the time since zero.
+// send sends one request, reads its answer, and fills in its Sample. Sample.Start is the time since `zero`. It returns the moment at which
+// the request was sent.
 func (g *Generator) send(ctx context.Context, r *workload.Request, s *bench.Sample, zero time.Time) (began time.Time) {
 	body, err := g.body(r)
 	s.Input = r.Input

@@ -243,7 +243,7 @@ func intervalText(r *bench.Ratio) string {
 	return fmt.Sprintf("%.3f to %.3f", r.Low, r.High)
 }
 
-// values returns a metric of the successful requests of a run, in ms.
+// values returns a metric of the successful requests of a run, in ms; `of` returns its values for one request, in seconds.
 func values(r *bench.Result, of func(s *bench.Sample) []float64) (out []float64) {
 	samples := r.Samples()
 	for i := range samples {

@@ -110,7 +110,8 @@ func engine(e bench.Engine, seconds float64) *plot {
 	return curves(name+": requests running and waiting", seconds, []line{running, waiting, usage})
 }
 
-// maxBuckets is the largest number of moments of a run in the plot of throughput against interactivity.
+// maxBuckets is the largest number of moments of a run in the plot of throughput against interactivity. The moments of a longer run are
+// longer.
 const maxBuckets = 80
 
 // sameDot is how near two dots must be for one to cover the other, in shares of the plot.

@@ -56,10 +56,11 @@ func checkAgentic(o *TraceOptions) error {
 	return nil
 }
 
-// MaxAgentic is the largest number of requests of Agents that Load makes.
+// MaxAgentic is the largest number of requests of Agents that Load makes. Asked for more, it returns ErrTrace.
 const MaxAgentic = 1 << 19
 
-// minAgentBlock is the smallest number of tokens in a block for Load: with smaller blocks, prompts would have thousands of them.
+// minAgentBlock is the smallest number of tokens in a block for Load: with smaller blocks, prompts would have thousands of them. Load
+// returns ErrTrace for those.
 const minAgentBlock = 16
 
 // AgentOptions describes sessions of coding agents. A zero field means its default.
@@ -152,7 +153,8 @@ type generator struct {
 	sessions agentQueue
 }
 
-// begin creates a session whose first step is at the time at.
+// begin creates a session whose first step is at the time `at`. parent is the session that waits until this one, a sub-agent, ends; nil:
+// none.
 func (g *generator) begin(at time.Duration, parent *agentSession) *agentSession {
 	s := &agentSession{at: at, id: g.ids, left: 4 + int(float64(g.o.Steps-3)*g.rnd.Float64()), parent: parent}
 	if parent != nil {

@@ -143,7 +143,7 @@ func (t *Trace) pass(o TraceOptions, order func(*Reader) iter.Seq2[Request, erro
 	}
 }
 
-// ended compares a complete pass with the first one.
+// ended compares a complete pass with the first one. If they differ, the file has changed, and the error is ErrTrace.
 func (t *Trace) ended(p passed) error {
 	if t.found.requests == 0 {
 		t.found = p

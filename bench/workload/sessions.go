@@ -106,7 +106,7 @@ func (o *TraceOptions) readLine(m map[string]json.RawMessage) (l line, err error
 	return l, nil
 }
 
-// maxSeconds is the largest time in a trace.
+// maxSeconds bounds the times in a trace, in seconds. A later time is ErrTrace.
 const maxSeconds = float64(math.MaxInt64) / 1e9
 
 // turn parses a line of AIPerf. A later turn of a session is a delta: its prompt is the prompt of the turn before it, the answer to
@@ -346,7 +346,8 @@ func (p *prompt) names() []int64 {
 	return out
 }
 
-// unique adds n tokens of one turn that no other prompt has, except those that continue this one.
+// unique adds n tokens that no other prompt has, except those that continue this one: `kind`, pieceFresh or pieceAnswer, the number of the
+// session and the number of its turn identify them.
 func (p *prompt) unique(kind byte, number, turn, n int) {
 	p.add(kind, uint64(number)<<32|uint64(uint32(turn)), n)
 }

@@ -17,9 +17,9 @@ import (
 
 // Limits of a trace that is streamed.
 const (
-	windowRequests = 1 << 18 // requests that are read ahead to put lines into order
-	windowBlocks   = 1 << 23 // names of their blocks: 64 MiB
-	maxSessions    = 1 << 20
+	windowRequests = 1 << 18 // requests that are read ahead to put lines into order; with more, the earliest of them is returned
+	windowBlocks   = 1 << 23 // names of their blocks: 64 MiB; likewise
+	maxSessions    = 1 << 20 // a trace with more is an error
 )
 
 // tokenTime is the estimated time per generated token when there is no engine: a later turn of a session arrives its delay after the

@@ -21,14 +21,14 @@ import (
 // ErrTrace means that a file does not have the expected format.
 var ErrTrace = errors.New("workload: bad trace")
 
-// Limits of a file.
+// Limits of a file. Beyond the first four it is ErrTrace.
 const (
-	maxTraceLine   = 4 << 20
-	maxInputTokens = 1 << 21
+	maxTraceLine   = 4 << 20 // bytes
+	maxInputTokens = 1 << 21 // tokens of a prompt, of an output, and of a block
 	maxRequests    = 1 << 24
-	maxTraceBlocks = 1 << 27 // hash ids of all requests: 1 GiB
-	maxShareGPT    = 4 << 30 // bytes
-	maxText        = 1 << 20 // bytes of a prompt
+	maxTraceBlocks = 1 << 27 // hash ids of all requests, or words of the prompts of all sessions: 1 GiB
+	maxShareGPT    = 4 << 30 // bytes; the rest is not read
+	maxText        = 1 << 20 // bytes of a prompt; conversations with a longer one are left out
 )
 
 // TraceOptions describes the format of a trace. The zero value is Mooncake's format: JSON lines {timestamp in ms, input_length,

@@ -31,8 +31,8 @@ type Explanation struct {
 }
 
 const (
-	maxExplained = 4 << 20 // tokens
-	maxCells     = 1024
+	maxExplained = 4 << 20 // tokens, and hash units, of a prompt; an Explanation with more is refused
+	maxCells     = 1024    // cells of a picture; a request for more is refused
 )
 
 // Explain writes, per group, which tokens of the prompt are stored, loaded and skipped: a
@@ -266,7 +266,9 @@ func (v *view) picture(b *bytes.Buffer) {
 	fmt.Fprintf(b, "one cell is %d tokens: %s all, %s some, %s none\n", cell, glyphs[2], glyphs[1], glyphs[0])
 }
 
-// drawCells draws one row; cells beyond tokens stay blank.
+// drawCells draws one row of `cells` cells, each of which stands for `cell` tokens, after its label. A cell gets the first glyph if the
+// runs, of blocks of `block` tokens, cover none of its tokens, the second if they cover some, and the third if they cover all. Cells beyond
+// the first `tokens` tokens stay blank.
 func drawCells(b *bytes.Buffer, label string, runs iter.Seq[Run], block, cell, tokens, cells int, glyphs [3]string) {
 	covered := slices.Repeat([]int{0}, cells)
 	for r := range runs {

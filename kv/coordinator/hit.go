@@ -200,7 +200,8 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 	return cur, nil
 }
 
-// lookAhead returns the bound, in tokens, for a lookup in a group that drops its last block afterwards.
+// lookAhead returns the bound, in tokens, for a lookup in a group that drops its last block afterwards. `cur` is the bound of the hit
+// itself, in tokens.
 func (c *Coordinator) lookAhead(s *specGroup, q Query, cur int) int {
 	if c.follows(looksAheadInRequest) {
 		return min(cur+s.block, q.MaxTokens)

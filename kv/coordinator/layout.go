@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// Bounds of the texts that are parsed. Parsing takes memory in proportion to the text.
+// Bounds of the texts that are parsed, in bytes; a longer text is an error. Parsing takes memory in proportion to the text.
 const (
 	maxLayoutBytes = 1 << 20
 	maxFileBytes   = 1 << 28

@@ -40,8 +40,8 @@ func (m *Mask) At(i int) bool {
 	return m.period > 0 && i+m.phase >= 0 && (i+m.phase)%m.period >= m.period-m.tail
 }
 
-// Next returns the first run of set blocks at or after from. If from lies inside a run, the
-// result begins at from. The block after the result is unset.
+// Next returns the first run of set blocks at or after `from`. If `from` lies inside a run, the
+// result begins at `from`. The block after the result is unset.
 func (m *Mask) Next(from int) (Run, bool) {
 	from = max(from, 0)
 	best := Run{m.length, m.length}
@@ -71,7 +71,7 @@ func (m *Mask) Next(from int) (Run, bool) {
 	return best, true
 }
 
-// nextTail returns the first periodic tail with a block at or after from.
+// nextTail returns the first periodic tail with a block at or after `from`.
 func (m *Mask) nextTail(from int) (Run, bool) {
 	if m.period == 0 || m.tail <= 0 {
 		return Run{}, false
@@ -131,7 +131,7 @@ func (m *Mask) AppendRunLengths(dst []int) []int {
 	return dst
 }
 
-// suffixMask is a mask of n blocks, set from block from on.
+// suffixMask is a mask of n blocks, set from block `from` on.
 func suffixMask(n, from int) Mask {
 	return Mask{length: n, runs: [2]Run{{min(from, n), n}}}
 }

@@ -118,8 +118,9 @@ func allMask(n int) Mask {
 	return Mask{length: n, all: true, runs: [2]Run{{0, n}}}
 }
 
-// windowMask returns the mask of blocks start to end of group g: the tail that a hit at the end of each segment needs, and the tails at the
-// given boundaries.
+// windowMask returns the mask of the blocks [start, end) of group g: the tail that a hit at the end of each segment needs. For a store mask
+// (store) under a retention interval, segments have the length of that interval, and the tails at the boundaries `bounds`, in tokens, are
+// set, too; a boundary below 0 is none.
 func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Mask {
 	s := &c.sets[c.bySet[g]]
 	need, shift := ceilDiv(s.window-1, s.block), 0

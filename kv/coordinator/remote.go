@@ -142,7 +142,7 @@ func (r *Remote) ask(s *Series) bool {
 	return r.flush(s)
 }
 
-// flush sends the collected probes as one batch.
+// flush sends the collected probes as one batch. It returns false after an error, now or earlier: the probed positions then count as absent.
 func (r *Remote) flush(s *Series) bool {
 	defer func() { r.probes = r.probes[:0] }()
 	if len(r.probes) == 0 {

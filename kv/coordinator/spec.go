@@ -103,12 +103,13 @@ type Layout struct {
 	Partial bool
 }
 
-// Limits of a Layout and of the lengths in queries. They keep every sum and product in this package far from overflow.
+// Limits of a Layout and of the lengths in queries; beyond them New and the queries return an Error of CodeLimit. They keep every sum and
+// product in this package far from overflow.
 const (
 	maxGroups      = 1024
-	maxSize        = 1 << 31 // one block, window or chunk, tokens
-	maxTokens      = 1 << 48 // one prompt
-	maxVariantSize = 256     // bytes
+	maxSize        = 1 << 31 // tokens of one block, window or chunk
+	maxTokens      = 1 << 48 // tokens of one prompt
+	maxVariantSize = 256     // bytes of a Variant
 )
 
 // spec is the part of a Group that decides whether two groups are equal.

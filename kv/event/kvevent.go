@@ -254,10 +254,10 @@ func (f *fields) group(i int, extra bool) {
 	f.b = msgp.AppendUint64(f.b, uint64(i))
 }
 
-// Limits on a batch that Decode accepts.
+// Limits on a batch; Decode refuses a larger one with ErrBatch.
 const (
-	maxEvents = 1 << 16 // of a batch
-	maxTokens = 1 << 24 // of an event
+	maxEvents = 1 << 16 // events of a batch
+	maxTokens = 1 << 24 // tokens of an event
 )
 
 // ErrBatch means that a payload is no batch of events.

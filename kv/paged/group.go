@@ -94,6 +94,7 @@ type idSet struct {
 	ids  map[int]struct{}
 }
 
+// maxBits is the number of blocks up to which an idSet is a bitmap.
 const maxBits = 1 << 22
 
 func newIDSet(blocks int) idSet {

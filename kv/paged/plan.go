@@ -21,7 +21,7 @@ type Plan struct {
 // move is one chunk of one group.
 type move struct {
 	ids    *IDs
-	of     []int
+	of     []int // the chunk's kept blocks
 	chunk  []byte
 	skip   int // slots that are not written, counted from the first kept block
 	blocks int // blocks in one piece

@@ -17,7 +17,7 @@ type Group struct {
 	Layers []int
 }
 
-// maxGroups bounds the groups of an engine, as LMCache's own servers do.
+// maxGroups bounds the groups of an engine, as LMCache's own servers do. Options with more are refused.
 const maxGroups = 256
 
 // defaultGroups returns groups, or one group of full attention if groups is empty.

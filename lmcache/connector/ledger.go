@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// maxAnnounced bounds the ended requests that a ledger remembers, so that it reports each end once.
+// maxAnnounced bounds the ended requests that a ledger remembers, so that it reports each end once. Beyond it the oldest is forgotten: its
+// end is reported again if the engine names it again.
 const maxAnnounced = 1 << 13
 
 // ledger records which requests have operations in progress, and which ends must still be reported. Its owner guards it.
@@ -49,6 +50,8 @@ func (l *ledger) forget(id string) {
 	}
 }
 
+// end records that an operation has ended. Without `ok` it failed: a load's request, and the blocks that it may have written, are then
+// reported as errors.
 func (l *ledger) end(j *job, ok bool, blockTokens int) {
 	if j.Direction == lmcache.Store {
 		less(l.stores, j.RequestID, j.parts)
@@ -77,6 +80,7 @@ func less(m map[string]int, id string, n int) {
 
 func (l *ledger) busy(id string) bool { return l.stores[id]+l.loads[id] > 0 }
 
+// take returns what Worker.Finished reports, given the requests that the engine has ended since the last call.
 func (l *ledger) take(ended []string) Finished {
 	for _, id := range ended {
 		if _, ok := l.announced[id]; !ok {

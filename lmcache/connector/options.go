@@ -10,9 +10,10 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
+// The largest values of options. Validate refuses larger ones.
 const (
 	forever  = time.Duration(math.MaxInt64)
-	maxLimit = 1 << 24
+	maxLimit = 1 << 24 // of the numbers of lookups, calls, operations and events
 )
 
 // Validate reports every field that cannot be used, as options.Errors.

@@ -255,7 +255,7 @@ func (t *Scheduler) bypass(e *entry) {
 	e.blocks, e.before, e.computed, e.loading = nil, 0, 0, false
 }
 
-// giveUp releases the pins of e's lookup that no Retrieve will use.
+// giveUp releases the pins of e's lookup that no Retrieve will use. Under the rule keepsPins it does nothing.
 func (t *Scheduler) giveUp(e *entry) {
 	if t.follows(keepsPins) {
 		return
@@ -353,7 +353,8 @@ func (t *Scheduler) extend(e *entry, blocks [][]int) {
 	}
 }
 
-// settlePins releases the pins of a lookup that no load needs, at the first allocation.
+// settlePins releases, at the first allocation, the pins of a lookup that no load needs: with `load` those of the chunks that the engine's
+// own hit covers, else all. With `load` the request then waits for its load.
 func (t *Scheduler) settlePins(e *entry, load bool) {
 	e.State = Ready
 	if load {

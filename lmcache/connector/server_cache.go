@@ -59,7 +59,7 @@ type lookup struct {
 	done      bool
 	reported  bool // LookupResult returned it
 	abandoned bool // the scheduler will not ask for the result: the pins must be released
-	ended     bool // the session must end after that
+	ended     bool // the session must end, once its pins are released
 	hit       int  // tokens
 
 	before *lookup       // an abandoned lookup of the same request, whose calls must be sent first; nil: none
@@ -241,7 +241,7 @@ func (s *ServerCache) abandonLocked(id string, l *lookup, ended bool) {
 	s.mu.leaving[id] = l
 }
 
-// giveBackLocked releases the pins of an abandoned lookup.
+// giveBackLocked releases the pins of an abandoned lookup, and ends its session if that was to end.
 func (s *ServerCache) giveBackLocked(l *lookup) {
 	if l.hit > 0 {
 		k := *l.key
@@ -296,7 +296,8 @@ func (s *ServerCache) ReportBlockAllocations(records []lmcache.BlockAllocation) 
 	})
 }
 
-// sendLocked queues a call, or counts it as dropped if the queue is full, the server unhealthy or the ServerCache closed.
+// sendLocked queues a call, or counts it as dropped if the queue is full, the server unhealthy or the ServerCache closed. `what` names the
+// call if it fails.
 func (s *ServerCache) sendLocked(what string, call func(context.Context) error) {
 	if s.mu.closed || !s.health.Healthy() {
 		s.dropped.Add(1)

@@ -149,7 +149,7 @@ func (t *Scheduler) op(e *entry, d lmcache.Direction, from, to int) lmcache.Load
 	}
 }
 
-// record appends a record with the last n blocks of e's first group to the allocation report.
+// record appends a record with the last n blocks of e's first group to the allocation report. For n = 0 it does so only with `always`.
 func (t *Scheduler) record(records []lmcache.BlockAllocation, e *entry, n int, always bool) []lmcache.BlockAllocation {
 	if t.follows(reportsNothing) || n == 0 && !always {
 		return records

@@ -317,7 +317,7 @@ func (a *Worker) conflictsLocked(j *job) bool {
 	return false
 }
 
-// do carries out one operation and reports whether its bytes were copied.
+// do carries out one operation and reports whether its bytes were copied. If the server does not answer, its health is checked at once.
 func (a *Worker) do(j *job) bool {
 	ctx, cancel := context.WithTimeout(a.health.Context(), a.o.CallTimeout)
 	defer cancel()

@@ -44,6 +44,7 @@ type Tensor struct {
 	Data  []byte // elements, little-endian; part of the bytes that were read
 }
 
+// maxDims bounds the dimensions of a tensor. A tensor with more is ErrFormat.
 const maxDims = 8
 
 // The opcodes of protocol 4 that occur.

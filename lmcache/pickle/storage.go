@@ -22,7 +22,7 @@ const (
 	idKey   = "q\x02X\x03\x00\x00\x00cpuq\x03" // then an integer
 	idEnd   = "Ntq\x04Q." + "\x80\x02]q\x00X"  // then 4 B length, key
 	keysEnd = "q\x01a."                        // then 8 B count, elements
-	maxKey  = 64
+	maxKey  = 64                               // bytes of the key; a storage with a longer one is refused
 )
 
 var errStorage = errors.New("not a storage that torch.save wrote")

@@ -39,10 +39,10 @@ func (p Principal) String() string {
 // Caller is the peer behind a connection.
 type Caller struct {
 	Peer    peercred.Peer
-	By      Principal
-	Name    string // By as a text
-	Number  uint64 // number of the connection, unique in this process
-	Trusted bool   // counts as this process's user
+	By      Principal // the user or address that this peer may speak for
+	Name    string    // By as a text
+	Number  uint64    // number of the connection, unique in this process
+	Trusted bool      // counts as this process's user
 }
 
 // New returns the Caller of a peer. A peer that connects from one of the trusted addresses counts as this process's user.

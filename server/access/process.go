@@ -26,11 +26,12 @@ type Finder struct {
 	found map[uint64]peercred.Process
 }
 
-// patience bounds how long a caller of Process waits, for the callers before it and for the next search.
+// patience bounds how long a caller of Process waits, for the callers before it and for the next search. A caller that would have to wait
+// longer gets 0: its process is not known.
 const patience = 2 * time.Second
 
-// Process returns the id of the process that has the other end of the connection open. It returns 0 if that is not known, or if too many
-// other processes must be looked for first.
+// Process returns the id of the process that has the other end of the connection open. It returns 0 if that process is not known, or if the
+// next search for it would begin only after more than patience.
 func (f *Finder) Process(c *Caller) int {
 	if c.Peer.PID != 0 || !c.Peer.Known() || c.Peer.Socket == 0 {
 		return c.Peer.PID

@@ -148,10 +148,10 @@ type Status struct {
 	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 
-// maxModelName bounds the name of a model in bytes.
+// maxModelName bounds the name of a model in bytes. A request to clear models with a longer name, or an empty one, is refused.
 const maxModelName = 1024
 
-// maxExplained bounds the lookups of one answer. defaultExplained is their number without ?limit=.
+// maxExplained bounds the lookups of one answer: a larger ?limit= is refused. defaultExplained is their number without ?limit=.
 const maxExplained, defaultExplained = 4096, 20
 
 // explainLookups answers why lookups found no more: those of ?request_id=, or else the last ?limit= lookups.
@@ -172,7 +172,7 @@ func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
 }
 
-// maxBody bounds the body of a request in bytes.
+// maxBody bounds the body of a request in bytes. A longer one is an error of the request.
 const maxBody = 4096
 
 // clearCache reads the optional body {"tier": "all", "force": false}, and clears the cache.

@@ -14,7 +14,7 @@ import (
 // Limits on bodies with lists. A body is read as it arrives. In addition to its elements it takes a buffer for its longest value.
 const (
 	maxListBodies = 2  // bodies that are read and answered at the same time; others wait
-	maxSkipDepth  = 64 // of a field that is skipped
+	maxSkipDepth  = 64 // lists and objects, one in the other, in a field that is skipped; a body with more of them is refused
 )
 
 // listBodies bounds the requests with lists that are served at the same time. All routes share it.
@@ -22,7 +22,7 @@ type listBodies chan struct{}
 
 func newListBodies() listBodies { return make(listBodies, maxListBodies) }
 
-// handler returns a handler that calls f when a place is free.
+// handler returns a handler that waits for a free place and then calls f. If the client leaves while it waits, f is not called.
 func (l listBodies) handler(f http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		select {
@@ -93,7 +93,8 @@ func value(v any) func(*json.Decoder) error {
 	return func(d *json.Decoder) error { return d.Decode(v) }
 }
 
-// list returns a function that reads a list of at most `most` elements, or null, into v, one element at a time.
+// list returns a function that reads a list of at most `most` elements, or null, into v, one element at a time. With more elements the
+// function returns a *tooManyError.
 func list[T any](v *[]T, most int) func(*json.Decoder) error {
 	return func(d *json.Decoder) error {
 		t, err := d.Token()

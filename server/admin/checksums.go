@@ -15,7 +15,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// Limits of POST /cache/checksums, which LMCache's server does not have.
+// Limits of POST /cache/checksums, which LMCache's server does not have: bytes of a body, and block ids in it. A request with more is
+// refused.
 const (
 	maxChecksumBody   = 1 << 20
 	maxChecksumBlocks = 1 << 16

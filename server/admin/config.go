@@ -32,10 +32,10 @@ type Setting struct {
 type TenantSetting struct {
 	Salt  string       `json:"cache_salt"`
 	Field tenant.Field `json:"field"`
-	Value *float64     `json:"value"`  // nil: the setting was taken away
-	From  string       `json:"from"`   // "flag", or "set while running"
-	At    *time.Time   `json:"set_at"` // nil for a flag
-	Idle  string       `json:"not_in_effect,omitempty"`
+	Value *float64     `json:"value"`                   // nil: the setting was taken away
+	From  string       `json:"from"`                    // "flag", or "set while running"
+	At    *time.Time   `json:"set_at"`                  // nil for a flag
+	Idle  string       `json:"not_in_effect,omitempty"` // why the setting is not in effect; empty: it is
 }
 
 func (c *config) ServeHTTP(w http.ResponseWriter, r *http.Request) {

@@ -19,7 +19,7 @@ import (
 const (
 	historyEvery  = 5 * time.Second
 	historyPoints = 720
-	recentPoints  = 2 // in each event after the first
+	recentPoints  = 2 // points in each event of a stream after the first event, which has all points
 )
 
 // History is the last hour of a server, so that the page and kvasir top can show it at once. Its points take 68 KiB from the start, and

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
-// maxKeyFile bounds a file with an API key in bytes.
+// maxKeyFile bounds a file with an API key in bytes. A longer one is an error.
 const maxKeyFile = 4096
 
 // ReadKeys returns the API keys of the HTTP interface from the same sources as LMCache 0.5.7: files of one line each, the file that

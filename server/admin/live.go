@@ -48,9 +48,9 @@ const (
 	liveTimeout  = 10 * time.Second // longest time in which a client must accept an event
 	mapEvery     = 5 * time.Second  // largest age of the pool's map and of the slow requests
 	liveWorkers  = 64               // most workers in an event, and most tiers; /status has all
-	mapCells     = 240
-	liveEnded    = 8
-	liveShares   = 64
+	mapCells     = 240              // cells of the pool's map
+	liveEnded    = 8                // lookups that found less than they asked for, the newest
+	liveShares   = 64               // most pairs of model and tenant, most tenants, and most engines of a proxy in an event
 )
 
 // Live is an event of GET /live: the data of the page.

@@ -16,11 +16,11 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// Limits of LMCache's routes.
+// Limits of LMCache's routes. A request beyond one of them is refused.
 const (
-	pageSize, maxPageSize = 500, 5000
-	maxDelete             = 10_000
-	maxDeleteBody         = 8 << 20
+	pageSize, maxPageSize = 500, 5000 // objects of a page, if the request does not say how many; the most that it may ask for
+	maxDelete             = 10_000    // keys in one request to delete objects
+	maxDeleteBody         = 8 << 20   // bytes of its body
 )
 
 // objectKey is LMCache's name of an object (EncodedObjectKey of 0.5.6).

@@ -78,8 +78,8 @@ func (p *Parts) AddEngines(engines func() []bootstrap.EngineState) {
 	p.engines = engines
 }
 
-// AddProxy adds the engines of a proxy. With on, drain stops new requests to an engine; without, it allows them again. role may be empty.
-// It returns ErrNoEngine for an engine that the proxy does not have.
+// AddProxy adds the engines of a proxy. drain with `on` stops new requests to the engine with that URL and role; without `on` it allows them
+// again. role may be empty. drain returns ErrNoEngine for an engine that the proxy does not have.
 func (p *Parts) AddProxy(engines func() []ProxyEngine, drain func(url, role string, on bool) error) {
 	if p == nil {
 		return

@@ -18,10 +18,11 @@ import (
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
+// Limits and defaults of pins. A request beyond a limit is refused.
 const (
-	defaultPinLife              = time.Hour
-	pinPage, maxPinPage         = 1000, 10_000
-	maxPinTokens                = 1 << 20
+	defaultPinLife              = time.Hour    // of a pin whose request names no time
+	pinPage, maxPinPage         = 1000, 10_000 // pinned objects of a page, if the request does not say how many; the most that it may ask for
+	maxPinTokens                = 1 << 20      // tokens of one prompt
 	maxPinWorld                 = kv.MaxWorldSize
 	maxPinLifeSeconds   float64 = float64(tenant.MaxPinLife / time.Second)
 )
@@ -84,6 +85,7 @@ func (p *pinRequest) eachChunk(s *server.Server, f func(keys []kv.Key) bool) (ch
 	return chunks
 }
 
+// eachOf is eachChunk for the chunks of one chunk size, whose hashes are given. It returns their number.
 func (p *pinRequest) eachOf(s *server.Server, hashes []kv.Hash, f func(keys []kv.Key) bool) int {
 	var keys []kv.Key
 	for _, h := range hashes {

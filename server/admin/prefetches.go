@@ -21,13 +21,13 @@ import (
 	"github.com/kvasir-kv/kvasir/store/lease"
 )
 
-// Limits of POST /cache/prefetches. LMCache's server also has the first one, but no limit on jobs.
+// Limits of POST /cache/prefetches. LMCache's server also has the first one, but no limit on jobs. A request beyond a limit is refused.
 const (
-	maxPrefetchTokens = 1_000_000
-	maxPrefetchBody   = 16 << 20
-	maxPrefetches     = 256              // prefetches that have not ended, or whose result no client has fetched
+	maxPrefetchTokens = 1_000_000        // tokens of one prompt
+	maxPrefetchBody   = 16 << 20         // bytes of one body
+	maxPrefetches     = 256              // prefetches that run, or whose result no client has fetched; the oldest of these results goes first
 	prefetchKept      = 10 * time.Minute // time for which a result is kept
-	maxSaltRunes      = 128
+	maxSaltRunes      = 128              // characters of a salt
 )
 
 // prefetches reads chunks of prompts from the tiers into the pool before an engine looks them up: LMCache's POST /cache/prefetches and GET
@@ -141,6 +141,8 @@ func needs(sh object.Shard, chunks int) (n int) {
 	return n
 }
 
+// begin adds a prefetch of `total` objects and returns its id. If maxPrefetches are running it returns a nil job. It forgets results that
+// are older than prefetchKept and, to make room, the one that ended first.
 func (p *prefetches) begin(total int) (string, *prefetchJob) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -45,8 +45,8 @@ func SaltOf(name string) string {
 // gib is the unit of limit_gb. LMCache uses powers of 1024 too.
 const gib = 1 << 30
 
-// EachSalt calls set for each element of a list such as team-a=20GiB, whose salts are in the form of SaltName. Errors name flag, from which
-// the list comes, and value, an example of the text after the equals sign.
+// EachSalt calls set for each element of a list such as team-a=20GiB, whose salts are in the form of SaltName. flag is the name of the flag
+// that the list comes from, and value an example of the text after the equals sign: errors show both.
 func EachSalt(flag, value string, list []string, set func(salt, value string) error) error {
 	seen := make(map[string]bool)
 	for _, s := range list {

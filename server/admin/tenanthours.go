@@ -36,12 +36,12 @@ func (h *hour) asked() (all uint64) {
 // tenantHours is the last hour by tenant. It takes 61 KiB at most, allocated as tenants come. All times count from the start of the
 // History, whose mutex guards it. The zero tenantHours is empty.
 type tenantHours struct {
-	at     time.Duration     // of the newest point
+	at     time.Duration     // end of the newest point
 	last   map[string]tokens // counters by salt at that time; usage.MaxPairs bounds them
 	n      int               // number of points since the start
 	ends   [hourPoints]time.Duration
-	took   [hourPoints]time.Duration // 0: no point
-	of     map[string]*hour          // by salt
+	took   [hourPoints]time.Duration // lengths of the points; 0: no point
+	of     map[string]*hour          // points of each tenant, by salt
 	others hour                      // sum of the tenants that have no hour of their own
 }
 
@@ -57,7 +57,8 @@ func totalsOf(st usage.Stats) map[string]tokens {
 	return out
 }
 
-// due reports whether a point is due. A tick of the History may come early.
+// due reports whether a point is due at the time `at`: hourEvery after the last one. Half a tick less is enough, because a tick of the
+// History may come early.
 func (t *tenantHours) due(at time.Duration) bool { return at-t.at >= hourEvery-historyEvery/2 }
 
 // add adds the point between the last counters and the counters `now`.
@@ -96,7 +97,7 @@ func (t *tenantHours) add(at time.Duration, now map[string]tokens) {
 	t.n++
 }
 
-// clear removes a point.
+// clear removes point i of all tenants.
 func (t *tenantHours) clear(i int) {
 	t.ends[i], t.took[i], t.others[i] = 0, 0, tokens{}
 	for _, h := range t.of {

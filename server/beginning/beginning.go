@@ -23,7 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// Limits on the part of a prompt that is compared.
+// Limits on the part of a prompt that is compared. What is beyond maxTokens or maxAnchors is not compared.
 const (
 	window     = 16   // tokens per anchor
 	anchorBits = 5    // one window in 32 is an anchor
@@ -35,7 +35,8 @@ const (
 	minTokens  = 256
 )
 
-// Limits on the cost of comparing. A token takes 9 to 15 ns: 0.1 ms per second, whatever the load.
+// Limits on the cost of comparing: prompts for which the budget does not suffice are not compared. A token takes 9 to 15 ns: 0.1 ms per
+// second, whatever the load.
 const (
 	perSecond = maxTokens     // tokens per second
 	mostSaved = 8 * maxTokens // budget in tokens at the start, and its limit
@@ -43,9 +44,9 @@ const (
 
 // Memory: 1,015,808 bytes in all, allocated with the first prompt that is compared.
 const (
-	ways    = 4
-	sets    = 14336 // of entries: 57,344 anchors, those of about 220 long prompts
-	prompts = 4096
+	ways    = 4     // entries of a set
+	sets    = 14336 // sets of entries: 57,344 anchors, those of about 220 long prompts
+	prompts = 4096  // prompts that were compared; a new one takes the place of the oldest
 )
 
 // Finder finds such prompts. Its methods are safe for concurrent use; its mutex is a leaf.
@@ -79,7 +80,7 @@ type block struct{ prompts, lost, missed, stand uint64 }
 
 const blockPrompts = 32
 
-// of returns how many of `tokens` missed tokens are lost, by the block's share.
+// of returns how many of `tokens` missed tokens are lost, if the lost share of the block holds for them.
 func (b *block) of(tokens uint64) float64 {
 	if b.missed == 0 {
 		return 0
@@ -105,9 +106,9 @@ type prompt struct {
 
 // anchor is an anchor of the prompt that is compared now.
 type anchor struct {
-	id     uint64
-	before uint32
-	at     int
+	id     uint64 // hash of its window's tokens and of the namespace
+	before uint32 // as in entry
+	at     int    // index of its last token among the compared tokens
 }
 
 type buffer struct {
@@ -216,8 +217,8 @@ func (f *Finder) take(tokens int) bool {
 	return enough
 }
 
-// Compare compares the chunks [from, to) of a prompt with earlier prompts, and stores their anchors. It returns nil if the prompt is not in
-// the sample, or its tokens are not known.
+// Compare compares the chunks [from, to) of a prompt with earlier prompts of the same namespace `of`, and stores their anchors. It returns
+// nil if the prompt is not in the sample, or its tokens are not known.
 func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *lookup.Repeated {
 	all := (to - from) * text.ChunkTokens()
 	if all <= 0 || !f.take(min(all, maxTokens)) {
@@ -251,8 +252,9 @@ func (f *Finder) Compare(of kv.Namespace, text lookup.Text, from, to int) *looku
 
 func bitsOf(h *kv.Hash) uint64 { return binary.LittleEndian.Uint64(h[:]) }
 
-// readAnchors fills b.anchors from b.tokens. Each token shifts the sum of the tokens before it by 4 bits, so the sum covers the last 16
-// tokens.
+// readAnchors fills b.anchors from b.tokens, at most maxAnchors; it cuts the tokens after the last of them. prefix is the hash of the text
+// before b.tokens, and `of` the prompt's namespace. Each token shifts the sum of the tokens before it by 4 bits, so the sum covers the last
+// 16 tokens.
 func (f *Finder) readAnchors(b *buffer, prefix uint64, of kv.Namespace) {
 	b.anchors = b.anchors[:0]
 	spread, pick, chain := f.key[0], f.key[1], f.key[2]
@@ -291,14 +293,14 @@ func (f *Finder) setOf(id uint64) []entry {
 
 // run is a row of anchors that another prompt has in the same order.
 type run struct {
-	of       *prompt
+	of       *prompt // the other prompt; nil: there is no run
 	anchors  int
-	from, to int // tokens of what is compared
-	at       uint16
+	from, to int    // the text that the anchors cover, as indices of the compared tokens
+	at       uint16 // entry.at of the last anchor
 }
 
-// compareLocked finds text of a prompt that earlier prompts have after another beginning. all is how many tokens after the miss the
-// prompt asked for. Text of fewer than `least` tokens does not count.
+// compareLocked finds text of a prompt that earlier prompts have after another beginning, and adds it to got. hashes are those of the
+// prompt's chunks. `all` is how many tokens after the miss the prompt asked for. Text of fewer than `least` tokens does not count.
 func (f *Finder) compareLocked(got *lookup.Repeated, b *buffer, hashes []kv.Hash, p *prompt, all, least int) {
 	var r run
 	end := func(last bool) {

@@ -42,7 +42,7 @@ type queue struct {
 type news struct {
 	list   []announcement
 	chunks []announced
-	bytes  int
+	bytes  int // memory that the announcements count for, queueBytes at most
 
 	pages [][]byte // memory of the announcements' texts; pages from number used on are empty
 	used  int
@@ -64,8 +64,8 @@ type announced struct {
 const (
 	queueBytes  = 16 << 20  // bytes in the queue; a chunk for which there is no room is announced when a lookup finds it
 	pageBytes   = 128 << 10 // bytes of text; a longer text has its own page, which is freed later
-	keptPages   = 16
-	keptEntries = 1 << 14
+	keptPages   = 16        // pages that reset keeps for reuse; it frees the others
+	keptEntries = 1 << 14   // announcements, and chunks, for which reset keeps the memory
 )
 
 // copy returns a copy of texts, one after the other, which is valid until reset.
@@ -111,8 +111,8 @@ func (x *news) reset() {
 	x.bytes, x.used = 0, 0
 }
 
-// add queues a with those chunks of hashes for which wanted reports true. With a nil text their tokens are not known. It copies all its
-// arguments.
+// add queues `a` with those chunks of hashes for which wanted reports true. With a nil text their tokens are not known. If queueBytes do not
+// suffice it queues nothing, and counts these chunks as missed. It copies all its arguments.
 func (q *queue) add(a announcement, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
 	model, salt := a.model, a.salt
 	chunks, bytes := 0, len(model)+len(salt)+256
@@ -172,6 +172,7 @@ func (q *queue) giveBack(x *news) {
 	q.spare = *x
 }
 
+// lost returns the number of chunks for which the queue had no room.
 func (q *queue) lost() uint64 {
 	q.mu.Lock()
 	defer q.mu.Unlock()

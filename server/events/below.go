@@ -75,9 +75,10 @@ type tierOnlyChunk struct {
 	tier uint8
 }
 
-// maxStrays bounds the chunks in young and in old.
+// maxStrays bounds the chunks in young and in old. When young is full, those in old are forgotten and young takes its place.
 const maxStrays = 4096
 
+// set records that a tier has an object (`there`), or that it has it no longer.
 func (x *tierOnly) set(k *kv.Key, tier uint8, there bool) {
 	is := func(s tierOnlyChunk) bool { return s.tier == tier && s.key == *k }
 	for _, of := range []map[kv.Hash][]tierOnlyChunk{x.young, x.old} {
@@ -113,7 +114,7 @@ func (x *tierOnly) forget(tier uint8) {
 	}
 }
 
-// maxStrayObjects bounds the objects of one chunk.
+// maxStrayObjects bounds the objects of one chunk. Further ones are not remembered.
 const maxStrayObjects = 256
 
 // take removes the known objects of a chunk and calls f with each.

@@ -294,7 +294,8 @@ func (b *Book) catchUp() {
 	b.queue.giveBack(&batch)
 }
 
-// deferReaders sets whether readers see new records only later.
+// deferReaders sets whether readers see new records only once there are many, an eighth of those that the Book keeps. With `on` false they
+// see all of them at once again.
 func (b *Book) deferReaders(on bool) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -317,7 +318,8 @@ func (b *Book) applyBatch() (more, lost bool) {
 // eventBatch is how many events are applied under the mutex at a time.
 const eventBatch = 1024
 
-// applyLocked applies some events of the store, up to number `last`.
+// applyLocked applies some events of the store, up to number `last`. more says that some of these are left; lost, that the store has
+// dropped some before they were read, so that the pool must be scanned.
 func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	if b.mu.buffer == nil {
 		b.mu.buffer = make([]store.Event, eventBatch)
@@ -335,7 +337,7 @@ func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	return b.mu.after < last, false
 }
 
-// unlock ends a section that may have added records, and wakes the readers.
+// unlock ends a section that may have added records, and wakes the readers if they are to see them now.
 func (b *Book) unlock() {
 	var wake chan struct{}
 	if b.mu.news {

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv/object"
 )
 
-// setLocked records that an object is in the pool (tier 0) or a tier, or is not. An object in a tier counts only if its chunk is in the
-// pool or has known tokens; otherwise it is remembered in strays.
+// setLocked records that an object is in the pool (tier 0) or in a tier; without `there`, that it no longer is. An object in a tier counts
+// only if its chunk is in the pool or has known tokens; otherwise it is remembered in strays.
 func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
 	code := uint32(k.Rank)>>16<<16 | k.Group&0xffff // world and rank are its upper bytes
 	bound := b.mu.bindings[k.Chunk]

@@ -258,7 +258,7 @@ func (p *Publisher) restartLocked() {
 	}
 }
 
-// maxModels bounds the models that are remembered without chunks.
+// maxModels bounds the models for which introduceLocked sends a message. For further models it sends none.
 const maxModels = 1024
 
 // IntroduceModel makes readers forget what they know of a model from an earlier life of the server. Otherwise
@@ -269,7 +269,7 @@ func (p *Publisher) IntroduceModel(model string) {
 	p.introduceLocked(model)
 }
 
-// introduceLocked makes AllBlocksCleared the first message about a model.
+// introduceLocked makes AllBlocksCleared the first message about a model: routers then forget what they knew of it.
 func (p *Publisher) introduceLocked(model string) {
 	if _, known := p.mu.models[model]; known || len(p.mu.models) >= maxModels {
 		return
@@ -298,7 +298,7 @@ type draft struct {
 	from, to int
 }
 
-// salt returns the salt of what the message is about; nil if it is about nothing.
+// salt returns the cache salt of the draft's chunks; nil for an empty draft.
 func (d *draft) salt() *string {
 	if d.from == d.to {
 		return nil
@@ -348,7 +348,8 @@ func (p *Publisher) payload(events []kvevent.Event) []byte {
 	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
 }
 
-// sendLocked publishes one message. of is the salt of what it is about; nil: it is about nothing.
+// sendLocked publishes one message. `of` is the cache salt of the chunks that the message names: a client that may not see this salt gets a
+// message without events instead. nil is for messages that name no chunks, such as heartbeats: all clients get them.
 func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string) {
 	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
 	if of != nil && p.o.Tenants != nil {
@@ -368,7 +369,8 @@ func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event, of *string)
 		[][]byte{m.topic, sequenceFrame(m.sequence), m.payload}, [][]byte{other.topic, sequenceFrame(other.sequence), other.payload})
 }
 
-// keepLocked keeps a message for replays, if there is a replay socket.
+// keepLocked keeps a message for replays, if there is a replay socket. Beyond Options.Replay messages or ReplayBytes it drops the oldest
+// ones.
 func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
@@ -430,8 +432,9 @@ func number(b []byte) uint64 {
 	return binary.BigEndian.Uint64(full[:])
 }
 
-// messagesFrom returns the messages from number start on, without a gap. It returns none if the first of them is no longer kept. For number
-// 0 it then returns as many messages as were published, at most maxCompacted, if they can contain all present chunks.
+// messagesFrom returns the messages from number start on, without a gap, for a client with that limit. It returns none if the first of them
+// is no longer kept. For number 0 it then returns as many messages as were published, at most maxCompacted, if they can contain all present
+// chunks.
 func (p *Publisher) messagesFrom(start uint64, limit *auth.Limit) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -451,7 +454,7 @@ func (p *Publisher) messagesFrom(start uint64, limit *auth.Limit) iter.Seq[messa
 
 func noMessages(func(message) bool) {}
 
-// maxCompacted bounds the messages of a replay from number 0 that are made for it.
+// maxCompacted bounds the messages that are made for a replay from number 0. If more were published, such a replay has no messages.
 const maxCompacted = 1 << 18
 
 // compactedLocked returns a message for each number that was published. Together they contain all present chunks, each as many events as

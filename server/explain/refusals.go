@@ -24,7 +24,7 @@ type Refusals struct {
 	reasons []Refused // the latest last
 }
 
-// MaxRefusals bounds the reasons that Refusals remembers.
+// MaxRefusals bounds the reasons that Refusals remembers. A further one takes the place of the reason that was seen last the longest ago.
 const MaxRefusals = 16
 
 // Add records a refusal.

@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/lookup"
 )
 
-// Limits of the remembered requests: MaxTimelines of them, each with MaxSpans spans, take less than 1.5 MiB, allocated as they come.
+// Limits of the remembered requests: MaxTimelines of them, each with MaxSpans spans, take less than 1.5 MiB, allocated as they come. A new
+// request takes the place of the oldest, further spans of a request are only counted, and longer ids and names are cut.
 const (
 	MaxTimelines = 1024
 	MaxSpans     = 24

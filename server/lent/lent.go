@@ -69,7 +69,7 @@ type Options struct {
 }
 
 // Open maps the memory of a worker, which the caller `who` lends, and finds out its groups. The error wraps ErrRegistration, and
-// access.ErrLender for memory that who may not lend.
+// access.ErrLender for memory that `who` may not lend.
 func Open(reg *lmcache.KVCache, o Options, who *access.Caller) (*KV, error) {
 	d := &KV{reg: *reg}
 	err := d.open(o, who)
@@ -172,7 +172,8 @@ func understood(reg *lmcache.KVCache, cpuViews bool) error {
 	return reg.Unread.Err()
 }
 
-// layer maps the memory of one layer and checks that the tensor lies within it.
+// layer maps the memory of one layer, a segment in shmDir, and checks that the tensor lies within it. `may` returns an error for a file that
+// the worker may not lend.
 func (d *KV) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) error) (paged.Layer, error) {
 	switch desc.Type {
 	case lmcache.CPUShm:
@@ -211,7 +212,8 @@ func (d *KV) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) e
 	return paged.Layer{Memory: memory, View: view}, err
 }
 
-// headsFirst reads the kv_layout hint. Without one, CPU backends are HND.
+// headsFirst reads the kv_layout hint. It returns true if a block has one head after the other, as CPU backends do without a hint, and false
+// if it has one token after the other.
 func headsFirst(hint string) (bool, error) {
 	switch hint {
 	case "HND", "BLHNC", "":
@@ -222,7 +224,8 @@ func headsFirst(hint string) (bool, error) {
 	return false, fmt.Errorf("unknown kv_layout %q: NHD, HND, BLNHC and BLHNC are known", hint)
 }
 
-// group makes a KV group of its layers.
+// group makes a KV group of the layers that info names. `taken` marks the layers of earlier groups, and now also those of this one: a layer
+// in two groups is an error.
 func (d *KV) group(info *lmcache.EngineGroup, layers []paged.Layer, taken []bool, chunkTokens int) (group, error) {
 	var k group
 	for _, i := range info.Layers {

@@ -21,7 +21,8 @@ import (
 // any other file for a worker.
 const prefix = "lmcache_kv_"
 
-// maxSegments bounds the segments of one worker. An engine lends at most one for each layer, and the deepest models have about 130 layers.
+// maxSegments bounds the segments of one worker; a registration with more is refused. An engine lends at most one for each layer, and the
+// deepest models have about 130 layers.
 const maxSegments = 512
 
 // ErrMemory means that memory which a worker lends does not exist, or is not as the worker describes it.
@@ -49,7 +50,7 @@ type memory struct {
 }
 
 // attach maps the segment `name` of dir, unless it is mapped already, and returns its first n bytes. It refuses a shorter segment, a file
-// that is no worker's segment, and one for which may returns an error.
+// that is no worker's segment, one for which `may` returns an error, and more than maxSegments.
 func (l *memory) attach(dir, name string, n int64, may func(shm.File) error) ([]byte, error) {
 	name = strings.TrimPrefix(name, "/")
 	if !strings.HasPrefix(name, prefix) {
@@ -163,6 +164,7 @@ type Leftovers struct {
 	}
 }
 
+// maxLeftovers bounds the segments of Leftovers. Further ones are not remembered, so they are never removed.
 const maxLeftovers = 1 << 14
 
 // Add adds the segments of a worker whose registration has ended. It ignores segments without a proved owner, and those with a name of

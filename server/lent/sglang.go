@@ -22,7 +22,7 @@ const (
 	listKV  = "k_v"
 )
 
-// maxPage bounds the tokens of a page.
+// maxPage bounds the tokens of a page. A registration with larger pages is refused.
 const maxPage = 1 << 20
 
 // understoodSGLang returns an error for an engine of SGLang whose hints are missing or contradict each other.

@@ -242,7 +242,8 @@ func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
 	return k
 }
 
-// begin counts a lookup that begins. It reports false if the id is in use, if too many lookups are not released, or if the engine has left.
+// begin counts a lookup that begins. It reports false if the id is in use, if too many lookups are not released, or if the engine has left:
+// the lookup is then answered without a hit.
 func (e *engine) begin(id uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -253,8 +254,8 @@ func (e *engine) begin(id uint64) bool {
 	return true
 }
 
-// keep records what a lookup lends. It reports false if it lends nothing, if another lookup with this id was faster, or if the engine has
-// left.
+// keep records what a lookup lends. It reports false if the lookup lends nothing, if another lookup with this id was faster, or if the
+// engine has left: the caller must then give the loan back itself.
 func (e *engine) keep(id uint64, l loan) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -352,7 +353,7 @@ func (l *found) ended(r *store.LookupResult) {
 	})
 }
 
-// release takes back what lookups lent.
+// release takes back the rows that lookups lent to the engine, and counts those that it has loaded.
 func (e *engine) release(body []byte) error {
 	list, err := vllm.DecodeReleased(body)
 	if err != nil {
@@ -411,7 +412,8 @@ func (e *engine) store(body []byte) error {
 	return e.conn.Write(vllm.TypePlaces, func(dst []byte) []byte { return vllm.AppendPlaces(dst, a.ID, places) })
 }
 
-// beginStores reserves places, group by group.
+// beginStores reserves places for the keys of a Store, group by group, and enters them in places. A key whose group the engine cannot have,
+// whose row is there already, or for which there is no room, gets none.
 func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) {
 	at := make(map[uint32][]int)
 	var order []uint32

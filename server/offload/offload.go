@@ -41,10 +41,10 @@ type Options struct {
 	Dir     string       // directory of the regions; default /dev/shm
 	Log     *slog.Logger // nil discards
 
-	MaxEngines int     // most connections; default 256
+	MaxEngines int     // most connected engines, further ones are refused; default 256
 	Share      float64 // largest part of the pool's bytes that is lent to one engine; default 1/4
-	MaxLent    int     // most lookups of one engine that are not released; default 4,096
-	MaxStores  int     // most stores of one engine that are not committed; default 1,024
+	MaxLent    int     // most lookups of one engine that are not released, further ones find nothing; default 4,096
+	MaxStores  int     // most stores of one engine that are not committed, further ones get no places; default 1,024
 
 	// Revisions has the revision of the weights, by model.
 	Revisions map[string]string

@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
-// maxLeft is the largest number of regions of former engines that are remembered.
+// maxLeft is the largest number of regions of former engines that are remembered. Further ones are not remembered, and stay.
 const maxLeft = 1 << 12
 
 // Region is the file of an engine's region. An engine that was killed leaves the file, and the file keeps all of its memory.
@@ -130,7 +130,8 @@ func (s *Server) lost() []Region {
 	return slices.Clone(s.mu.left)
 }
 
-// noteRegionEnd records the result of remove.
+// noteRegionEnd records the result of remove: a region that is gone is no longer listed as left, another one is listed with the reason
+// `why`. It does nothing for a region that an engine has taken over meanwhile.
 func (s *Server) noteRegionEnd(r Region, why string, gone bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

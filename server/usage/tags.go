@@ -47,7 +47,7 @@ func (t *tags) init() {
 	t.of = map[pair]*tagCounts{{Other, Other}: t.other}
 }
 
-// take returns the figures for a tag of a request of owner.
+// take returns the figures for a tag of a request of owner: those of the tag, or those of Other if its name or its owner has no share left.
 func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
 	k := pair{string(tag.Name), string(tag.Value)}
 	c := t.of[k]
@@ -71,7 +71,8 @@ func (t *tags) hasShare(name, owner string) bool {
 	return t.names.MayCount(name, MaxTags) && t.owners.MayCount(owner, MaxTags)
 }
 
-// sweep adds the figures of idle tags to those of other, at most once in tagSweep. It reports whether it looked.
+// sweep adds the figures of idle tags to those of other and frees their places. It does so at most once in tagSweep: it reports false if it
+// did nothing, because that time is not over.
 func (t *tags) sweep(now time.Time) bool {
 	if now.Sub(t.swept) < tagSweep {
 		return false

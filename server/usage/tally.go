@@ -89,8 +89,8 @@ func New() *Tally {
 	return t
 }
 
-// of returns the figures of a model and salt. With register false a pair without figures of its own gets none, because a model without a
-// registered worker must not take a place.
+// of returns the figures of a model and salt, or those of Other if no more pairs fit. Without register, a pair that has no figures of its
+// own does not get any, because a model without a registered worker must not take a place.
 func (t *Tally) of(model, salt []byte, register bool) *Counts {
 	t.mu.RLock()
 	c := t.mu.of[string(model)][string(salt)]

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// maxClients bounds the clients whose process is being looked for.
+// maxClients bounds the clients whose process is being looked for. The processes of further clients are not looked for.
 const maxClients = 1024
 
 // Client is who looks up over one connection: the scheduler of an engine.
@@ -30,6 +30,7 @@ type engine struct {
 }
 
 // relatives returns the largest number of workers of a model's layout that were k's relatives at one time; `now` is the present number.
+// first is the fingerprint of the layout's first worker, which tells the layout apart from others.
 func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
 	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {
@@ -81,7 +82,7 @@ func (r *Registry) NewClient(c *access.Caller) *Client {
 	return k
 }
 
-// searching returns the clients whose process must be looked for now.
+// searching returns the clients whose process must be looked for now. It is looked for maxTries times at most.
 func (r *Registry) searching() (out []*Client) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -169,7 +170,7 @@ func (r *Registry) sleepLocked(in *Worker) {
 	r.unlistLocked(in)
 }
 
-// wake wakes a worker that is asleep, after a sign of life.
+// wake wakes a worker that is asleep, after a sign of life: lookups count on it again.
 func (r *Registry) wake(in *Worker) {
 	if !in.asleep.Load() {
 		return

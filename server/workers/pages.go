@@ -14,7 +14,7 @@ import (
 // the old pages, whatever is mapped there. That is right while the pool is the same file with the same length. Otherwise nobody sees what
 // the device writes, and it reads old bytes.
 
-// maxPages bounds the workers that pages remembers.
+// maxPages bounds the workers that pages remembers. A new one takes the place of the oldest of the user or address with the most workers.
 const maxPages = 4096
 
 // pages remembers, by worker, which pages its device may have pinned. When it is full, it forgets the oldest worker of the user or address

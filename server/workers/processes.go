@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// maxTries is how often the process of a worker or client is looked for.
+// maxTries is how often the process of a worker or client is looked for. After that it counts as not known.
 const maxTries = 3
 
 // FindProcesses finds the processes that have the connections open over which workers registered and clients looked up. It reports whether
@@ -61,7 +61,7 @@ func (r *Registry) FindProcesses(now time.Time) bool {
 	return found
 }
 
-// maxLooks is how often FindMappings looks at a worker's process.
+// maxLooks is how often FindMappings looks at a worker's process. If the pool is not among its mappings until then, MapsPool stays false.
 const maxLooks = 20
 
 // FindMappings records which workers' processes map the pool, a segment of that name and inode. A worker that copies itself maps it soon

@@ -88,8 +88,8 @@ func (w workerID) key() int64 {
 }
 
 const (
-	maxUnknown  = 1024
-	maxDeparted = 1024
+	maxUnknown  = 1024 // ids in unknown; beyond it the oldest id of the user or address with the most ids is forgotten
+	maxDeparted = 1024 // layouts in departed; further ones are not remembered
 )
 
 // NewRegistry returns a Registry of at most max workers.
@@ -136,7 +136,7 @@ func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
 	return in, nil
 }
 
-// Departed returns a worker of `by` that is gone and left transfers in quarantine, or nil.
+// Departed returns the worker that the user or address `by` registered as id, if it is gone and left transfers in quarantine; else nil.
 func (r *Registry) Departed(id int64, by access.Principal) *Worker {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -232,7 +232,7 @@ func (r *Registry) knowLocked(in *Worker) {
 	}
 }
 
-// Remove removes and returns a worker of `by`. It returns nil if the worker is not registered.
+// Remove removes and returns the worker that the user or address `by` registered as id. It returns nil if there is none.
 func (r *Registry) Remove(id int64, by access.Principal) *Worker {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -284,9 +284,9 @@ func (r *Registry) unlistLocked(in *Worker) {
 	}
 }
 
-// Ping answers a worker's heartbeat. The first ping of an id that its sender has not registered is answered false, later ones true. So
-// LMCache's client registers again, once, after the server lost its registration. news says that a registered worker pinged for the first
-// time.
+// Ping answers a heartbeat of the worker that the user or address `by` registered as id: ok is the answer. The first ping of an id that its
+// sender has not registered is answered false, later ones true. So LMCache's client registers again, once, after the server lost its
+// registration. news says that a registered worker pinged for the first time.
 func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 	r.mu.RLock()
 	in := r.mu.instances[workerID{id, by}]
@@ -339,7 +339,7 @@ func (r *Registry) Strangers(now time.Time) (n int, one int64) {
 	return n, one
 }
 
-// ForgetUnknown makes the next ping of an unregistered id count as its first.
+// ForgetUnknown makes the next ping of an unregistered id from the user or address `by` count as its first.
 func (r *Registry) ForgetUnknown(id int64, by access.Principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -398,8 +398,8 @@ func (r *Registry) List() []*Worker {
 	return out
 }
 
-// GenerationsOf returns the generations that the client of a worker of `by` may be of. Without a known worker it returns those of all
-// workers of `by` for the model. The set is empty if nothing is known.
+// GenerationsOf returns the generations that the client of worker id of the user or address `by` may be of. Without a known worker it
+// returns those of all workers of `by` for the model. The set is empty if nothing is known.
 func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, world int) (g lmcache.Generations) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -492,7 +492,7 @@ func (r *Registry) NotTaken(w *Saved, chunk int) {
 	}
 }
 
-// Pickles reports whether `by` has a worker that may send pickled chunks.
+// Pickles reports whether the user or address `by` has a worker that may send pickled chunks.
 func (r *Registry) Pickles(by access.Principal) bool {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -33,7 +33,8 @@ func (in *Worker) Side() Side {
 	return in.sided.is
 }
 
-// TakeSide sets the worker's side, if it has none yet. ok is false if the worker has the other side; first says that it had none.
+// TakeSide makes `to` the worker's side, if the worker has none yet. ok is false if the worker has the other side; first says that it had
+// none.
 func (in *Worker) TakeSide(to Side) (first, ok bool) {
 	in.sided.Lock()
 	defer in.sided.Unlock()

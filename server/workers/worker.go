@@ -102,7 +102,7 @@ func (w *Worker) IsOf(p peercred.Process) {
 // Sleep marks the worker as asleep, before it is added.
 func (w *Worker) Sleep() { w.asleep.Store(true) }
 
-// BelongsTo records the user or address that may speak for the worker.
+// BelongsTo records `by`, the user or address that may speak for the worker.
 func (w *Worker) BelongsTo(by access.Principal) {
 	w.By = by
 	w.Key = w.who().key()

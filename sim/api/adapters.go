@@ -11,7 +11,7 @@ import (
 	"sync"
 )
 
-// maxAdapters is the largest number of LoRA adapters that can be loaded at a time.
+// maxAdapters is the largest number of LoRA adapters that can be loaded at a time. A request to load another one gets an error.
 const maxAdapters = 256
 
 // adapters holds the names of the LoRA adapters that clients have loaded. They are only names: there is no model.

@@ -42,7 +42,7 @@ type Options struct {
 
 // Limits of one request.
 const (
-	maxID       = 1024             // longest id that a client may choose, in bytes
+	maxID       = 1024             // longest id that a client may choose, in bytes; a request with a longer one gets an error
 	sendTimeout = 60 * time.Second // limit for one event, or a whole answer, to a client that does not read
 )
 
@@ -260,7 +260,7 @@ func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *a
 	return prefix + id, nil
 }
 
-// answerID returns the engine's id for one answer to one prompt of a request.
+// answerID returns the engine's id for one answer to one prompt of a request, whose id is `shown`. answers is how many each prompt gets.
 func (a *API) answerID(shown string, chat bool, prompt, answer, answers int) string {
 	if !chat {
 		shown += fmt.Sprint("-", prompt)
@@ -285,7 +285,8 @@ func (a *API) rank(r *http.Request) *apiError {
 }
 
 // begin submits a request with some prompts to the engine, each with as many answers as the body asks for. All of them end when ctx
-// ends.
+// ends. `usual` is how many tokens a completion generates if its body doesn't say; a chat then gets the rest of the longest sequence.
+// `shown` is the id of the request, from which the ids of its answers in the engine are made.
 //
 // All of them get the request's kv_transfer_params, as in vLLM: one transfer id then belongs to several.
 func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]uint32, usual int, shown string, chat bool) ([]*sequence, *apiError) {

@@ -367,7 +367,7 @@ func (s *SGLang) bootstrapRoom(q *sglangRequest) (room, wrong string) {
 	return room, ""
 }
 
-// hang waits, as D does, for KV that never comes.
+// hang waits, as D does, for KV that never comes: until ctx ends, or until Timeout, after which the client gets an error.
 func (s *SGLang) hang(ctx context.Context, w http.ResponseWriter, r *http.Request, room string) {
 	s.waits(1)
 	defer s.waits(-1)

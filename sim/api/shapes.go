@@ -62,7 +62,7 @@ func (v *laxInt) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// maxAnswers is the largest n, the number of answers to a prompt. vLLM: VLLM_MAX_N_SEQUENCES.
+// maxAnswers is the largest n, the number of answers to a prompt. A request with a larger one gets an error. vLLM: VLLM_MAX_N_SEQUENCES.
 const maxAnswers = 16384
 
 // answers returns n, the number of answers to each prompt; default 1.

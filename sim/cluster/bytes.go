@@ -26,7 +26,7 @@ type Bytes struct {
 	Dir string
 }
 
-// maxBytes is the largest total KV memory of a deployment.
+// maxBytes is the largest total KV memory of a deployment in a run with bytes. More is ErrMemory.
 const maxBytes = 2 << 30
 
 // ErrMemory means that the KV memory of a deployment with bytes would exceed 2 GiB.
@@ -83,7 +83,8 @@ type Carried struct {
 	arrived int // blocks that have arrived
 }
 
-// prepare makes the tokens of q's prompt and what follows from them.
+// prepare makes the tokens of q's prompt, and their chain. If `named` is true, as in a run with a store, it also makes the hashes of the
+// prompt's full blocks, of blockTokens tokens each.
 func (q *request) prepare(blockTokens int, named bool) {
 	from := q.from
 	if len(from.Blocks) == 0 { // it has nothing in common with any other request
@@ -229,7 +230,7 @@ func (m *memory) blockArrived(block sched.BlockID) {
 	}
 }
 
-// pull copies blocks of P into blocks of D.
+// pull copies the blocks `from` of P into the blocks `to` of D, and counts the bytes as moved.
 func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	if r.buffer == nil {
 		r.buffer = make([]byte, p.memory.block)

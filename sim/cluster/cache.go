@@ -28,7 +28,7 @@ type realStore struct {
 	shard object.Shard
 }
 
-// maxLoad is the largest number of blocks in one load.
+// maxLoad is the largest number of blocks in one load. Of a longer hit, only so many blocks count.
 const maxLoad = 1 << 16
 
 // slotBytes returns how many bytes a block takes in the store: a power of two, so that free places fit.

@@ -43,7 +43,8 @@ type engine struct {
 type core interface {
 	add(q *request) error
 	// begin starts a step. A step without tokens computes nothing; its end only reports loads that have arrived. again means that even
-	// so the next step may differ.
+	// so the next step may differ, so the engine begins it at once. Otherwise, after a step without tokens and without such reports, it
+	// waits for the next event.
 	begin() (w costmodel.Work, again bool)
 	// end ends the step. It returns the requests that got a token and those that ended.
 	end(out sched.Output) (tokens, ended []*request)

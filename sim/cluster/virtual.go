@@ -67,17 +67,17 @@ type Options struct {
 	Ended func(number int, q *Record)
 }
 
-// Limits of a run.
+// Limits of a run, which ends with ErrOptions where one is exceeded.
 const (
 	maxRecords    = 1 << 22 // from Stream, 160 bytes each
 	maxOpen       = 1 << 21 // requests that were sent and have not ended
-	maxOpenBlocks = 1 << 27 // hashes of the blocks of open requests: 1 GiB
+	maxOpenBlocks = 1 << 27 // names of the blocks of open requests: 1 GiB
 )
 
 // ErrOptions means that the options of a deployment are not valid.
 var ErrOptions = errors.New("cluster: invalid options")
 
-// maxEngines is the largest number of engines of a deployment.
+// maxEngines is the largest number of prefill engines, and of decode engines, of a deployment. Validate refuses more.
 const maxEngines = 4096
 
 // Validate returns everything that is wrong with o.
@@ -110,7 +110,7 @@ func (o *Options) Validate() error {
 	return o.checkMemory()
 }
 
-// maxVirtual ends a run whose virtual clock has passed it.
+// maxVirtual is the last moment of a run. A run whose virtual clock passes it ends with ErrOptions.
 const maxVirtual = time.Duration(math.MaxInt64 / 8)
 
 // run is one run of a deployment.
@@ -420,7 +420,7 @@ func (r *run) token(e *engine, q *request) {
 	}
 }
 
-// deliver gives a token to the client.
+// deliver records that the client gets a token of q at the time `at`.
 func (r *run) deliver(q *request, at time.Duration) {
 	if q.First == 0 {
 		q.First = at

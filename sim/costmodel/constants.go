@@ -46,6 +46,7 @@ type Term struct {
 	at          func(*Constants) *float64
 }
 
+// most is the largest value that most constants can be set to.
 const most = 1e9
 
 // Terms describes all constants, in the order of the fields of Constants.

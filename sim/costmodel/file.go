@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
-// maxFile is the largest file of a profile, in bytes.
+// maxFile is the largest file of a profile, in bytes. A larger one is ErrProfile.
 const maxFile = 1 << 20
 
 // Open returns the profile of that name, one of Names, or reads it from a file whose name ends with .json.

@@ -229,7 +229,7 @@ func (o *Options) checkRanks() error {
 	return nil
 }
 
-// maxRanks is the largest number of data-parallel ranks, and of pipeline stages.
+// maxRanks is the largest number of data-parallel ranks, and of pipeline stages. Options with more are an error.
 const maxRanks = 1024
 
 // Model returns the model's name.
@@ -533,7 +533,8 @@ func (e *Engine) inspect(row *sched.Row) {
 	e.sched.Forget(row.Request)
 }
 
-// finish ends the client's stream of a request.
+// finish ends the client's stream of a request, and counts the end. The stream's End has the reason `why`, and err. It does nothing if the
+// request has been finished already.
 func (e *Engine) finish(q *request, why sched.Reason, err error) {
 	if e.by[q.r.ID] != q {
 		return

@@ -9,13 +9,13 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// maxEvents is the largest number of events of a worker that wait for a step.
+// maxEvents is the largest number of events of a worker that wait for a step. If there are more, the worker drops the oldest ones.
 const maxEvents = 1 << 16
 
 // publishes reports whether a client wants the KV events.
 func (e *Engine) publishes() bool { return e.o.OnEvents != nil }
 
-// maxEvents returns how many events each worker of a connector may keep for a step.
+// maxEvents returns how many events each worker of a connector may keep for a step: none unless a client wants them.
 func (e *Engine) maxEvents() int {
 	if !e.publishes() {
 		return 0

@@ -193,7 +193,8 @@ func (l *lookup) answered() bool {
 	}
 }
 
-// look asks the store how long a prefix of the request it has.
+// look begins to ask the store how long a prefix of the request it has; the result's `done` is closed when the answer is there, or after an
+// error, which is counted and logged.
 func (k *storeConn) look(r *storeRequest, tokens int) *lookup {
 	l := &lookup{tokens: tokens, done: make(chan struct{})}
 	prompt := r.prompt
@@ -325,7 +326,7 @@ func (k *storeConn) computed(step *sched.Step) {
 	}
 }
 
-// offer queues blocks to be stored, unless too many bytes wait.
+// offer queues a copy of blocks to be stored. If more than maxSaves bytes would wait, or the queue is full, it counts them as skipped.
 func (k *storeConn) offer(r *storeRequest, tables [][]sched.BlockID, blocks []connector.Block) {
 	g := &k.e.o.KV
 	n := int64(len(blocks) * len(k.workers) * g.Layers * g.BlockBytes())

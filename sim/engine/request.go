@@ -33,7 +33,7 @@ type request struct {
 	wrong   error
 
 	arrived, started, first, last time.Time
-	loading                       time.Time // since when its KV is being loaded
+	loading                       time.Time // when the load of its KV began; zero: none runs
 	cached                        int       // prompt tokens that came from the prefix cache
 	external                      int       // prompt tokens that connectors loaded
 	stop                          func() bool

@@ -64,7 +64,7 @@ type Options struct {
 // ErrOptions means that the options of a fleet are not valid.
 var ErrOptions = errors.New("fleet: invalid options")
 
-// MaxNodes is the largest number of nodes.
+// MaxNodes is the largest number of nodes. Validate refuses more.
 const MaxNodes = 4096
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -161,10 +161,10 @@ func (o *Options) measure(ctx context.Context, nodes int) (p Point, err error) {
 	return p, err
 }
 
-// Limits of a run: a request takes 8 bytes, and the name of a block some 40 bytes.
+// Limits of a run, which ends with ErrOptions beyond them: a request takes 8 bytes, and the name of a block some 40 bytes.
 const (
 	maxRequests = 1 << 24
-	maxNames    = 1 << 26
+	maxNames    = 1 << 26 // different blocks
 )
 
 // check returns an error for a request that cannot be played after n others.

@@ -16,14 +16,14 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
-// Limits that a kvasir server has. One engine is one peer, which may use half of what other peers leave (store/below.go; probe.go and
-// writeback.go of store/tiering).
+// Limits that a kvasir server has, in reads, bytes, writes and objects per call. What exceeds them waits. One engine is one peer, which may
+// use half of what other peers leave (store/below.go; probe.go and writeback.go of store/tiering).
 const (
 	maxReads            = 16
 	maxReadBytes        = 512 << 20
 	maxWrites           = 8
 	firstStat, mostStat = 16, 256
-	slowCalls           = 8 // when so many reads take longer than the timeout, lookups do not use the store
+	slowCalls           = 8 // when so many reads, or reads of maxReadBytes, take longer than the timeout, lookups do not use the store
 )
 
 // run is one fleet with one workload.

@@ -52,10 +52,10 @@ type Config struct {
 	extra map[string]json.RawMessage // kv_connector_extra_config
 }
 
-// Limits of a configuration.
+// Limits of a configuration. One that exceeds them is an error.
 const (
-	maxBytes      = 1 << 20
-	maxConnectors = 16
+	maxBytes      = 1 << 20 // of JSON
+	maxConnectors = 16      // of a MultiConnector
 )
 
 // The keys of the JSON. Those in the second list concern devices, ports and processes of other connectors: they are accepted, but not
@@ -147,7 +147,7 @@ func (p *problems) connectors(text []byte, at, engineID string) []*Config {
 	return list
 }
 
-// object parses one JSON object. After a problem it returns nil.
+// object parses one JSON object. After a problem it returns nil; `at` is where the object is, for the text of the problem.
 func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	var m map[string]json.RawMessage
@@ -167,7 +167,7 @@ func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
 	return m
 }
 
-// unknown adds a problem for each key of m that is not in known.
+// unknown adds a problem for each key of m that is not in `known`. Its text begins with `at`, where m is.
 func (p *problems) unknown(m map[string]json.RawMessage, at string, known []string) {
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		if !slices.Contains(known, key) {
@@ -176,21 +176,21 @@ func (p *problems) unknown(m map[string]json.RawMessage, at string, known []stri
 	}
 }
 
-// text reads the string at key into *to. If the key is absent or null, *to stays unchanged.
+// text reads the string at key into *to. If the key is absent or null, *to stays unchanged. `at` is where m is, for the text of a problem.
 func (p *problems) text(m map[string]json.RawMessage, at, key string, to *string) {
 	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
 		p.add("%s%s must be a text, not %.64s", at, key, raw)
 	}
 }
 
-// flag reads the boolean at key into *to.
+// flag reads the boolean at key into *to. If the key is absent or null, *to stays unchanged.
 func (p *problems) flag(m map[string]json.RawMessage, key string, to *bool) {
 	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
 		p.add("%s must be true or false, not %.64s", key, raw)
 	}
 }
 
-// number reads the number at key, which must lie between low and high, into *to.
+// number reads the number at key, which must lie between low and high, into *to. If the key is absent or null, *to stays unchanged.
 func (p *problems) number(m map[string]json.RawMessage, key string, low, high float64, to *float64) {
 	raw, ok := m[key]
 	if !ok || string(raw) == "null" {

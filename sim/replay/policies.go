@@ -21,7 +21,7 @@ var ErrOptions = errors.New("replay: invalid options")
 // Optimum is the name, in rows, of the policy that knows the future.
 const Optimum = "optimum"
 
-// MaxCapacity is the largest size, in blocks.
+// MaxCapacity is the largest size of a cache, in blocks. A larger one is ErrOptions.
 const MaxCapacity = 1 << 30
 
 // PolicyOptions says which policies to play, at which sizes. A zero field means its default.

@@ -101,7 +101,8 @@ func Run(ctx context.Context, requests []workload.Request, capacity int) (Result
 	return Stream(ctx, workload.Each(requests), capacity)
 }
 
-// maxNames is the largest number of names in an unlimited cache; each takes some 40 bytes.
+// maxNames is the largest number of names in an unlimited cache; each takes some 40 bytes. With more, the replay ends with
+// workload.ErrTrace.
 const maxNames = 1 << 26
 
 // Stream does what Run does, for requests that come one after another. It keeps none of them: it takes only the memory of the cache.
@@ -146,7 +147,8 @@ type history struct {
 	added int // requests added to the last Part
 }
 
-// maxHistory is the largest number of Parts of a history.
+// maxHistory is the largest number of Parts of a history. When it has so many, each two of them become one, and later Parts have twice
+// as many requests.
 const maxHistory = 1 << 16
 
 func (h *history) add(p Part) {

@@ -13,11 +13,11 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Limits of a trace for which policies are compared.
+// Limits of a trace for which policies are compared. More blocks or requests are workload.ErrTrace.
 const (
-	maxHeldWords = 1 << 26 // words of a tape in memory: 256 MiB; the rest is in a temporary file
-	maxDifferent = 1 << 26 // distinct blocks
-	maxPrompts   = math.MaxUint32 - 1
+	maxHeldWords = 1 << 26            // words of a tape in memory: 256 MiB; the rest is in a temporary file
+	maxDifferent = 1 << 26            // distinct blocks
+	maxPrompts   = math.MaxUint32 - 1 // requests
 )
 
 // pageWords is how many words are read and written at a time.

@@ -49,8 +49,8 @@ func (s *Scheduler) hit(r *Request) (blocks [][]BlockID, tokens int) {
 	return s.hits, n * s.c.BlockTokens
 }
 
-// tailHit looks for a hit of a window or state group: from block n to the left, it looks for as many cached blocks in a row as a hit of
-// the group needs, or fewer only at the very start. It returns the end of that run.
+// tailHit looks for a hit of a window or state group g among the first n blocks: from the right, it looks for `tail` cached blocks in a
+// row, as many as a hit of the group needs, or for fewer only at the very start. It returns the end of that run, 0 if there is none.
 func (s *Scheduler) tailHit(r *Request, g, tail, n int) int {
 	list := slices.Grow(s.hits[g][:0], n)[:n]
 	clear(list)
@@ -71,8 +71,8 @@ func (s *Scheduler) tailHit(r *Request, g, tail, n int) int {
 	return run
 }
 
-// need returns how many free blocks r needs to hold x tokens together with a hit, if it will have total tokens. bounded means that
-// blocks that leave a window meanwhile count as freed.
+// need returns how many free blocks r needs to hold x tokens together with `hit`, the blocks of a hit by group, or nil. Blocks to which
+// the token at position `total` does not attend are not needed. bounded means that blocks that leave a window meanwhile count as freed.
 func (s *Scheduler) need(r *Request, x, total int, hit [][]BlockID, bounded bool) (n int) {
 	for g, group := range s.c.Groups {
 		var own []BlockID
@@ -84,6 +84,7 @@ func (s *Scheduler) need(r *Request, x, total int, hit [][]BlockID, bounded bool
 	return n
 }
 
+// groupNeed is need for one group; `table` has the request's blocks in the group, and `hit` those of the hit.
 func (s *Scheduler) groupNeed(table []BlockID, group Group, x, total int, hit []BlockID, bounded bool) int {
 	blocks := s.blocksFor(x)
 	have, from := len(table)+len(hit), 0
@@ -187,7 +188,7 @@ func (s *Scheduler) adopt(r *Request, g int, hit []BlockID, out int) {
 	r.cached[g] = len(r.tables[g])
 }
 
-// leaveWindow frees those blocks of r to which no token from position total on attends.
+// leaveWindow frees those blocks of r in group g to which no token from position `total` on attends, nor a token of a step in flight.
 func (s *Scheduler) leaveWindow(r *Request, g, total int) {
 	var list []BlockID
 	table := r.tables[g]

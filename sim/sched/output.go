@@ -167,9 +167,9 @@ func (s *Scheduler) loadErrors(step *Step, o Output) (ended []*Request) {
 	return ended
 }
 
-// firstBad looks for bad blocks among the blocks of r's first n tokens. first is the index of the first bad block that no request
-// before r has marked; -1: there is none. affected is true if r has a bad block, marked or not. If whole names r, the results are 0 and
-// true.
+// firstBad looks for bad blocks among the blocks of r's first n tokens, and adds them to `mark`. first is the index of the first bad
+// block that no request before r has marked; -1: there is none. affected is true if r has a bad block, marked or not. `whole` has the ids
+// of requests whose load failed as a whole; for them, the results are 0 and true.
 func (s *Scheduler) firstBad(r *Request, n int, bad map[BlockID]bool, whole map[string]bool, mark map[BlockID]bool) (first int, affected bool) {
 	first = -1
 	if whole[r.ID] {
@@ -197,7 +197,9 @@ func (s *Scheduler) firstBad(r *Request, n int, bad map[BlockID]bool, whole map[
 	return first, affected
 }
 
-// fail sets r back to its first bad block, or to where it was before, or ends it.
+// fail sets r back to its first bad block, number `first` of its blocks, or to its token `before` if first is -1. Without Recompute, or if a
+// running r lacks blocks that it attends to there, it appends r to ended instead; a loading r that lacks some is set back to its
+// first token. It returns ended.
 func (s *Scheduler) fail(r *Request, first, before int, ended []*Request) []*Request {
 	if !s.c.Recompute {
 		if r.status == Running && first >= 0 {

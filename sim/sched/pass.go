@@ -74,7 +74,7 @@ func (s *Scheduler) Schedule() *Step {
 	return step
 }
 
-// scheduled records that the tokens of a row are being computed.
+// scheduled records that the tokens of a row are being computed, and sets in row whether that produces a new token.
 func (s *Scheduler) scheduled(row *Row) {
 	r := row.Request
 	r.done += row.Tokens
@@ -259,7 +259,7 @@ func (s *Scheduler) join(r *Request) {
 	s.prefills[r] = struct{}{}
 }
 
-// endLoad ends r's load: the tokens that came count as computed.
+// endLoad ends r's load: the tokens that came count as computed, and r can be scheduled. If none came, it frees r's blocks.
 func (s *Scheduler) endLoad(r *Request) {
 	switch {
 	case !r.broken:

@@ -84,6 +84,7 @@ type Connector interface {
 // ErrConfig means that settings do not fit each other.
 var ErrConfig = errors.New("sched: configuration")
 
+// maxTokens is the largest number of tokens in a setting. Validate refuses more.
 const maxTokens = 1 << 40
 
 // Validate returns everything that is wrong with c.
@@ -201,7 +202,7 @@ func (s *Scheduler) Abort(id string) {
 	}
 }
 
-// end ends r and frees its blocks, unless a load or the connector still uses them.
+// end ends r for the reason `why`, and frees its blocks, unless a load or the connector still uses them.
 func (s *Scheduler) end(r *Request, why Reason) {
 	r.written = r.status == Loading && !r.arrived
 	switch {
@@ -246,7 +247,8 @@ func (s *Scheduler) free(r *Request) {
 	}
 }
 
-// preempt frees all blocks of a running request, which the caller has removed from s.running.
+// preempt frees all blocks of a running request, which the caller has removed from s.running, and puts it at the front of the waiting
+// ones. `reset` means that Reset does it: with Async, the tokens of r's steps in flight are then dropped.
 func (s *Scheduler) preempt(r *Request, reset bool) {
 	s.free(r)
 	delete(s.prefills, r)

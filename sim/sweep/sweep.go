@@ -50,7 +50,7 @@ type Options struct {
 // ErrOptions means that the options of a sweep are not valid.
 var ErrOptions = errors.New("sweep: invalid options")
 
-// maxPoints is the largest number of runs of a sweep.
+// maxPoints is the largest number of runs of a sweep. Validate refuses more.
 const maxPoints = 10000
 
 func (o *Options) defaults() {

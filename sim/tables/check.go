@@ -123,7 +123,7 @@ func (c *Check) filter(f func(*Row) bool) (out []Row) {
 	return out
 }
 
-// limit records whether the largest absolute error of rows is at most `most`.
+// limit records, under the name `what`, whether the largest absolute error of rows is at most `most`.
 func (c *Check) limit(what string, rows []Row, most float64) {
 	worst := 0.0
 	for _, r := range rows {
@@ -132,7 +132,7 @@ func (c *Check) limit(what string, rows []Row, most float64) {
 	c.Limits = append(c.Limits, Limit{what, worst, most, worst <= most})
 }
 
-// limitMAPE records whether the mean absolute error of rows is at most `most`.
+// limitMAPE records, under the name `what`, whether the mean absolute error of rows is at most `most`.
 func (c *Check) limitMAPE(what string, rows []Row, most float64) {
 	mape, _ := MAPE(rows)
 	c.Limits = append(c.Limits, Limit{what, mape, most, mape <= most})

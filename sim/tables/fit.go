@@ -19,7 +19,7 @@ type Target struct {
 }
 
 const (
-	fitRounds = 8
+	fitRounds = 8    // rounds in which Fit sets each constant once; after them it leaves the constants as they are
 	near      = 2e-4 // relative error of a figure that is near enough
 )
 

@@ -37,7 +37,7 @@ const (
 	stopped2     = 3
 	longestLow   = 710 // the longest output lies between these, according to duration, TTFT and ITL of the table
 	longestHigh  = 840
-	maxListBytes = 1 << 20
+	maxListBytes = 1 << 20 // a longer list is ErrLengths
 )
 
 // Reference returns the fixed list of lengths, in the order of sending. It is drawn from the lengths of ShareGPT and scaled to the
@@ -154,7 +154,8 @@ func Generate(seed uint64, condition bool) []Length {
 	}
 }
 
-// scale multiplies one length of all requests by a factor, so that they sum to total; none becomes less than 4 or more than most.
+// scale multiplies one length of all requests, the one that `of` returns a pointer to, by a factor, so that these lengths sum to total;
+// none becomes less than 4 or more than `most` tokens.
 func scale(list []Length, of func(*Length) *int, total, most int) {
 	for range 64 {
 		sum := 0

@@ -109,7 +109,8 @@ func checkLengths(ctx context.Context, o *Options) (*Check, error) {
 	return c, nil
 }
 
-// lengthTerms adds up the terms of a TTFT directly, without a run.
+// lengthTerms adds up the terms of the TTFT of a prompt of so many tokens directly, without a run, in ms. `transfer` is the term of the
+// transfer, and Rest is what all terms lack to `original`, the published TTFT.
 func lengthTerms(p *costmodel.Profile, tokens int, transfer, original float64) Terms {
 	n := tokens + chatTokens
 	t := Terms{Tokens: tokens, Hops: 3 * p.Hop().Seconds() * 1e3, Host: 2 * p.Host(n).Seconds() * 1e3, Transfer: transfer}

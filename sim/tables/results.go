@@ -18,7 +18,7 @@ import (
 // ErrResult means that constants cannot be derived from a benchmark's result.
 var ErrResult = errors.New("tables: result")
 
-// maxResultRequests bounds the requests of one result.
+// maxResultRequests is the largest number of completed requests of one result. A result with more is ErrResult.
 const maxResultRequests = 100000
 
 // measured is a benchmark's result with the requests that it measured.

@@ -59,8 +59,8 @@ func (a *ARC) Add(slot uint32, id, _ uint64, weight int64) {
 	a.parts[part].order.Add(slot, id, 0, weight)
 }
 
-// steps returns by how many bytes the target changes: more if `right`, the ghosts of the part that should grow, are fewer than those of the
-// other part.
+// steps returns by how many bytes the target changes when content of `weight` bytes comes back whose ghost the part that should grow had.
+// right are the bytes of that part's ghosts, other those of the other part's. It is `weight`, or more if right is less than other.
 func steps(weight, other, right int64) int64 {
 	if right > 0 && other > right {
 		return int64(float64(weight) * float64(other) / float64(right))

@@ -37,7 +37,7 @@ type Policy interface {
 	Ascend(f func(slot uint32) bool)
 }
 
-// maxLooks is how many slots one call of Victim looks at.
+// maxLooks is how many slots one call of Victim looks at. If all of them are busy, Victim returns more, and the next call continues.
 const maxLooks = 256
 
 // Names are the names of the policies that New knows.

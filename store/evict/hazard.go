@@ -53,12 +53,12 @@ const (
 
 	forkClass   = turns * lengths * sizes // the first class of forks
 	classes     = forkClass + forks
-	maxForkUses = 1<<forks - 1
+	maxForkUses = 1<<forks - 1 // uses of a fork are counted up to this
 
 	// sameUse is an age below which several uses count as one: the lookup, load and store of one request.
 	sameUse = 8
 
-	// halfLife is after how many new probes the earlier observations count half.
+	// halfLife is the number of new probes after which earlier observations count half as much as before.
 	halfLife = 1 << 14
 )
 
@@ -169,7 +169,8 @@ func familyOf(class int) int {
 	return 0
 }
 
-// endOfPrompt sets the class of a prompt's end, and begins a probe of it.
+// endOfPrompt sets the class of a prompt's end, and begins a probe of it. A probe whose prompt was evicted and now comes back ends with a
+// use.
 func (h *LeafHazard) endOfPrompt(place uint32, end *node) {
 	size, turn, known := 0, 0, false
 	n := end

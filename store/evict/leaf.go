@@ -57,7 +57,8 @@ func (l *LeafLRU) Victim(busy func(slot uint32) bool) (slot uint32, ok, more boo
 	return l.victim(busy, func() (uint32, *node) { return l.oldest(0) })
 }
 
-// victim calls next for leaves until it finds one that is not busy.
+// victim calls next for leaves until it finds one that is not busy. It sets the busy ones aside; after maxLooks of them it returns, and more
+// says that the caller shall call it again.
 func (l *leaves) victim(isBusy func(slot uint32) bool, next func() (uint32, *node)) (slot uint32, ok, more bool) {
 	l.settle()
 	for range maxLooks {

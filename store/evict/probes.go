@@ -4,7 +4,7 @@ package evict
 
 import "github.com/kvasir-kv/kvasir/internal/container"
 
-// probe watches the end of a prompt, or a fork, until that is used again.
+// probe watches the node at the end of a prompt, or at a fork, until that node is used again.
 type probe struct {
 	id           uint64
 	place        uint32 // place of the node that it watches, until the node is evicted
@@ -16,10 +16,10 @@ type probe struct {
 	ghost        bool  // the node that it watches was evicted
 }
 
-// maxProbes bounds the running probes: 4 MB.
+// maxProbes bounds the running probes: 4 MB. A further one ends the probe that has been watched for longest.
 const maxProbes = 1 << 16
 
-// maxAging is how many probes one call moves to the next age.
+// maxAging is how many probes one call of grow moves to the age that they have reached. Later calls move the others.
 const maxAging = 256
 
 // probes has the probes in queues by age, the oldest first. Places 1 to `buckets` are the anchors of the queues.
@@ -94,7 +94,8 @@ func (h *LeafHazard) watch(place uint32, end *node) {
 	h.refresh = (h.refresh + 1) % classes
 }
 
-// observe ends a probe. With used the slot that it watched was used again; otherwise that is not known.
+// observe ends the probe at place i. With `used` the slot that it watched was used again, which counts as a reuse at the probe's age.
+// Without, it is not known whether the slot will be used again, and only the time that it was watched counts.
 func (h *LeafHazard) observe(i uint32, used bool) {
 	p := &h.probes
 	q := p.at(i)
@@ -116,7 +117,7 @@ func (h *LeafHazard) observe(i uint32, used bool) {
 	p.free = append(p.free, i)
 }
 
-// grow moves probes to the queue of the age that they have reached.
+// grow moves probes to the queue of the age that they have reached, maxAging at most.
 func (h *LeafHazard) grow() {
 	p, moves := &h.probes, 0
 	for b := buckets - 2; b >= 0; b-- {
@@ -159,11 +160,12 @@ func (h *LeafHazard) spentIn(c, b int) float64 {
 	return h.passed[c][b] + max(0, float64(o.n*int64(h.clock)-o.began)-float64(o.n)*lower[b])
 }
 
+// time adds the time t, for which q was watched in the age bucket b, to the figures of q's class.
 func (h *LeafHazard) time(q *probe, b int, t float64) {
 	h.passed[q.class][b] += t
 }
 
-// dropOldest ends the probe that has been watched for longest.
+// dropOldest ends the probe that has been watched for longest, as one without a use.
 func (h *LeafHazard) dropOldest() {
 	for anchor := uint32(buckets); anchor > 0; anchor-- {
 		if i := h.probes.at(anchor).newer; i != anchor {

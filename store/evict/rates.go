@@ -124,7 +124,8 @@ func spread(x *[spans]float64) {
 	*x = sum
 }
 
-// fit computes the factors of the features of a class again, each with the others unchanged, and returns their product.
+// fit computes, for the span g of ages, the factors of the turn, length and size of class c again, each with the others unchanged. It
+// returns their product; 1 for a class of forks, which has no such features.
 func (h *LeafHazard) fit(c, g int) float64 {
 	if c >= forkClass {
 		return 1

@@ -12,7 +12,7 @@ package evict
 type S3FIFO struct {
 	capacity int64 // bytes of the pool
 	pages    []*entryPage
-	queues   [3]queue // by queue
+	queues   [3]queue // by queueOf
 	clock    uint64   // counts entries into a queue
 	hint     uint32   // 1 + the slot that was put back last
 	ghosts   ghostQueue
@@ -34,7 +34,8 @@ const (
 	smallPart = 10
 )
 
-// maxWalk is how many slots putBack looks at for the place of a slot.
+// maxWalk is how many slots putBack looks at for the place of a slot. If the place is farther away, the slot gets the one where the search
+// ended.
 const maxWalk = 32
 
 // entry is the state of a slot.
@@ -42,7 +43,7 @@ type entry struct {
 	older, newer uint32 // 1 + slot in the queue; 0 for its ends
 	of           queueOf
 	aside        bool  // out of its queue, because Victim found it busy
-	freq         uint8 // uses
+	freq         uint8 // uses, maxFreq at most, less those for which Victim spared it
 	weight       int64
 	id           uint64
 	came         uint64 // the clock when it entered the queue
@@ -153,7 +154,7 @@ func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// enter puts a slot at the newest end of a queue.
+// enter puts a slot at the newest end of the queue `of`.
 func (p *S3FIFO) enter(slot uint32, e *entry, of queueOf) {
 	p.clock++
 	e.of, e.came = of, p.clock
@@ -228,10 +229,10 @@ func (p *S3FIFO) putBack(slot uint32, e *entry) {
 	p.hint = slot + 1
 }
 
-// maxGhosts bounds the ids that a ghostQueue remembers: 40 MB.
+// maxGhosts bounds the ids that a ghostQueue remembers: 40 MB. Beyond it the oldest is forgotten.
 const maxGhosts = 1 << 20
 
-// ghostQueue remembers the ids of slots that were evicted from the small queue, as many as together weigh `limit` bytes.
+// ghostQueue remembers the ids of content that was evicted, the latest of them that together weigh at most `limit` bytes.
 type ghostQueue struct {
 	limit  int64
 	weight int64

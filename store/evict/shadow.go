@@ -31,8 +31,8 @@ type PromptEnd struct {
 
 // Teacher is a policy that teaches Shadows.
 type Teacher interface {
-	// Teach fills in l: the classes of the prompts since its last call (the first call gives none). With whole it copies the indices, 36
-	// KiB.
+	// Teach fills in l: the classes of the prompts since its last call (the first call gives none). With `whole` it also copies the
+	// indices, 36 KiB.
 	Teach(l *Lessons, whole bool)
 }
 
@@ -46,7 +46,7 @@ const (
 	unmarkedLife = 1 << 12
 )
 
-// noteEnd records the class of a prompt.
+// noteEnd records the class of a prompt for the next Teach, unless maxEnds wait for it already.
 func (h *LeafHazard) noteEnd(n *node) {
 	if h.ends != nil && len(*h.ends) < maxEnds {
 		*h.ends = append(*h.ends, PromptEnd{ID: n.id, class: n.class})
@@ -95,7 +95,7 @@ func NewShadow(l *Lessons) *Shadow {
 	return s
 }
 
-// Mark gives a slot the class of a prompt that has it.
+// Mark gives a slot the class `of` of a prompt that has the slot.
 func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 	s.settle()
 	n := s.node(slot)
@@ -109,7 +109,8 @@ func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 	s.setClass(slot, n, of.class)
 }
 
-// Share records that a prompt used a slot. forks says that the prompt continued differently than the one before.
+// Share records that a prompt used a slot. forks says that the prompt continued after it differently than the prompt before: the slot is
+// then a fork.
 func (s *Shadow) Share(slot uint32, forks bool) {
 	s.settle()
 	if n := s.node(slot); n != nil && (forks || n.forkUses > 0) {

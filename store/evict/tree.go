@@ -48,13 +48,15 @@ const (
 	busy // a leaf that Victim found busy: in no ring until its next use
 )
 
-// mostWaiting bounds the slots that one settle links.
+// mostWaiting bounds the slots that one settle links. When as many wait, add first calls settle.
 const mostWaiting = 512
 
-// mostLost bounds the slots that are remembered because they were added long before their parents.
+// mostLost bounds the slots that are remembered because they were added long before their parents. Beyond it all are forgotten: these slots
+// stay without a parent.
 const mostLost = 1 << 12
 
-// maxClimb is how many leaves enter looks at for a place in a ring.
+// maxClimb is how many leaves enter looks at for a place in a ring. If the right place is farther, the leaf gets the one where the search
+// ended.
 const maxClimb = 32
 
 func (t *tree) init(classes int) {
@@ -200,7 +202,7 @@ func (t *tree) remove(slot uint32, n *node) {
 	*n = node{}
 }
 
-// enter puts a leaf into the ring of its class: as the newest or, with old, at the place of its last use, which it seeks among the oldest.
+// enter puts a leaf into the ring of its class: as the newest or, with `old`, at the place of its last use, which it seeks among the oldest.
 func (t *tree) enter(i uint32, n *node, old bool) {
 	anchor := 1 + uint32(n.class)
 	older := t.place(anchor).older

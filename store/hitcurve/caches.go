@@ -10,9 +10,9 @@ import (
 
 // Limits of what the caches remember.
 const (
-	maxSeen    = 1 << 14 // sampled names in each of the two parts of seen
-	maxForks   = 1 << 13 // sampled chunks in each of the two parts of forks
-	maxEnds    = 512     // prompts whose class is not known yet, and prompts whose class is known
+	maxSeen    = 1 << 14 // sampled names in each of the two parts of seen; when the newer one is full, the older one is forgotten
+	maxForks   = 1 << 13 // sampled chunks in each of the two parts of forks, which are forgotten likewise
+	maxEnds    = 512     // prompts whose class is not known yet, and as many whose class is known; the oldest is forgotten
 	teachEvery = 32      // batches between two copies of the policy's indices
 )
 

@@ -101,8 +101,8 @@ func (s *stretch) distinctAnswers() float64 {
 	return float64(s.answers)
 }
 
-// missed returns which part of the repeated chunks of the sample a cache missed. It is 1 if the sample has none; the cache then shows no
-// gain.
+// missed returns which part of the repeated chunks of the sample a cache missed: it found `hits` of `again` chunks. It is 1 if the sample
+// has no repeated chunks; the cache then shows no gain.
 func missed(hits, again uint64) float64 {
 	if again == 0 {
 		return 1
@@ -110,8 +110,9 @@ func missed(hits, again uint64) float64 {
 	return 1 - float64(hits)/float64(again)
 }
 
-// correct returns a function that makes the curve go through the pool's measured hits of the repeated chunks. It maps the missed parts: the
-// part at the pool's size becomes what the pool missed, 0 stays 0, and 1 stays 1.
+// correct returns a function that makes the curve go through the pool's measured `hits` among `repeated` chunks. The function maps missed
+// parts: `sample`, the part that the sampled cache of the pool's size missed, becomes the part that the pool missed; 0 stays 0, and 1 stays
+// 1.
 func correct(sample, hits, repeated float64) func(float64) float64 {
 	if repeated <= 0 {
 		return func(m float64) float64 { return m }

@@ -46,14 +46,14 @@ type Tier struct {
 // maxTierBytes is the size of pool and tiers together from which on a tier counts as unlimited.
 const maxTierBytes = 1 << 58
 
-// MaxTiers bounds the tiers of a curve.
+// MaxTiers bounds the tiers of a curve. New leaves out further ones.
 const MaxTiers = 8
 
 // Limits of the sample.
 const (
 	maxSampled = 15 << 10 // chunks in all sampled caches of one policy
 	maxQueued  = 1 << 14  // sampled chunks that wait for Play; further prompts are left out
-	maxRate    = 1 << 20
+	maxRate    = 1 << 20  // at most one chunk in so many is sampled, even if the caches then have more than maxSampled
 )
 
 // Curves makes the estimates. Its methods are safe for concurrent use. The mutex mu is a leaf. The mutex playing is taken before mu, and
@@ -74,7 +74,7 @@ type Curves struct {
 	}
 }
 
-// sampled is a chunk of the sample. counts: a lookup asked for it and it is not hot.
+// sampled is a chunk of the sample. counts says that its hit or miss counts: a lookup asked for it, and it is not hot.
 type sampled struct {
 	id     uint64
 	counts bool
@@ -147,7 +147,8 @@ const (
 	answered       // stored and not asked for: it counts as a distinct chunk, which stretch.answers subtracts again
 )
 
-// noteLocked counts chunks[from:to]. It does not count the chunks before them, but queues those of the sample as played before.
+// noteLocked counts chunks[from:to], as `why` says. It does not count the chunks before them, but queues those of the sample as played
+// before. If more than maxQueued chunks would wait for Play, it queues none.
 func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, why noted, bytes int64) {
 	if from == to {
 		return
@@ -231,7 +232,7 @@ func (c *Curves) Run(ctx context.Context) {
 	}
 }
 
-// thin halves the sample.
+// thin halves the sample, and drops the chunks that wait for Play. At maxRate it does nothing.
 func (c *Curves) thin() {
 	c.playing.Lock()
 	defer c.playing.Unlock()

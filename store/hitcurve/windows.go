@@ -92,7 +92,7 @@ func (w *windows) at(now time.Duration) *counts {
 // names returns the sketch of the current stretch. at must have been called.
 func (w *windows) names() *sketch { return &w.current.names }
 
-// end ends the current stretch.
+// end ends the current stretch. If that completes a longer stretch, it makes that one of the shorter ones.
 func (w *windows) end() {
 	w.epoch += shortLength
 	push(w.short[:], w.current)
@@ -109,7 +109,7 @@ func (w *windows) end() {
 	}
 }
 
-// push puts a stretch before the others, and drops the last.
+// push puts the stretch s before the others of `of`, and drops the last of them.
 func push(of []*stretch, s *stretch) {
 	copy(of[1:], of)
 	of[0] = s

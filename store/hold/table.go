@@ -11,7 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// MaxDebts bounds the commits that a Table expects although there are no slots to release.
+// MaxDebts bounds the commits that a Table expects although there are no slots to release. Further ones are not expected; Commit finds
+// nothing for them.
 const MaxDebts = 1 << 13
 
 // Forever is longer than any copy takes: the life of a hold that its owner ends.
@@ -42,7 +43,8 @@ type Table struct {
 	orphans    int
 }
 
-// NewTable returns a table for `most` holds at most. Each hold lives for `life` after its prepare, or after the end of its worker.
+// NewTable returns a table in which MayBegin allows `most` holds. Each hold lives for `life` after its prepare, or after the end of its
+// worker.
 func NewTable(life time.Duration, most int) *Table {
 	return &Table{
 		life: life, max: most,
@@ -51,7 +53,8 @@ func NewTable(life time.Duration, most int) *Table {
 	}
 }
 
-// MayBegin reports whether the user or address `by` may have one more transfer. If not, too many are in progress.
+// MayBegin reports whether the user or address `by` may have one more transfer. If not, too many are in progress, and the caller must refuse
+// it.
 func (t *Table) MayBegin(by string) bool { return t.transfers.MayCount(by, t.max) }
 
 // Number returns the next number in the order of prepares.
@@ -174,7 +177,7 @@ func (t *Table) unlist(h *Hold) {
 	}
 }
 
-// Count records that the worker of a transfer may write n bytes more. The table itself counts the bytes that its holds stage.
+// Count records that the worker of the transfer `of` may write n bytes more. The table itself counts the bytes that its holds stage.
 func (t *Table) Count(of *Transfer, n int64) {
 	if n == 0 {
 		return
@@ -185,8 +188,7 @@ func (t *Table) Count(of *Transfer, n int64) {
 	t.transfers.Add(of.By, fair.Amount{Size: n})
 }
 
-// StagedBy returns the bytes that a transfer's worker may write, and those that all workers of its
-// user or address may write.
+// StagedBy returns the bytes that the worker of the transfer `of` may write, and those that all workers of its user or address may write.
 func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 	return t.staged[of.Instance], t.transfers.Of(of.By).Size
 }
@@ -194,9 +196,10 @@ func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 // Share is the part of a pool that a worker, and all workers of its user or address together, may stage by evicting objects of others.
 type Share struct{ Worker, By float64 }
 
-// MayStage returns how many bytes a transfer may stage. limit applies where staging evicts. first applies to the first chunk, which is
-// allowed even if it is larger than the share. most applies where memory is free; in a pool of many chunks it leaves an eighth for other
-// workers. counted is how many of these bytes the table counts already.
+// MayStage returns how many bytes the transfer `of` may stage, with the share `may` of a pool of `pool` bytes and chunks of `chunk` bytes.
+// limit applies where staging evicts. first applies to the first chunk, which is allowed even if it is larger than the share. most applies
+// where memory is free; in a pool of many chunks it leaves an eighth for other workers. counted is how many of these bytes the table counts
+// already.
 func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (limit, first, most int64) {
 	worker, by := t.StagedBy(of)
 	worker, by = worker-counted, by-counted

@@ -18,13 +18,13 @@ import (
 // Options configures a Table. A zero field means its default.
 type Options struct {
 	Idle        time.Duration // life of a session after its last use; default 600 s
-	MaxSessions int           // default 65,536
+	MaxSessions int           // default 65,536; beyond it another session ends: see Owner
 	MaxLeases   int           // leases of one session; default 4; beyond it the oldest is dropped
-	MaxPins     int           // slots of all leases together; default 2^23
+	MaxPins     int           // slots of all leases together; default 2^23; beyond it other sessions with pins end: see Owner
 }
 
-// Owner identifies who opened a session. At a limit, a session must make room: of the peer with the most, of its connection with the most,
-// the session that was idle for longest.
+// Owner identifies who opened a session. At the limit of sessions or of pins, a session must make room. It is one of the peer that has the
+// most of them, of this peer's connection that has the most: the session that was idle for longest.
 type Owner struct {
 	Peer string // a user or an address
 	Conn uint64 // a connection of the peer
@@ -54,7 +54,7 @@ type Session[N any] struct {
 	leases       []Lease
 	first        [1]Lease // memory for the first lease; used once, because Drop gives it away
 	firstUsed    bool
-	pins         int // slots of leases
+	pins         int // slots of its leases
 	last         time.Time
 	older, newer *Session[N]
 
@@ -195,7 +195,7 @@ func (t *Table[N]) Get(id []byte, owner Owner, now time.Time) *Session[N] {
 	return s
 }
 
-// maxOthers is how many sessions of other peers Pinned searches for a lease.
+// maxOthers is how many sessions of an id Pinned searches among those of all peers, the newest first.
 const maxOthers = 64
 
 // Pinned returns the newest lease in which every slot of every span has pins left, of a session id on any of the peer's connections. It

@@ -77,8 +77,8 @@ func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
 }
 
 const (
-	maxOthers    = 8   // names that Others returns
-	maxLookedFor = 512 // slots that are searched for them
+	maxOthers    = 8   // most names that Others returns; it leaves out further ones
+	maxLookedFor = 512 // most slots that Of looks at; further ones are not found
 )
 
 // Of returns the keys of slots that have the chunk h. It looks at 512 slots at most.
@@ -94,8 +94,8 @@ func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
 	return out
 }
 
-// Others returns a few other names under which slots have the chunk of k. No slot may have k itself. With window it returns the reason
-// Window if other groups of the same shard have the chunk: the store then left out an object that no hit could need.
+// Others returns a few other names under which slots have the chunk of k. No slot may have k itself. With `window` it returns the reason
+// Window and no names if other groups of the same shard have the chunk: the store then left out an object that no hit could need.
 func (c *Chunks) Others(k *kv.Key, window bool, keyOf func(slot uint32) kv.Key) (why Reason, others []kv.Key) {
 	for _, other := range c.Of(&k.Chunk, keyOf) {
 		same := other.Namespace == k.Namespace && other.Rank == k.Rank

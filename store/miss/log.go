@@ -33,7 +33,7 @@ type Ended struct {
 	OtherWorld            int
 }
 
-// MaxEnded is how many lookups a Log remembers.
+// MaxEnded is how many lookups a Log remembers. A new one then takes the place of the oldest.
 const MaxEnded = 4096
 
 // Log remembers the last lookups that ended before their prompts. Its memory is MaxEnded records of a fixed size, allocated page by page as

@@ -36,8 +36,8 @@ const (
 	NoRoom               // the tier below has it, but all of the pool is pinned, being written or within the quotas of others
 	Window               // a group with a window or states lacks it; other groups of the chunk have it
 	OtherSalt            // only prompts with another salt stored it
-	OtherModel           // only another model did
-	OtherRank            // only other ranks of the model, or another world size
+	OtherModel           // only another model stored it
+	OtherRank            // only other ranks of the model stored it, or workers of another world size
 	OtherLayout          // only workers with another layout stored it
 	OtherName            // it is stored only under a name whose model and salt are not known here
 	Short                // the prompt was shorter than a chunk
@@ -77,8 +77,8 @@ func (r Reason) Label() string { return labels[r] }
 // IsBelow reports whether a reason is about the tier below the pool.
 func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
 
-// Because returns the reason of a miss after the tier below was asked and did not help, for the reason `below`. If the pool simply does not
-// have the chunk, below is the reason; otherwise the reason stays r.
+// Because returns the reason of a miss after the tier below did not help, for the reason `below`. If the pool simply does not have the
+// chunk, `below` is the reason, and Gone becomes empty; otherwise the reason stays r.
 func (r Reason) Because(below Reason, gone Gone) (Reason, Gone) {
 	switch r {
 	case NeverStored, Evicted, Cleared, Expired, Failed, Window:
@@ -95,9 +95,9 @@ type Gone struct {
 	For kv.Namespace // the namespace whose objects got the room
 }
 
-// Memory remembers which keys were dropped last, when, why and for whom. It knows a key by 64 bits; two keys with the same bits only
-// explain a miss wrongly. A key that was dropped again has only its last entry. It takes no lock: its owner's covers it. It takes less than
-// 112 bytes for each key, allocated as keys come.
+// Memory remembers which keys were dropped last, when, why and for whom; when it is full, it forgets the oldest. It knows a key by 64 bits;
+// two keys with the same bits only explain a miss wrongly. A key that was dropped again has only its last entry. It takes no lock: its
+// owner's covers it. It takes less than 112 bytes for each key, allocated as keys come.
 type Memory struct {
 	began time.Time // the times of entries count from it, so that setting the clock changes no age
 	most  int

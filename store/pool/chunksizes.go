@@ -12,7 +12,7 @@ import (
 
 // An engine reads the chunk size once, when it starts, and keeps it for life. So the index records the sizes that earlier servers of this
 // pool announced, even if a server makes the pool anew with another size. They are in header bytes 88 to 119: eight numbers of 4 bytes, 0
-// for none.
+// for none. Of more sizes, the latest are kept.
 const (
 	headerFormer = 88
 	maxFormer    = 8

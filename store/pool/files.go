@@ -40,7 +40,7 @@ type Files interface {
 // ErrOwner means that a file of the pool's name belongs to another user.
 var ErrOwner = errors.New("pool: the file is another user's")
 
-// MaxNote is the length of the longest note, in bytes.
+// MaxNote is the length of the longest note, in bytes. SetNote refuses a longer one.
 const MaxNote = 16 << 20
 
 // foreign returns an error that wraps ErrOwner if path is another user's file, else
@@ -60,8 +60,8 @@ func userName(uid int) string {
 	return fmt.Sprintf("uid %d", uid)
 }
 
-// unusable returns the error for an index that cannot be attached for the reason why. It returns nil if the index may be discarded: with
-// o.Cold, or because its server was killed before the index had a size.
+// unusable returns the error for an index that cannot be attached, for the reason `why`. It returns nil if the index may be discarded: with
+// o.Cold, or because its server was killed before the index had a size. With `patient`, an index without a size is errStarting instead.
 func unusable(path string, o Options, patient bool, why error) error {
 	index := path + IndexSuffix
 	if err := foreign(index); err != nil {

@@ -167,7 +167,8 @@ func (p *Pool) record(s Slot) record {
 	return record{b: p.index.Bytes(off, recordBytes), word: p.index.Word(off)}
 }
 
-// write fills a free record; setState publishes it.
+// write fills a free record: the object k has the n bytes at offset `off` of the segment, and the transfer `by` writes it. setState
+// publishes the record.
 func (r record) write(k *kv.Key, off, n int64, by Writer) {
 	le := binary.LittleEndian
 	crashPoint()

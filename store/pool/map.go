@@ -37,10 +37,10 @@ type Owner struct {
 
 // Limits of a Map.
 const (
-	maxMapCells = 4096
+	maxMapCells = 4096    // cells; if more are asked for, the cells are larger
 	maxMapped   = 1 << 17 // slots that are looked at by default
 
-	MaxOwners = 256
+	MaxOwners = 256 // namespaces in Owners; the last entry is shared by all beyond that
 )
 
 // NewMap returns an empty Map of a pool of `bytes` bytes, with at most `cells` cells of at least 4,096 bytes. AddSome fills it. `most` is
@@ -85,8 +85,8 @@ func (m *Map) AddSome(p *Pool, n int) (more bool) {
 	return m.next < slots
 }
 
-// own counts a chunk for its namespace, and in the cells that have it. The Owner of a cell is the namespace with the majority of its bytes,
-// if there is one; otherwise one of those that were seen there.
+// own counts a chunk of n bytes at offset off for its namespace `of`, `times` times, and once in the cells that have it. The Owner of a cell
+// is the namespace with the majority of its bytes, if there is one; otherwise one of those that were seen there.
 func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	at, known := m.place[of]
 	if !known {
@@ -116,8 +116,8 @@ func (m *Map) own(of kv.Namespace, off, n int64, times int) {
 	}
 }
 
-// add adds n bytes at offset off, `times` times, to the cells that have them. A cell never gets more than its own size, even if the samples
-// add up to more.
+// add adds n bytes at offset off, `times` times, to the cells that have them. `of` is one of Resident, Staged and Quarantined. A cell never
+// gets more than its own size, even if the samples add up to more.
 func (m *Map) add(of []int64, off, n, times int64) {
 	for n > 0 {
 		i := off / m.CellBytes

@@ -46,7 +46,7 @@ type Memory struct {
 	log      *slog.Logger
 	provided atomic.Int64 // bytes from the pool's start that were provided
 	trouble  atomic.Pointer[error]
-	filling  sync.Mutex    // orders the steps
+	filling  sync.Mutex    // held during a step, so that one is made at a time
 	mapped   chan struct{} // closed by the first call of MapAhead
 	mapOnce  sync.Once
 }

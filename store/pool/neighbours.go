@@ -13,7 +13,7 @@ type regions struct {
 
 type neighbours struct{ next, prev uint32 } // 1 + slot; 0 for none
 
-// maxRegions bounds the number of regions; small pools have regions of 1 MiB.
+// maxRegions bounds the number of regions: small pools have regions of 1 MiB, and large pools have larger ones.
 const maxRegions = 4096
 
 func newRegions(poolBytes int64) regions {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// MaxBytes is the size of the largest pool.
+// MaxBytes is the size of the largest pool. Validate refuses a larger one.
 const MaxBytes = 1 << 50
 
 // Validate reports every field that cannot be used, as options.Errors.

@@ -112,7 +112,7 @@ type Pool struct {
 	count   [4]int
 	stamp   uint64 // stamp of the latest use
 
-	backing  sync.Mutex   // orders BackIndex
+	backing  sync.Mutex   // held by BackIndex, so that one call runs at a time
 	backed   atomic.Int64 // records whose index pages the kernel has provided; grows under backing
 	unbacked atomic.Bool  // the kernel had no memory for more
 
@@ -142,8 +142,8 @@ func (p *Pool) Find(k *kv.Key) (Slot, State) {
 	return 0, Free
 }
 
-// Reserve stages a slot of n bytes under k, with one hold for the worker that will write it. by identifies that worker's transfer for
-// Restored. Errors: ErrExists, ErrFull, ErrIndexMemory.
+// Reserve stages a slot of n bytes under k, with one hold for the worker that will write it. `by` identifies that worker's transfer; the
+// Restored of a later server returns it. Errors: ErrExists, ErrFull, ErrIndexMemory.
 func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if _, ok := p.table.find(p, k); ok {
 		return 0, ErrExists

@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// maxNear is how many slots one search for a run looks at.
+// maxNear is about how many slots one search for a run looks at. Then it ends with the best run that it has found, if any.
 const maxNear = 1 << 14
 
 // Run is a run of neighbouring slots whose eviction makes a free range.

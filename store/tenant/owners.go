@@ -4,7 +4,8 @@ package tenant
 
 import "github.com/kvasir-kv/kvasir/kv"
 
-// maxOwners bounds the namespaces whose tenant a Table knows. They are those of tenants that have a quota, a TTL or pins of their own.
+// maxOwners bounds the namespaces whose tenant a Table knows. They are those of tenants that have a quota, a TTL or pins of their own. A
+// further namespace takes the place of one without slots; if all have slots, its tenant stays unknown.
 const maxOwners = 1 << 14
 
 // owners maps a namespace to its tenant. When it is full, it forgets the namespace without slots that was named least recently. If all
@@ -24,7 +25,8 @@ type owner[T comparable] struct {
 	next, before *owner[T] // in the ring of empty ones; nil outside it
 }
 
-// name sets the tenant of a namespace. It reports whether the namespace had another tenant, or none, before.
+// name sets the tenant of a namespace. It reports whether that changed anything: not if it had this tenant before, or if owners is full of
+// namespaces with slots.
 func (s *owners[T]) name(ns kv.Namespace, tenant T) (news bool) {
 	old := s.of[ns]
 	switch {
@@ -70,7 +72,7 @@ func (s *owners[T]) forget(of *owner[T]) {
 // anyEmpty reports whether any namespace has no slot.
 func (s *owners[T]) anyEmpty() bool { return s.empty.next != nil && s.empty.next != &s.empty }
 
-// link puts a namespace at the newest end of the ring.
+// link puts the namespace `of` at the newest end of the ring.
 func (s *owners[T]) link(of *owner[T]) {
 	ring := &s.empty
 	if ring.next == nil {
@@ -80,13 +82,13 @@ func (s *owners[T]) link(of *owner[T]) {
 	of.before.next, ring.before = of, of
 }
 
-// unlink takes a namespace out of the ring.
+// unlink takes the namespace `of` out of the ring.
 func (s *owners[T]) unlink(of *owner[T]) {
 	of.before.next, of.next.before = of.next, of.before
 	of.next, of.before = nil, nil
 }
 
-// enter counts one more slot in a namespace.
+// enter counts one more slot in the namespace `of`.
 func (s *owners[T]) enter(of *owner[T]) {
 	if of.slots == 0 && !of.forgotten {
 		s.unlink(of)
@@ -94,7 +96,7 @@ func (s *owners[T]) enter(of *owner[T]) {
 	of.slots++
 }
 
-// leave counts one slot less in a namespace.
+// leave counts one slot less in the namespace `of`.
 func (s *owners[T]) leave(of *owner[T]) {
 	of.slots--
 	if of.slots == 0 && !of.forgotten {

@@ -9,10 +9,10 @@ import (
 )
 
 const (
-	// MaxPins bounds the slots that are pinned, of all tenants together; each takes about 60 bytes.
+	// MaxPins bounds the slots that are pinned, of all tenants together; each takes about 60 bytes. Beyond it Pin returns ErrTooManyPins.
 	MaxPins = 1 << 16
 
-	// MaxPinLife bounds the life of a pin. A new pin of the same slot may extend it.
+	// MaxPinLife bounds the life of a pin: a longer one is cut to it. A new pin of the same slot may extend it.
 	MaxPinLife = 7 * 24 * time.Hour
 )
 

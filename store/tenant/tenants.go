@@ -42,7 +42,7 @@ var (
 // Table has the accounts and knows every slot in use. Its methods Add, Use, Remove, Victim and Ascend are those of evict.Policy, for all
 // tenants together.
 type Table struct {
-	pool   int64 // bytes
+	pool   int64 // bytes of the pool
 	common evict.Policy
 	policy func(quota int64) evict.Policy // makes the policy of an account
 	busy   func(slot uint32) bool
@@ -76,8 +76,8 @@ func (p place) of() *account {
 type account struct {
 	Usage
 	policy evict.Policy
-	slots  container.PagedSlice[uint32] // by local number
-	free   []uint32                     // local numbers
+	slots  container.PagedSlice[uint32] // by local number: the slot in the pool
+	free   []uint32                     // local numbers that are free
 	used   uint32                       // local numbers that were ever used
 	busy   func(local uint32) bool
 }
@@ -199,7 +199,7 @@ func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
 	t.admit(slot, ns, id, parent)
 }
 
-// admit adds a resident slot to the policy of its tenant.
+// admit adds a resident slot to the policy of its tenant, or to the common one if the tenant has none.
 func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
 	p := t.at(slot)
 	if p.in == nil && t.Any() {
@@ -266,7 +266,8 @@ const (
 	Expired       // it was not used for its TTL
 )
 
-// Remove records that a slot has no content any more. It does nothing for a slot that the Table does not know.
+// Remove records that a slot has no content any more, and counts the cause `why` for its tenant. It does nothing for a slot that the Table
+// does not know.
 func (t *Table) Remove(slot uint32, why Cause) {
 	if why == Expired {
 		t.ttls.expired(slot)

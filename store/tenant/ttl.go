@@ -14,7 +14,7 @@ import (
 // Forever is the TTL of a tenant whose slots do not expire, whatever the common TTL is.
 const Forever time.Duration = -1
 
-// MaxTTL bounds a TTL: ten years.
+// MaxTTL is the longest TTL, ten years. A longer one is ErrTTL.
 const MaxTTL = 10 * 365 * 24 * time.Hour
 
 // ErrTTL means that a TTL is neither Forever nor from one second to MaxTTL.

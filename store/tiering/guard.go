@@ -34,8 +34,8 @@ type Guard struct {
 	failed  failures
 }
 
-// NewGuard returns a Guard of a tier. A call is slow when it takes longer than `after`. While 8 calls are slow, or slow calls may write to
-// maxHeld bytes, the tier counts as not answering.
+// NewGuard returns a Guard of the tier `of`. A call is slow when it takes longer than `after`. While 8 calls are slow, or slow calls may
+// write to maxHeld bytes, the tier counts as not answering.
 func NewGuard(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger) *Guard {
 	return &Guard{of: of, after: after, maxHeld: maxHeld, log: log}
 }

@@ -23,8 +23,8 @@ const (
 
 // WarmOptions says how much Warm reads.
 type WarmOptions struct {
-	Bytes   int64         // most bytes in all
-	Time    time.Duration // longest time
+	Bytes   int64         // most bytes that are read in all
+	Time    time.Duration // longest time that Warm reads
 	Longest int64         // bytes of an object; longer ones are left out
 	Log     *slog.Logger
 }

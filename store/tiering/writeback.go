@@ -46,7 +46,7 @@ func NewWriteBack(limit int64) *WriteBack {
 	return b
 }
 
-// Add queues an object, unless it is waiting already. It reports false if too many bytes wait.
+// Add queues an object, unless it is waiting already. If too many bytes wait, it counts the object as skipped and reports false.
 func (b *WriteBack) Add(it WriteItem) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -185,7 +185,8 @@ func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
 	}
 }
 
-// settle queues an object again if its write failed, and then waits for writeRetryDelay.
+// settle queues an object again if its write failed or the tier rests, and then waits for writeRetryDelay. After maxWriteTries failures it
+// does not queue the object again.
 func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
 	switch o {
 	case Settled:

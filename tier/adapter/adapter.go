@@ -88,14 +88,14 @@ var ErrNotServed = errors.New("not served here; served are " + strings.Join(serv
 
 var errSerde = errors.New("\"serde\" is not supported: objects are kept as they are, and those of LMCache servers with a serde would be read wrongly")
 
-// reader reads the keys of an adapter and remembers which were read.
+// reader reads the keys of an adapter, and remembers which were read and which values cannot be used.
 type reader struct {
 	raw  map[string]json.RawMessage
 	errs []error
 	seen map[string]bool
 }
 
-// take reads a key into v, if it is there.
+// take reads the value of a key into v, if the key is there. A value of another type than v's is an error in r.errs, which quotes no secret.
 func (r *reader) take(key string, v any) {
 	r.seen[key] = true
 	raw, ok := r.raw[key]
@@ -240,7 +240,7 @@ func (r *reader) eviction(a *Adapter) {
 	}
 }
 
-// ignore records the keys that have no effect here, and refuses unknown keys.
+// ignore looks at the keys that were not read: it records those of `without`, which have no effect here, and refuses all others as unknown.
 func (r *reader) ignore(a *Adapter, without ...string) {
 	known := slices.Concat(slices.Sorted(maps.Keys(r.seen)), without)
 	for _, key := range slices.Sorted(maps.Keys(r.raw)) {

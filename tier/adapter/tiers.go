@@ -215,7 +215,7 @@ func logSealed(s *Set, log *slog.Logger) {
 
 var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
 
-// probeTime bounds Probe.
+// probeTime bounds the time of Probe. A tier that has not answered by then counts as failed.
 const probeTime = 10 * time.Second
 
 // Probe asks each tier once, so that a fault shows at the start and not with the first prompt.
@@ -411,7 +411,7 @@ func explain(err error) error {
 	return fmt.Errorf("--disk: %w", err)
 }
 
-// uniqueName numbers tiers of one type: fs, fs-2, fs-3.
+// uniqueName returns the name of a further tier beside those of `of`. It numbers tiers of one type: fs, fs-2, fs-3.
 func uniqueName(of []*tier.Counting, kind string) string {
 	n := 1
 	for _, t := range of {

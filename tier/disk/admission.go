@@ -80,4 +80,6 @@ func (d *Disk) capacity() (n int64) {
 	return n
 }
 
+// mostTouched is the number of offered objects in each of the two tables of admission.touched. When a table is full, the older one is
+// forgotten: its objects then count as never offered.
 const mostTouched = 1 << 19

@@ -4,7 +4,7 @@ package disk
 
 import "sync"
 
-// maxChooserKeys bounds the keys of a ruleChooser: 4 MiB.
+// maxChooserKeys bounds the keys of a ruleChooser: 4 MiB. Beyond it forgetLocked makes room.
 const maxChooserKeys = 1 << 16
 
 // ruleChooser compares two rules by the hits that they would have had lately, in bytes: to keep an object at its first offer, and to

@@ -23,8 +23,7 @@ type files interface {
 	list() (map[string]int64, error)
 	// open opens a file to read and write it.
 	open(name string) (file, error)
-	// create makes a file and reserves bytes bytes for it. Errors: fs.ErrExist,
-	// ENOSPC.
+	// create makes a file and reserves `bytes` bytes for it. Errors: fs.ErrExist, ENOSPC.
 	create(name string, bytes int64) (file, error)
 	rename(from, to string) error
 	// remove removes a name. A missing name is no error.
@@ -44,7 +43,7 @@ type file interface {
 	writev(bufs [][]byte, off int64) error
 	size() (int64, error)
 	truncate(bytes int64) error
-	// reserve reserves space for bytes bytes of the file, whose size stays.
+	// reserve reserves space for `bytes` bytes of the file, whose size stays.
 	reserve(bytes int64) error
 	sync() error
 	close() error
@@ -288,7 +287,7 @@ func (f osFile) writev(bufs [][]byte, off int64) error {
 	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(f.fd, bufs, off) }, io.ErrShortWrite)
 }
 
-// each repeats call until all of bufs are moved. If a call moves nothing, each returns the error none.
+// each repeats call until all of bufs are moved, to or from offset off on. If a call moves nothing, each returns the error `none`.
 func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), none error) error {
 	for len(bufs) > 0 {
 		n, err := call(bufs, off)
@@ -307,7 +306,7 @@ func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), non
 	return nil
 }
 
-// after returns what remains of bufs after the first n bytes. It does not change bufs.
+// after returns those parts of bufs that follow the first n bytes. It does not change bufs.
 func after(bufs [][]byte, n int) [][]byte {
 	for i := range bufs {
 		if n < len(bufs[i]) {

@@ -53,7 +53,7 @@ const (
 	hotBit    = 1 << 31
 	sealShift = 21
 	blockMask = 1<<sealShift - 1
-	maxSeals  = 1 << 10
+	maxSeals  = 1 << 10 // names of keys; objects of further ones become misses, see sealPlace
 )
 
 // entry returns where the object of an item is.
@@ -61,7 +61,7 @@ func (x *index) entry(it *item) entry {
 	return entry{uint64(it.sum[1])<<32 | uint64(it.sum[0]), it.seg, it.block & blockMask, it.len, it.block&hotBit != 0, it.over, x.seals[it.block&^hotBit>>sealShift]}
 }
 
-// put notes where the object of an item is.
+// put records in the item `it` where its object is.
 func (x *index) put(it *item, e entry) {
 	it.sum, it.seg, it.block, it.len, it.over = [2]uint32{uint32(e.sum), uint32(e.sum >> 32)}, e.seg, e.block, e.len, e.over
 	it.block |= x.sealPlace(e.seal) << sealShift
@@ -99,14 +99,14 @@ func (x *index) get(k *kv.Key) (entry, bool) {
 	return entry{}, false
 }
 
-// set notes where an object is.
+// set records where an object is, and adds the object if it is new.
 func (x *index) set(k *kv.Key, e entry) {
 	it, _ := x.item(k)
 	x.put(it, e)
 }
 
-// item returns the item of an object, which had none when had is false: then it must be
-// set. It is valid until the next change of the index.
+// item returns the item of an object. If the object is new, item adds one and reports false; the caller must then call put for it. The item
+// is valid until the next change of the index.
 func (x *index) item(k *kv.Key) (it *item, had bool) {
 	id := x.kinds.take(k)
 	t, tag := x.table(k)
@@ -145,8 +145,8 @@ func (x *index) remove(k *kv.Key) {
 	x.kinds.leave(id)
 }
 
-// walk calls f with the objects among the n items from place from on, and returns where to
-// continue; done is true when there are no more. An object that stays in the index keeps its place.
+// walk calls f with the objects among the n items from place `from` on. It returns the place to continue from; done is true when there are
+// no more items. An object that stays in the index keeps its place.
 func (x *index) walk(from, n int, f func(kv.Key, entry)) (next int, done bool) {
 	next = min(from+n, int(x.used))
 	for i := from; i < next; i++ {
@@ -275,7 +275,7 @@ func (c *kinds) find(k *kv.Key) uint32 {
 	return id
 }
 
-// take is like find, but a new kind gets a number. An object of it must follow.
+// take returns the number of a key's kind, a new number if no object is of that kind. The caller must then add an object of the kind.
 func (c *kinds) take(k *kv.Key) uint32 {
 	if id := c.find(k); id > 0 {
 		return id

@@ -84,7 +84,8 @@ func (v *volume) isOpen() bool {
 	}
 }
 
-// provide makes the next segment if a writer wants one.
+// provide makes the next segment if a writer wants one, and wakes the writers that wait for it. If that fails, writes are refused for a
+// while.
 func (v *volume) provide() {
 	v.mu.Lock()
 	need := v.mu.wanted && v.mu.spare == nil
@@ -160,7 +161,7 @@ func (v *volume) newSegment() (*segment, error) {
 	return s, nil
 }
 
-// shortfall returns how many bytes must be freed before need more bytes may be used.
+// shortfall returns how many bytes must be freed before `need` more bytes may be used.
 func (v *volume) shortfall(need int64) (int64, error) {
 	v.mu.Lock()
 	over := v.mu.used + v.booksLocked() + need - v.dir.Bytes
@@ -183,9 +184,8 @@ func (v *volume) booksLocked() int64 {
 	return min(2*(max(checkpoint, v.mu.checkpoint)+v.journal.bytes.Load()), v.dir.Bytes/4)
 }
 
-// makeRoom evicts until need bytes are free, with bounded retries: other writers may take the
-// space, and a removed segment occupies its space until its last read ends.
-// Errors: errFull, errOpens.
+// makeRoom evicts until `need` bytes are free, with bounded retries: other writers may take the space, and a removed segment occupies its
+// space until its last read ends. Errors: errFull, errOpens.
 func (v *volume) makeRoom(need int64) error {
 	for range 4 {
 		lack, err := v.shortfall(need)

@@ -66,8 +66,8 @@ func (v *volume) openSegment(f found) (*segment, error) {
 	return s, nil
 }
 
-// insert puts the records of a segment into the index, skipping deleted keys and older
-// versions.
+// insert puts the records of a segment into the index, except deleted keys and older versions of an object. With `sealed` the segment then
+// counts as sealed.
 func (v *volume) insert(s *segment, records []record, sealed bool) {
 	for part := range slices.Chunk(records, insertBatch) {
 		v.insertSome(s, part)

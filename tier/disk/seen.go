@@ -7,7 +7,7 @@ import "sync"
 // seenKeys remembers the last Most to 2*Most keys, in two tables: when one is full, it replaces the other. Its methods are safe for
 // concurrent use.
 type seenKeys struct {
-	Most int // in one table
+	Most int // most keys in one table
 	mu   struct {
 		sync.Mutex
 		now, before map[uint64]struct{}

@@ -130,5 +130,5 @@ func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
 	}
 }
 
-// noteLocked reports to watchers that an object is here, or is not.
+// noteLocked reports to watchers that an object is in this volume, or with `here` false that it is not.
 func (v *volume) noteLocked(k kv.Key, here bool) { v.opts.Changes.Note(v.number, k, here) }

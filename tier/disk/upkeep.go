@@ -117,7 +117,7 @@ func (v *volume) scrubSegment(s *segment, paced func(int) error) {
 	}
 }
 
-// refuse returns tier.ErrNotKept and counts why.
+// refuse returns tier.ErrNotKept for the reason `why`, and counts the reason.
 func (v *volume) refuse(why error) error {
 	switch {
 	case errors.Is(why, errBudget):

@@ -130,7 +130,7 @@ type segment struct {
 	err         error         // why sealing failed
 }
 
-// begin counts a call, which ends with v.calls.Done.
+// begin counts a call, which ends with v.calls.Done. If the volume is closed it returns errClosed and counts nothing.
 func (v *volume) begin() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -141,7 +141,8 @@ func (v *volume) begin() error {
 	return nil
 }
 
-// use finds an object and keeps its segment open until release. counts says that this read counts as a use.
+// use finds an object of n bytes and keeps its segment open until release. counts says that this read counts as a use of the object. Errors:
+// errClosed, tier.ErrMissing, *tier.CorruptError for another length.
 func (v *volume) use(k *kv.Key, n int, counts bool) (s *segment, e entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -214,7 +215,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	return tier.Meta{}, fmt.Errorf("read from %s: %w", v.dir.Path, err)
 }
 
-// dropDamaged forgets an object that cannot be read.
+// dropDamaged forgets an object that cannot be read, counts it as corrupt and logs err.
 func (v *volume) dropDamaged(s *segment, r *record, err error) {
 	if !v.forget(s, r) {
 		return
@@ -237,7 +238,7 @@ func (v *volume) forget(s *segment, r *record) bool {
 	return true
 }
 
-// goneLocked records that a record was deleted; journal.save makes that durable.
+// goneLocked records that the record at the place `at` of a segment was deleted; journal.save makes that durable.
 func (v *volume) goneLocked(s *segment, at uint32) {
 	if _, ok := v.mu.gone[s.id][at]; !ok {
 		v.addGoneLocked(place{s.id, at})
@@ -285,7 +286,8 @@ func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte
 	return nil
 }
 
-// restOf returns the part of the two blocks that has the rest of a payload.
+// restOf returns the part of `ends`, two blocks, that has the rest of a payload: the second block with extra, else the first one after the
+// header.
 func restOf(ends []byte, rest int64, extra bool) []byte {
 	if extra {
 		return ends[block:][:rest]
@@ -293,7 +295,7 @@ func restOf(ends []byte, rest int64, extra bool) []byte {
 	return ends[headBytes:][:rest]
 }
 
-// readPiece reads the part of the payload's body at byte at. With the first part it reads the header
+// readPiece reads the part of the payload's body at byte `at`. With the first part it reads the header
 // and checks it. With extra it reads the block after the body, which has the rest.
 func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, extra bool) error {
 	var parts [3][]byte
@@ -373,7 +375,8 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 // largest is the longest object that fits a segment.
 func (v *volume) largest() int64 { return v.segment - block - indexBytes(1) - 2*block }
 
-// reserve finds a place for a record. It waits for a segment while one is being made.
+// reserve finds a place for a record of `need` bytes. It waits for a segment while one is being made. If there is no place, the error is
+// tier.ErrNotKept.
 func (v *volume) reserve(ctx context.Context, need int64) (*segment, int64, error) {
 	for {
 		s, at, wait, err := v.tryReserve(need, nil)
@@ -564,7 +567,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	}
 }
 
-// refusedLocked refuses writes to this disk with err for refusePause.
+// refusedLocked refuses writes to this disk with err for refusePause, also those that wait for a segment now.
 func (v *volume) refusedLocked(err error) {
 	v.mu.refused, v.mu.until, v.mu.wanted = err, v.now().Add(refusePause), false
 	v.changedLocked()

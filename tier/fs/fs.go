@@ -35,7 +35,7 @@ import (
 // Trust is what a file must show before it is served.
 type Trust uint8
 
-// Trusts.
+// What a file can be required to show.
 const (
 	TrustLength   Trust = iota // the right length; the checksum too, where it has one
 	TrustChecksum              // a checksum: files that LMCache servers wrote count as missing

@@ -157,7 +157,7 @@ func (d *Dir) watch(ctx context.Context) {
 	}
 }
 
-// scanFor scans, and returns how long to wait before the next scan.
+// scanFor scans, with `evict` also to delete files, and returns how long to wait before the next scan.
 func (d *Dir) scanFor(ctx context.Context, evict bool) time.Duration {
 	began := time.Now()
 	next := time.Minute

@@ -43,10 +43,10 @@ func (g Generation) String() string { return fmt.Sprintf("%x.%x", g.Number, g.Ti
 const FileName = ".kvasir-generations"
 
 const (
-	maxModels = 4096    // that have a generation of their own; with more, one new generation for all models begins
-	maxFile   = 8 << 20 // bytes, as tier.MaxNote
-	maxKnown  = 1 << 16 // namespaces that Back translates
-	maxBegun  = 16      // generations that outdate has not handled yet
+	maxModels = 4096    // models that have a generation of their own; with more, one new generation for all models begins
+	maxFile   = 8 << 20 // bytes of a file, as of a note (tier.MaxNote); a longer file counts as damaged
+	maxKnown  = 1 << 16 // namespaces that Back translates, beyond them it forgets any; and those in stale, of which the oldest are forgotten
+	maxBegun  = 16      // generations that outdate has not handled yet; beyond them the oldest is forgotten, and its objects are never stale
 )
 
 // state is the content of a file or note.
@@ -343,7 +343,7 @@ func (b *Book) retry() {
 // Files returns the paths of the files with the generations.
 func (b *Book) Files() []string { return b.files }
 
-// write replaces each file as a whole.
+// write replaces each file as a whole. It goes on after an error, and returns all errors. It is also an error if there is no file.
 func (b *Book) write(s *state) error {
 	var errs []error
 	for _, path := range b.files {

@@ -16,9 +16,9 @@ import (
 // the bytes of the replaced file become the next room, but the first clear replaces no file.
 var rooms = []string{".room", ".room2"} // suffixes of the file's name
 
-const roomUnit = 4096 // bytes
+const roomUnit = 4096 // the bytes of a room are a multiple of this
 
-// replace puts text in place of the file.
+// replace puts text in place of the file. If there is no space, it takes a room that an earlier replace has left for that.
 func replace(path string, text []byte) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -95,6 +95,7 @@ func makeRoom(path string, n int64) {
 	}
 }
 
+// makeOne makes one room of at least n bytes, if the directory has room for it.
 func makeOne(room string, n int64) {
 	f, size, err := openRoom(room, os.O_CREATE)
 	if err != nil {

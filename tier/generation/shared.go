@@ -188,7 +188,8 @@ func (b *Book) unknown(next *state, notes map[int]noted) bool {
 	return true
 }
 
-// follow puts the generations of another server into effect.
+// follow puts the generations `next` of another server into effect: the server, if it runs already, calls commit itself. Otherwise follow
+// calls it.
 func (b *Book) follow(next *state, commit func()) {
 	b.catchUp()
 	b.shared.mu.Lock()

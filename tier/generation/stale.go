@@ -52,8 +52,8 @@ type begun struct {
 	known         map[kv.Namespace]kv.Namespace // Book.mu.known before the change
 }
 
-// outdate adds the namespaces to stale that tiers no longer find since generations began. A clear does not do this itself, because
-// there may be many, and lookups wait for a clear. The first question about stale objects does it.
+// outdate adds to stale the namespaces that tiers no longer find since generations began. A clear does not call it, because there may be
+// many such namespaces, and lookups wait for a clear. The first question about stale objects calls it.
 func (b *Book) outdate() {
 	b.outdating.Lock()
 	defer b.outdating.Unlock()
@@ -120,7 +120,8 @@ func (b *Book) addStale(list []kv.Namespace) {
 // earliest is the least time of a generation, Unix ns. A smaller number after a ~ belongs to the model's own name.
 const earliest = 1_600_000_000_000_000_000
 
-// parseTag reads MODEL~ALL, MODEL~ALL-OWN and MODEL~-OWN.
+// parseTag splits the name of a model in a tier, MODEL~ALL, MODEL~ALL-OWN or MODEL~-OWN, into the model and the generations of all models
+// and of its own. ok is false for a name without generations.
 func parseTag(name string) (model string, all, own Generation, ok bool) {
 	at := strings.LastIndexByte(name, '~')
 	if at < 0 {

@@ -18,9 +18,8 @@ func (b *Book) Moment() uint64 {
 	return b.mu.moment
 }
 
-// own returns the namespace in the tier for the namespace ns. It reports false if that is not known,
-// because some model has a generation of its own, and the model of ns was not named
-// since the start.
+// own returns the namespace in the tier for the namespace ns, and the Moment for which it holds. It reports false if that namespace is not
+// known, because some model has a generation of its own, and the model of ns was not named since the start.
 func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
@@ -61,7 +60,8 @@ func (b *Book) first() bool {
 	return b.mu.All == (Generation{}) && len(b.mu.Models) == 0
 }
 
-// key returns the key of an object in the tier.
+// key returns the key that the object k has in the tier, and the Moment for which it holds. It reports false if that key is not known: as
+// own does, and while notReady.
 func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
 	if b.notReady() {
 		return k, 0, false
@@ -74,6 +74,7 @@ func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
 	return k, moment, ok
 }
 
+// learn remembers that `own` is the namespace in the tier for ns, unless the generations have changed since moment.
 func (b *Book) learn(own, ns kv.Namespace, moment uint64) {
 	b.mu.RLock()
 	_, ok := b.mu.known[own]

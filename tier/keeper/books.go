@@ -80,7 +80,7 @@ type worker struct {
 type job struct {
 	last        uint32 // the file that came last, the coldest one
 	number      uint32
-	began, seen int64 // microseconds
+	began, seen int64 // microseconds since 1970: of its first and its last use
 }
 
 // Files that one thread uses without a pause of jobPause are one job, for at most jobTime. If two jobs are taken for one, their files
@@ -88,9 +88,10 @@ type job struct {
 const (
 	jobPause = int64(200 * time.Millisecond / time.Microsecond)
 	jobTime  = int64(2 * time.Second / time.Microsecond)
-	maxJobs  = 4096
+	maxJobs  = 4096 // jobs that may still grow; beyond them those that paused end, or else all: a thread's next file begins a new job
 )
 
+// slabFiles is the number of files for which memory is allocated at a time.
 const slabFiles = 1 << 14
 
 func newBooks(seed uint64) *books {

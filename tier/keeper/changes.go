@@ -67,14 +67,14 @@ type change struct {
 	removed bool
 }
 
-// maxModels bounds the models whose chunks are reported.
+// maxModels bounds the models whose chunks are reported. Files of further models are only counted, as unnamed.
 const maxModels = 4096
 
 func newChanges(size int, seed uint64) *changes {
 	return &changes{ring: make([]change, size), news: make(chan struct{}), files: map[xxh3.Uint128]uint16{}, seed: seed, models: map[string]uint32{}}
 }
 
-// set records that a file came or went.
+// set records that a file came (`there`) or went. If its chunk thereby became whole, or no longer is, set adds a change.
 func (c *changes) set(d *directory, id id, name string, there bool) {
 	x, ok := c.chunkOf(d, id, name)
 	if !ok {
@@ -237,7 +237,7 @@ func (k *Keeper) Chunks() (all *Chunks, last uint64) { return k.collect(collectF
 // collectFiles is how many files are read in one hold of the lock.
 const collectFiles = 4096
 
-// collect reads all files, step of them at a time. A chunk of which a file came or went meanwhile gets its state at the end.
+// collect reads all files, `step` of them in one hold of the lock. A chunk of which a file came or went meanwhile gets its state at the end.
 func (k *Keeper) collect(step int) (all *Chunks, last uint64) {
 	k.collecting.Lock()
 	defer k.collecting.Unlock()
@@ -262,7 +262,8 @@ func (k *Keeper) beginCollect() int {
 	return 1
 }
 
-// collectSome adds the chunks of files files, from number from on. It returns the next number, 0 after the last file.
+// collectSome appends to dst the chunks of the next `files` files, from file number `from` on. It returns the number to continue from; 0
+// after the last file.
 func (k *Keeper) collectSome(dst []chunk, from, files int) (_ []chunk, next int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

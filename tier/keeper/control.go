@@ -33,7 +33,7 @@ type control struct {
 	}
 }
 
-// maxHelpers bounds the connected processes.
+// maxHelpers bounds the connected processes. A further connection is closed at once.
 const maxHelpers = 32
 
 func socketOf(dir *os.File) (string, error) {
@@ -142,7 +142,8 @@ func (c *control) serve(l net.Listener) {
 	}
 }
 
-// admit reports whether to accept a connection: only from a process of the keeper's own user or of root.
+// admit reports whether to accept a connection: only from a process of the keeper's own user or of root, and at most maxHelpers of them. It
+// counts the accepted ones; leave ends that.
 func (c *control) admit(conn net.Conn) bool {
 	p := peercred.Of(conn)
 	uid := os.Getuid()

@@ -99,14 +99,15 @@ func (k *Keeper) choose() []victim {
 	return k.pick(now, short)
 }
 
-// due reports whether a file must be unlinked, and whether its time to live is over. Callers hold k.mu.
+// due reports whether a file must be unlinked, and whether its time to live is over. It must be unlinked if that time is over, if all files
+// exceed the limit, or if its root is in `short`, which lacks free space. Callers hold k.mu.
 func (k *Keeper) due(f *file, now time.Time, short shortage) (due, expired bool) {
 	over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
 	expired = k.o.TTL > 0 && f.usedAt < now.Add(-k.o.TTL).UnixMicro()
 	return over || expired || short.of(k.books.dirs[f.dir].root), expired
 }
 
-// pick takes the next victims out of the books. Callers hold k.mu.
+// pick takes the next victims out of the books, unlinkBatch at most, and subtracts their bytes from what `short` lacks. Callers hold k.mu.
 func (k *Keeper) pick(now time.Time, short shortage) (out []victim) {
 	for n := k.books.coldest(); n != 0 && len(out) < unlinkBatch; {
 		f := k.books.file(n)
@@ -154,6 +155,7 @@ type systemRoom struct {
 	beganAt       time.Time
 }
 
+// freeLag is how long the keeper waits for unlinked bytes to show as free: see systemRoom.
 const freeLag = 5 * time.Second
 
 func (s shortage) of(r *rootDir) bool { return s[r] != nil && s[r].lacks > 0 }
@@ -174,7 +176,8 @@ func (s shortage) take(r *rootDir, n int64) {
 	}
 }
 
-// look sets s.lacks, if at least `least` bytes must be free.
+// look sets s.lacks to the bytes that must be unlinked until `least` bytes are free. While the file system does not show yet what was
+// unlinked before, it counts that as free.
 func (s *systemRoom) look(least int64, now time.Time) {
 	s.lacks = least - s.free - s.pending
 	came := max(s.written-s.writtenBefore, s.before-s.free) // other programs write to it, too: at least this many bytes
@@ -264,7 +267,7 @@ func (k *Keeper) unlinked(v victim, err error) {
 	k.books.stuck[n] = struct{}{}
 }
 
-// enterEnd counts a file that is gone. Callers hold k.mu.
+// enterEnd counts a file that is gone: as evicted by this keeper, or with an err as removed by others. Callers hold k.mu.
 func (k *Keeper) enterEnd(v *victim, err error) {
 	d := k.books.dirs[v.dir]
 	if err != nil {

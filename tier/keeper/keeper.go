@@ -281,7 +281,7 @@ func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 	return n, true
 }
 
-// maxRanks bounds the directories of ranks below one root.
+// maxRanks bounds the directories of ranks below one root. The keeper does not know the files of further ones, and never unlinks them.
 const maxRanks = 1 << 14
 
 // path is the path of a file below its root. Callers hold k.mu.
@@ -398,7 +398,7 @@ func (k *Keeper) applyEvent(e event, size, now int64) {
 	}
 }
 
-// wakeIfFull wakes the goroutine that unlinks. Callers hold k.mu.
+// wakeIfFull wakes the goroutine that unlinks, if the files take more than they may. Callers hold k.mu.
 func (k *Keeper) wakeIfFull() {
 	if k.o.Limit > 0 && k.arranged && k.books.bytes > k.reserve.aim() {
 		signal(k.full)

@@ -145,7 +145,8 @@ func rankDirectory(name string) (base string, ok bool) {
 	return base, u > 0 && isHex(base[u+1:], 12)
 }
 
-// maxConfigBytes bounds the bytes read of a config.json. That of a model with many layers and groups has some 100 KB.
+// maxConfigBytes bounds the bytes read of a config.json; a longer one cannot be read. That of a model with many layers and groups has some
+// 100 KB.
 const maxConfigBytes = 4 << 20
 
 // modelOf returns the model that BASE/config.json names.
@@ -202,7 +203,7 @@ func checkRoot(root string) error {
 	}
 }
 
-// isEngines reports whether only an engine makes such an entry in a root. The error says what a directory of vLLM lacks.
+// isEngines reports whether the entry e of a root is one that only an engine makes. The error says what a directory of vLLM lacks.
 func isEngines(root string, e os.DirEntry) (bool, error) {
 	name := e.Name()
 	if !e.IsDir() {

@@ -35,12 +35,12 @@ type notes struct {
 const (
 	notesMagic  = "kvasir-keeper-uses-1"
 	notesEvery  = 10 * time.Minute
-	maxNotes    = 4 << 30
+	maxNotes    = 4 << 30 // bytes of a file of notes, or of sums
 	recordBytes = 32 + 1 + 2 + 8
 	keyBytes    = 32 + 1 + 2
 )
 
-// stateName is the name of a root's file in the state directory.
+// stateName returns the name of a root's file in the state directory: `what` the file is, and a hash of where the root is.
 func stateName(what string, r *rootDir) string {
 	return fmt.Sprintf("%s-%016x", what, xxh3.HashString(r.place()))
 }

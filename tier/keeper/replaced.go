@@ -79,7 +79,8 @@ func (k *Keeper) hasRank(r *rootDir) bool {
 	})
 }
 
-// follow makes a root use the directory that has its path now.
+// follow makes a root use the directory that has its path now. It reports whether that is another directory than before. An error means that
+// the root still uses the former one.
 func (k *Keeper) follow(r *rootDir) (replaced bool, err error) {
 	var now, had unix.Stat_t
 	if unix.Stat(r.path, &now) != nil || unix.Fstat(int(r.dir.Fd()), &had) != nil || now.Dev == had.Dev && now.Ino == had.Ino {

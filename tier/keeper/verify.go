@@ -80,8 +80,8 @@ type verifier struct {
 
 	mu      sync.Mutex
 	sums    [][sumBytes]byte
-	lengths map[string]map[int64]int // number of files of each length, by the rank's directory
-	odd     map[string]map[int64]string
+	lengths map[string]map[int64]int    // number of files of each length, by the rank's directory
+	odd     map[string]map[int64]string // by the rank's directory and a length: the path of a file of that length
 }
 
 func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
@@ -140,7 +140,7 @@ func (v *verifier) files(ctx context.Context, rank, leaf string, fd int) error {
 	})
 }
 
-// file compares one file. It ignores a file that was removed meanwhile, and a file that is being written.
+// file compares one file, whose path below the root is `at`. It ignores a file that was removed meanwhile, and a file that is being written.
 func (v *verifier) file(ctx context.Context, k id, rank, at string, fd int, name string) error {
 	n, err := unix.Openat(fd, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOATIME, 0)
 	if errors.Is(err, unix.EPERM) { // another user's file
@@ -226,7 +226,7 @@ func (v *verifier) keepRest() {
 	}
 }
 
-// enter compares a file's sum with the saved one.
+// enter compares the sum of the file at the path `at` with the saved one, and reports a fault if they differ.
 func (v *verifier) enter(e [sumBytes]byte, rank, at string, length int64) {
 	was, known := v.noted(e[:sumKeyBytes])
 	v.mu.Lock()

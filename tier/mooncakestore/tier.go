@@ -62,7 +62,7 @@ func (o Options) Validate() error {
 	return c.Err()
 }
 
-// callTimeout bounds a call of the master: lookups wait for it.
+// callTimeout is the time limit of a call of the master, because lookups wait for such calls.
 const callTimeout = 5 * time.Second
 
 func (o Options) master() store.MasterOptions {
@@ -185,7 +185,7 @@ func (t *Tier) name(k kv.Key) (string, bool) {
 	return name, ok
 }
 
-// maxObject is the largest length, in bytes, that the tier accepts from a master.
+// maxObject is the largest length, in bytes, that the tier accepts from a master. A longer object counts as one that cannot be read.
 const maxObject = 1 << 50
 
 // length returns the length of an object, 0 if the object cannot be read.

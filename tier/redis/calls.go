@@ -19,7 +19,7 @@ func (t *Tier) refresh() {
 	}
 }
 
-// pick returns the server that has a key.
+// pick returns the server that has a key. If the topology is not known yet, it asks for it.
 func (t *Tier) pick(ctx context.Context, key string) (*server, error) {
 	s, err := t.topology.pick(key)
 	if errors.Is(err, errNoServer) { // in the first call after the start

@@ -36,8 +36,8 @@ func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
 	return &conns{dial: dial, slots: make(chan struct{}, most)}
 }
 
-// take returns a connection: an idle one, or a new one if fresh is set or none is idle. It may wait until another call puts its connection
-// back. Then it calls ready, because the server may have failed meanwhile.
+// take returns a connection: an idle one (reused), or a new one if fresh is set or none is idle. It may wait until another call puts its
+// connection back. Afterwards it calls ready, because the server may have failed meanwhile; an error of ready is take's error.
 func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
 	case p.slots <- struct{}{}:
@@ -133,7 +133,7 @@ func (s *server) close() {
 	s.bulk.close()
 }
 
-// do calls f with a connection, within the time that moving bytes bytes may take.
+// do calls f with a connection, within the time that moving `bytes` bytes may take.
 // If an idle connection turns out to be closed, it calls f again with a new one.
 func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
 	trial, err := s.admit()
@@ -160,7 +160,8 @@ func isGone(err error) bool {
 	return !refused && !(ok && timeout.Timeout()) && !isOurs(err) && !errors.Is(err, syscall.EFAULT)
 }
 
-// tryOnce calls f with one connection and reports whether the connection was an idle one.
+// tryOnce calls f with one connection, `fresh` asks for a new one, and reports whether the connection was an idle one. f has the time that
+// so many bytes may take. A trial also tries a server that rests after failures.
 func (s *server) tryOnce(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
 	c, reused, err := p.take(ctx, fresh, func() error {
 		if trial {

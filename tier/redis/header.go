@@ -46,7 +46,7 @@ const (
 	sealedMagic       = "KVASIR3\n"
 	headerBytes       = 40
 	sealedHeaderBytes = 48
-	maxStripes        = 1 << 16
+	maxStripes        = 1 << 16 // stripes of an object; a larger object is not kept
 )
 
 type header struct {

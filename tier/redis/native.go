@@ -270,7 +270,7 @@ func readError(err error) error {
 	return err
 }
 
-// readExact fills dst, which begins at byte at of the object, with a value that must be as long as dst.
+// readExact fills dst, which begins at byte `at` of the object, with a value that must be as long as dst.
 func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer, flow *tier.Flow) error {
 	c.Command("GET", name)
 	n, err := c.Value()

@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// maxValue is the longest value that Redis takes by default, bytes.
+// maxValue is the longest value, in bytes, that Redis takes by default. In LMCache's layouts a larger object is not kept.
 const maxValue = 512 << 20
 
 // Flows implements tier.Flowing.

@@ -18,8 +18,8 @@ import (
 
 const (
 	slots      = 1 << 14 // of a cluster
-	maxServers = 1 << 10 // that the topology may have at once
-	maxMoves   = 5       // redirections that a call follows
+	maxServers = 1 << 10 // servers that the topology may have at once; a call that needs a further one fails
+	maxMoves   = 5       // redirections that a call follows; a further one is its error
 )
 
 // errNoServer means that the server of a key's slot is not known yet.
@@ -112,7 +112,7 @@ func (t *topology) pick(key string) (*server, error) {
 	return nil, errNoServer
 }
 
-// moved records a redirection.
+// moved records a redirection: the objects of the slot are on the server `to` from now on.
 func (t *topology) moved(slot int, to *server) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -297,7 +297,7 @@ type redirection struct {
 	ask  bool // ASK: only for this command; else MOVED
 }
 
-// redirected parses a redirection. It reports false if the error is none.
+// redirected parses the redirection with which the server at the address `from` answered. It reports false if the error is none.
 func (t *topology) redirected(from string, err error) (r redirection, ok bool) {
 	e, isRefusal := errors.AsType[*resp.Error](err)
 	if !isRefusal || !t.o.Cluster {

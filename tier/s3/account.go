@@ -58,7 +58,7 @@ func (b *bill) read() tier.Requests {
 	return r
 }
 
-// budget allows no more than b.most events in any period of budgetPieces steps, at once or spread over it.
+// budget allows no more than `most` events in any period of budgetPieces steps, at once or spread over the period.
 type budget struct {
 	most int
 	step time.Duration // length of a piece of time
@@ -79,7 +79,7 @@ func newBudget(n int, per time.Duration) *budget {
 }
 
 // take spends n events and reports true, or reports false if fewer are left. If no event was spent in the
-// period, it allows any n, even more than most.
+// period, it allows any n, even more than `most`.
 func (b *budget) take(n int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -101,12 +101,12 @@ func (b *budget) take(n int) bool {
 }
 
 const (
-	earn      = 0.1 // repetitions that each successful request allows: a tenth
+	earn      = 0.1 // part of a repetition that each successful request earns
 	allowance = 64  // largest number of repetitions that can be saved up
 )
 
-// retries bounds the requests that are sent again, so that a store in trouble does not get several
-// times as many requests. The zero value allows allowance repetitions.
+// retries bounds the requests that are sent again, so that a store in trouble does not get several times as many requests. The zero value
+// allows 64 repetitions (allowance).
 type retries struct {
 	mu struct {
 		sync.Mutex
@@ -114,12 +114,14 @@ type retries struct {
 	}
 }
 
+// worked records a successful request, which earns a part of a repetition.
 func (r *retries) worked() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.mu.spent = max(0, r.mu.spent-earn)
 }
 
+// take spends one repetition. It reports false if none is left: the request must then fail.
 func (r *retries) take() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -135,8 +137,8 @@ const (
 	longWait  = 2 * time.Second
 )
 
-// backoff is how long to wait before a request is sent again: a random time up to a bound that
-// doubles, so that clients that failed together do not try again together.
+// backoff returns how long to wait before a request is sent again for which `try` tries, counted from 0, have failed. It is a random time up
+// to a bound that doubles with each try, so that clients that failed together do not try again together.
 func backoff(try int) time.Duration {
 	most := min(firstWait<<min(try, 10), longWait)
 	return rand.N(most) + time.Millisecond
@@ -152,7 +154,7 @@ func (p *pause) on() bool { return time.Now().UnixNano() < p.until.Load() }
 // sayEvery is how often a warning is logged again while its cause lasts.
 const sayEvery = time.Hour
 
-// maxSaid is the largest number of warnings that are remembered.
+// maxSaid is the largest number of warnings that are remembered. Beyond it all are forgotten, so a warning may be logged again earlier.
 const maxSaid = 256
 
 // warnings remembers which warnings were logged, and when.

@@ -137,7 +137,8 @@ func (t *Tier) objectName(k kv.Key) (string, bool) {
 	return t.o.Prefix + name, ok
 }
 
-// maxName is the largest length of a name in a bucket, in bytes.
+// maxName is the largest length of a name in a bucket, in bytes. An object with a longer name gets a digest of its model instead, or is not
+// written if its name is too long even so.
 const maxName = 1024
 
 // keyOf returns the key of the object with this name in the native layout. It reports false for other objects.

@@ -90,7 +90,7 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 // Flows implements tier.Flowing.
 func (t *Tier) Flows() {}
 
-// maxStatFailures is the number of failed requests after which a Stat ends.
+// maxStatFailures is the number of failed requests after which a Stat ends: it makes no further requests for its keys.
 const maxStatFailures = 3
 
 // Stat implements tier.Tier with a HEAD for each key, many at once. If some requests fail and

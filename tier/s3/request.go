@@ -38,7 +38,7 @@ type request struct {
 	query  string // escaped and in order
 	fields []aws.Field
 	body   []byte
-	flow   *tier.Flow // Flow of body, which begins at byte at of its object; nil: all of body is ready
+	flow   *tier.Flow // Flow of body, which begins at byte `at` of its object; nil: all of body is ready
 	at     int64
 	bytes  int64 // about how many bytes the answer has
 }

@@ -20,9 +20,9 @@ import (
 const (
 	readOnlyFor = time.Minute      // pause of writes after a refusal
 	abortTime   = 10 * time.Second // bounds the request that ends a failed upload
-	uploadWidth = 4                // parts at once
-	maxParts    = 10_000           // of an upload
-	maxRaces    = 3                // tries while other clients write or delete the same object
+	uploadWidth = 4                // parts that are sent at once
+	maxParts    = 10_000           // parts of an upload; for a larger object the parts are larger
+	maxRaces    = 3                // tries while other clients write or delete the same object; then it is not kept
 )
 
 var (
@@ -146,7 +146,8 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 	return err
 }
 
-// spend takes PUT and POST requests from the budget. It reports false if the budget is used up.
+// spend takes PUT and POST requests from the budget. If the budget is used up it reports false, and counts and logs that: the caller must
+// not send the requests.
 func (t *Tier) spend(requests int) bool {
 	if t.puts == nil || t.puts.take(requests) {
 		return true

@@ -86,7 +86,7 @@ func (s *sealing) need(from, to int64) error {
 	return s.mu.err
 }
 
-// pieceAt returns the piece that contains byte at of the sealed bytes.
+// pieceAt returns the piece that contains byte `at` of the sealed bytes.
 func pieceAt(at, pieces int64) int64 {
 	return min(max(at-headerBytes, 0)/(pieceBytes+tagBytes), pieces-1)
 }

@@ -46,7 +46,7 @@ const (
 	saltBytes   = 32
 	idBytes     = 8
 	nameBytes   = 56
-	maxObject   = 1 << 40 // bytes
+	maxObject   = 1 << 40 // bytes; a header with more is damaged
 )
 
 var (
@@ -240,5 +240,5 @@ func spread(n int64, f func(i int64) error) error {
 	return nil
 }
 
-// maxWidth bounds the goroutines of one object.
+// maxWidth bounds the goroutines that encrypt or decrypt one object.
 const maxWidth = 4

@@ -26,12 +26,12 @@ import (
 
 // Limits of keys.
 const (
-	maxKeys        = 16
-	maxKeyText     = 64 << 10 // bytes of a file, or that a command prints
-	commandTime    = 10 * time.Second
-	commandRefresh = time.Hour
-	reloadPause    = 200 * time.Millisecond
-	commandSettle  = 5 * time.Second
+	maxKeys        = 16                     // keys in use; a text with more is an error
+	maxKeyText     = 64 << 10               // bytes of a file, or that a command prints; a longer text is an error
+	commandTime    = 10 * time.Second       // time limit of the command; then it is killed
+	commandRefresh = time.Hour              // time between two runs of the command
+	reloadPause    = 200 * time.Millisecond // time between the two reads of a Reload
+	commandSettle  = 5 * time.Second        // see Keys.settle
 )
 
 // key is a master key and the values that are derived from it.

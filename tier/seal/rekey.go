@@ -15,7 +15,7 @@ import (
 // RekeyStats say how far a Rekey is.
 type RekeyStats struct {
 	Key         string `json:"key"`               // id of the key that encrypts
-	Seen        int64  `json:"seen"`              // objects
+	Seen        int64  `json:"seen"`              // objects that Rekey has looked at
 	Current     int64  `json:"current"`           // objects that had this key already
 	Rewritten   int64  `json:"rewritten"`         // objects that have it now
 	Bytes       int64  `json:"bytes"`             // bytes of the rewritten objects
@@ -82,7 +82,8 @@ func (t *Tier) Rekey(ctx context.Context, pace func(ctx context.Context, bytes i
 	return s, errors.Join(stopped, err)
 }
 
-// maxRekey bounds the bytes of an object in a Rekey, so that a wrong length in the tier below never sizes a larger memory.
+// maxRekey bounds the bytes of an object in a Rekey, so that a wrong length in the tier below never sizes a larger memory. A larger object
+// counts as failed, and stays.
 const maxRekey = 1 << 30
 
 // rekeyOne encrypts one object anew. It returns only the context's error.

@@ -92,7 +92,7 @@ type Options struct {
 	Log  *slog.Logger
 }
 
-// New returns the Tier over another one. It is a tier.Notebook if the other one is.
+// New returns the Tier over another one, `of`. It is a tier.Notebook if the other one is.
 func New(of tier.Tier, keys *Keys, o Options) interface {
 	tier.Tier
 	Sealed() *Tier
@@ -143,7 +143,7 @@ func (t *Tier) refuse(why reason, k *kv.Key, seal uint16) {
 	}
 }
 
-// maxStale bounds the objects in Tier.mu.stale.
+// maxStale bounds the objects in Tier.mu.stale. Beyond it any of them is forgotten, until it is read again.
 const maxStale = 4096
 
 // noteStale remembers an object whose header has another key or version than the tier below says. A newer build may have written it, or its

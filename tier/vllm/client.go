@@ -108,7 +108,7 @@ func (c *Client) Close() error {
 	return errors.Join(err, c.pool.Close())
 }
 
-// read passes answers to the waiting calls until the connection ends.
+// read passes answers to the waiting calls until the connection ends. What a call that has given up was given, it gives back.
 func (c *Client) read() {
 	defer close(c.ended)
 	for {
@@ -142,7 +142,7 @@ func (c *Client) answered(id uint64) chan []Place {
 	return to
 }
 
-// fail ends all waiting calls with err.
+// fail ends all waiting calls, and all later ones, with err.
 func (c *Client) fail(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

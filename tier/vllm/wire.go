@@ -37,15 +37,15 @@ const (
 	TypeCommit  = 0x09 // engine: u64 id of a store + u8, 1: all rows are written; 0: drop all rows
 )
 
-// Limits of the messages.
+// Limits of the messages. A frame beyond the first four is ErrMalformed, a Hello beyond the other three is refused with ErrHello.
 const (
 	MaxFrame     = 1 << 20 // bytes of a frame
 	MaxHello     = 1 << 18 // bytes of a Hello; most of them are its namespace, with the names of all layers
-	MaxKeys      = 1 << 14 // of one Ask
+	MaxKeys      = 1 << 14 // keys of one Ask
 	MaxRequest   = 512     // bytes of a request's id
-	MaxEngineID  = 128
-	MaxGroups    = 256
-	MaxModelName = 1024
+	MaxEngineID  = 128     // bytes of an engine's id
+	MaxGroups    = 256     // KV cache groups of an engine
+	MaxModelName = 1024    // bytes of a model's name
 
 	headerBytes = 5  // length + type
 	placeBytes  = 12 // offset + bytes

@@ -64,7 +64,7 @@ func (Environment) Find(context.Context) (Credentials, error) {
 // Name implements Source.
 func (Environment) Name() string { return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" }
 
-// maxFile bounds the bytes of a file of credentials, and of an answer with credentials.
+// maxFile bounds the bytes that are read of a file of credentials, and of an answer with credentials. The rest is ignored.
 const maxFile = 1 << 20
 
 // rereadFile is how long credentials of a file are used before the file is read again: other
