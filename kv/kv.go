@@ -32,15 +32,15 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 	return w<<24 | r<<16 | w<<8 | r, true
 }
 
-// MaxSaltBytes is the length of the longest salt that LMCache accepts, in characters. A longer one is ErrSalt.
-const MaxSaltBytes = 128
+// MaxSaltLength is the length of the longest salt that LMCache accepts, in characters. A longer one is ErrSalt.
+const MaxSaltLength = 128
 
 // ErrSalt means that a salt is too long or contains one of @ / \ NUL.
 var ErrSalt = errors.New("kv: salt longer than 128 characters, with one of @ / \\ NUL, or not UTF-8")
 
 // CheckSalt returns ErrSalt for a salt that must not be in a key.
 func CheckSalt(salt string) error {
-	if len(salt) > MaxSaltBytes && len([]rune(salt)) > MaxSaltBytes || strings.ContainsAny(salt, "@/\\\x00") {
+	if len(salt) > MaxSaltLength && len([]rune(salt)) > MaxSaltLength || strings.ContainsAny(salt, "@/\\\x00") {
 		return ErrSalt
 	}
 	return nil

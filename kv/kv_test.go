@@ -159,7 +159,7 @@ func TestCheckSalt(t *testing.T) {
 	f("a/b", false)
 	f("a\\b", false)
 	f("a\x00b", false)
-	long := make([]byte, kv.MaxSaltBytes+1)
+	long := make([]byte, kv.MaxSaltLength+1)
 	for i := range long {
 		long[i] = 'x'
 	}

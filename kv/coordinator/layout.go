@@ -12,11 +12,8 @@ import (
 	"strings"
 )
 
-// Bounds of the texts that are parsed, in bytes; a longer text is an error. Parsing takes memory in proportion to the text.
-const (
-	maxLayoutBytes = 1 << 20
-	maxFileBytes   = 1 << 28
-)
+// maxLayoutBytes bounds the text of a layout that is parsed; a longer one is an error. Parsing takes memory in proportion to the text.
+const maxLayoutBytes = 1 << 20
 
 // jsonKinds are the kinds that have a name in the layout JSON.
 var jsonKinds = []Kind{Full, MLA, Sink, SlidingWindow, SlidingWindowMLA, ChunkedLocal, Mamba, Cross}
