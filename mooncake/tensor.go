@@ -120,7 +120,7 @@ func (t *Tensor) Check(storages [][]byte) error {
 		}
 		step := uint64(n-1) * uint64(t.Stride[i])
 		if n > 1 && step/uint64(n-1) != uint64(t.Stride[i]) || step > maxTensorElements {
-			return fail("it spans too many elements")
+			return fail("it spans more than 2^44 elements")
 		}
 		last += step
 	}

@@ -344,9 +344,9 @@ func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
 	case len(p.Slots) != want:
 		return fmt.Errorf("%w: the hit needs %d slots, the server sent %d", ErrSlot, want, len(p.Slots))
 	case p.Groups != nil && len(w.layouts) <= 1:
-		return fmt.Errorf("%w: the server named groups for a model of one", ErrSlot)
+		return fmt.Errorf("%w: the server named KV groups for the slots, but the model has a single group", ErrSlot)
 	case p.Groups == nil && len(w.layouts) > 1:
-		return fmt.Errorf("%w: the server named no groups for a model of %d", ErrSlot, len(w.layouts))
+		return fmt.Errorf("%w: the server named no KV groups for the slots, but the model has %d groups", ErrSlot, len(w.layouts))
 	}
 	seen := make(map[[2]int]bool)
 	for at, g := range p.Groups {
