@@ -300,7 +300,7 @@ func (p *Peer) writeChunk() error {
 	}
 	p.vecs = p.out.chunk(p.vecs, stallBytes)
 	bufs := net.Buffers(p.vecs)
-	n, err := bufs.WriteTo(p.conn)
+	n, err := rawio.WriteBuffers(p.conn, &bufs)
 	clear(p.vecs)
 	p.count.writes.Add(1)
 	p.out.consume(int(n))

@@ -367,7 +367,7 @@ func (n *Conn) writeAll(pieces net.Buffers) error {
 	if raw, ok := n.nc.(*rawio.Conn); ok {
 		return raw.WriteAll(pieces)
 	}
-	_, err := pieces.WriteTo(n.nc)
+	_, err := rawio.WriteBuffers(n.nc, &pieces)
 	return err
 }
 

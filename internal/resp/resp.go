@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 // Limits of a server's answers, without values. An answer beyond one of them is an ErrProtocol, and breaks the connection.
@@ -157,7 +159,7 @@ func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) er
 				break
 			}
 			buffers = append(buffers, parts[i])
-			if _, err = buffers.WriteTo(c.nc); err != nil {
+			if _, err = rawio.WriteBuffers(c.nc, &buffers); err != nil {
 				break
 			}
 			buffers = nil
@@ -165,7 +167,7 @@ func (c *Conn) SendWhen(before []string, parts [][]byte, ready func(part int) er
 	}
 	if err == nil {
 		buffers = append(buffers, tail)
-		_, err = buffers.WriteTo(c.nc)
+		_, err = rawio.WriteBuffers(c.nc, &buffers)
 	}
 	c.out = c.out[:0]
 	if err != nil {

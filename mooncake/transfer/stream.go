@@ -11,6 +11,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 const (
@@ -251,7 +253,7 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 			if raceDetector { // what happened so far must happen before what the peer does with these bytes
 				s.raw.Control(func(fd uintptr) { _, _ = syscall.Write(int(fd), nil) })
 			}
-			n, err = s.out.WriteTo(s.conn)
+			n, err = rawio.WriteBuffers(s.conn, &s.out)
 		}
 		sent += n
 		switch {
