@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/http1"
@@ -26,6 +27,7 @@ type freeing struct {
 	body     []byte
 	secrets  []byte // header lines with the client's credentials, which D may demand
 	until    time.Time
+	unsure   bool // D may have freed the transfer already
 }
 
 // frees holds the transfers that wait to be freed.
@@ -35,7 +37,11 @@ type frees struct {
 		waiting []freeing
 		running int
 	}
+	watched atomic.Int64 // requests of freeIfGone that wait for a health check
 }
+
+// maxWatched is the largest number of transfers whose D is watched at a time after their client has left.
+const maxWatched = 1024
 
 // maxFrees is the largest number of requests at a time that only free P's memory; further ones wait.
 const maxFrees = 64
@@ -71,24 +77,34 @@ func (e *exchange) freeLeft(err error, f func() freeing) {
 	}
 }
 
-// freeIfGone frees a transfer if the D that was to take it is not well at its next full health check, has restarted, or has been removed
-// from the proxy.
+// freeIfGone frees a transfer if the D that was to take it is not well at its next full health check, or has been unwell until then. D may
+// have freed the transfer before, so it is offered only until a D has got the request. At most maxWatched D's are watched so at a time:
+// beyond that, P keeps the KV until its own limit.
 func (p *Proxy) freeIfGone(d *backend, f freeing) {
+	f.unsure, f.until = true, time.Now().Add(freeTimeout)
 	life, looks := d.id.Load(), d.looks.Load()+2 // a check that runs now may have asked D before
-	p.goBackground(func() {
-		known := true
-		for end := time.Now().Add(freeTimeout); known && d.looks.Load() < looks && time.Now().Before(end); {
+	if p.frees.watched.Add(1) > maxWatched {
+		p.frees.watched.Add(-1)
+		return
+	}
+	if !p.goBackground(func() {
+		defer p.frees.watched.Add(-1)
+		for d.looks.Load() < looks && slices.Contains(p.fleet.engines(), d) {
 			select {
-			case <-time.After(p.o.HealthInterval):
+			case <-time.After(min(p.o.HealthInterval, time.Until(f.until))):
 			case <-p.ctx.Done():
 				return
 			}
-			known = slices.Contains(p.fleet.engines(), d)
+			if !time.Now().Before(f.until) {
+				return
+			}
 		}
-		if !known || !d.well.Load() || d.id.Load() != life {
+		if !d.well.Load() || d.id.Load() != life {
 			p.free(f)
 		}
-	})
+	}) {
+		p.frees.watched.Add(-1)
+	}
 }
 
 // abandon ends P's leg after D's leg failed. P's leg gets prefillGrace to end, so that the proxy learns whether P has the KV
@@ -178,7 +194,9 @@ var ofPrompt = map[string]bool{
 // free makes a decode engine take KV from P that no request wants any more. It runs at most maxFrees such requests at a time; the
 // others wait.
 func (p *Proxy) free(f freeing) {
-	f.until = time.Now().Add(freeTimeout)
+	if f.until.IsZero() {
+		f.until = time.Now().Add(freeTimeout)
+	}
 	q := &p.frees
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -222,6 +240,9 @@ func (p *Proxy) freeOne(f freeing) {
 			if err == nil {
 				p.n.freed.Add(1)
 				return
+			}
+			if f.unsure && !errors.Is(err, errNotSent) && !errors.Is(err, errNoRoom) {
+				return // P most probably does not know the transfer any more
 			}
 			failed = failed || errors.Is(err, errFailed)
 			w.tried = append(w.tried, b)

@@ -112,10 +112,11 @@ func TestFreeingRepeatsNothingOfTheClients(t *testing.T) {
 
 // A D that had the whole request when the client left frees P's KV by itself, unless it ends before: then another D frees it.
 func TestDEndsAfterTheClientHasLeft(t *testing.T) {
-	f := func(dialect proxy.Dialect, ends bool) {
+	f := func(dialect proxy.Dialect, ends, refused bool) {
 		t.Helper()
 		p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
 		asked := make(chan struct{}, 10)
+		var offers atomic.Int64
 		d := func() string {
 			var ending atomic.Bool
 			mux := http.NewServeMux()
@@ -126,6 +127,9 @@ func TestDEndsAfterTheClientHasLeft(t *testing.T) {
 			})
 			mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) {
 				if text, _ := io.ReadAll(r.Body); strings.Contains(string(text), `"prompt":[1]`) {
+					if offers.Add(1); refused {
+						w.WriteHeader(http.StatusInternalServerError)
+					}
 					fmt.Fprint(w, `{}`)
 					return
 				}
@@ -154,18 +158,22 @@ func TestDEndsAfterTheClientHasLeft(t *testing.T) {
 		leave()
 		wg.Wait()
 		testkit.Eventually(t, "the request has ended", func() bool { return s.Stats().Requests["client_left"] == 1 })
-		if ends {
+		if ends && !refused {
 			testkit.Eventually(t, "P is freed", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
 			return
 		}
+		if refused {
+			testkit.Eventually(t, "P's KV is offered", func() bool { return offers.Load() > 0 })
+		}
 		time.Sleep(200 * time.Millisecond) // many health checks
-		if n := s.Stats().Freed; n != 0 {
-			t.Errorf("%v: P was freed %d times, although D was there", dialect, n)
+		if got := s.Stats().Freed; got != 0 || offers.Load() > 1 || !refused && offers.Load() > 0 {
+			t.Errorf("%v, ends %v, refused %v: P was freed %d times, and offered %d times", dialect, ends, refused, got, offers.Load())
 		}
 	}
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.NIXL, proxy.Mooncake013} {
-		f(dialect, true)
-		f(dialect, false)
+		f(dialect, true, false)
+		f(dialect, true, true) // P does not know the transfer any more, so one D is asked, once
+		f(dialect, false, false)
 	}
 }
 
