@@ -111,7 +111,7 @@ var elsewhere = map[string]string{
 		"server.MaxRekeyRate tier.MaxTiers zmtp.maxBytes zmtp.maxClientName zmtp.maxClients zmtp.maxClientsFile zmtp.maxCount zmtp.maxKeyFile",
 	"is an option or a bound with a row of another page, as docs/operate/bootstrap.md": "mooncake/bootstrap.maxDirectoryBytes mooncake/bootstrap.maxProbesPerEngine mooncake/bootstrap.maxStates " +
 		"proxy.o.MaxInFlight proxy.o.MaxPerEngine proxy.o.MaxPrompts proxy.o.MaxQueue proxy.maxPrefilled proxy.maxTokenized",
-	"bounds a step of the server's own work": "internal/safelog.maxPlaces proxy.maxFailures proxy.maxFrees proxy.maxPause proxy/limits.maxBatch server/events.maxCompacted server/events.maxQuiet " +
+	"bounds a step of the server's own work": "internal/safelog.maxPlaces proxy.maxFailures proxy.maxFrees proxy.maxPause proxy.maxWatched proxy/limits.maxBatch server/events.maxCompacted server/events.maxQuiet " +
 		"server/events.maxStrayObjects server/events.maxStrays store.maxTransfer store.mostFreed store/lease.maxOthers store/pool.maxFormer store/pool.maxNear store/pool.maxProvided " +
 		"store/pool.maxRegions store/tiering.maxComputing store/tiering.maxSlow store/tiering.maxWriteTries store/tiering.mostStat tier/disk.maxChooserKeys tier/disk.mostReadmit " +
 		"tier/disk.maxSeals tier/disk.mostTouched tier/generation.maxBegun tier/generation.maxKnown tier/keeper.mostReserve tier/redis.maxFailures tier/s3.maxRaces tier/s3.maxSaid tier/s3.maxStatFailures zmtp.maxLeaving zmtp.maxVecs",
