@@ -513,26 +513,21 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	e.cached.Store(int64(l.cached))
 	e.prefilled.Store(int64(time.Since(e.start)))
 	e.handed.Next(transferlog.Waiting, untilD, nil)
-	var f freeing
+	toFree := func() freeing { return e.freeing(c.prefill, l.params) }
 	if e.p.o.Dialect == Mooncake013 {
-		f = e.freeing(c.prefill, l.params) // when D answers, the request's body is gone
+		f := toFree() // when D answers, the request's body is gone
+		toFree = func() freeing { return f }
 	}
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
 	if outcome == "ok" && transfer != "" && !l.stopped {
 		e.relayedBy(c.prefill, who, transfer)
 	}
-	whole := func() freeing {
-		if f.body == nil {
-			return e.freeing(c.prefill, l.params)
-		}
-		return f
-	}
 	switch {
 	case l.params == nil:
 	case e.r.Context().Err() != nil:
-		e.freeLeft(err, whole)
+		e.freeLeft(err, toFree)
 	case e.mustFree(err):
-		e.p.free(whole())
+		e.p.free(toFree())
 	}
 	return outcome, err
 }

@@ -37,7 +37,7 @@ type frees struct {
 		waiting []freeing
 		running int
 	}
-	watched atomic.Int64 // requests of freeIfGone that wait for a health check
+	watched atomic.Int64 // transfers for which freeIfGone waits
 }
 
 // maxWatched is the largest number of transfers whose D is watched at a time after their client has left.
@@ -48,7 +48,7 @@ const maxFrees = 64
 
 const (
 	freeTimeout = 8 * time.Minute  // how long the proxy offers a transfer to D's: as long as P keeps it. The restart of a D may take minutes
-	takeTimeout = 30 * time.Second // how long one D may take to answer; then the next D is asked
+	takeTimeout = 30 * time.Second // how long one D may take to answer
 	freeRounds  = 2                // after that many rounds in which D's failed, the proxy assumes that P no longer has the KV
 )
 
@@ -77,9 +77,9 @@ func (e *exchange) freeLeft(err error, f func() freeing) {
 	}
 }
 
-// freeIfGone frees a transfer if the D that was to take it is not well at its next full health check, or has been unwell until then. D may
-// have freed the transfer before, so it is offered only until a D has got the request. At most maxWatched D's are watched so at a time:
-// beyond that, P keeps the KV until its own limit.
+// freeIfGone waits for the next full health check of the D that was to take a transfer. It frees the transfer if D is not well then, or was
+// unwell in between. D may have freed the transfer before, so it is offered only until a D has got the request. Beyond maxWatched
+// transfers at a time freeIfGone does nothing: P keeps the KV until its own limit.
 func (p *Proxy) freeIfGone(d *backend, f freeing) {
 	f.unsure, f.until = true, time.Now().Add(freeTimeout)
 	life, looks := d.id.Load(), d.looks.Load()+2 // a check that runs now may have asked D before
@@ -87,7 +87,7 @@ func (p *Proxy) freeIfGone(d *backend, f freeing) {
 		p.frees.watched.Add(-1)
 		return
 	}
-	if !p.goBackground(func() {
+	p.goBackground(func() { // a closed proxy does not run it, and frees nothing any more
 		defer p.frees.watched.Add(-1)
 		for d.looks.Load() < looks && slices.Contains(p.fleet.engines(), d) {
 			select {
@@ -102,9 +102,7 @@ func (p *Proxy) freeIfGone(d *backend, f freeing) {
 		if !d.well.Load() || d.id.Load() != life {
 			p.free(f)
 		}
-	}) {
-		p.frees.watched.Add(-1)
-	}
+	})
 }
 
 // abandon ends P's leg after D's leg failed. P's leg gets prefillGrace to end, so that the proxy learns whether P has the KV

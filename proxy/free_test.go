@@ -116,12 +116,12 @@ func TestDEndsAfterTheClientHasLeft(t *testing.T) {
 		t.Helper()
 		p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
 		asked := make(chan struct{}, 10)
-		var offers atomic.Int64
+		var offers, checks atomic.Int64
 		d := func() string {
 			var ending atomic.Bool
 			mux := http.NewServeMux()
 			mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
-				if ending.Load() {
+				if checks.Add(1); ending.Load() {
 					w.WriteHeader(http.StatusServiceUnavailable)
 				}
 			})
@@ -165,7 +165,8 @@ func TestDEndsAfterTheClientHasLeft(t *testing.T) {
 		if refused {
 			testkit.Eventually(t, "P's KV is offered", func() bool { return offers.Load() > 0 })
 		}
-		time.Sleep(200 * time.Millisecond) // many health checks
+		before := checks.Load()
+		testkit.Eventually(t, "many health checks have ended", func() bool { return checks.Load() >= before+30 })
 		if got := s.Stats().Freed; got != 0 || offers.Load() > 1 || !refused && offers.Load() > 0 {
 			t.Errorf("%v, ends %v, refused %v: P was freed %d times, and offered %d times", dialect, ends, refused, got, offers.Load())
 		}

@@ -5,6 +5,7 @@ package rawio_test
 import (
 	"net"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -22,6 +23,9 @@ func TestWriteBuffersOrdersMemory(t *testing.T) {
 		}
 		from, err := l.Accept()
 		if err != nil {
+			t.Fatal(err)
+		}
+		if err := from.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 		go func() {

@@ -250,9 +250,6 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 			}
 			n = int64(k)
 		} else {
-			if raceDetector { // what happened so far must happen before what the peer does with these bytes
-				s.raw.Control(func(fd uintptr) { _, _ = syscall.Write(int(fd), nil) })
-			}
 			n, err = rawio.WriteBuffers(s.conn, &s.out)
 		}
 		sent += n

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -82,32 +83,39 @@ func TestLimit(t *testing.T) {
 
 // Without eviction a write does not make the tier look at all files: what another program removed counts until the next scan, a minute later.
 func TestWritesWithoutEvictionScanNothing(t *testing.T) {
-	const n = 10_000
-	dir := folder(t)
-	for seed := range 2 {
-		b, _ := tiertest.Object(seed, n)
-		if err := os.WriteFile(pathOf(dir, seed), b, 0o600); err != nil {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 10_000
+		dir := folder(t)
+		for seed := range 2 {
+			b, _ := tiertest.Object(seed, n)
+			if err := os.WriteFile(pathOf(dir, seed), b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		d := open(t, fs.Options{Path: dir, Limit: 3*n + 100})
+		if synctest.Wait(); !counted(t, d) {
+			t.Fatal("the files are not counted")
+		}
+		if err := os.Remove(pathOf(dir, 0)); err != nil {
 			t.Fatal(err)
 		}
-	}
-	d := open(t, fs.Options{Path: dir, Limit: 3*n + 100})
-	for !counted(t, d) {
-		time.Sleep(time.Millisecond)
-	}
-	if err := os.Remove(pathOf(dir, 0)); err != nil {
-		t.Fatal(err)
-	}
-	put(t, d, 2, n)
-	for range 20 {
-		b, m := tiertest.Object(3, n)
-		if err := d.Write(t.Context(), tiertest.Key(3), m, b); !errors.Is(err, tier.ErrFull) {
-			t.Fatalf("a write beyond the limit: %v", err)
+		put(t, d, 2, n)
+		for range 20 {
+			b, m := tiertest.Object(3, n)
+			if err := d.Write(t.Context(), tiertest.Key(3), m, b); !errors.Is(err, tier.ErrFull) {
+				t.Fatalf("a write beyond the limit: %v", err)
+			}
+			synctest.Wait()
 		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	if got := d.Space(); got.Objects != 3 || got.Used != 3*n {
-		t.Errorf("%d objects of %d bytes: the files were counted again", got.Objects, got.Used)
-	}
+		if got := d.Space(); got.Objects != 3 || got.Used != 3*n {
+			t.Errorf("%d objects of %d bytes: the files were counted again", got.Objects, got.Used)
+		}
+		time.Sleep(61 * time.Second)
+		synctest.Wait()
+		if got := d.Space(); got.Objects != 2 || got.Used != 2*n {
+			t.Errorf("%d objects of %d bytes after a minute", got.Objects, got.Used)
+		}
+	})
 }
 
 // With eviction the least recently used objects go, and new objects are kept.
