@@ -38,8 +38,12 @@ type lmcacheConn struct {
 // lmcacheDriven is the mode in which the server copies the bytes.
 const lmcacheDriven = "lmcache_driven"
 
-// startTimeout limits the calls to servers while an engine starts.
-const startTimeout = 30 * time.Second
+// startTimeout limits the calls to servers while an engine starts; a longer mq_timeout extends it. lmcache's own clients wait as long.
+const startTimeout = 300 * time.Second
+
+// noticeAfter is how long an engine waits for a server before it logs that it waits. It is longer than the negotiation with a server
+// before 0.5.7, which does not answer it.
+const noticeAfter = 5 * time.Second
 
 func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	o, err := c.LMCache()
@@ -61,9 +65,10 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 			err = errors.Join(err, k.close(context.Background()))
 		}
 	}()
-	ctx, cancel := context.WithTimeout(e.ctx, startTimeout)
+	timeout := max(startTimeout, o.Timeout)
+	ctx, cancel := context.WithTimeout(e.ctx, timeout)
 	defer cancel()
-	chunk, err := k.dial(ctx, o.Servers)
+	chunk, err := k.dial(ctx, o.Servers, timeout)
 	if err != nil {
 		return nil, err
 	}
@@ -123,25 +128,26 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	return k, nil
 }
 
-// dial connects to the servers, and returns the size of their chunks in tokens.
-func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, err error) {
+// dial connects to the servers, and returns the size of their chunks in tokens. The timeout of ctx is for the log.
+func (k *lmcacheConn) dial(ctx context.Context, servers []string, timeout time.Duration) (chunk int, err error) {
 	for i, url := range servers {
 		client, err := lmcache.OpenClient(url, k.e.o.Cache)
 		if err != nil {
 			return 0, err
 		}
 		k.clients = append(k.clients, client)
+		notice := time.AfterFunc(noticeAfter, func() {
+			k.e.log.Info("waiting for the cache server", "server", url, "at_most", timeout)
+		})
 		n, err := k.chunkTokens(ctx, client)
-		for said := false; errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil; said = true {
-			if !said {
-				k.e.log.Info("waiting for the cache server", "server", url, "at_most", startTimeout)
-			}
+		for errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil {
 			select {
 			case <-time.After(100 * time.Millisecond):
 				n, err = k.chunkTokens(ctx, client)
 			case <-ctx.Done():
 			}
 		}
+		notice.Stop()
 		if err != nil {
 			return 0, fmt.Errorf("engine: the cache server at %s: %w", url, err)
 		}
