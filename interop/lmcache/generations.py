@@ -76,13 +76,13 @@ class Engine:
         shape = (self.blocks, block, DIM) if self.mla else (2, self.blocks, HEADS, block, DIM)
         self.kv = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.float16, device=device) for i in range(LAYERS)}
         self.worker.register_kv_caches(self.kv)
-        # A hit of two readers needs two workers. The second one is there and does nothing.
-        self.silent = []
+        # A hit of two readers needs two workers. The second one stores nothing, as in vLLM, and loads what the first one loads.
+        self.workers = [self.worker]
         for _ in range(self.ranks - 1):
-            self.silent.append(worker(url, self.context, model, block, self.strategy(), extra_config=config, **align))
-            if getattr(self.silent[-1], "instance_id", None) == getattr(self.worker, "instance_id", 0):
-                self.silent[-1].instance_id += 1
-            self.silent[-1].register_kv_caches(self.kv)
+            self.workers.append(worker(url, self.context, model, block, self.strategy(), extra_config=config, **align))
+            if getattr(self.workers[-1], "instance_id", None) == getattr(self.worker, "instance_id", 0):
+                self.workers[-1].instance_id += 1 << 32  # before 0.5.0 it is the process id: no other process has this one
+            self.workers[-1].register_kv_caches(self.kv)
         self.requests = 0
         self.ids = f"{os.getpid()}-{time.time_ns()}"
         self.watch_health()
@@ -156,7 +156,7 @@ class Engine:
     def watch_health(self):
         """Counts how often the adapters come to hold the server for not well: then they store nothing and find nothing."""
         self.lapses = 0
-        for adapter in (self.scheduler, self.worker):
+        for adapter in (self.scheduler, *self.workers):
             several = getattr(adapter, "_health_events", None)
             for event in several.values() if several else [adapter._health_event]:
                 def clear(clear=event.clear):
@@ -165,7 +165,7 @@ class Engine:
                 event.clear = clear
 
     def healthy(self):
-        return all(x() if callable(x) else x for x in (self.scheduler.is_healthy, self.worker.is_healthy))
+        return all(x() if callable(x) else x for x in (a.is_healthy for a in (self.scheduler, *self.workers)))
 
     def steadily(self, what, operation):
         """Does an operation while the adapters hold the server for well. A ping that was lost when the server was killed, or
@@ -185,7 +185,7 @@ class Engine:
         """Drives the worker until the futures of a store or a retrieve are taken."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
-            for worker in [self.worker, *self.silent]:  # each begins its heartbeats with its first step
+            for worker in self.workers:
                 worker.get_finished(set())
             if not pending():
                 return True
@@ -228,10 +228,10 @@ class Engine:
             self.scheduler.free_lookup_locks(self.pack(tokens), 0, free * self.chunk, request, cache_salt=salt)
         if hit >= self.chunk and hit > free * self.chunk:
             n, out["equal"] = hit // self.chunk, True
-            for _ in range(self.ranks):  # one worker plays them all
+            for worker in self.workers:  # a worker sends heartbeats from its first store or load on
                 self.fill(seed + 1, chunks, first)
-                self.worker.submit_retrieve_request(request, self.op(tokens, first, n * self.chunk), self.event())
-                self.wait(lambda: request in self.worker.retrieve_futures)
+                worker.submit_retrieve_request(request, self.op(tokens, first, n * self.chunk), self.event())
+                self.wait(lambda worker=worker: request in worker.retrieve_futures)
                 got = self.bytes(n, first)
                 out["equal"] = out["equal"] and all(self.torch.equal(a[:len(b)], b) for a, b in zip(want, got, strict=True))
         self.scheduler.cleanup_lookup_result(request)
@@ -253,7 +253,7 @@ class Engine:
 
     def close(self):
         getattr(self.scheduler, "shutdown", lambda: None)()
-        for worker in [self.worker, *self.silent]:
+        for worker in self.workers:
             worker.shutdown()
         return {}
 
