@@ -29,9 +29,7 @@ test: have-go ## all tests that need only Go
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -vet=off -p 4 -timeout 600s
 
 test-all: test ## make test, then tests again with invariants, with crash points, and with invariants and the race detector
-	GO=$(GO) .ci/invariants.sh
-	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
-	GO=$(GO) .ci/race.sh
+	GO=$(GO) .ci/instrumented.sh
 
 # Without cgo, as make test: one compilation serves both.
 check: export CGO_ENABLED = 0

@@ -4,11 +4,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 go=${GO:-go}
-field='join .Deps " "'
-if command -v "${CC:-cc}" >/dev/null; then field='join .Imports " "'; fi
+field='join .Deps " "' parallel=4
+if command -v "${CC:-cc}" >/dev/null; then field='join .Imports " "' parallel=1; fi # race.sh runs beside it
 # A test binary's import path ends with .test; the package with its tests has that name behind it, in brackets.
 packages=$("$go" list -tags invariants -test -f "{{.ImportPath}} {{$field}}" ./... |
 	awk '$1 !~ /\/internal\/invariant$/ { for (i = 2; i <= NF; i++) if ($i ~ /\/internal\/invariant$/) { sub(/(_test|\.test)$/, "", $1); print $1 } }' | sort -u)
 [ -n "$packages" ] || { echo "no package uses internal/invariant" >&2; exit 1; }
 echo "with invariants: $(wc -w <<<"$packages") packages"
-CGO_ENABLED=0 exec .ci/test.sh "$packages" -vet=off -p 4 -tags invariants -timeout 600s
+CGO_ENABLED=0 exec .ci/test.sh "$packages" -vet=off -p $parallel -tags invariants -timeout 600s

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/proxy"
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 var (
@@ -23,6 +24,7 @@ var (
 
 // Every command of kvasir in a shell block of every page has flags that exist, with values that they take.
 func TestCommandsOfPages(t *testing.T) {
+	testkit.LongAlone(t)
 	var pages []string
 	for _, root := range []string{"README.md", "CONTRIBUTING.md", "docs"} {
 		err := filepath.WalkDir(filepath.Join("../../../..", root), func(name string, _ fs.DirEntry, err error) error {

@@ -294,6 +294,7 @@ func TestSimTableReport(t *testing.T) {
 
 // A profile that is fitted to a result is one that sim and engine take.
 func TestCalibrateFromResult(t *testing.T) {
+	testkit.LongAlone(t)
 	dir := t.TempDir()
 	result, profile := filepath.Join(dir, "result.json"), filepath.Join(dir, "profile.json")
 	const text = `{"date":"20260101-000000","endpoint_type":"openai","backend":"openai","label":null,"model_id":"m","tokenizer_id":"m","num_prompts":50,
