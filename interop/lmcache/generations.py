@@ -81,7 +81,7 @@ class Engine:
         for _ in range(self.ranks - 1):
             self.workers.append(worker(url, self.context, model, block, self.strategy(), extra_config=config, **align))
             if getattr(self.workers[-1], "instance_id", None) == getattr(self.worker, "instance_id", 0):
-                self.workers[-1].instance_id += 1 << 32  # before 0.5.0 it is the process id: no other process has this one
+                self.workers[-1].instance_id += 1 << 32  # before 0.5.0 the id is that of the process; no process has this one
             self.workers[-1].register_kv_caches(self.kv)
         self.requests = 0
         self.ids = f"{os.getpid()}-{time.time_ns()}"
@@ -182,7 +182,7 @@ class Engine:
         return out
 
     def wait(self, pending, limit=60.0):
-        """Drives the worker until the futures of a store or a retrieve are taken."""
+        """Drives the workers until the futures of a store or a retrieve are taken."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
             for worker in self.workers:

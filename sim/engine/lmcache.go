@@ -38,11 +38,11 @@ type lmcacheConn struct {
 // lmcacheDriven is the mode in which the server copies the bytes.
 const lmcacheDriven = "lmcache_driven"
 
-// startTimeout limits the calls to servers while an engine starts; a longer mq_timeout extends it. lmcache's own clients wait as long.
+// startTimeout limits the calls to servers while an engine starts. It is the default of lmcache's mq_timeout; a longer mq_timeout extends it.
 const startTimeout = 300 * time.Second
 
-// noticeAfter is how long an engine waits for a server before it logs that it waits. It is longer than the negotiation with a server
-// before 0.5.7, which does not answer it.
+// noticeAfter is how long an engine waits for a server before it logs that it waits. A start with a server before 0.5.7
+// takes half as long, because that server does not answer the negotiation.
 const noticeAfter = 5 * time.Second
 
 func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
@@ -128,7 +128,7 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	return k, nil
 }
 
-// dial connects to the servers, and returns the size of their chunks in tokens. The timeout of ctx is for the log.
+// dial connects to the servers, and returns the size of their chunks in tokens. The log names timeout, which is that of ctx.
 func (k *lmcacheConn) dial(ctx context.Context, servers []string, timeout time.Duration) (chunk int, err error) {
 	for i, url := range servers {
 		client, err := lmcache.OpenClient(url, k.e.o.Cache)
